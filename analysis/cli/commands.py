@@ -14,7 +14,6 @@ from analysis.clients.beside import beside
 from analysis.page import capacity_report, client_report, explorer, sweep_report, webpage
 from analysis.page import report as reports
 from analysis.page.explorer import Explorer
-from analysis.statistics import capacity as capacities
 from analysis.statistics import condition, loading, sweep_table
 from analysis.statistics.trust import caveats
 from analysis.validation import cases, tally
@@ -41,7 +40,7 @@ def report(arguments: argparse.Namespace) -> int:
         shown = sweep_report.look(table, sweep_report.Options(arguments.metric, arguments.slo, arguments.x))
         made, steered = sweep_report.build(table, shown, arguments.line), explorer.explorer(table, shown)
     elif kind == "capacity":
-        made = capacity_report.build(capacities.read(path), arguments.line)
+        made = capacity_report.build(capacity_report.read(path), arguments.line)
     elif kind == "predictions":
         validation = cases.read(path)
         made = predictions.build(validation, arguments.line)

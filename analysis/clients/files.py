@@ -10,13 +10,13 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, create_model, model_validator
 
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
@@ -24,7 +24,7 @@ from cbsim.files import read_text
 from cbsim.metrics import metrics
 from cbsim.record.tables import Ints
 from cbsim.scenario.documents import wording
-from cbsim.scenario.fields import complaint
+from cbsim.scenario.fields import Form, complaint
 
 MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p99")
@@ -99,12 +99,12 @@ def distribution(values: Floats, counts: Ints | None = None) -> Distribution:
 
 def client(path: Path) -> Client:
     """What a file holds. Raises RunError naming file, field, value and what is allowed."""
-    text = read_text(path, RunError, MOST_BYTES)
-    value, first = _parsed(text), _parsed(text.lstrip().partition("\n")[0])
-    if text.startswith("Metric,avg,"):
-        measured = _aiperf_statistics(path, _csv(text))
+    content = read_text(path, RunError, MOST_BYTES)
+    value, first = _parsed(content), _parsed(content.lstrip().partition("\n")[0])
+    if content.startswith("Metric,avg,"):
+        measured = _aiperf_statistics(path, _csv(content))
     elif _has(first, "metadata", "metrics") and not _has(first["metadata"], "guidellm_version"):
-        measured = _aiperf_lines(path, text)
+        measured = _aiperf_lines(path, content)
     elif _has(value, "aiperf_version"):
         measured = _aiperf_statistics(path, value)
     elif _has(value, *VLLM_KEYS):
@@ -120,10 +120,10 @@ def client(path: Path) -> Client:
     return measured
 
 
-def _parsed(text: str) -> Any:
-    """The JSON value that a text is; None if it is none."""
+def _parsed(content: str) -> Any:
+    """The JSON value that the content is; None if it is none."""
     try:
-        return json.loads(text)
+        return json.loads(content)
     except (ValueError, RecursionError):
         return None
 
@@ -143,31 +143,18 @@ def _listed(path: Path, tool: str, requests: Sequence[Measured], failed: int, *,
 Number = Annotated[float, Field(ge=0, le=MOST)]
 Whole = Annotated[float, Field(ge=0, le=MOST, multiple_of=1)]
 Unit = Literal["ns", "us", "ms", "sec", "s"]
+F = TypeVar("F", bound=Form)
 
 
-class Part(BaseModel):
-    """An object of a file: the fields that are read, without silent conversions."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
-
-
-P = TypeVar("P", bound=Part)
-
-
-def checked(part: type[P], value: Any, path: Path, where: str = "") -> P:
-    """An object as declared. Raises RunError."""
+def checked(form: type[F], value: Any, path: Path, where: str = "") -> F:
+    """An object as declared; `where` leads to it in the file. Raises RunError."""
     try:
-        return part.model_validate(value)
+        return form.model_validate(value)
     except ValidationError as error:
         entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
         names = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in entry["loc"])
         names += "." + entry.get("ctx", {}).get("field", "")
         raise RunError(f"{path}: {(where + names.strip('.')).rstrip('.')}: {wording(entry)}", file=path) from None
-
-
-def _maybe(part: type[P], values: Mapping[str, Any], name: str, path: Path, where: str = "") -> P | None:
-    """An object of an object; None if it is not there."""
-    return checked(part, values[name], path, f"{where}{name}.") if name in values else None
 
 
 def _or_nan(value: float | None, scale: float = 1.0) -> float:
@@ -176,7 +163,7 @@ def _or_nan(value: float | None, scale: float = 1.0) -> float:
 
 # -- aiperf -----------------------------------------------------------------------------------------------------------
 # Its `inter_token_latency` is what is called TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
-# counted, if the client was told, else its own count. Requests of a warm-up are left out.
+# counted, if the client knows them, else its own count. Requests of a warm-up are left out.
 
 AIPERF = {
     "ttft_s": "time_to_first_token",
@@ -190,104 +177,125 @@ AIPERF_TOKENS = (
 )
 
 
-class _Time(Part):
+class _Time(Form):
     value: Number
     unit: Unit
 
 
-class _Gaps(Part):
+class _Gaps(Form):
     value: list[Number]
     unit: Unit
 
 
-class _Amount(Part):
+class _Amount(Form):
     value: Number
 
 
-class _About(Part):
+def _metrics(name: str, time: type[Form], gaps: type[Form], tokens: type[Form]) -> type[Form]:
+    """A form of all metrics that are read of aiperf, none of which has to be there."""
+    kinds = dict.fromkeys(AIPERF.values(), time) | {AIPERF["itl_s"]: gaps}
+    kinds |= dict.fromkeys((field for fields in AIPERF_TOKENS for field in fields), tokens)
+    fields: dict[str, Any] = {field: (kind | None, None) for field, kind in kinds.items()}
+    return create_model(name, __base__=Form, **fields)
+
+
+_Metrics = _metrics("_Metrics", _Time, _Gaps, _Amount)
+
+
+class _Metadata(Form):
     x_request_id: str | None = None
     request_start_ns: Number | None = None
     benchmark_phase: str = "profiling"
     was_cancelled: Any = None
 
 
-class _Line(Part):
-    metadata: _About
+class _Line(Form):
+    metadata: _Metadata
     metrics: dict[str, Any]
     error: Any = None
 
 
-def _aiperf_lines(path: Path, text: str) -> Client:
+def _aiperf_lines(path: Path, content: str) -> Client:
     measured: list[Measured] = []
     failed = 0
-    for number, content in enumerate(text.splitlines(), 1):
-        if not content.strip():
+    for number, row in enumerate(content.splitlines(), 1):
+        if not row.strip():
             continue
-        line = checked(_Line, _parsed(content), path, f"line {number}: ")
+        line = checked(_Line, _parsed(row), path, f"line {number}: ")
         if line.metadata.benchmark_phase != "profiling":
             continue
         if line.error is not None or line.metadata.was_cancelled:
             failed += 1
         else:
-            place = f"line {number}: metrics."
-            measured.append(_aiperf_request(line, len(measured) + failed, path, place))
+            metrics = checked(_Metrics, line.metrics, path, f"line {number}: metrics.")
+            measured.append(_aiperf_request(line.metadata, metrics, len(measured) + failed))
     return _listed(path, "aiperf", measured, failed)
 
 
-def _aiperf_request(line: _Line, number: int, path: Path, place: str) -> Measured:
-    times = {name: _maybe(_Time, line.metrics, AIPERF[name], path, place) for name in ("ttft_s", "tpot_s", "e2e_s")}
-    gaps = _maybe(_Gaps, line.metrics, AIPERF["itl_s"], path, place)
-    tokens = [
-        next((each.value for name in names if (each := _maybe(_Amount, line.metrics, name, path, place))), math.nan)
-        for names in AIPERF_TOKENS
-    ]
+def _aiperf_request(metadata: _Metadata, metrics: Any, number: int) -> Measured:
+    times = {name: getattr(metrics, AIPERF[name]) for name in ("ttft_s", "tpot_s", "e2e_s")}
+    gaps = getattr(metrics, AIPERF["itl_s"])
+    prompt, output = (_first(metrics, names, "value") for names in AIPERF_TOKENS)
     return Measured(
-        key=line.metadata.x_request_id or "",
+        key=metadata.x_request_id or "",
         number=number,
-        start_s=_or_nan(line.metadata.request_start_ns, 1e-9),
-        prompt_tokens=tokens[0],
-        output_tokens=tokens[1],
+        start_s=_or_nan(metadata.request_start_ns, 1e-9),
+        prompt_tokens=prompt,
+        output_tokens=output,
         gaps_s=[gap * UNITS_S[gaps.unit] for gap in gaps.value] if gaps else (),
-        **{measure: math.nan if time is None else time.value * UNITS_S[time.unit] for measure, time in times.items()},
+        **{name: math.nan if time is None else time.value * UNITS_S[time.unit] for name, time in times.items()},
     )
 
 
-class _Statistics(Part):
+def _first(metrics: Any, names: Sequence[str], part: str) -> float:
+    """A part of the first of these metrics that is there, else NaN."""
+    return next((float(getattr(each, part)) for name in names if (each := getattr(metrics, name))), math.nan)
+
+
+class _Statistics(Form):
     avg: Number
     p50: Number
     p99: Number
     unit: Unit
 
 
-class _Total(Part):
+class _Total(Form):
     sum: Number
 
 
-class _Count(Part):
+class _Count(Form):
     avg: Whole
 
 
+class _Counts(Form):
+    request_count: _Count
+    completed_request_count: _Count | None = None
+
+
+_Summary = _metrics("_Summary", _Statistics, _Statistics, _Total)
+
+
 def _aiperf_statistics(path: Path, value: Mapping[str, Any]) -> Client:
-    statistics = {}
-    for measure, name in AIPERF.items():
-        if own := _maybe(_Statistics, value, name, path):
-            scale = UNITS_S[own.unit]
-            statistics[measure] = {"mean": own.avg * scale, "p50": own.p50 * scale, "p99": own.p99 * scale}
-    prompt, output = (
-        next((each.sum for name in names if (each := _maybe(_Total, value, name, path))), math.nan)
-        for names in AIPERF_TOKENS
-    )
-    count = int(checked(_Count, value.get("request_count"), path, "request_count.").avg)
-    ended = _maybe(_Count, value, "completed_request_count", path)
+    summary, counts = checked(_Summary, value, path), checked(_Counts, {"request_count": None} | dict(value), path)
+    statistics = {
+        measure: {ours: getattr(own, theirs) * UNITS_S[own.unit] for ours, theirs in AIPERF_STATISTICS.items()}
+        for measure, name in AIPERF.items()
+        if (own := getattr(summary, name))
+    }
+    prompt, output = (_first(summary, names, "sum") for names in AIPERF_TOKENS)
+    count, ended = int(counts.request_count.avg), counts.completed_request_count
     failed = max(int(ended.avg) - count, 0) if ended else 0
     return Client(path, "aiperf", count, failed, prompt, output, statistics=statistics)
 
 
-def _csv(text: str) -> dict[str, dict[str, Any]]:
+AIPERF_STATISTICS = {"mean": "avg", "p50": "p50", "p99": "p99"}
+
+
+def _csv(content: str) -> dict[str, dict[str, Any]]:
     """The CSV, a table with a line a metric and then one of single numbers, as the JSON has the same."""
     made: dict[str, dict[str, Any]] = {}
     header: list[str] = []
-    for row in csv.reader(text.splitlines()):
+    for row in csv.reader(content.splitlines()):
         if row[:1] == ["Metric"]:
             header = ["avg" if name == "Value" else name for name in row[1:]]
         elif len(row) > 1 and header:
@@ -297,11 +305,11 @@ def _csv(text: str) -> dict[str, dict[str, Any]]:
     return made
 
 
-def _cell(text: str) -> float | str:
+def _cell(content: str) -> float | str:
     try:
-        return float(text)
+        return float(content)
     except ValueError:
-        return text
+        return content
 
 
 # -- vllm bench serve -------------------------------------------------------------------------------------------------
@@ -314,14 +322,14 @@ VLLM_STATISTICS = {"mean": "mean", "p50": "median", "p99": "p99"}
 LISTS = ("ttfts", "itls", "input_lens", "output_lens", "errors")
 
 
-class _Sums(Part):
+class _Sums(Form):
     completed: Whole
     failed: Whole = 0
     total_input_tokens: Number
     total_output_tokens: Number
 
 
-class _Lists(Part):
+class _Lists(Form):
     errors: list[Any]
     ttfts: list[Number]
     itls: list[list[Number]]
@@ -348,13 +356,10 @@ def _vllm(path: Path, value: Mapping[str, Any]) -> Client:
     statistics = {}
     for measure, name in VLLM_TIMES.items():
         keys = {ours: f"{theirs}_{name}_ms" for ours, theirs in VLLM_STATISTICS.items()}
-        known = {
-            ours: checked(_Amount, {"value": value[key]}, path, f"{key}: ")
-            for ours, key in keys.items()
-            if key in value
-        }
+        known = {ours: {"value": value[key]} for ours, key in keys.items() if key in value}
         if known:
-            statistics[measure] = {ours: number.value / 1e3 for ours, number in known.items()}
+            times = {ours: checked(_Amount, own, path, f"{keys[ours]}: ") for ours, own in known.items()}
+            statistics[measure] = {ours: number.value / 1e3 for ours, number in times.items()}
     counts = int(sums.completed), int(sums.failed)
     tokens = sums.total_input_tokens, sums.total_output_tokens
     return Client(path, "vllm bench serve", *counts, *tokens, statistics=statistics)
@@ -370,10 +375,19 @@ def _vllm_request(lists: _Lists, number: int) -> Measured:
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------
 # `response_id` is the id of the answer that a request got. Its `inter_token_latency_ms` is TPOT here;
-# its `time_per_output_token_ms` has the first token in it and is not read. It keeps no times of single tokens.
+# its `time_per_output_token_ms` has the first token in it and is not read. It records no times of single tokens.
+
+GUIDELLM = {  # its name of each of ours, and its unit in ours
+    "start_s": ("request_start_time", 1.0),
+    "ttft_s": ("time_to_first_token_ms", 1e-3),
+    "tpot_s": ("inter_token_latency_ms", 1e-3),
+    "e2e_s": ("request_latency", 1.0),
+    "prompt_tokens": ("prompt_tokens", 1.0),
+    "output_tokens": ("output_tokens", 1.0),
+}
 
 
-class _Successful(Part):
+class _Successful(Form):
     response_id: str | None = None
     request_start_time: Number | None = None
     time_to_first_token_ms: Number | None = None
@@ -383,17 +397,17 @@ class _Successful(Part):
     output_tokens: Number | None = None
 
 
-class _Requests(Part):
+class _Requests(Form):
     successful: list[_Successful]
     errored: list[Any] | None = None
     incomplete: list[Any] | None = None
 
 
-class _Benchmark(Part):
+class _Benchmark(Form):
     requests: _Requests
 
 
-class _Benchmarks(Part):
+class _Benchmarks(Form):
     benchmarks: list[_Benchmark]
 
 
@@ -403,20 +417,10 @@ def _guidellm(path: Path, value: Any) -> Client:
     failed = 0
     for benchmark in checked(_Benchmarks, value, path).benchmarks:
         requests = benchmark.requests
-        measured += _guidellm_requests(requests.successful, len(measured) + failed)
+        for number, each in enumerate(requests.successful, len(measured) + failed):
+            numbers: dict[str, Any] = {
+                ours: _or_nan(getattr(each, name), scale) for ours, (name, scale) in GUIDELLM.items()
+            }
+            measured.append(Measured(key=each.response_id or "", number=number, **numbers))
         failed += len(requests.errored or ()) + len(requests.incomplete or ())
     return _listed(path, "GuideLLM", measured, failed)
-
-
-def _guidellm_requests(successful: Iterable[_Successful], first: int) -> Iterable[Measured]:
-    for number, each in enumerate(successful, first):
-        yield Measured(
-            key=each.response_id or "",
-            number=number,
-            start_s=_or_nan(each.request_start_time),
-            ttft_s=_or_nan(each.time_to_first_token_ms, 1e-3),
-            tpot_s=_or_nan(each.inter_token_latency_ms, 1e-3),
-            e2e_s=each.request_latency,
-            prompt_tokens=_or_nan(each.prompt_tokens),
-            output_tokens=_or_nan(each.output_tokens),
-        )

@@ -32,8 +32,8 @@ def longest(frames: Frames, name: str = "update_end_ns") -> float:
 
 def spread(values: Iterable[Floats]) -> bool:
     """Do all these values, together, need a log axis?"""
-    kept = [part for part in values if len(part)]
-    low, high = min((part.min() for part in kept), default=0.0), max((part.max() for part in kept), default=0.0)
+    parts = [part for part in values if len(part)]
+    low, high = min((part.min() for part in parts), default=0.0), max((part.max() for part in parts), default=0.0)
     return bool(low > 0 and high / low > DECADES)
 
 
@@ -57,7 +57,7 @@ def ran(steps: Columns) -> Columns:
     return steps if busy.all() else Chosen(steps, busy)
 
 
-def held(steps: Columns) -> tuple[Floats, Floats]:
+def valid(steps: Columns) -> tuple[Floats, Floats]:
     """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
 
     As in `cbsim.metrics.metrics`, but that a sync loop which has requests left is not idle between two steps.
@@ -73,7 +73,7 @@ def bubbles(steps: Columns) -> Floats:
     """Seconds that the compute lane idles before each step, less the time in which there was nothing to do."""
     begin, planned = seconds(steps, "compute_start_ns"), seconds(steps, "schedule_start_ns")
     before = np.append(planned[:1], seconds(steps, "compute_end_ns")[:-1])
-    nothing = planned - np.append(planned[:1], held(steps)[1][:-1])
+    nothing = planned - np.append(planned[:1], valid(steps)[1][:-1])
     idle: Floats = np.maximum(begin - before - np.maximum(nothing, 0.0), 0.0)
     return idle
 
@@ -109,7 +109,7 @@ def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str
 
 
 SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
-SLO_NEAR = 2.0  # a limit that is farther than this from all values would make them unreadable, and is told in words
+SLO_NEAR = 2.0  # a limit that is farther than this from all values would make them unreadable, and is stated in words
 SLO_STYLE = Style(BLACK, "dashed")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,17 +42,13 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
 
 
 def _ordered(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    first: dict[str, int] = {}
-    for place, run in enumerate(runs):
-        first.setdefault(configuration(run), place)
-    return sorted(
-        runs,
-        key=lambda run: (
-            lookup(run.scenario, "scheduler.name") != "static",
-            first[configuration(run)],
-            LOOPS.index(run.loop),
-        ),
-    )
+    order = list(dict.fromkeys(map(configuration, runs)))
+
+    def position(run: LoadedRun) -> tuple[bool, int, int]:
+        static = lookup(run.scenario, "scheduler.name") == "static"
+        return not static, order.index(configuration(run)), LOOPS.index(run.loop)
+
+    return sorted(runs, key=position)
 
 
 def _differ(values: Sequence[float]) -> bool:
@@ -67,17 +63,23 @@ def _tail(run: LoadedRun, key: str) -> tuple[float | None, float | None]:
     return (quoted[0], quoted[-1]) if quoted else (None, None)
 
 
-def _total(runs: Sequence[LoadedRun], rows: Sequence[str], title: str, values: Sequence[float], of: str) -> Panel:
+def _total(runs: Sequence[LoadedRun], rows: Sequence[str], title: str, values: Sequence[float], form: str) -> Panel:
     marks: list[Mark] = []
-    for index, loop in enumerate(LOOPS):
-        at = np.array([i for i, run in enumerate(runs) if run.loop == loop], dtype=np.int64)
-        ends = np.array([values[i] for i in at], dtype=np.float64)
-        texts = [f"{rows[i]}: {shown(values[i], of)} {title}" for i in at]
-        labels = [shown(value, of) for value in ends]
-        if len(at):
-            marks.append(Spans(loop, at, np.zeros(len(at)), ends, series(index), texts=texts, labels=labels))
-    reach = (0.0, 1.0) if of == "share" else (0.0, 1.05 * max(values, default=0.0))
+    for index, at in _by_loop(runs):
+        ends = np.array(values, dtype=np.float64)[at]
+        labels = [shown(value, form) for value in ends]
+        texts = [f"{rows[i]}: {label} {title}" for i, label in zip(at, labels, strict=True)]
+        marks.append(Spans(LOOPS[index], at, np.zeros(len(at)), ends, series(index), texts=texts, labels=labels))
+    reach = (0.0, 1.0) if form == "share" else (0.0, 1.05 * max(values, default=0.0))
     return Panel(marks, "", title=title, rows=rows, x_range=reach)
+
+
+def _by_loop(runs: Sequence[LoadedRun], known: Sequence[bool] = ()) -> Iterator[tuple[int, Ints]]:
+    """The number of each loop that has runs, and their rows; only those that are `known`, if that is stated."""
+    for index, loop in enumerate(LOOPS):
+        rows = [i for i, run in enumerate(runs) if run.loop == loop and (not known or known[i])]
+        if rows:
+            yield index, np.array(rows, dtype=np.int64)
 
 
 def _latency(
@@ -87,17 +89,18 @@ def _latency(
     tails: Sequence[tuple[float | None, float | None]],
     limit: float | None,
 ) -> Panel:
-    scale = unit(max(high or 0.0 for _, high in tails))
-    marks: list[Mark] = []
-    for index, loop in enumerate(LOOPS):
-        own = [(i, low, high) for i, (low, high) in enumerate(tails) if runs[i].loop == loop and low and high]
-        if own:
-            at = np.array([i for i, _, _ in own], dtype=np.int64)
-            low, high = (np.array([ends[n] for ends in own]) / scale.seconds for n in (1, 2))
-            texts = [f"{rows[i]}: {title} p50 {shown(a, 's')}, then up to {shown(b, 's')}" for i, a, b in own]
-            marks.append(Spans(loop, at, low, high, series(index), texts=texts))
-            marks.append(Points(loop, low, at.astype(np.float64), series(index), texts=texts))
     most = max(high or 0.0 for _, high in tails)
+    scale = unit(most)
+    marks: list[Mark] = []
+    for index, at in _by_loop(runs, [all(ends) for ends in tails]):
+        low, high = (np.array([tails[i][end] for i in at], dtype=np.float64) for end in (0, 1))
+        texts = [
+            f"{rows[i]}: {title} p50 {shown(a, 's')}, then up to {shown(b, 's')}"
+            for i, a, b in zip(at, low, high, strict=True)
+        ]
+        low, high = low / scale.seconds, high / scale.seconds
+        marks.append(Spans(LOOPS[index], at, low, high, series(index), texts=texts))
+        marks.append(Points(LOOPS[index], low, at.astype(np.float64), series(index), texts=texts))
     return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.seconds)
 
 
@@ -108,22 +111,22 @@ MOST_LABELLED = 8  # runs; numbers over more bars would overlap
 
 def cost(summaries: Summaries) -> Chart:
     """Price of a million tokens by run, of those whose GPU has a price and that produced any."""
-    kept = {
-        label: summary
+    priced = {
+        label: summary["cost"]
         for label, summary in summaries.items()
         if all(lookup(summary, f"cost.{key}") is not None for key, _ in COSTS)
     }
     marks: list[Mark] = []
-    for index, (key, name) in enumerate(COSTS if kept else ()):
-        height = np.array([float(summary["cost"][key]) for summary in kept.values()])
-        labels = [f"{value:,.3g}" for value in height] if len(kept) <= MOST_LABELLED else ()
-        marks.append(Bars(name, np.arange(len(kept)), height, series(index + 2), labels))
-    prices = sorted({float(summary["cost"]["price_usd_hour"]) for summary in kept.values()})
+    for index, (key, name) in enumerate(COSTS if priced else ()):
+        height = np.array([float(costs[key]) for costs in priced.values()])
+        labels = [f"{value:,.3g}" for value in height] if len(priced) <= MOST_LABELLED else ()
+        marks.append(Bars(name, np.arange(len(priced)), height, series(index + 2), labels))
+    prices = sorted({float(costs["price_usd_hour"]) for costs in priced.values()})
     caption = "What the GPU costs over the whole run, divided by its tokens."
     caption += (
         f" Price of an hour: {', '.join(f'{price:g}' for price in prices)} USD." if prices else " No run has a price."
     )
-    panel = Panel(marks, "", "USD", title="a million tokens", categories=list(kept))
+    panel = Panel(marks, "", "USD", title="a million tokens", categories=list(priced))
     return Chart("cost", "Cost of a million tokens", caption, [panel])
 
 
@@ -131,27 +134,27 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
     """Tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, one style a group. Runs of a
     group have their labels beside them.
 
-    A line joins the runs that no other one beats in both. A run without TPOT has no place here.
+    A line joins the runs that no other one dominates. A run without TPOT is left out, and the caption names it.
     """
     marks: list[Mark] = []
     users, gpus, left = [np.empty(0)], [np.empty(0)], []
     for index, (group, summaries) in enumerate(groups.items()):
-        speed = {label: lookup(summary, "tpot_s.p50") for label, summary in summaries.items()}
-        kept = [label for label, tpot in speed.items() if tpot]
-        left += [label for label in summaries if label not in kept]
-        x = np.array([1 / speed[label] for label in kept], dtype=np.float64)
-        y = np.array([summaries[label]["output_tokens_per_s"] for label in kept], dtype=np.float64)
+        speed = {label: 1 / tpot for label, run in summaries.items() if (tpot := lookup(run, "tpot_s.p50"))}
+        left += [label for label in summaries if label not in speed]
+        x = np.array(list(speed.values()), dtype=np.float64)
+        y = np.array([summaries[label]["output_tokens_per_s"] for label in speed], dtype=np.float64)
         texts = [
-            f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in zip(kept, x, y, strict=True)
+            f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in zip(speed, x, y, strict=True)
         ]
-        marks.append(Points(group, x, y, series(index), texts=texts, labels=() if kept == [group] else kept))
+        labels = () if [*speed] == [group] else [*speed]
+        marks.append(Points(group, x, y, series(index), texts=texts, labels=labels))
         users.append(x)
         gpus.append(y)
     x, y = np.concatenate(users), np.concatenate(gpus)
     best = frontier(x, y)
-    marks.insert(0, Line("not beaten in both", x[best], y[best], Style(GREY)))
+    marks.insert(0, Line("not dominated", x[best], y[best], Style(GREY)))
     caption = "Right is faster for a user (1 / TPOT p50), up is more from the GPU."
-    caption += " The line joins the runs that no other one beats in both."
+    caption += " The line joins the runs that no other one dominates."
     caption += f" Without TPOT: {', '.join(left)}." if left else ""
     y_range = (0.9 * float(y.min()), 1.1 * float(y.max())) if len(y) else None
     panel = Panel(marks, "output tokens/s of a user", "output tokens/s of the GPU", y_range=y_range)
@@ -159,8 +162,10 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
 
 
 def frontier(x: Floats, y: Floats) -> Ints:
-    """Indices of the points that no other one beats: at least as great in both and greater in one. By ascending x."""
+    """Indices of the points that no other one dominates: at least as great in both and greater in one. By ascending
+    x.
+    """
     order = np.lexsort((-y, -x))  # greatest x first, of equal ones the greatest y
     best = np.maximum.accumulate(np.append(-np.inf, y[order]))[:-1]
-    kept: Ints = order[y[order] > best][::-1]
-    return kept
+    indices: Ints = order[y[order] > best][::-1]
+    return indices

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.axis import Frames, band, bubbles, held, longest, over_time, ran, seconds, spread, stack, thinned
+from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned, valid
 from analysis.statistics.thin import Binned, chosen
 from cbsim.draw.chart import (
     BLACK,
@@ -186,7 +186,7 @@ def queues(steps: Frames) -> Chart:
     for label, frame in steps.items():
         marks: list[Mark] = []
         if len(frame):
-            drawn += over_time(*held(frame), (column(frame, name) for name, _ in LINES), time)
+            drawn += over_time(*valid(frame), (column(frame, name) for name, _ in LINES), time)
             marks += [
                 mark for (name, style), part in zip(LINES, drawn[-2:], strict=True) for mark in band(name, part, style)
             ]
@@ -206,8 +206,8 @@ def preemptions(steps: Frames) -> Chart:
                 marks.append(_sum(label, frame, name, time, index))
         panels.append(Panel(marks, time.name, "requests" if name == "preempted" else "tokens", title=title))
     preempted = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]
-    others = " None in the others." if preempted and len(preempted) < len(steps) else ""
-    caption = f"Preemptions: {'; '.join(preempted)}.{others}" if preempted else "Preemptions: none."
+    none = " None in the others." if preempted and len(preempted) < len(steps) else ""
+    caption = f"Preemptions: {'; '.join(preempted)}.{none}" if preempted else "Preemptions: none."
     if preempted and any(len(frame) > MOST_SUMS for frame in steps.values()):
         caption += f" Thinned for drawing to {MOST_SUMS} points, each of them exact."
     return Chart("preemptions", "Preemptions", caption + without(steps), panels, share_x=True)
@@ -251,7 +251,7 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
 
 def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
     used, cached = column(steps, "used_blocks"), column(steps, "cached_blocks")
-    low, middle = over_time(*held(steps), (used, cached), time)
+    low, middle = over_time(*valid(steps), (used, cached), time)
     parts = [("used", low, USED), ("cached", middle, CACHED)]
     if total:
         parts.append(("empty", low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0)), EMPTY))

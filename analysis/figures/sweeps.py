@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from analysis.statistics.sweep_table import (
     Places,
     SweepTable,
     View,
-    held,
-    longest,
+    fixed_values,
+    longest_two,
+    meet,
     middle,
+    places_at,
     split,
 )
 from cbsim.draw.chart import (
@@ -54,21 +56,11 @@ INTERVALS = "Means of the replicates of a place, with 95 % intervals (Student's 
 
 def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
     """A panel a metric, a line a series, limits (in the metric's own unit) across."""
-    rows = view.rows(places)
-    names = [places.said(int(own[0]), view.series) or table.name for own in rows]
-    panels = [
-        _panel(table, places, view, catalogue.metric(metric), rows, names, limits.get(metric)) for metric in metrics
-    ]
+    series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
+    panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
     title = f"{table.name}: over {view.x.name}" if view.x else table.name
-    caption = f"{INTERVALS}{view.says(places.axes)}{' Dashed: the limit (SLO).' if limits else ''}"
+    caption = f"{INTERVALS}{fixed_values(places.axes, view.fixed)}{' Dashed: the limit (SLO).' if limits else ''}"
     return Chart("curves", title, caption, panels, columns=2)
-
-
-def positions(axis: Axis | None, codes: Ints) -> Floats:
-    """Where values of an axis lie: at their numbers, or at 0, 1, ... if they are names."""
-    if axis is None:
-        return np.zeros(len(codes))
-    return axis.numbers[codes] if axis.numbers is not None else codes.astype(np.float64)
 
 
 def log_spaced(numbers: Floats) -> bool:
@@ -89,39 +81,35 @@ def ticks(numbers: Floats) -> Sequence[float]:
 
 
 def _panel(
-    table: SweepTable,
-    places: Places,
-    view: View,
-    what: Metric,
-    rows: Sequence[Ints],
-    names: Sequence[str],
-    limit: float | None,
+    table: SweepTable, places: Places, view: View, metric: Metric, series_rows: Mapping[str, Ints], limit: float | None
 ) -> Panel:
-    means = places.means(table.metrics[what.name])
-    shown = np.concatenate([means.mean[own] for own in rows])
+    means = places.means(table.metrics[metric.name])
+    shown = means.mean[np.concatenate(list(series_rows.values()))]
     known = shown[np.isfinite(shown)]
     most = float(known.max(initial=0.0))
-    scale = scale_of(what.unit, most)
-    at = next((i for i, axis in enumerate(places.axes) if axis is view.x), None)
+    scale = scale_of(metric.unit, most)
     marks: list[Mark] = []
-    for index, (name, own) in enumerate(zip(names, rows, strict=True)):
-        x = positions(view.x, places.codes[own, at] if at is not None else np.zeros(len(own), dtype=np.int64))
-        y, style = means.mean[own] / scale.size, series(index)
-        sure = np.isfinite(means.half[own])
-        low, high = (ends[own][sure] / scale.size for ends in (means.low, means.high))
+    for index, (name, rows) in enumerate(series_rows.items()):
+        x = _positions(places, view.x)[rows]
+        y, style = means.mean[rows] / scale.size, series(index)
+        sure = np.isfinite(means.half[rows])
+        low, high = (ends[rows][sure] / scale.size for ends in (means.low, means.high))
         marks += [Whiskers("", x[sure], low, high, style), Line(name, x, y, style), Points(name, x, y, style)]
-    numbers = view.x.numbers if view.x else None
-    panel = Panel(
-        marks,
-        view.x.name if view.x else "",
-        scale.name,
-        title=what.label,
-        categories=() if numbers is not None or view.x is None else view.x.labels,
-        x_log=numbers is not None and log_spaced(numbers),
-        x_ticks=() if numbers is None else ticks(numbers),
-        y_log=spread([known]),
-    )
+    panel = Panel(marks, "", scale.name, title=metric.label, y_log=spread([known]))
+    if view.x is not None and view.x.numbers is not None:
+        numbers = view.x.numbers
+        panel = replace(panel, x=view.x.name, x_log=log_spaced(numbers), x_ticks=ticks(numbers))
+    elif view.x is not None:
+        panel = replace(panel, x=view.x.name, categories=view.x.labels)
     return axis.with_slo(panel, limit, most, scale.size, level=True)
+
+
+def _positions(places: Places, x: Axis | None) -> Floats:
+    """Where places lie on an axis: at its numbers, or at 0, 1, ... if they are names."""
+    if x is None:
+        return np.zeros(len(places))
+    codes = places.codes[:, places.axes.index(x)]
+    return codes.astype(np.float64) if x.numbers is None else x.numbers[codes]
 
 
 MOST_PANELS, MOST_WRITTEN = 4, 14  # panels of a figure; columns whose cells have their number written in
@@ -134,75 +122,61 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
 
     Cells that miss the limit have a cross.
     """
-    if len(places.axes) < 2:
+    pair = longest_two(places.axes)
+    if not pair:
         return None
-    x = longest(places.axes)
-    y = longest([axis for axis in places.axes if axis is not x])
-    rest = [axis for axis in places.axes if axis is not x and axis is not y]
+    rest = [axis for axis in places.axes if axis not in pair]
     facet = next((axis for axis in rest[::-1] if len(axis) <= MOST_PANELS), None)
     fixed = {axis.name: middle(axis) for axis in rest if axis is not facet}
-    facets = {facet.said(code): {facet.name: code} for code in range(len(facet))} if facet else {"": {}}
+    facets = {facet.value(code): {facet.name: code} for code in range(len(facet))} if facet else {"": {}}
     what, mean = catalogue.metric(metric), places.means(table.metrics[metric]).mean
-    cells = {title: _cells(places, mean, x, y, fixed | codes) for title, codes in facets.items()}
+    cells = {title: _cells(places, mean, pair, fixed | codes) for title, codes in facets.items()}
     known = np.concatenate([values[np.isfinite(values)] for values in cells.values()])
     if not len(known):
         return None
-    panels = [_cell_panel(what, values, known, (x, y), limit, title) for title, values in cells.items()]
+    panels = [_cell_panel(what, values, known, pair, limit, title) for title, values in cells.items()]
     caption = "Means of replicates. A cell without a number has no point that is done."
-    caption += _fixed_at(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
-    scale = scale_of(what.unit, float(known.max())).name
-    title = f"{table.name}: {what.label}{f' ({scale})' if scale else ''}"
+    caption += fixed_values(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
+    title = f"{table.name}: {_named(what, scale_of(what.unit, float(known.max())))}"
     return Chart("heat_map", title, caption, panels, columns=min(2, len(panels)))
 
 
-def _fixed_at(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
-    """A sentence on what other axes are fixed at; "" if none is."""
-    values = ", ".join(f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in axes if axis.name in fixed)
-    return f" Of the others: {values}." if values else ""
-
-
-def _cells(places: Places, mean: Floats, x: Axis, y: Axis, fixed: dict[str, int]) -> Floats:
+def _cells(places: Places, mean: Floats, axes: Sequence[Axis], fixed: Mapping[str, int]) -> Floats:
     """The means of the places that are fixed so: a row a value of y, a column a value of x."""
-    at = {axis.name: number for number, axis in enumerate(places.axes)}
-    chosen = np.ones(len(places), dtype=bool)
-    for name, code in fixed.items():
-        chosen &= places.codes[:, at[name]] == code
-    values = np.full((len(y), len(x)), np.nan)
-    values[places.codes[chosen, at[y.name]], places.codes[chosen, at[x.name]]] = mean[chosen]
+    chosen = places_at(places, fixed)
+    column, row = (places.codes[chosen, places.axes.index(axis)] for axis in axes)
+    values = np.full((len(axes[1]), len(axes[0])), np.nan)
+    values[row, column] = mean[chosen]
     return values
 
 
 def _cell_panel(
-    what: Metric, values: Floats, known: Floats, axes: tuple[Axis, Axis], limit: Check | None, title: str
+    what: Metric, values: Floats, known: Floats, axes: Sequence[Axis], limit: Check | None, title: str
 ) -> Panel:
     """`known` are the values of all panels, which have one scale of colours. Numbers on y rise upwards."""
     (x, y), scale = axes, scale_of(what.unit, float(known.max()))
     order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
-    values, rows = values[order], [y.labels[place] for place in order]
+    values, rows = values[order], [y.labels[code] for code in order]
     texts = [
         [f"{x.name} = {a}, {y.name} = {b}: {what.shown(value)}" for a, value in zip(x.labels, row, strict=True)]
         for b, row in zip(rows, values.tolist(), strict=True)
     ]
     room = LETTERS // (max(map(len, x.labels)) + 2)
-    labels = _written(values / scale.size) if len(x) <= MOST_WRITTEN else ()
+    labels = [list(map(_number, row)) for row in (values / scale.size).tolist()] if len(x) <= MOST_WRITTEN else ()
     low, high = float(known.min()) / scale.size, float(known.max()) / scale.size
     cells = Cells("", values / scale.size, low, high, Style(BLACK), texts, labels, scale.name, log=spread([known]))
     marks: list[Mark] = [cells]
     if limit is not None:
-        missed = np.argwhere(np.isfinite(values) & ~held(limit, values)).astype(np.float64)
+        missed = np.argwhere(np.isfinite(values) & ~meet(limit, values)).astype(np.float64)
         cross = Style(RED, "solid", "cross")
         marks.append(Points("misses the SLO", missed[:, 1] + CORNER, missed[:, 0] - CORNER + 0.1, cross))
     return Panel(marks, x.name, y.short, title=title, rows=_some(rows, MOST_ROWS), categories=_some(x.labels, room))
 
 
 def _some(labels: Sequence[str], room: int) -> list[str]:
-    """Labels that have room: each, or every second, third, ... one; the others are empty."""
+    """Labels that have room: each, or every second, third, ... one; the rest is empty."""
     every = -(-len(labels) // max(room, 1))
-    return [label if place % every == 0 else "" for place, label in enumerate(labels)]
-
-
-def _written(values: Floats) -> Sequence[Sequence[str]]:
-    return [[_number(value) for value in row] for row in values.tolist()]
+    return [label if at % every == 0 else "" for at, label in enumerate(labels)]
 
 
 def _number(value: float) -> str:
@@ -219,8 +193,8 @@ MISSED = Style("#BBBBBB", "solid", "cross")
 
 @dataclass(frozen=True, slots=True)
 class TradeOff:
-    """Places against two metrics. `best` are those that no other one beats in both means, by rising x; `dominated` are
-    those that another one beats in both for sure: the intervals are apart. Only those that meet every limit count, and
+    """Places against two metrics. `best` are those that no other one dominates in the means, by rising x; `dominated`
+    are those that another one dominates for sure: the intervals are apart. Only places that meet every limit count, and
     none does if neither more nor less of a metric is better.
     """
 
@@ -247,7 +221,7 @@ def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
     """Which places meet every limit, in the mean of their replicates."""
     met = np.ones(len(places), dtype=bool)
     for limit in limits:
-        met &= held(limit, places.means(table.metrics[limit.metric]).mean)
+        met &= meet(limit, places.means(table.metrics[limit.metric]).mean)
     return met
 
 
@@ -255,10 +229,10 @@ def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -
     """Of all places, those of the counted ones whose better ends another counted one's worse ends are beyond."""
     ends = [(m.low, m.high) if sign > 0 else (-m.high, -m.low) for m, sign in zip(means, up, strict=True)]
     worse, better = zip(*ends, strict=True)
-    front = counted[frontier(worse[0][counted], worse[1][counted])]  # no other one beats more for sure
+    front = counted[frontier(worse[0][counted], worse[1][counted])]  # no other one dominates more for sure
     dominated = np.zeros(len(means[0].mean), dtype=bool)
-    for place in front:
-        dominated[counted] |= (worse[0][place] > better[0][counted]) & (worse[1][place] > better[1][counted])
+    for at in front:
+        dominated[counted] |= (worse[0][at] > better[0][counted]) & (worse[1][at] > better[1][counted])
     return dominated
 
 
@@ -290,7 +264,7 @@ def _better(across: Metric, up: Metric) -> str:
         neutral = " and ".join(what.label for what in (across, up) if not what.sign)
         return f"Neither more nor less is better of {neutral}: no place is best."
     sides = "right" if across.sign > 0 else "left", "up" if up.sign > 0 else "down"
-    marked = "The line joins the places that no other one beats in both; pale ones are beaten for sure: the intervals"
+    marked = "The line joins the places that no other one dominates; pale ones are dominated for sure: the intervals"
     return f"Better is {sides[0]} and {sides[1]}. {marked} of another one lie beyond."
 
 
@@ -300,9 +274,8 @@ def _named(what: Metric, scale: Scale) -> str:
 
 def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Bools]]:
     """The places by what these axes set."""
-    own = [at for at, axis in enumerate(places.axes) if any(axis is other for other in axes)]
-    keys, first, of = np.unique(places.codes[:, own], axis=0, return_index=True, return_inverse=True)
-    return [(places.said(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
+    keys, first, of = np.unique(places.codes[:, places.columns(axes)], axis=0, return_index=True, return_inverse=True)
+    return [(places.label(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
 
 
 def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
@@ -310,7 +283,7 @@ def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tu
 
 
 def _line(compared: TradeOff, scales: Sequence[Scale]) -> Mark:
-    return Line("not beaten in both", *_at(compared, compared.best, scales), Style(GREY))
+    return Line("not dominated", *_at(compared, compared.best, scales), Style(GREY))
 
 
 def _markers(
@@ -323,9 +296,9 @@ def _markers(
 ) -> list[Mark]:
     name, own = group
     good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
-    rest = [axis for axis in places.axes if not any(axis is other for other in coloured)]
+    rest = [axis for axis in places.axes if axis not in coloured]
     few = len(places) <= MOST_LABELLED and len(rest) == 1
-    labels = [places.said(int(place), rest).rpartition(" = ")[2] for place in np.flatnonzero(good)] if few else ()
+    labels = [places.label(int(at), rest).rpartition(" = ")[2] for at in np.flatnonzero(good)] if few else ()
     x, y = _at(compared, good, scales)
     sure = _uncertain(compared)
     wide, high = np.isfinite(compared.x.half) & good & sure, np.isfinite(compared.y.half) & good & sure

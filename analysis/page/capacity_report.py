@@ -1,15 +1,18 @@
-"""The report of a capacity: the answer, what binds, every load that was probed, and each condition's metric over the
-load.
+"""The report of what `cbsim capacity --json` prints: the answer, what limits it, every load that was probed, and each
+condition's metric over the load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from analysis.clients.files import checked
 from analysis.figures.axis import spread
-from analysis.statistics.capacity import FAILS, HOLDS, UNDECIDED, Capacity, Probe
 from cbsim.draw.chart import (
     BLACK,
     GREEN,
@@ -29,17 +32,107 @@ from cbsim.draw.chart import (
 )
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Caveat, Report
-from cbsim.metrics import catalogue
+from cbsim.errors import RunError
+from cbsim.files import read_json
+from cbsim.metrics import catalogue, checks
 from cbsim.metrics.checks import Check
 from cbsim.metrics.terminal import shown
 from cbsim.record.tables import Floats
+from cbsim.scenario.fields import Form
+
+VERDICTS = {True: "holds", False: "fails", None: "undecided"}
+STYLES = {
+    "holds": Style(GREEN, "solid", "circle"),
+    "fails": Style(RED, "solid", "cross"),
+    "undecided": Style(ORANGE, "solid", "diamond"),
+}
+FAR = 8  # from the least load to the greatest, as a factor: a logarithmic axis
+AROUND = 1.1  # the capacity, as a factor, or three times as far as its ends are apart: what the second panel shows
+ROOM = 1.08  # above the highest mark
+MOST_BYTES = 100_000_000
+
+
+class Interval(Form):
+    """The mean of a condition's metric over the runs of a load, and its interval."""
+
+    condition: str
+    mean: float
+    low: float
+    high: float
+
+
+class Probe(Form):
+    """A load; of one that lost requests there may be no interval."""
+
+    value: float
+    holds: bool | None = None
+    replicates: int = 0
+    requests: int = 0
+    reason: str | None = None
+    values: list[Interval] = Field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        return VERDICTS[self.holds]
+
+    def interval(self, check: Check) -> tuple[float, float, float] | None:
+        """(mean, low, high) of a condition's metric."""
+        return next(((each.mean, each.low, each.high) for each in self.values if each.condition == check.rule), None)
+
+
+class Limit(Form):
+    """What limits the first load that fails, in a word and in sentences."""
+
+    word: str
+    sentences: list[str]
+
+
+class Capacity(Form):
+    """`holds` is the last load that holds, `fails` the first that does not, None if none was tried that does."""
+
+    name: str = ""
+    loop: str = ""
+    field: str
+    holds: float | None
+    fails: float | None
+    confidence: float
+    replicates: int = 0
+    requests: int = 0
+    conditions: Annotated[list[str], Field(min_length=1)]
+    binds: Limit | None = None
+    monotone: bool = True
+    notices: list[str] = Field(default_factory=list)
+    probes: Annotated[list[Probe], Field(min_length=1)]
+
+    @property
+    def title(self) -> str:
+        return " ".join(filter(None, (self.name, self.loop)))
+
+    @property
+    def checks(self) -> list[Check]:
+        """Its conditions. Raises CheckError."""
+        return [checks.parse(text, "conditions:") for text in self.conditions]
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The two loads that the capacity lies between, if both are known."""
+        return None if self.holds is None or self.fails is None else (self.holds, self.fails)
+
+
+def read(path: Path) -> Capacity:
+    """The object in a file, its probes by rising load. Raises RunError, CheckError if it is no such object."""
+    made = checked(Capacity, read_json(path, RunError, MOST_BYTES), path, "not what `cbsim capacity --json` prints: ")
+    for text in made.conditions:
+        checks.parse(text, f"{path}: conditions:")
+    probes = sorted(made.probes, key=lambda probe: probe.value)
+    return made.model_copy(update={"name": made.name or ("" if made.loop else path.stem), "probes": probes})
 
 
 def build(capacity: Capacity, command: str) -> Report:
     """The report of one search."""
     return Report(
-        title=f"Capacity of {capacity.name}",
-        question=f"Up to which {capacity.field} does {' and '.join(check.rule for check in capacity.conditions)} hold?",
+        title=f"Capacity of {capacity.title}",
+        question=f"Up to which {capacity.field} does {' and '.join(capacity.conditions)} hold?",
         sources=(),
         caveats=_caveats(capacity),
         findings=_findings(capacity),
@@ -51,22 +144,22 @@ def build(capacity: Capacity, command: str) -> Report:
 
 
 def _findings(capacity: Capacity) -> list[str]:
-    answer = {
-        (True, True): f"{capacity.field} holds at {capacity.holds:g} and fails at {capacity.fails:g}"
-        if capacity.holds is not None and capacity.fails is not None
-        else "",
-        (True, False): f"{capacity.field} holds at {capacity.holds or 0:g}; no load that was tried fails",
-        (False, True): f"{capacity.field} fails at {capacity.fails or 0:g}; no load that was tried holds",
-        (False, False): "No load that was tried is decided",
-    }[capacity.holds is not None, capacity.fails is not None]
+    known = [
+        f"{word} at {at:g}" for word, at in (("holds", capacity.holds), ("fails", capacity.fails)) if at is not None
+    ]
+    missing = "fails" if capacity.holds is not None else "holds"
+    answer = f"{capacity.field} {' and '.join(known)}" if known else "No load that was tried is decided"
+    answer += f"; no load that was tried {missing}" if len(known) == 1 else ""
     sentences = [f"{answer} (confidence {capacity.confidence:.4g})."]
     if capacity.replicates:
         sentences.append(f"{len(capacity.probes)} loads, {capacity.replicates:,} runs, {capacity.requests:,} requests.")
-    return [*sentences, *([f"What binds: {'; '.join(capacity.binds)}."] if capacity.binds else [])]
+    if capacity.binds:
+        sentences.append(f"What binds: {'; '.join((capacity.binds.word, *capacity.binds.sentences))}.")
+    return sentences
 
 
 def _caveats(capacity: Capacity) -> list[Caveat]:
-    made = [Caveat("search", "", text) for text in capacity.notices]
+    made = [Caveat("search", "", notice) for notice in capacity.notices]
     if not capacity.monotone:
         reason = "A larger load does better than a smaller one: there is no single capacity."
         made.insert(0, Caveat("not monotone", "", reason))
@@ -74,98 +167,75 @@ def _caveats(capacity: Capacity) -> list[Caveat]:
 
 
 def _table(capacity: Capacity) -> Table:
-    header = (capacity.field, "verdict", "runs", "requests", *(check.rule for check in capacity.conditions), "why")
-    rows = [
-        (
-            f"{probe.value:g}",
-            probe.verdict,
-            f"{probe.replicates:,}",
-            f"{probe.requests:,}",
-            *_cells(probe, capacity.conditions),
-            probe.reason,
-        )
-        for probe in capacity.probes
-    ]
+    header = (capacity.field, "verdict", "runs", "requests", *capacity.conditions, "why")
+    rows = []
+    for probe in capacity.probes:
+        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
+        rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
     return Table("Loads", header, rows, "Mean over the runs of a load, and the interval that decides.")
 
 
-def _cells(probe: Probe, conditions: Sequence[Check]) -> list[str]:
-    cells = []
-    for check in conditions:
-        text, interval = catalogue.metric(check.metric).shown, probe.intervals.get(check.rule)
-        cells.append("-" if interval is None else f"{text(interval[0])} [{text(interval[1])}, {text(interval[2])}]")
-    return cells
+def _cell(probe: Probe, check: Check) -> str:
+    if (interval := probe.interval(check)) is None:
+        return "-"
+    mean, low, high = map(catalogue.metric(check.metric).shown, interval)
+    return f"{mean} [{low}, {high}]"
 
 
-LOOKS = {
-    HOLDS: Style(GREEN, "solid", "circle"),
-    FAILS: Style(RED, "solid", "cross"),
-    UNDECIDED: Style(ORANGE, "solid", "diamond"),
-}
-FAR = 8  # from the least load to the greatest, as a factor: a logarithmic axis
-AROUND = 1.1  # the capacity, as a factor, or three times as far as its ends are apart: what the second panel shows
-ROOM = 1.08  # above the highest mark
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
 def chart(capacity: Capacity) -> Chart:
     """A line of panels a condition: all loads, and if it is known those near the capacity."""
+    ends = capacity.ends
+    near = [probe for probe in capacity.probes if ends and _within(probe.value, ends)]
+    close = ends is not None and len(near) < len(capacity.probes)
     panels = []
-    near = [end for end in (capacity.holds, capacity.fails) if end is not None]
-    close = len(near) == 2 and any(not _within(probe.value, near) for probe in capacity.probes)
-    for check in capacity.conditions:
+    for check in capacity.checks:
         panels.append(_panel(capacity, check, capacity.probes, near=False))
-        if close:
-            own = [probe for probe in capacity.probes if _within(probe.value, near)]
-            panels.append(_panel(capacity, check, own, near=True))
+        panels += [_panel(capacity, check, near, near=True)] * close
     caption = "Means of the replicates of a load, with the intervals that decide. Dashed: the limit."
-    caption += " Shaded: from the last load that holds to the first that fails." if len(near) == 2 else ""
-    return Chart(
-        "capacity", f"{capacity.name}: capacity over {capacity.field}", caption, panels, columns=2 if close else 1
-    )
+    caption += " Shaded: from the last load that holds to the first that fails." if ends else ""
+    title = f"{capacity.title}: capacity over {capacity.field}"
+    return Chart("capacity", title, caption, panels, columns=2 if close else 1)
 
 
-def _within(value: float, near: list[float]) -> bool:
-    around = max((max(near) / min(near)) ** 3, AROUND) if min(near) > 0 else AROUND
-    return min(near) / around <= value <= max(near) * around
+def _within(value: float, ends: tuple[float, float]) -> bool:
+    low, high = sorted(ends)
+    around = max((high / low) ** 3, AROUND) if low > 0 else AROUND
+    return low / around <= value <= high * around
 
 
 def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bool) -> Panel:
-    probes, what = [probe for probe in loads if check.rule in probe.intervals], catalogue.metric(check.metric)
-    means, lows, highs = np.array([probe.intervals[check.rule] for probe in probes]).reshape(-1, 3).T
-    lows = np.maximum(lows, 0.0)
-    most = float(max(highs.max(initial=0.0), check.bound))
-    scale = scale_of(what.unit, most)
-    x, bound = np.array([probe.value for probe in probes]), check.bound / scale.size
+    known = [(probe, interval) for probe in loads if (interval := probe.interval(check))]
+    metric = catalogue.metric(check.metric)
+    intervals: Floats = np.array([interval for _, interval in known]).reshape(-1, 3)
+    means, lows, highs = np.maximum(intervals, [-np.inf, 0.0, -np.inf]).T
+    scale = scale_of(metric.unit, float(max(highs.max(initial=0.0), check.bound)))
     y_log = spread([np.append(means, check.bound)])
-    ends = _ends(means / scale.size, lows / scale.size, highs / scale.size, bound, log=y_log, near=near)
+    means, lows, highs = (values / scale.size for values in (means, lows, highs))
+    bound = check.bound / scale.size
+    x, reach = np.array([probe.value for probe, _ in known]), _reach(means, lows, highs, bound, log=y_log, near=near)
     marks: list[Mark] = []
-    if capacity.holds is not None and capacity.fails is not None:
-        band = np.array([capacity.holds, capacity.fails])
-        marks.append(Area("capacity", np.sort(band), np.full(2, ends[0]), np.full(2, ends[1]), Style(GREY)))
-    marks += [
-        Level("limit", bound, Style(BLACK, "dashed")),
-        Line("", x, means / scale.size, Style(GREY)),
+    if capacity.ends:
+        low, high = (np.full(2, end) for end in reach)
+        marks.append(Area("capacity", np.sort(capacity.ends), low, high, Style(GREY)))
+    marks += [Level("limit", bound, Style(BLACK, "dashed")), Line("", x, means, Style(GREY))]
+    texts = [
+        f"{capacity.field} = {probe.value:g}: {metric.shown(interval[0])}, {probe.verdict}" for probe, interval in known
     ]
-    for verdict, style in LOOKS.items():
-        own = np.array([probe.verdict == verdict for probe in probes], dtype=bool)
-        if own.any():
-            texts = [
-                f"{capacity.field} = {probe.value:g}: {what.shown(probe.intervals[check.rule][0])}, {verdict}"
-                for probe in probes
-                if probe.verdict == verdict
-            ]
-            marks += [
-                Whiskers("", x[own], lows[own] / scale.size, highs[own] / scale.size, style),
-                Points(verdict, x[own], means[own] / scale.size, style, texts),
-            ]
+    for verdict, style in STYLES.items():
+        own = [at for at, (probe, _) in enumerate(known) if probe.verdict == verdict]
+        if own:
+            marks.append(Whiskers("", x[own], lows[own], highs[own], style))
+            marks.append(Points(verdict, x[own], means[own], style, [texts[at] for at in own]))
     x_log = len(x) > 1 and bool(x.min() > 0) and bool(x.max() >= FAR * x.min())
-    where = "near the capacity" if near else "all loads"
-    title = f"{what.label}, {where} (limit {shown(check.bound, what.form)})"
+    title = f"{metric.label}, {'near the capacity' if near else 'all loads'} (limit {shown(check.bound, metric.form)})"
     ticks = _doubled(float(x.min()), float(x.max())) if x_log else ()
-    return Panel(marks, capacity.field, scale.name, title, x_log=x_log, y_log=y_log, y_range=ends, x_ticks=ticks)
+    return Panel(marks, capacity.field, scale.name, title, x_log=x_log, y_log=y_log, y_range=reach, x_ticks=ticks)
 
 
-def _ends(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: bool, near: bool) -> tuple[float, float]:
+def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: bool, near: bool) -> tuple[float, float]:
     """What the y axis shows: all intervals and the limit, from 0 unless `near`; on a logarithmic axis as much below as
     means reach.
     """

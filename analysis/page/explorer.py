@@ -10,7 +10,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from statistics import NormalDist
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from analysis.figures.sweeps import log_spaced, ticks
 from analysis.page.sweep_report import Look
-from analysis.statistics.sweep_table import CONFIDENCE, DONE, STATUSES, Axis, SweepTable, longest, middle, student
+from analysis.statistics.sweep_table import CONFIDENCE, DONE, STATUSES, Axis, SweepTable, longest_two, middle, student
 from cbsim.draw.chart import series
 from cbsim.metrics import catalogue
 
@@ -46,10 +46,10 @@ class Explorer:
 def explorer(table: SweepTable, shown: Look) -> Explorer:
     """The explorer of a table, as it looks at first."""
     section = "".join(_figure(*figure, table) for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1)
-    text = json.dumps(_settings(table, shown), separators=(",", ":"), sort_keys=True, allow_nan=False)
+    settings = json.dumps(_settings(table, shown), separators=(",", ":"), sort_keys=True, allow_nan=False)
     columns = np.stack([np.asarray(column, dtype="<f4") for column in _columns(table)])
     packed = base64.b64encode(gzip.compress(columns.tobytes(), 6, mtime=0)).decode()
-    return Explorer(section + _undone(table), text.replace("<", "\\u003c"), packed)
+    return Explorer(section + _undone(table), settings.replace("<", "\\u003c"), packed)
 
 
 def _columns(table: SweepTable) -> Iterator[Any]:
@@ -67,7 +67,7 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
         "metrics": [_metric(name) for name in table.metrics],
         "main": list(dict.fromkeys((*shown.metrics, *shown.pareto))),
         "constants": [f"{name} = {value}" for name, value in table.constants.items()],
-        "slo": [_limit(limit) for limit in shown.limits],
+        "slo": [{"text": limit.rule, **asdict(limit)} for limit in shown.limits],
         "done": STATUSES.index(DONE),
         "student": [student(count + 1) for count in degrees],
         "normal": NormalDist().inv_cdf((1 + CONFIDENCE) / 2),
@@ -76,14 +76,10 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
             "metric": shown.metrics[0],
             "x": names[shown.view.x.name] if shown.view.x else None,
             "series": [names[axis.name] for axis in shown.view.series],
-            "cells": _two(table),
+            "cells": [table.axes.index(axis) for axis in longest_two(table.axes)],
             "pareto": shown.pareto,
         },
     }
-
-
-def _limit(limit: Any) -> dict[str, Any]:
-    return {"metric": limit.metric, "text": limit.rule, "compare": limit.compare, "bound": limit.bound}
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
@@ -98,23 +94,14 @@ def _metric(name: str) -> dict[str, Any]:
     return {"name": name, "label": what.label, "unit": what.form, "sign": what.sign}
 
 
-def _two(table: SweepTable) -> list[int]:
-    """The axes of the cells."""
-    if len(table.axes) < 2:
-        return []
-    first = longest(table.axes)
-    second = longest([axis for axis in table.axes if axis is not first])
-    return [next(at for at, axis in enumerate(table.axes) if axis is chosen) for chosen in (first, second)]
-
-
-def _figure(key: str, title: str, says: str, table: SweepTable) -> str:
+def _figure(key: str, title: str, caption: str, table: SweepTable) -> str:
     return f"""<figure id="chart-{key}" aria-labelledby="chart-{key}-title">
 <div class="top"><h3 id="chart-{key}-title">{escape(title)}</h3></div>
 <form class="controls" aria-label="{escape(title)}: what is shown"></form>
 <div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(title)}"
  aria-describedby="chart-{key}-says" data-explore="{key}" data-file="figures/{key}.png"></div>
 <noscript><p>This chart needs JavaScript. What it shows at first is figures/{key}.png.</p></noscript>
-<figcaption id="chart-{key}-says" aria-live="polite">{escape(says)} ({escape(table.name)}).</figcaption>
+<figcaption id="chart-{key}-says" aria-live="polite">{escape(caption)} ({escape(table.name)}).</figcaption>
 </figure>
 """
 
@@ -136,5 +123,5 @@ def _undone(table: SweepTable) -> str:
 
 def _cells(table: SweepTable, row: int) -> str:
     values = (*(axis.labels[axis.codes[row]] for axis in table.axes), STATUSES[table.status[row]])
-    cells = "".join(f"<td>{escape(text)}</td>" for text in values)
+    cells = "".join(f"<td>{escape(value)}</td>" for value in values)
     return f'{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td>'

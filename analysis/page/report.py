@@ -51,9 +51,9 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
         return Compared({"A": a, "B": b}, differences, [table], compare.verdict(differences, everything=everything))
     sim, measured = (b, a) if a.measured else (a, b)
     errors = pairing.errors(sim, measured)
-    tables = pairing.tables(sim, measured, everything=everything, metric_errors=errors)
+    tables = pairing.tables(sim, measured, everything=everything, known=errors)
     named = {"simulated": sim, "measured": measured}
-    return Compared(named, [error.difference for error in errors], tables, [pairing.summary_line(errors)])
+    return Compared(named, errors, tables, [pairing.summary_line(errors)])
 
 
 def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Report:

@@ -9,14 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.figures import sweeps
-from analysis.statistics import sweep_table as placed
-from analysis.statistics.sweep_table import DONE, FAILED, MISSING, STATUSES, Bools, Places, SweepTable, View, view
+from analysis.statistics import sweep_table
+from analysis.statistics.sweep_table import (
+    DONE,
+    FAILED,
+    MISSING,
+    STATUSES,
+    Bools,
+    Means,
+    Places,
+    SweepTable,
+    View,
+    view,
+)
 from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Caveat, Report
 from cbsim.errors import RunError
 from cbsim.metrics import catalogue, checks
-from cbsim.metrics.catalogue import PER_GPU, PER_USER
+from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 
@@ -46,13 +57,13 @@ class Look:
 
 def look(table: SweepTable, options: Options) -> Look:
     """What the options name, looked up in the table. Raises RunError or CheckError."""
-    limits = [checks.parse(text, "--slo") for text in options.slo]
+    limits = [checks.parse(condition, "--slo") for condition in options.slo]
     for limit in limits:
         table.metric(limit.metric, f"--slo {limit.rule!r}")
-    given = [table.metric(name, f"--metric {name}") for name in options.metrics]
+    requested = [table.metric(name, f"--metric {name}") for name in options.metrics]
     main = [metric for metric in METRICS if metric in table.metrics]
-    metrics = list(dict.fromkeys(given or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
-    return Look(placed.places(table), view(table, options.x), metrics, limits, _pareto(table, metrics))
+    metrics = list(dict.fromkeys(requested or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
+    return Look(sweep_table.places(table), view(table, options.x), metrics, limits, _pareto(table, metrics))
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
@@ -97,8 +108,8 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     sentences += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
     met = sweeps.meets(table, places, shown.limits)
     if shown.limits:
-        words = " and ".join(limit.rule for limit in shown.limits)
-        sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {words} in the mean of their replicates.")
+        limits = " and ".join(limit.rule for limit in shown.limits)
+        sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {limits} in the mean of their replicates.")
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
         sentences += _best(table, places, metric, met, bool(shown.limits))
     return sentences
@@ -115,27 +126,26 @@ def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: b
     if not len(known) or not np.ptp(means.mean[known]) or not places.axes or not what.sign:
         return []
     order = means.mean[known] * what.sign
-    place = int(known[order.argmax()])
+    best = int(known[order.argmax()])
     most = "Most" if what.sign > 0 else "Least"
     within = " within the SLO" if limited else ""
-    value = f"{what.shown(means.mean[place])}{_relative(means.half[place], means.mean[place])}"
-    return [f"{most} {what.label}{within}: {value} at {places.said(place)}."]
+    return [f"{most} {what.label}{within}: {_cell(what, means, best)} at {places.label(best)}."]
 
 
-def _relative(half: float, mean: float) -> str:
-    """An interval in percent of its mean; "" if there is none."""
-    if math.isnan(half) or not mean:
-        return ""
-    percent = half / abs(mean) * 100
-    return f" ± {percent:.0f} %" if percent >= 10 else f" ± {percent:.2g} %" if percent >= 0.01 else ""
+def _cell(metric: Metric, means: Means, at: int) -> str:
+    """The mean of a place, and its interval in percent of it if there is one."""
+    mean, half = means.mean[at], means.half[at]
+    percent = 0.0 if math.isnan(half) or not mean else half / abs(mean) * 100
+    interval = f" ± {percent:.0f} %" if percent >= 10 else f" ± {percent:.2g} %" if percent >= 0.01 else ""
+    return f"{metric.shown(mean)}{interval}"
 
 
 def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
     """Reasons not to trust the numbers that the table itself shows."""
     made = []
-    for status, says in ((FAILED, "failed"), (MISSING, "are missing")):
+    for status, verb in ((FAILED, "failed"), (MISSING, "are missing")):
         if count := table.count(status):
-            made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {says}: means are of what there is."))
+            made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}: means are of what there is."))
     few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
     if few:
         made.append(Caveat("one run", "", f"{few:,} places have one run each: there is no telling chance from effect."))
@@ -144,8 +154,8 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
         samples = table.metrics.get(f"{head}.n")
         if statistic in SAMPLES_NEEDED and samples is not None:
             least, needed = int(np.nanmin(samples)), SAMPLES_NEEDED[statistic]
-            text = f"{catalogue.metric(metric).label} is of {least:,} values where they are fewest, needs {needed}."
-            made += [Caveat("few requests", "", text)] if least < needed else []
+            reason = f"{catalogue.metric(metric).label} is of {least:,} values where they are fewest, needs {needed}."
+            made += [Caveat("few requests", "", reason)] if least < needed else []
     return made
 
 
@@ -161,8 +171,8 @@ def _undone(table: SweepTable) -> list[Table]:
         for (status, reason), own in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
     ]
     more = f" The {len(rows) - MOST_REASONS:,} rarest reasons are left out." if len(rows) > MOST_REASONS else ""
-    says = f"What sets them apart is named; an axis is left out if all its values are among them.{more}"
-    return [Table("Failed and missing points", ("reason", "status", "points", "where"), rows[:MOST_REASONS], says)]
+    note = f"What sets them apart is named; an axis is left out if all its values are among them.{more}"
+    return [Table("Failed and missing points", ("reason", "status", "points", "where"), rows[:MOST_REASONS], note)]
 
 
 def _where(table: SweepTable, rows: Sequence[int]) -> str:
@@ -178,16 +188,14 @@ def _where(table: SweepTable, rows: Sequence[int]) -> str:
 
 def _numbers(table: SweepTable, shown: Look) -> list[Table]:
     """A row a place."""
-    places, metrics = shown.places, dict.fromkeys((*shown.metrics, *shown.pareto))
+    places = shown.places
     if len(places) > MOST_ROWS:
         return []
-    of = {metric: places.means(table.metrics[metric]) for metric in metrics}
+    metrics = {catalogue.metric(name): places.means(table.metrics[name]) for name in (*shown.metrics, *shown.pareto)}
     rows = []
-    for place in range(len(places)):
-        cells = [
-            f"{catalogue.metric(m).shown(of[m].mean[place])}{_relative(of[m].half[place], of[m].mean[place])}"
-            for m in of
-        ]
-        rows.append((places.said(place) or table.name, f"{max(means.n[place] for means in of.values())}", *cells))
-    says = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
-    return [Table("Places", ("place", "runs", *(catalogue.metric(metric).label for metric in metrics)), rows, says)]
+    for at in range(len(places)):
+        runs = max(means.n[at] for means in metrics.values())
+        cells = (_cell(metric, means, at) for metric, means in metrics.items())
+        rows.append((places.label(at) or table.name, f"{runs}", *cells))
+    note = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
+    return [Table("Places", ("place", "runs", *(metric.label for metric in metrics)), rows, note)]

@@ -143,29 +143,29 @@ def _few(metric: str, n: int, units: int) -> bool:
 
 def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
     """A row a metric, `a` and `b` naming the runs; without `everything`, those that a reader looks at first."""
-    chosen = {difference.metric: difference for difference in differences}
-    rows = [_row(chosen[name]) for name in (chosen if everything else SHOWN) if name in chosen]
-    return Table("Differences", ("metric", a, b, "change", f"{LEVEL} interval"), rows, _says(differences))
+    header = ("metric", a, b, "change", f"{LEVEL} interval")
+    return Table("Differences", header, rows(differences, everything=everything), _note(differences))
 
 
-def _row(difference: MetricDifference) -> tuple[str, ...]:
-    name = f"{difference.label} {MARK}" if difference.few else difference.label
-    return (
-        name,
-        shown(difference.a, difference.unit),
-        shown(difference.b, difference.unit),
-        change_text(difference),
-        range_text(difference),
-    )
+def rows(differences: Sequence[MetricDifference], *, everything: bool) -> list[tuple[str, ...]]:
+    """The cells of each metric: its name, A, B, the change and its interval."""
+    known = {difference.metric: difference for difference in differences}
+    chosen = [known[name] for name in (known if everything else SHOWN) if name in known]
+    return [
+        (f"{d.label} {MARK}" if d.few else d.label, *(shown(value, d.unit) for value in (d.a, d.b)), change_text(d),
+         range_text(d))
+        for d in chosen
+    ]  # fmt: skip
 
 
-def _says(differences: Sequence[MetricDifference]) -> str:
+def _note(differences: Sequence[MetricDifference]) -> str:
     methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
-    text = f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. "
-    text += (
-        "They know how much requests and steps vary within these runs, not another seed or another run of the same, "
+    drawn = "; ".join(methods) or "none, for want of samples"
+    return (
+        f"Change of B against A, with {LEVEL} intervals: {drawn}. They know how much requests and steps vary within "
+        "these runs, not another seed or another run of the same, and are too narrow where requests share a queue. "
+        f"{MARK}: too few samples to rely on."
     )
-    return text + f"and are too narrow where requests share a queue. {MARK}: too few samples to rely on."
 
 
 def change_text(difference: MetricDifference) -> str:
@@ -184,13 +184,11 @@ def range_text(difference: MetricDifference) -> str:
     if not any(difference.interval.delta):
         return NOT_SEEN
     if difference.range is None:
-        text = " .. ".join(signed(edge, difference.unit) for edge in difference.interval.delta)
+        ends = " .. ".join(signed(end, difference.unit) for end in difference.interval.delta)
     else:
-        digits = _digits(*difference.range)
-        text = " .. ".join(f"{edge * 100:+z.{digits}f}" for edge in difference.range) + (
-            " pt" if difference.is_share else " %"
-        )
-    return text if difference.seen else f"{text}: {NOT_SEEN}"
+        digits, unit = _digits(*difference.range), "pt" if difference.is_share else "%"
+        ends = " .. ".join(f"{end * 100:+z.{digits}f}" for end in difference.range) + f" {unit}"
+    return ends if difference.seen else f"{ends}: {NOT_SEEN}"
 
 
 def _digits(*changes: float) -> int:
@@ -210,17 +208,17 @@ def verdict(differences: Sequence[MetricDifference], *, everything: bool = False
     """
     known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
-    sentences = (
-        ["; ".join(f"{total.label}: {_words(total)}" for total in totals) + f" ({ONE_VALUE})."] if totals else []
-    )
-    main = [difference for name in ("ttft_s", "tpot_s") for difference in [_most(differences, name)] if difference]
-    if main:
-        sentences.append("; ".join(f"{difference.label}: {_words(difference)}" for difference in main) + ".")
+    largest = [each for name in ("ttft_s", "tpot_s") if (each := _most(differences, name))]
+    sentences = [f"{_changes(totals)} ({ONE_VALUE})."] * bool(totals) + [f"{_changes(largest)}."] * bool(largest)
     seen = [d.seen for d in differences if d.interval and (everything or d.metric in SHOWN)]
     if seen:
         by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
         sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals of the table leave out 0; {by_chance}.")
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
+
+
+def _changes(differences: Sequence[MetricDifference]) -> str:
+    return "; ".join(f"{difference.label}: {_change(difference)}" for difference in differences)
 
 
 def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifference | None:
@@ -229,7 +227,7 @@ def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifferenc
     return max(own, key=lambda difference: (not difference.few, abs(difference.change or 0.0)), default=None)
 
 
-def _words(difference: MetricDifference) -> str:
+def _change(difference: MetricDifference) -> str:
     if difference.a == difference.b:
         return "no change"
     if not difference.interval:

@@ -62,10 +62,10 @@ def parse(text: str) -> Condition:
     match, source = FORM.fullmatch(text), f"{OPTION} {text!r}"
     if not match:
         raise CheckError(f"{source}: expected METRIC>CHANGE, for example tpot.p50>+5%", value=text)
-    name, compare, sign, number, given = match.groups()
+    name, compare, sign, number, unit = match.groups()
     metric = named(name, source)
-    bound = bounded(metric, number, given, _allowed(metric), source)
-    return Condition(text, metric, compare, -bound if sign == "-" else bound, given == RELATIVE, sign in ("+-", "±"))
+    bound = bounded(metric, number, unit, _allowed(metric), source)
+    return Condition(text, metric, compare, -bound if sign == "-" else bound, unit == RELATIVE, sign in ("+-", "±"))
 
 
 def _allowed(metric: str) -> dict[str, float]:
@@ -92,22 +92,14 @@ def verdict(condition: Condition, differences: Sequence[MetricDifference], *, su
 
 
 def _facts(condition: Condition, difference: MetricDifference, interval: Range | None) -> str:
-    values = (
-        f"{difference.metric} is {shown(difference.a, difference.unit)}, then {shown(difference.b, difference.unit)}"
-    )
-    none = "no relative interval: A may be 0" if difference.interval else difference.method
-    extent = f"{LEVEL} interval {_text(condition, difference, interval)}" if interval else none
-    return f"{values}: {_moved(condition, difference)} ({extent}{', few samples' * difference.few})"
-
-
-def _moved(condition: Condition, difference: MetricDifference) -> str:
-    if condition.relative:
-        relative = difference.relative
-        return change_text(difference) if relative is None else f"{relative:+z.2%}".replace("%", " %")
-    return signed(difference.delta, difference.unit)
-
-
-def _text(condition: Condition, difference: MetricDifference, interval: Range) -> str:
-    if condition.relative:
-        return " .. ".join(f"{edge * 100:+z.2f}" for edge in interval) + " %"
-    return " .. ".join(signed(edge, difference.unit) for edge in interval)
+    a, b = (shown(value, difference.unit) for value in (difference.a, difference.b))
+    if condition.relative and difference.relative is not None:
+        change = f"{difference.relative:+z.2%}".replace("%", " %")
+    else:
+        change = change_text(difference) if condition.relative else signed(difference.delta, difference.unit)
+    extent = "no relative interval: A may be 0" if difference.interval else difference.method
+    if interval and condition.relative:
+        extent = f"{LEVEL} interval {' .. '.join(f'{end * 100:+z.2f}' for end in interval)} %"
+    elif interval:
+        extent = f"{LEVEL} interval {' .. '.join(signed(end, difference.unit) for end in interval)}"
+    return f"{difference.metric} is {a}, then {b}: {change} ({extent}{', few samples' * difference.few})"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Facts = Mapping[str, Any]  # of a run: the fields of its scenario by dotted name, the loop it had, its world
 
-IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # told whenever they differ
+IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # in a label whenever they differ
 BEHIND = ("loop.mode", "world")  # likewise
-UNTOLD = ("question",)
+IGNORED = ("question",)
 LAST_RESORT = ("seed", "cost.cpu.")
 
 
@@ -19,78 +19,81 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
 
     A number stands alone behind a name if a label has but one; else it has the name of its field.
     """
-    told = _told(facts)
-    made = [_label(run, told, facts, bare=True) for run in facts]
-    distinct = len({tuple(repr(run.get(field)) for field in told) for run in facts})
-    named = not told or told[0] == "name" or told[0] in IN_FRONT
-    if not named or len(set(made)) < distinct or any(_numbers(run, told) > 1 for run in facts):
-        made = [_label(run, told, facts, bare=False) for run in facts]
-    return _numbered([words or other for words, other in zip(made, otherwise, strict=True)])
+    fields = _fields(facts)
+    made = [_label(run, fields, facts, bare=True) for run in facts]
+    distinct = len({tuple(repr(run.get(field)) for field in fields) for run in facts})
+    named = not fields or fields[0] in ("name", *IN_FRONT)
+    several = any(sum(is_number(run.get(field)) for field in fields) > 1 for run in facts)
+    if not named or several or len(set(made)) < distinct:
+        made = [_label(run, fields, facts, bare=False) for run in facts]
+    return numbered([label or other for label, other in zip(made, otherwise, strict=True)])
 
 
-def _told(facts: Sequence[Facts]) -> list[str]:
-    """The fields that labels tell: scheduler, model, GPU, loop and world if they differ; of all others, one after the
-    other, the one that tells most runs apart, until all that differ are told apart.
+def _fields(facts: Sequence[Facts]) -> list[str]:
+    """The fields in labels: scheduler, model, GPU, loop and world if they differ; of the rest, one after the other,
+    the one that distinguishes most runs, until all runs that differ are distinguished.
     """
-    fields = {field: None for run in facts for field in run if field not in UNTOLD}
-    apart = {field: column for field in fields if len(set(column := [repr(run.get(field)) for run in facts])) > 1}
-    front, behind = ([field for field in where if field in apart] for where in (IN_FRONT, BEHIND))
-    classes = list(zip(*(apart[field] for field in (*front, *behind)), strict=True)) or [()] * len(facts)
-    rest = [field for field in apart if field not in (*front, *behind)]
+    known = {field: None for run in facts for field in run if field not in IGNORED}
+    columns = {field: [repr(run.get(field)) for run in facts] for field in known}
+    differing = {field: column for field, column in columns.items() if len(set(column)) > 1}
+    front, behind = ([field for field in fields if field in differing] for fields in (IN_FRONT, BEHIND))
+    own = _distinguishing({field: differing.pop(field) for field in (*front, *behind)}, differing, facts)
+    return [*(["name"] * ("name" in own)), *front, *(field for field in own if field != "name"), *behind]
+
+
+def _distinguishing(
+    always: Mapping[str, list[str]], columns: Mapping[str, list[str]], facts: Sequence[Facts]
+) -> list[str]:
+    """The fields of `columns` that, chosen one after the other, distinguish what those of `always` do not."""
+    classes: list[Any] = list(zip(*always.values(), strict=True)) or [()] * len(facts)
     chosen: list[str] = []
-    while rest:
-        split = {field: len({*zip(classes, apart[field], strict=True)}) for field in rest}
-        rest = [field for field in rest if split[field] > len({*classes})]
-        if rest:
-            best = min(rest, key=lambda field: (field.startswith(LAST_RESORT), -split[field], _kind(field, facts)))
-            chosen.append(best)
-            classes = list(zip(classes, apart[best], strict=True))
-    own = [field for field in chosen if field == "name"]
-    return [*own, *front, *(field for field in chosen if field != "name"), *behind]
+    while True:
+        sizes = {field: len({*zip(classes, column, strict=True)}) for field, column in columns.items()}
+        useful = [field for field, size in sizes.items() if size > len({*classes})]
+        if not useful:
+            return chosen
+        chosen.append(min(useful, key=lambda f: (f.startswith(LAST_RESORT), -sizes[f], _kind(f, facts))))
+        classes = list(zip(classes, columns[chosen[-1]], strict=True))
 
 
 def _kind(field: str, facts: Sequence[Facts]) -> int:
-    """Of fields that tell as many runs apart, names say most, then numbers."""
+    """Of fields that distinguish as many runs, names say most, then numbers."""
     values = [run[field] for run in facts if run.get(field) is not None]
     if field.rpartition(".")[2] == "name":
         return 0
-    if all(map(_is_number, values)):
+    if all(map(is_number, values)):
         return 1
     return 2 if all(isinstance(value, str) for value in values) else 3
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Is it a number, and no truth value?"""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _numbers(run: Facts, told: Sequence[str]) -> int:
-    return sum(_is_number(run.get(field)) for field in told)
+def _label(run: Facts, fields: Sequence[str], facts: Sequence[Facts], *, bare: bool) -> str:
+    return " ".join(filter(None, (_part(field, run.get(field), facts, bare=bare) for field in fields)))
 
 
-def _label(run: Facts, told: Sequence[str], facts: Sequence[Facts], *, bare: bool) -> str:
-    return " ".join(filter(None, (_word(field, run.get(field), facts, bare=bare) for field in told)))
-
-
-def _word(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
+def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
     """A value that says by itself what it is, else `field=value`; `bare`, null says nothing."""
     if isinstance(value, str):
         return value.rpartition("/")[2]
     if bare and value is None:
         return ""
-    text = f"{value:g}" if isinstance(value, float) else json.dumps(value)
-    return (
-        text if bare and _is_number(value) and not field.startswith(LAST_RESORT) else f"{_short(field, facts)}={text}"
-    )
+    number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    if bare and is_number(value) and not field.startswith(LAST_RESORT):
+        return number
+    return f"{ending(field, {other for each in facts for other in each} - {field})}={number}"
 
 
-def _short(field: str, facts: Sequence[Facts]) -> str:
-    """As much of a field's name, from its end, as no other field has."""
-    parts = field.split(".")
-    others = {other for run in facts for other in run} - {field}
-    ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), field)
+def ending(name: str, rest: Collection[str]) -> str:
+    """As much of a dotted name, from its end, as none of the rest ends with."""
+    parts = name.split(".")
+    ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in rest)), name)
 
 
-def _numbered(words: Sequence[str]) -> list[str]:
+def numbered(names: Sequence[str]) -> list[str]:
     """The second of a name is its #2."""
-    return [f"{word} #{n}" if (n := words[: i + 1].count(word)) > 1 else word for i, word in enumerate(words)]
+    return [f"{name} #{n}" if (n := names[: i + 1].count(name)) > 1 else name for i, name in enumerate(names)]

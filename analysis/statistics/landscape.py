@@ -26,8 +26,7 @@ COLUMNS = (  # header, metric, unit
     ("$/M output tokens", "cost.usd_per_million_output_tokens", "number"),
 )
 LOOPS = ("sync", "async")
-KEPT = 0.99  # of the requests
-NEAR = 0.99  # of the most is as good
+NEARLY = 0.99  # of the requests is all, and of the most is as good
 FEW = 3  # are named
 ASIDE = ("name", "question", "loop.mode")  # do not make a run another configuration
 
@@ -39,36 +38,33 @@ def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     With `by_rate` what arrives was swept: runs stay in order, and a factor would be that of the traffic.
     """
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
-    slowest = min((_rate(run) for run in runs), default=0.0)
-    gains = _gains(runs)
-    there = [column for column in COLUMNS if any(lookup(run.summary, column[1]) is not None for run in runs)]
-    cells = {column: [_cell(run, *column[1:]) for run in ordered] for column in there}
-    same = [column for column in there if len(runs) > 1 and len(set(cells[column])) == 1]
-    kept = [column for column in there if column not in same]
-    rows = [
-        (run.label, *(cells[column][i] for column in kept))
-        + (() if by_rate else (_factor(run, slowest), gains.get(run.label, "")))
-        for i, run in enumerate(ordered)
-    ]
-    header = ("run", *(column[0] for column in kept), *(() if by_rate else ("factor", "async gain")))
-    says = (
+    columns = {header: [_cell(run, metric, unit) for run in ordered] for header, metric, unit in COLUMNS}
+    columns = {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
+    same = {header: cells[0] for header, cells in columns.items() if len(runs) > 1 and len({*cells}) == 1}
+    note = _note(columns, same, by_rate)
+    columns = {"run": [run.label for run in ordered]} | {h: cells for h, cells in columns.items() if h not in same}
+    if not by_rate:
+        slowest, gains = min(map(_rate, runs), default=0.0), _gains(runs)
+        columns["factor"] = [f"{_rate(run) / slowest:.2f}x" if slowest else "-" for run in ordered]
+        columns["async gain"] = [f"{gains[run.label]:+.1%}" if run.label in gains else "" for run in ordered]
+    return Table("Side by side", tuple(columns), list(zip(*columns.values(), strict=True)), note)
+
+
+def _note(columns: Mapping[str, Sequence[str]], same: Mapping[str, str], by_rate: bool) -> str:
+    note = (
         "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of the same run."
     )
     if by_rate:
-        says = "Below the knee output tokens/s are those of the traffic."
+        note = "Below the knee output tokens/s are those of the traffic."
     if same:
-        says += f" The same for all: {', '.join(f'{column[0]} {cells[column][0]}' for column in same)}."
-    if any("*" in cell for column in there for cell in cells[column]):
-        says += f" * too few requests to quote it (p99 needs {SAMPLES_NEEDED['p99']})."
-    return Table("Side by side", header, rows, says)
+        note += f" The same for all: {', '.join(f'{header} {cell}' for header, cell in same.items())}."
+    if any("*" in cell for cells in columns.values() for cell in cells):
+        note += f" * too few requests to quote it (p99 needs {SAMPLES_NEEDED['p99']})."
+    return note
 
 
 def _rate(run: LoadedRun) -> float:
     return float(run.summary["output_tokens_per_s"])
-
-
-def _factor(run: LoadedRun, slowest: float) -> str:
-    return f"{_rate(run) / slowest:.2f}x" if slowest else "-"
 
 
 def _cell(run: LoadedRun, metric: str, unit: str) -> str:
@@ -83,38 +79,38 @@ def configuration(run: LoadedRun) -> str:
     return repr((run.measured, sorted((name, repr(value)) for name, value in fields.items() if name not in ASIDE)))
 
 
-def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, str]:
+def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, float]:
     """By label of each async run that has exactly one sync run to be compared with."""
     gains = {}
-    for run in runs if len(runs) > 1 else ():
+    for run in (run for run in runs if run.loop == "async"):
         same = [other for other in runs if other.loop == "sync" and configuration(other) == configuration(run)]
-        if run.loop == "async" and len(same) == 1 and _rate(same[0]):
-            gains[run.label] = f"{_rate(run) / _rate(same[0]) - 1:+.1%}"
+        if len(same) == 1 and _rate(same[0]):
+            gains[run.label] = _rate(run) / _rate(same[0]) - 1
     return gains
 
 
 def findings(runs: Sequence[LoadedRun]) -> list[str]:
-    """What the runs say side by side, in sentences: who is best, what async gains, where the SLO holds."""
+    """The runs side by side, in sentences: which is best, what async gains, where the SLO holds."""
     sentences = [_most(runs), *(_least(runs, name, key) for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))]
-    gains = [float(gain.rstrip("%")) for gain in _gains(runs).values()]
+    gains = sorted(_gains(runs).values())
     if gains:
-        reach = f"{min(gains):+.1f}" if min(gains) == max(gains) else f"{min(gains):+.1f} to {max(gains):+.1f}"
+        reach = " to ".join(dict.fromkeys(f"{gain * 100:+.1f}" for gain in (gains[0], gains[-1])))
         sentences.append(
             f"Async against sync of the same configuration: {reach} % output tokens/s, {len(gains)} times."
         )
     met = {run.label: share for run in runs if (share := lookup(run.summary, "slo.attainment")) is not None}
     if met:
-        kept = [label for label, share in met.items() if share >= KEPT]
-        sentences.append(f"SLO met by at least {KEPT:.0%} of the requests in {_named(kept, len(met))}.")
+        enough = [label for label, share in met.items() if share >= NEARLY]
+        sentences.append(f"SLO met by at least {NEARLY:.0%} of the requests in {_named(enough, len(met))}.")
     return [sentence for sentence in sentences if sentence]
 
 
 def _most(runs: Sequence[LoadedRun]) -> str:
     best, worst = max(runs, key=_rate), min(runs, key=_rate)
-    near = [run.label for run in runs if run is not best and _rate(run) >= NEAR * _rate(best)]
-    said = f"Most output tokens/s: {best.label}, {_rate(best):,.4g}"
-    said += f"; within 1 %: {_named(near, len(runs) - 1)}" if near else ""
-    return f"{said}. Fewest: {worst.label}, {_rate(worst):,.4g}." if _rate(best) else ""
+    near = [run.label for run in runs if run is not best and _rate(run) >= NEARLY * _rate(best)]
+    within = f"; within 1 %: {_named(near, len(runs) - 1)}" if near else ""
+    sentence = f"Most output tokens/s: {best.label}, {_rate(best):,.4g}{within}."
+    return f"{sentence} Fewest: {worst.label}, {_rate(worst):,.4g}." if _rate(best) else ""
 
 
 def _least(runs: Sequence[LoadedRun], name: str, key: str) -> str:

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics import comparable, compare
-from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text, range_text
+from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text
 from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.markdown import Table
 from cbsim.errors import RunError, ScenarioError, UserError
-from cbsim.metrics.terminal import shown
 from cbsim.record.record import LANES, PHASES
 from cbsim.runs import replan
 
@@ -22,32 +21,6 @@ NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  
 
 class NotAPair(UserError):  # noqa: N818  # reads as what is said of the runs
     """Not a simulated and a measured run, in this order; the message names the run and what would do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """One metric, simulated against measured: `difference` has the measured run as A and the simulated one as B, so
-    conditions on changes are conditions on errors.
-    """
-
-    difference: MetricDifference
-
-    @property
-    def metric(self) -> str:
-        return self.difference.metric
-
-    @property
-    def measured(self) -> float:
-        return self.difference.a
-
-    @property
-    def simulated(self) -> float:
-        return self.difference.b
-
-    @property
-    def error(self) -> float | None:
-        """Simulated / measured - 1, None where that is undefined; of shares simulated - measured."""
-        return self.difference.change
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +61,20 @@ class ReplayOutcome:
 
 def check(sim: LoadedRun, measured: LoadedRun) -> None:
     """Raises NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
-    for run, wanted in ((sim, "simulated"), (measured, "measured")):
-        if run.measured is not (wanted == "measured"):
+    for run, expected in ((sim, "simulated"), (measured, "measured")):
+        if run.measured is not (expected == "measured"):
             kind = "measured" if run.measured else "simulated"
             hint = "put the simulated run first" if sim.measured and not measured.measured else "use compare"
-            raise NotAPair(f"{run.path}: is {kind}, expected a {wanted} run; {hint}")
+            raise NotAPair(f"{run.path}: is {kind}, expected a {expected} run; {hint}")
     comparable.check((sim, measured))
 
 
-def errors(sim: LoadedRun, measured: LoadedRun) -> list[Error]:
-    """Of every metric that both runs have. Raises NotAPair, Incomparable."""
+def errors(sim: LoadedRun, measured: LoadedRun) -> list[MetricDifference]:
+    """Of every metric that both runs have: the measured run is A and the simulated one B, so that conditions on changes
+    are conditions on errors. Raises NotAPair, Incomparable.
+    """
     check(sim, measured)
-    return [Error(difference) for difference in compare.differences(measured, sim)]
+    return compare.differences(measured, sim)
 
 
 def phases(sim: LoadedRun, measured: LoadedRun) -> list[Phase]:
@@ -157,49 +132,37 @@ def _taken_in(run: LoadedRun, step: int) -> set[int]:
 
 def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
     """Every run's plans derived again from its own polls (`cbsim.runs.replan`), without a clock."""
-    return [_replay(run) for run in runs]
+    return [replayed(run) for run in runs]
 
 
-def _replay(run: LoadedRun) -> ReplayOutcome:
+def replayed(run: LoadedRun) -> ReplayOutcome:
+    """The plans of one run."""
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
         return ReplayOutcome(run.label, None, len(run.table), f"cannot be replayed: {error}")
-    says = verdict.difference or "identical"
-    return ReplayOutcome(run.label, verdict.matched, verdict.steps, says)
+    return ReplayOutcome(run.label, verdict.matched, verdict.steps, verdict.difference or "identical")
 
 
 def tables(
-    sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, metric_errors: Sequence[Error] | None = None
+    sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, known: Sequence[MetricDifference] | None = None
 ) -> list[Table]:
-    """Errors of the metrics (`metric_errors`, if they are known), of a step's phases, and what became of the plans.
+    """Errors of the metrics (`known`, if they are), of a step's phases, and what became of the plans.
 
     Raises NotAPair, Incomparable.
     """
     check(sim, measured)
     return [
-        _error_table(errors(sim, measured) if metric_errors is None else metric_errors, everything),
+        _error_table(errors(sim, measured) if known is None else known, everything),
         _phase_table(phases(sim, measured)),
         _plan_table(divergence(sim, measured), replays((sim, measured))),
     ]
 
 
-def _error_table(metric_errors: Sequence[Error], everything: bool) -> Table:
-    known = {error.metric: error for error in metric_errors}
-    rows = [_error_row(known[name].difference) for name in (known if everything else SHOWN) if name in known]
-    says = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
-    return Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, says)
-
-
-def _error_row(difference: MetricDifference) -> tuple[str, ...]:
-    name = f"{difference.label} {MARK}" if difference.few else difference.label
-    return (
-        name,
-        shown(difference.b, difference.unit),
-        shown(difference.a, difference.unit),
-        change_text(difference),
-        range_text(difference),
-    )
+def _error_table(errors: Sequence[MetricDifference], everything: bool) -> Table:
+    rows = [(name, after, before, *rest) for name, before, after, *rest in compare.rows(errors, everything=everything)]
+    note = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
+    return Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, note)
 
 
 def _phase_table(times: Sequence[Phase]) -> Table:
@@ -214,30 +177,30 @@ def _phase_row(phase: Phase) -> tuple[str, ...]:
     return (phase.name, *means, error, f"{phase.simulated_p50_us:,.1f}", f"{phase.measured_p50_us:,.1f}")
 
 
-def _plan_table(parted: Divergence, again: Sequence[ReplayOutcome]) -> Table:
-    steps = f"{parted.simulated_steps:,} simulated, {parted.measured_steps:,} measured"
-    at = "" if parted.step is None else f"step {parted.step:,}: "
-    rows = [("same plans from the start", f"{parted.agreed:,}, of {steps}", f"{at}{parted.reason}")]
-    rows += [(f"replayed: {replay.run}", _matched(replay), replay.says) for replay in again]
-    says = "Plans by their hash. Replayed: derived again from the run's own polls, without a clock."
-    return Table("Decisions", ("check", "steps", "result"), rows, says)
+def _plan_table(divergence: Divergence, outcomes: Sequence[ReplayOutcome]) -> Table:
+    steps = f"{divergence.simulated_steps:,} simulated, {divergence.measured_steps:,} measured"
+    at = "" if divergence.step is None else f"step {divergence.step:,}: "
+    rows = [("same plans from the start", f"{divergence.agreed:,}, of {steps}", f"{at}{divergence.reason}")]
+    rows += [(f"replayed: {replay.run}", _matched(replay), replay.says) for replay in outcomes]
+    note = "Plans by their hash. Replayed: derived again from the run's own polls, without a clock."
+    return Table("Decisions", ("check", "steps", "result"), rows, note)
 
 
 def _matched(replay: ReplayOutcome) -> str:
     return "-" if replay.matched is None else f"{replay.matched:,} of {replay.steps:,}"
 
 
-def summary_line(metric_errors: Sequence[Error]) -> str:
+def summary_line(errors: Sequence[MetricDifference]) -> str:
     """The largest and the median error of the times, rates and shares that a reader looks at first; 0 of 0 is none."""
-    chosen = [error.difference for error in metric_errors if error.metric in SHOWN and error.difference.unit != "count"]
-    chosen = [difference for difference in chosen if difference.change is not None and (difference.a or difference.b)]
-    groups = [("times and rates", "%", [difference for difference in chosen if not difference.is_share])]
-    groups += [("shares", "pt", [difference for difference in chosen if difference.is_share])]
+    chosen = [error for error in errors if error.metric in SHOWN and error.unit != "count"]
+    chosen = [error for error in chosen if error.change is not None and (error.a or error.b)]
+    groups = [("times and rates", "%", [error for error in chosen if not error.is_share])]
+    groups += [("shares", "pt", [error for error in chosen if error.is_share])]
     return "; ".join(_summary(*group) for group in groups if group[-1]) or "no metric to tell by"
 
 
-def _summary(noun: str, mark: str, own: Sequence[MetricDifference]) -> str:
-    sizes = {difference: abs(difference.change or 0.0) for difference in own}
-    worst = max(own, key=lambda difference: sizes[difference])
+def _summary(noun: str, mark: str, errors: Sequence[MetricDifference]) -> str:
+    sizes = {error: abs(error.change or 0.0) for error in errors}
+    worst = max(errors, key=lambda error: sizes[error])
     median = float(np.median(list(sizes.values()))) * 100
-    return f"error of {len(own)} {noun}: median {median:.1f} {mark}, largest {change_text(worst)} ({worst.label})"
+    return f"error of {len(errors)} {noun}: median {median:.1f} {mark}, largest {change_text(worst)} ({worst.label})"

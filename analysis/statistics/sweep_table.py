@@ -3,7 +3,7 @@
 Places of a sweep: points that differ in their seed alone. A metric of a place is the mean of its replicates, with an
 interval of Student's t: replicates are independent runs of one system.
 
-What a figure of a sweep shows at first: which axis is on x, which make the series, what the others are fixed at.
+What a figure of a sweep shows at first: which axis is on x, which make the series, what the rest is fixed at.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from analysis.statistics.labels import ending, is_number
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
 from cbsim.metrics.checks import OPERATORS, Check
@@ -33,12 +34,13 @@ DONE, FAILED, MISSING = STATUSES = ("done", "failed", "missing")
 MOST_LETTERS = 60  # of a value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Axis:
     """Fields that take their values together. `codes` say for each row which of the `labels` it has.
 
     Values are in rising order if the first field is a number, and then `numbers` are its; else as they first appear.
-    `short` is the end of the first field's name, as much as tells it from other axes.
+    `short` is the end of the first field's name, as much as tells it from other axes. An axis equals
+    itself alone.
     """
 
     fields: Sequence[str]
@@ -54,8 +56,8 @@ class Axis:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def said(self, code: int) -> str:
-        """A value as a name says it: a number has its field's."""
+    def value(self, code: int) -> str:
+        """A value as a name has it: a number behind its field's."""
         return self.labels[code] if self.numbers is None else f"{self.short} = {self.labels[code]}"
 
 
@@ -96,7 +98,7 @@ class SweepTable:
         raise RunError(f"{self.path}: --x {field!r}: no such field{near(field, known)}")
 
     def metric(self, name: str, source: str) -> str:
-        """The column of a metric; of a distribution `_s` may be left out. Raises RunError, its text led by `source`."""
+        """The column of a metric; of a distribution `_s` may be left out. Raises RunError that names `source`."""
         head, dot, tail = name.partition(".")
         for candidate in (name, f"{head}_s{dot}{tail}"):
             if candidate in self.metrics:
@@ -110,7 +112,7 @@ def read(path: Path) -> SweepTable:
     table = _checked(path)
     names = table.column_names
     fields = [*names[1 : names.index(SEED)], LOOP]  # as in names of runs
-    status = np.array([STATUSES.index(text) for text in _texts(path, table, "status", STATUSES)], dtype=np.int64)
+    status = np.array([STATUSES.index(each) for each in _texts(path, table, "status", STATUSES)], dtype=np.int64)
     reasons = _texts(path, table, "reason")
     if not (status == STATUSES.index(DONE)).any():
         first = next((f", the first because: {reason}" for reason in reasons if reason), "")
@@ -134,8 +136,8 @@ def _checked(path: Path) -> pa.Table:
     try:
         table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException, ValueError) as error:
-        said = getattr(error, "strerror", None) or "no Parquet file"
-        raise RunError(f"{path}: no table of a sweep: {said}") from None
+        reason = getattr(error, "strerror", None) or "no Parquet file"
+        raise RunError(f"{path}: no table of a sweep: {reason}") from None
     names = table.column_names
     missing = [name for name in ABOUT if name not in names]
     if missing or names[0] != LOOP or names[(at := names.index(SEED)) : at + len(ABOUT) - 1] != list(ABOUT[1:]):
@@ -162,27 +164,27 @@ def _numbers(path: Path, table: pa.Table, name: str) -> Floats:
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
-    given = [_plain(value) for value in column.to_pylist()]
-    values = list(dict.fromkeys(given))
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    cells = [_plain(value) for value in column.to_pylist()]
+    values = list(dict.fromkeys(cells))
+    numeric = all(map(is_number, values))
     if numeric:
         values.sort()
-    place = {value: code for code, value in enumerate(values)}
-    codes = np.array([place[value] for value in given], dtype=np.int64)
+    order = {value: code for code, value in enumerate(values)}
+    codes = np.array([order[value] for value in cells], dtype=np.int64)
     return Axis((name,), _labels(values), np.array(values, dtype=np.float64) if numeric else None, codes)
 
 
 def _plain(value: Any) -> Any:
-    """A value that equals itself: what is neither a finite number nor a truth value is a text."""
+    """A value that equals itself: what is neither a finite number nor a truth value is a string."""
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if value is None or finite else str(value)
 
 
 def _labels(values: Sequence[Any]) -> list[str]:
-    """How values are shown: a cut one keeps apart from others by its number."""
-    texts = [_label(value) for value in values]
-    cut = [text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 4]}..." for text in texts]
-    return [f"{text} #{i + 1}" if cut.count(text) > 1 else text for i, text in enumerate(cut)]
+    """How values are shown: cut ones that look alike are numbered."""
+    whole = [_label(value) for value in values]
+    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
+    return [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
 
 
 def _label(value: Any) -> str:
@@ -212,16 +214,8 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def _shortened(axes: Sequence[Axis]) -> list[Axis]:
-    names = [axis.fields[0] for axis in axes]
-    endings = [_ending(name, [other for other in names if other != name]) for name in names]
-    return [replace(axis, short=ending) for axis, ending in zip(axes, endings, strict=True)]
-
-
-def _ending(name: str, others: Sequence[str]) -> str:
-    """The last words of a dotted name that none of the others ends with."""
-    words = name.split(".")
-    endings = (".".join(words[-count:]) for count in range(1, len(words)))
-    return next((end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)), name)
+    names = {axis.fields[0] for axis in axes}
+    return [replace(axis, short=ending(axis.fields[0], names - {axis.fields[0]})) for axis in axes]
 
 
 Bools = npt.NDArray[np.bool_]
@@ -262,27 +256,26 @@ class Places:
         return len(self.codes)
 
     def means(self, values: Floats) -> Means:
-        """Of a metric, given for each point. Points of one place and seed are one replicate."""
+        """Of the values of a metric at each point. Points of one place and seed are one replicate."""
         known = np.isfinite(values)
         seeds = int(self.seeds.max()) + 1
         runs, which = np.unique(self.of[known] * seeds + self.seeds[known], return_inverse=True)
         at = runs // seeds
-        kept = _divided(np.bincount(which, values[known], len(at)), np.bincount(which, minlength=len(at)))
+        own = _divided(np.bincount(which, values[known], len(at)), np.bincount(which, minlength=len(at)))
         n = np.bincount(at, minlength=len(self))
-        mean = _divided(np.bincount(at, kept, len(self)), n)
-        variance = _divided(np.bincount(at, (kept - mean[at]) ** 2, len(self)), n - 1)
+        mean = _divided(np.bincount(at, own, len(self)), n)
+        variance = _divided(np.bincount(at, (own - mean[at]) ** 2, len(self)), n - 1)
         factor = np.array([student(int(count)) for count in n])
         return Means(mean, factor * np.sqrt(_divided(variance, n)), n)
 
-    def said(self, place: int, axes: Sequence[Axis] | None = None) -> str:
+    def label(self, at: int, axes: Sequence[Axis] | None = None) -> str:
         """What a place sets, or of it what these axes set."""
-        wanted = self.axes if axes is None else axes
-        cells = [
-            (axis, code)
-            for axis, code in zip(self.axes, self.codes[place], strict=True)
-            if any(axis is other for other in wanted)
-        ]
-        return ", ".join(axis.said(code) for axis, code in cells)
+        codes = zip(self.axes, self.codes[at], strict=True)
+        return ", ".join(axis.value(code) for axis, code in codes if axes is None or axis in axes)
+
+    def columns(self, axes: Sequence[Axis]) -> list[int]:
+        """The columns of these axes in `codes`."""
+        return [at for at, axis in enumerate(self.axes) if axis in axes]
 
 
 def places(table: SweepTable) -> Places:
@@ -293,8 +286,8 @@ def places(table: SweepTable) -> Places:
     return Places(table.axes, codes, of.reshape(-1), table.seeds)
 
 
-def held(limit: Check, values: Floats) -> Bools:
-    """Which values a condition holds of; of NaN none does."""
+def meet(limit: Check, values: Floats) -> Bools:
+    """Which values meet a condition; NaN does not."""
     compare: Any = OPERATORS[limit.compare]
     made: Bools = compare(values, limit.bound)
     return made
@@ -327,19 +320,26 @@ class View:
 
     def rows(self, places: Places) -> list[Ints]:
         """The places of each series, in the order of x; series without a place are left out."""
-        shown = np.ones(len(places), dtype=bool)
-        for at, axis in enumerate(places.axes):
-            shown &= places.codes[:, at] == self.fixed.get(axis.name, places.codes[:, at])
-        own = [at for at, axis in enumerate(places.axes) if any(axis is other for other in self.series)]
+        shown = places_at(places, self.fixed)
+        own = places.columns(self.series)
         groups: dict[tuple[int, ...], list[int]] = {}
-        for place in np.flatnonzero(shown).tolist():
-            groups.setdefault(tuple(places.codes[place, own].tolist()), []).append(place)
+        for at in np.flatnonzero(shown).tolist():
+            groups.setdefault(tuple(places.codes[at, own].tolist()), []).append(at)
         return [np.array(groups[key], dtype=np.int64) for key in sorted(groups)]
 
-    def says(self, axes: Sequence[Axis]) -> str:
-        """A sentence on what is fixed, for a caption; "" if nothing is."""
-        told = [f"{axis.name} = {axis.labels[self.fixed[axis.name]]}" for axis in axes if axis.name in self.fixed]
-        return f" Of the others: {', '.join(told)}." if told else ""
+
+def places_at(places: Places, fixed: Mapping[str, int]) -> Bools:
+    """The places where each of these axes has this value."""
+    shown = np.ones(len(places), dtype=bool)
+    for at, axis in enumerate(places.axes):
+        shown &= places.codes[:, at] == fixed.get(axis.name, places.codes[:, at])
+    return shown
+
+
+def fixed_values(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
+    """A sentence on what axes are fixed at, for a caption; "" if none is."""
+    values = [f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in axes if axis.name in fixed]
+    return f" Of the others: {', '.join(values)}." if values else ""
 
 
 def view(table: SweepTable, x: str | None) -> View:
@@ -355,6 +355,14 @@ def longest(axes: Sequence[Axis]) -> Axis:
     return max(axes, key=lambda axis: (axis.numbers is not None, len(axis)))
 
 
+def longest_two(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The longest axis and the longest of the rest; none if there are no two."""
+    if len(axes) < 2:
+        return ()
+    first = longest(axes)
+    return first, longest([axis for axis in axes if axis is not first])
+
+
 def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
     """Axes that together make few series, in their order, and one value for each of the rest: the middle number, or
     the first.
@@ -363,9 +371,8 @@ def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
     for axis in sorted(axes, key=len):
         if math.prod(map(len, [*chosen, axis])) <= MOST_SERIES:
             chosen.append(axis)
-    series = [axis for axis in axes if any(axis is other for other in chosen)]
-    rest = [axis for axis in axes if not any(axis is other for other in chosen)]
-    return series, {axis.name: middle(axis) for axis in rest}
+    series = [axis for axis in axes if axis in chosen]
+    return series, {axis.name: middle(axis) for axis in axes if axis not in chosen}
 
 
 def middle(axis: Axis) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from analysis.clients.files import Part, checked
+from analysis.clients.files import checked
 from analysis.statistics import comparable, loading, pairing
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import NotAPair, ReplayOutcome
@@ -24,7 +24,7 @@ from cbsim.files import read_json
 from cbsim.metrics import bars
 from cbsim.metrics.bars import Score
 from cbsim.record.directory import MARKER
-from cbsim.scenario.fields import shown
+from cbsim.scenario.fields import Form, shown
 
 LOOPS = ("sync", "async")
 MEASURED, SIMULATED = KINDS = ("measured", "simulated")
@@ -126,7 +126,7 @@ def _natural(path: Path) -> list[str | int]:
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\S[^\x00-\x1f\x7f]*$")]
 
 
-class About(Part):
+class About(Form):
     """case.json, whole: what may be null is written out, since a forgotten load would leave bars out unseen."""
 
     name: Line
@@ -139,13 +139,13 @@ class About(Part):
     predicted: dict[Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9})?$")], Annotated[float, Field(ge=-1)]]
 
 
-class Provenance(Part):
+class Provenance(Form):
     """What is read of provenance.json."""
 
     device: Line | None = None
 
 
-class Replayed(Part):
+class Replayed(Form):
     """What deriving the plans of a run came to when it still had its tables."""
 
     matched: Annotated[int, Field(ge=0)] | None = None
@@ -190,7 +190,7 @@ def _case(about: About, loops: Mapping[str, Pair]) -> ValidationCase:
 def _replay(run: LoadedRun) -> ReplayOutcome:
     """What deriving the plans of a run again comes to, or had come to when it still had its tables."""
     if run.whole:
-        return pairing.replays([run])[0]
+        return pairing.replayed(run)
     verdict = checked(Replayed, read_json(run.path / VERDICT, RunError), run.path / VERDICT)
     return ReplayOutcome(run.label, verdict.matched, verdict.steps, verdict.says)
 

@@ -128,8 +128,8 @@ const CHARTS = (() => {
     return { tickvals: ticks, ticktext: ticks.map((tick) => grouped(10 ** tick, 3)) };
   }
 
-  // Places that no other one beats in both means are joined; those beaten for sure, whose intervals another one's lie
-  // beyond in both, are pale. Without a direction that is better, there are neither.
+  // Places that no other one dominates in the means are joined; those dominated for sure, whose intervals another
+  // one's lie beyond in both, are pale. Without a direction that is better, there are neither.
   function pareto(chosen) {
     const pair = [chosen.across, chosen.up], both = pair.map((name) => metrics.get(name));
     const kept = data.axes.map((_, at) => at).filter((at) => !Number.isInteger(chosen[at]));
@@ -145,20 +145,20 @@ const CHARTS = (() => {
     }
     const directed = both.every(({ sign }) => sign), counted = found.filter((place) => place.met);
     const sure = directed ? frontier(counted, "worse") : [];
-    for (const place of counted) place.beaten = sure.some((other) => other.worse[0] > place.best[0] && other.worse[1] > place.best[1]);
+    for (const place of counted) place.dominated = sure.some((other) => other.worse[0] > place.best[0] && other.worse[1] > place.best[1]);
     const sizes = both.map((metric, i) => scale(metric, found.map((place) => place.of[i].mean)));
     const at = (own, i) => own.map((place) => place.of[i].mean / sizes[i].size);
     const front = (directed ? frontier(counted, "mean") : []).sort((a, b) => a.of[0].mean - b.of[0].mean);
     const marker = (own, style) => ({ type: "scatter", mode: "markers", x: at(own, 0), y: at(own, 1), hovertext: own.map((place) => hover(place, kept, rest, pair)), hovertemplate: "%{hovertext}<extra></extra>", ...style });
     const out = found.filter((place) => !place.met);
-    const traces = [{ type: "scatter", mode: "lines", name: "not beaten in both", x: at(front, 0), y: at(front, 1), line: { color: "#777777", width: 1.7 }, hoverinfo: "skip" }];
+    const traces = [{ type: "scatter", mode: "lines", name: "not dominated", x: at(front, 0), y: at(front, 1), line: { color: "#777777", width: 1.7 }, hoverinfo: "skip" }];
     if (out.length) traces.push(marker(out, { name: "misses a limit", marker: { symbol: "x", color: "#BBBBBB", size: 7 } }));
-    const few = counted.filter((place) => !place.beaten).length <= MOST_WHISKERS; // more would hide each other
+    const few = counted.filter((place) => !place.dominated).length <= MOST_WHISKERS; // more would hide each other
     const coloured = kept.indexOf(chosen.colour);
     const groups = coloured < 0 ? [["places", counted]] : data.axes[chosen.colour].labels.map((_, code) => [said(chosen.colour, code), counted.filter((place) => place.codes[coloured] === code)]);
     groups.filter(([, own]) => own.length).forEach(([name, own], index) => {
       const [colour, , symbol] = data.styles[index % data.styles.length], looks = { color: colour, symbol: MARKERS[symbol], size: 9 };
-      const pale = own.filter((place) => place.beaten), good = own.filter((place) => !place.beaten);
+      const pale = own.filter((place) => place.dominated), good = own.filter((place) => !place.dominated);
       if (pale.length) traces.push(marker(pale, { name: escaped(name), legendgroup: name, showlegend: !good.length, marker: { ...looks, opacity: 0.3 } }));
       const sureOf = good.map((place) => (few || front.includes(place) ? place : null));
       const bars = Object.fromEntries(["error_x", "error_y"].map((bar, i) => [bar, errors(sureOf.map((place) => place?.of[i] ?? {}), sizes[i].size, colour)]));
@@ -167,7 +167,7 @@ const CHARTS = (() => {
     const axis = (i) => ({ ...LINES, title: { text: titled(both[i], sizes[i]) + BETTER[both[i].sign], standoff: 8 }, separatethousands: true });
     const layout = { ...frame(540), xaxis: axis(0), yaxis: axis(1) };
     const met = filters.length ? ` ${grouped(counted.length, 9)} of ${grouped(found.length, 9)} meet the limits.` : "";
-    const joined = directed ? " The line joins what no other place beats in both; pale is beaten for sure." : " A metric of which neither more nor less is better has no best place.";
+    const joined = directed ? " The line joins what no other place dominates; pale is dominated for sure." : " A metric of which neither more nor less is better has no best place.";
     return { traces, layout, says: caption(found.length, all.length - found.length, rest) + met + joined };
   }
 

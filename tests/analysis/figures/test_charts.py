@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.figures import requests, side_by_side, steps
-from analysis.figures.axis import Frames, held
+from analysis.figures.axis import Frames, valid
 from analysis.page import report
 from analysis.statistics.loading import LoadedRun, read, request_frame
 from cbsim.cli.parser import main
@@ -242,7 +242,7 @@ def test_a_sync_loop_with_requests_left_is_not_idle_between_steps() -> None:
     """A pause between two steps of a measured sync loop belongs to the step before if requests are left, else not."""
     times = {name: [0, 100, 300] for name in ("schedule_start_ns",)} | {"update_end_ns": [90, 200, 400]}
     counts = {"running": [2, 2, 1], "waiting": [0, 0, 0], "finished": [1, 2, 1]}
-    start, end = held(pd.DataFrame(times | counts))
+    start, end = valid(pd.DataFrame(times | counts))
     assert start.tolist() == [0, 1e-7, 3e-7]
     assert end.tolist() == [1e-7, 2e-7, 4e-7]
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.cli.parser import main
-from analysis.page import capacity_report as figures
-from analysis.statistics import capacity
+from analysis.page import capacity_report
 from cbsim.draw.chart import Area, Level, Points, Whiskers
 from cbsim.errors import RunError
 
@@ -62,8 +61,8 @@ def file(folder: Path, given: Any) -> Path:
 
 
 def test_probes_are_drawn_with_their_verdicts_the_limit_and_the_interval(tmp_path: Path) -> None:
-    found = capacity.read(file(tmp_path, answer()))
-    whole, near = figures.chart(found).panels
+    found = capacity_report.read(file(tmp_path, answer()))
+    whole, near = capacity_report.chart(found).panels
     drawn = {mark.name: mark.x.tolist() for mark in whole.marks if isinstance(mark, Points)}
     assert drawn == {"holds": [4, 8, 16], "fails": [17, 32], "undecided": [16.6]}
     (shade,) = (mark for mark in whole.marks if isinstance(mark, Area))
@@ -75,18 +74,6 @@ def test_probes_are_drawn_with_their_verdicts_the_limit_and_the_interval(tmp_pat
     reach = sorted(pair for mark in whiskers for pair in zip(mark.low, mark.high, strict=True))
     assert reach == [pytest.approx((0.8 * mean, 1.2 * mean)) for mean, _ in LOADS.values()]
     assert sorted(x for mark in near.marks if isinstance(mark, Points) for x in mark.x) == [16, 16.6, 17]
-
-
-def test_intervals_by_metric_and_verdicts_in_words_are_read_too(tmp_path: Path) -> None:
-    given = answer()
-    for probe in given["probes"]:
-        values = probe.pop("values")
-        probe["verdict"] = {True: "holds", False: "fails", None: "undecided"}[probe.pop("holds")]
-        probe["metrics"] = {"ttft_s.p99": values[0]} if values else {}
-    first, second = capacity.read(file(tmp_path, given)), capacity.read(file(tmp_path, answer()))
-    assert [(p.verdict, dict(p.intervals)) for p in first.probes] == [
-        (p.verdict, dict(p.intervals)) for p in second.probes
-    ]
 
 
 def test_the_report_says_the_answer_what_binds_and_every_load(
@@ -115,21 +102,21 @@ def test_a_search_without_an_end_says_so(tmp_path: Path, ends: tuple[Any, Any], 
     path = file(tmp_path, answer() | {"holds": ends[0], "fails": ends[1]})
     assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
     assert said in (tmp_path / "out" / "report.md").read_text()
-    (panel,) = figures.chart(capacity.read(path)).panels
+    (panel,) = capacity_report.chart(capacity_report.read(path)).panels
     assert not any(isinstance(mark, Area) for mark in panel.marks)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"probes": []}, "probes: there is none"),
-        ({"probes": [1]}, "probes: expected an object"),
-        ({"holds": "many"}, "holds: expected a finite number"),
-        ({"conditions": "x"}, "conditions: expected a list"),
-        ({"field": None}, "field: expected a text"),
-        ({"probes": [{"value": 1, "verdict": "perhaps"}]}, "verdict: got 'perhaps', expected one of holds, fails"),
-        ({"probes": [{"value": 1, "values": 3}]}, "probes: values: expected a list"),
-        ({"probes": [{"value": 1, "holds": [1]}]}, "probes: holds: expected true, false or null"),
+        ({"probes": []}, "probes: got [], needs at least 1 entries"),
+        ({"probes": [1]}, "probes[0]: got 1, expected fields"),
+        ({"holds": "many"}, "holds: got 'many', expected a number"),
+        ({"conditions": "x"}, "conditions: got 'x', expected a list"),
+        ({"conditions": ["x"]}, "conditions: 'x': expected METRIC<VALUE"),
+        ({"field": None}, "field: got nothing, expected text"),
+        ({"probes": [{"value": 1, "values": 3}]}, "probes[0].values: got 3, expected a list"),
+        ({"probes": [{"value": 1, "holds": [1]}]}, "probes[0].holds: got [1], expected true or false"),
     ],
 )
 def test_another_object_is_refused_in_a_line(
@@ -144,5 +131,5 @@ def test_another_object_is_refused_in_a_line(
 @pytest.mark.parametrize("text", ["", "[]", "{", "1"])
 def test_a_file_that_holds_no_object_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(RunError, match=r"a\.json: not "):
-        capacity.read(tmp_path / "a.json")
+    with pytest.raises(RunError, match=r"a\.json: (not valid JSON|got .*, expected a JSON object)"):
+        capacity_report.read(tmp_path / "a.json")
