@@ -164,7 +164,7 @@ class SectorsReplay(TransformersReplay):
         trees = {name: {str(at): list(blocks) for at, blocks in kind.trees.items()} for name, kind in kinds.items()}
         return {
             "free_sectors": len(stack),
-            "free_blocks": {name: kind.loose for name, kind in kinds.items()},
+            "free_blocks": {name: kind.claimed_free for name, kind in kinds.items()},
             "cached": {name: len(kind.cached) for name, kind in kinds.items()},
             "free_fraction": round(pool.ready / pool.num_blocks, 6),
             "free_sector_order": list(stack),
@@ -180,7 +180,7 @@ class SectorsReplay(TransformersReplay):
         sectors = host.places.sectors
         names = self._names or [KIND]
         tables = {r.spec.id: dict(zip(names, map(list, tables), strict=True)) for r, tables in host.tables.items()}
-        free = {name: kind.loose for name, kind in self._by_kind(sectors).items()}
+        free = {name: kind.claimed_free for name, kind in self._by_kind(sectors).items()}
         return {"cpu": {"free_sectors": list(sectors.stack), "free_blocks": free, "held": tables}}
 
     def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:

@@ -118,6 +118,6 @@ class Copies:
         self._host_ns = block_bytes / link_bytes_s * 1e9
         self._device_ns = 2 * block_bytes / memory_bytes_s * 1e9
 
-    def ns(self, way: Direction, blocks: int) -> int:
+    def ns(self, direction: Direction, blocks: int) -> int:
         """Nanoseconds of a move of so many blocks that has its lane to itself."""
-        return nearest(blocks * (self._device_ns if way is Direction.COPY else self._host_ns))
+        return nearest(blocks * (self._device_ns if direction is Direction.COPY else self._host_ns))

@@ -61,21 +61,23 @@ class Bundle:
         self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None
     ) -> None:
         meta = _yaml(folder / "meta.yaml")
-        place = _of_degree(folder, tensor_parallel)
+        tables = _of_degree(folder, tensor_parallel)
         order = _order(folder, meta)
         self._layers, self._experts = layers, experts
-        dense, head = _curves(place / "dense.csv", "tokens"), _curves(place / "per_sequence.csv", "sequences")
+        dense, head = _curves(tables / "dense.csv", "tokens"), _curves(tables / "per_sequence.csv", "sequences")
         in_layers = [name for part in EVERY_LAYER for name in order[part]]
         once = [name for part in ONCE for name in order[part]]
-        self._linear = [(layers, dense[n]) for n in _known(in_layers, dense, place / "dense.csv", ("attention", "moe"))]
-        self._linear += [(1, dense[n]) for n in _known(once, dense, place / "per_sequence.csv", tuple(head))]
+        self._linear = [
+            (layers, dense[n]) for n in _known(in_layers, dense, tables / "dense.csv", ("attention", "moe"))
+        ]
+        self._linear += [(1, dense[n]) for n in _known(once, dense, tables / "per_sequence.csv", tuple(head))]
         self._head = [head[name] for name in once if name in head]
-        self._attention = _attention(place / "attention.csv")
-        self._moe = _moe(place / "moe.csv") if "moe" in in_layers else None
+        self._attention = _attention(tables / "attention.csv")
+        self._moe = _moe(tables / "moe.csv") if "moe" in in_layers else None
         if (self._moe is None) != (experts is None):
             problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
             raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
-        self._skew = _Skew(place / "skew.csv", _whole_rows(meta, kv_heads)) if _enabled(meta) else None
+        self._skew = _Skew(tables / "skew.csv", _whole_rows(meta, kv_heads)) if _enabled(meta) else None
         self._expert_us = _expert_us(self._moe, experts) if self._moe and experts else 0.0
         self._by_tokens: dict[int, float] = {}
         self._by_rows: dict[int, float] = {}
@@ -203,11 +205,11 @@ def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
     """The names that are not known `elsewhere`. One without a curve is missing in the file at `path`."""
-    wanted = [name for name in names if name not in elsewhere]
-    for name in wanted:
+    required = [name for name in names if name not in elsewhere]
+    for name in required:
         if name not in curves:
             raise ScenarioError(f"{path}: no layer {name!r}, which the architecture has")
-    return wanted
+    return required
 
 
 def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:

@@ -41,7 +41,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from cbsim.cost.kernels import MeanCurve, Products
-from cbsim.cost.table import Attention, Ladder
+from cbsim.cost.table import Attention, Ladder, chunk_ms, pairs
 from cbsim.errors import ScenarioError
 from cbsim.scenario.shapes import ModelShape
 
@@ -134,15 +134,8 @@ class EngineTables:
         return self._ns * self._decode(rows, context) if rows else 0.0
 
     def prompt_ns(self, work: Attention) -> float:
-        """Attention of a chunk in all layers: what the whole prompt costs above its cached part, as in Kernels."""
-        tokens, cached = work.prefill, work.cached
-        if not tokens:
-            return 0.0
-        time = self._prompt(_pairs(tokens))
-        if cached:
-            behind = self._prompt(_pairs(cached + tokens)) - self._prompt(_pairs(cached))
-            time = max(time, behind, self._decode(1, cached + tokens))
-        return self._ns * time
+        """Attention of a chunk in all layers."""
+        return self._ns * chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
 
 
 Axes = Callable[[float, float, float], "tuple[float, ...] | None"]
@@ -172,7 +165,7 @@ class _Tables(NamedTuple):
 
     def experts(self, dtype: str, model: ModelShape, share: Share) -> Ladder:
         """By tokens."""
-        wanted = {
+        required = {
             "moe_dtype": dtype,
             "hidden_size": model.hidden,
             "inter_size": model.intermediate,
@@ -182,14 +175,14 @@ class _Tables(NamedTuple):
             "moe_ep_size": share.experts,
             "distribution": share.routing,
         }
-        return Ladder(select(self.file("moe"), ("num_tokens",), wanted).items())
+        return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
 
     def attention(self, operation: str, query: int, kv: int, kv_dtype: str, axes: Axes) -> Blend:
         """By what `axes` make of batch, new and cached tokens; None leaves a row out."""
         path = self.file(operation)
         by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
-        wanted = {"kv_cache_dtype": kv_dtype, "num_key_value_heads": kv}
-        for (heads, *row), ms in select(path, ("num_heads", "batch_size", "isl", "step"), wanted).items():
+        required = {"kv_cache_dtype": kv_dtype, "num_key_value_heads": kv}
+        for (heads, *row), ms in select(path, ("num_heads", "batch_size", "isl", "step"), required).items():
             at = axes(*row)
             if at is not None:
                 by_heads[heads][at] = ms
@@ -208,8 +201,8 @@ class _Tables(NamedTuple):
         name = self.engine.partition("_")[0]
         try:
             return {
-                way: Ladder(select(path, columns, {"num_gpus": gpus, "backend": f"{name}_{way}"}).items())
-                for way in ("graph", "eager")
+                launch: Ladder(select(path, columns, {"num_gpus": gpus, "backend": f"{name}_{launch}"}).items())
+                for launch in ("graph", "eager")
             }
         except NoColumnError:
             return {"any": Ladder(select(path, columns, {"num_gpus": gpus}).items())}
@@ -217,8 +210,8 @@ class _Tables(NamedTuple):
     def gathers(self, gpus: int) -> Ladder:
         """All-gathers by NCCL, by elements of the whole."""
         newest = max(self.folder.glob("nccl__*.csv.gz"), default=self.folder / "nccl__nccl.csv.gz")
-        wanted = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
-        return Ladder(select(newest, ("message_size",), wanted).items())
+        required = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
+        return Ladder(select(newest, ("message_size",), required).items())
 
 
 @lru_cache(maxsize=32)
@@ -242,16 +235,12 @@ def _rows(batch: float, new: float, cached: float) -> tuple[float, ...]:
 
 def _prompts(batch: float, new: float, cached: float) -> tuple[float, ...] | None:
     """Query-key pairs of one prompt that is computed at once."""
-    return (_pairs(new),) if (batch, cached) == (1, 0) else None
+    return (pairs(new),) if (batch, cached) == (1, 0) else None
 
 
 def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
     """Of each point the least that was measured there or at one that is no smaller on any axis."""
     return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
-
-
-def _pairs(tokens: float) -> float:
-    return tokens * (tokens + 1) / 2
 
 
 def _heads(model: ModelShape, tensor: int) -> tuple[int, int]:
@@ -267,8 +256,8 @@ def _check(folder: Path, model: ModelShape, share: Share) -> None:
     if model.heads % share.tensor:
         raise ScenarioError(f"cost.tensor_parallel: got {share.tensor}, must divide heads ({model.heads})")
     if share.tensor % share.experts:
-        text = f"got {share.experts}, must divide tensor_parallel ({share.tensor})"
-        raise ScenarioError(f"cost.expert_parallel: {text}")
+        problem = f"got {share.experts}, must divide tensor_parallel ({share.tensor})"
+        raise ScenarioError(f"cost.expert_parallel: {problem}")
     if share.experts > 1 and not model.experts:
         raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must be 1: {model.name} has no experts")
 
@@ -299,8 +288,8 @@ def nearest(folder: Path, engine: str, version: str | None) -> str | None:
     known = [each for each in engines(folder) if each.partition("_")[0] == engine]
     if version is None:
         return max(known, key=_number, default=None)
-    wanted = _number(f"{engine}_{version}")
-    return min(known, key=lambda each: [abs(a - b) for a, b in zip(_number(each), wanted, strict=True)], default=None)
+    required = _number(f"{engine}_{version}")
+    return min(known, key=lambda each: [abs(a - b) for a, b in zip(_number(each), required, strict=True)], default=None)
 
 
 def meant(folder: Path, engine: str) -> str:
@@ -324,17 +313,17 @@ def _number(engine: str) -> tuple[int, int, int]:
     return major, minor, patch
 
 
-def select(path: Path, columns: Sequence[str], wanted: Mapping[str, object]) -> dict[tuple[float, ...], float]:
+def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
     """Milliseconds by the values of `columns`, of the rows that have the `wanted` values. Raises ScenarioError."""
     table = _read(path)
-    for name in (*columns, *wanted, TIME):
+    for name in (*columns, *required, TIME):
         if name not in table.column_names:
             raise NoColumnError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names)})")
-    for name, value in wanted.items():
+    for name, value in required.items():
         chosen = table.filter(pc.equal(table[name], value))
         if not chosen.num_rows:
             known = ", ".join(str(each) for each in sorted(pc.unique(table[name]).to_pylist()))
-            raise NoRowsError(f"{path}: no rows with {name} = {value} (found: {known}){_said(wanted, name)}")
+            raise NoRowsError(f"{path}: no rows with {name} = {value} (found: {known}){_conditions(required, name)}")
         table = chosen
     points = np.column_stack([_numbers(path, table, name) for name in columns])
     times: dict[tuple[float, ...], float] = {}
@@ -343,9 +332,10 @@ def select(path: Path, columns: Sequence[str], wanted: Mapping[str, object]) -> 
     return times
 
 
-def _said(wanted: Mapping[str, object], last: str) -> str:
-    before = [f"{name} = {value}" for name, value in wanted.items()]
-    before = before[: list(wanted).index(last)]
+def _conditions(required: Mapping[str, object], last: str) -> str:
+    """Those before the last one, as the end of a message."""
+    before = [f"{name} = {value}" for name, value in required.items()]
+    before = before[: list(required).index(last)]
     return f" where {', '.join(before)}" if before else ""
 
 

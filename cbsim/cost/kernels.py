@@ -18,7 +18,7 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from cbsim.cost.table import Attention, Ladder
+from cbsim.cost.table import Attention, Ladder, chunk_ms, pairs
 from cbsim.errors import ScenarioError
 from cbsim.scenario.rows import CsvTable, open_text
 from cbsim.scenario.shapes import ModelShape
@@ -40,9 +40,8 @@ class Heads(NamedTuple):
 class Kernels:
     """The three tables at `path`, for one of `tensor_parallel` GPUs that share `model`. Raises ScenarioError.
 
-    A chunk behind cached tokens costs what the whole prompt costs above its cached part, and not less than a chunk
-    without a cache or than one decoding row that reads as much: the causal triangle of one is the sum of the others.
-    Chunks and decoding rows of a step are separate kernels; decoding rows count at their mean context.
+    A chunk costs what `chunk_ms` says: the causal triangle of a prompt is the sum of its parts. Chunks and decoding
+    rows of a step are separate kernels; decoding rows count at their mean context.
     """
 
     def __init__(self, path: Path, tensor_parallel: int, model: ModelShape) -> None:
@@ -81,7 +80,7 @@ class Kernels:
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
         """Rows of unequal length were not measured: `skew` changes nothing."""
-        chunk = self._chunk(work.prefill, work.cached) if work.prefill else 0.0
+        chunk = chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
         return self._ns * (chunk + (self._decode(work.decodes, work.context + 1) if work.decodes else 0.0))
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
@@ -90,13 +89,6 @@ class Kernels:
     def longest(self, decodes: int) -> float:
         """Tokens up to which attention of so many decoding rows was measured; 0 for more rows than were."""
         return max((length for batch, length in self._longest.items() if batch >= decodes), default=0.0)
-
-    def _chunk(self, tokens: float, cached: float) -> float:
-        alone = self._prompt(_pairs(tokens))
-        if not cached:
-            return alone
-        behind = self._prompt(_pairs(cached + tokens)) - self._prompt(_pairs(cached))
-        return max(alone, behind, self._decode(1, cached + tokens))
 
 
 class Products:
@@ -141,17 +133,12 @@ class MeanCurve(NamedTuple):
 
 def _around(grid: Sequence[float], x: float) -> list[tuple[float, float]]:
     """The neighbours of x in `grid`, with their weights on a logarithmic scale."""
-    place = bisect_right(grid, x)
-    low = grid[max(place - 1, 0)]
-    if place in (0, len(grid)) or low == x:
+    index = bisect_right(grid, x)
+    low = grid[max(index - 1, 0)]
+    if index in (0, len(grid)) or low == x:
         return [(low, 1.0)]
-    share = log(x / low) / log(grid[place] / low)
-    return [(low, 1 - share), (grid[place], share)]
-
-
-def _pairs(tokens: float) -> float:
-    """Query-key pairs of a prompt: what the time of long ones is proportional to."""
-    return tokens * (tokens + 1) / 2
+    share = log(x / low) / log(grid[index] / low)
+    return [(low, 1 - share), (grid[index], share)]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -218,9 +205,7 @@ def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
 
 def _context(path: Path, heads: Heads) -> Ladder:
     """Axis: query-key pairs of one prompt without a cache."""
-    times = {
-        (_pairs(isl),): ms for (batch, isl, step), ms in _attention(path, heads).items() if (batch, step) == (1, 0)
-    }
+    times = {(pairs(isl),): ms for (batch, isl, step), ms in _attention(path, heads).items() if (batch, step) == (1, 0)}
     if not times:
         raise ScenarioError(f"{path}: no rows of {heads} with batch_size 1 and step 0")
     return Ladder(times.items())

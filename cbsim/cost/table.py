@@ -141,6 +141,27 @@ class Attention(NamedTuple):
     longest: float
 
 
+def pairs(tokens: float) -> float:
+    """Query-key pairs of a prompt: what the time of long ones is proportional to."""
+    return tokens * (tokens + 1) / 2
+
+
+class Measured(Protocol):
+    """Milliseconds at a point of a measured table."""
+
+    def __call__(self, *at: float) -> float: ...
+
+
+def chunk_ms(work: Attention, prompt: Measured, decode: Measured) -> float:
+    """Attention of a chunk: what its whole prompt costs above the cached part, and not less than a chunk without a
+    cache or than one decoding row that reads as much. `prompt` is by pairs, `decode` by rows and tokens.
+    """
+    alone, end = prompt(pairs(work.prefill)), work.cached + work.prefill
+    if not work.cached:
+        return alone
+    return max(alone, prompt(pairs(end)) - prompt(pairs(work.cached)), decode(1, end))
+
+
 class Tables(Protocol):
     """Nanoseconds of kernels on one GPU of a tensor-parallel group, as measured; nothing is added to them."""
 
@@ -182,18 +203,18 @@ class Ladder:
     def __call__(self, *at: float) -> float:
         """The value at a point: one coordinate an axis, in order."""
         keys, rungs, x = self._keys, self._rungs, at[0]
-        place = bisect_right(keys, x)
-        if place == 0 or len(keys) == 1:
+        index = bisect_right(keys, x)
+        if index == 0 or len(keys) == 1:
             return self._value(rungs[0], at)
-        if place == len(keys):
+        if index == len(keys):
             if x == keys[-1]:
                 return self._value(rungs[-1], at)
-            place -= 1
-        low, high = keys[place - 1], keys[place]
-        below = self._value(rungs[place - 1], at)
+            index -= 1
+        low, high = keys[index - 1], keys[index]
+        below = self._value(rungs[index - 1], at)
         if x == low:
             return below
-        return below + (x - low) / (high - low) * (self._value(rungs[place], at) - below)
+        return below + (x - low) / (high - low) * (self._value(rungs[index], at) - below)
 
     @staticmethod
     def _value(rung: Ladder | float, at: tuple[float, ...]) -> float:

@@ -31,11 +31,11 @@ class Lookup:
     `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
     """
 
-    def __init__(self, spec: RequestSpec | None, most: int, found: list[int], read: set[int], idle: int) -> None:
+    def __init__(self, spec: RequestSpec | None, most: int, hits: list[int], read: set[int], idle: int) -> None:
         self.spec = spec
         self.most = most
-        self.found = found
-        self.blocks = set(found)
+        self.hits = hits
+        self.blocks = set(hits)
         self.read = read
         self.idle = idle
 
@@ -131,11 +131,11 @@ class BlockPool:
         """Blocks that a request lacks for its next `tokens` tokens, once it has given up what it no longer needs."""
         return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
 
-    def needed(self, request: Request, tokens: int, whole: int, found: list[int]) -> int:
+    def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """Free blocks that a request needs, beside those found in the cache, to hold its first `tokens` tokens and the
         `whole` of it.
         """
-        return max(self.missing(request, max(whole, tokens)) - len(found), 0) + self.idle(found)
+        return max(self.missing(request, max(whole, tokens)) - len(hits), 0) + self.idle(hits)
 
     def most_blocks(self, tokens: int) -> int:
         """What a request of so many tokens holds at most at a time."""
@@ -178,9 +178,9 @@ class BlockPool:
         """What the cache has for a request that waits; its last known token is computed in any case."""
         return self.longest_prefix(request.spec, (request.target - 1) // self.block_size)
 
-    def tokens_in(self, found: list[int]) -> int:
+    def tokens_in(self, hits: list[int]) -> int:
         """Tokens that `find` has found."""
-        return len(found) * self.block_size
+        return len(hits) * self.block_size
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
         """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
@@ -189,10 +189,10 @@ class BlockPool:
         last = self._last
         if last.spec is not spec or last.most != blocks:
             last = self._last = self._look_up(spec, blocks)
-        return last.found
+        return last.hits
 
     def _look_up(self, spec: RequestSpec, blocks: int) -> Lookup:
-        found: list[int] = []
+        hits: list[int] = []
         read: set[int] = set()
         for i in range(blocks):
             key = spec.block_key(i, self.block_size)
@@ -200,13 +200,13 @@ class BlockPool:
             entry = self._index.get(key)
             if entry is None:
                 break
-            found.append(entry if isinstance(entry, int) else next(iter(entry)))
-        return Lookup(spec, blocks, found, read, sum([not self._refs[block] for block in found]))
+            hits.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return Lookup(spec, blocks, hits, read, sum([not self._refs[block] for block in hits]))
 
     def idle(self, blocks: list[int]) -> int:
         """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
         last = self._last
-        return last.idle if blocks is last.found else sum([not self._refs[block] for block in blocks])
+        return last.idle if blocks is last.hits else sum([not self._refs[block] for block in blocks])
 
     def adopt(self, request: Request, blocks: list[int]) -> None:
         """Share cached blocks: they become the head of the request's table."""
@@ -407,7 +407,7 @@ class BlockPool:
         last = self._last
         if last.spec is not None:
             again = self._look_up(last.spec, last.most)
-            assert (last.found, last.idle) == (again.found, again.idle), ("a lookup that was kept", last.spec.id)
+            assert (last.hits, last.idle) == (again.hits, again.idle), ("a stale lookup", last.spec.id)
 
     def _check_index(self, users: dict[int, int]) -> None:
         """Raise AssertionError unless keys, index and references agree; `users` says how often each block is used."""

@@ -81,9 +81,9 @@ class GroupPool(TablePool):
             self._pass(request, completed)
         return self.missing(request, computed + tokens)
 
-    def needed(self, request: Request, tokens: int, whole: int, found: list[int]) -> int:
+    def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """For `tokens` tokens behind the hit; and, as far as it has them at a time, for the `whole` request."""
-        hit = self._hit if found else NO_HIT
+        hit = self._hit if hits else NO_HIT
         now = at_most = idle = 0
         for g, rule in enumerate(self.rules):
             entries = hit.tables[g] if hit.tables else []
@@ -103,8 +103,8 @@ class GroupPool(TablePool):
             self.junctions[request] = hit.longest
         return hit.entries
 
-    def tokens_in(self, found: list[int]) -> int:
-        return self._hit.tokens if found else 0
+    def tokens_in(self, hits: list[int]) -> int:
+        return self._hit.tokens if hits else 0
 
     def adopt(self, request: Request, blocks: list[int]) -> None:
         """Share the blocks of the last lookup, as far as they are seen."""

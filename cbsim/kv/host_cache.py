@@ -38,10 +38,10 @@ class Eviction(Protocol):
     def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
         """It wants to store these chunks, which the cache does not have."""
 
-    def rests(self, key: int) -> None:
+    def unused(self, key: int) -> None:
         """Nobody reads or writes this chunk any more."""
 
-    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
+    def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
         """So many of the resting chunks, none of those to be kept; None, and nothing changes, if there are fewer."""
 
     def left(self, visitor: Visitor) -> None:
@@ -97,8 +97,8 @@ class HostCache:
         """
         new = [key for key in keys if key not in self._places]
         self.eviction.miss(visitor, new)
-        asked = [*new, *[key for key in keys if self.written(key)]]
-        self._access(visitor, asked, {key: first + i for i, key in enumerate(keys)})
+        requested = [*new, *[key for key in keys if self.written(key)]]
+        self._access(visitor, requested, {key: first + i for i, key in enumerate(keys)})
         lacking = len(new) - self.free
         if lacking > 0:
             if lacking > len(self._resting):
@@ -109,8 +109,8 @@ class HostCache:
             for key in victims:
                 del self._resting[key], self._users[key]
                 self._left.append(self._places.pop(key))
-        for key, place in zip(new, self._take(len(new)), strict=True):
-            self._places[key], self._users[key] = place, WRITING
+        for key, slot in zip(new, self._take(len(new)), strict=True):
+            self._places[key], self._users[key] = slot, WRITING
             visitor.brought.add(key)
             self.eviction.insert(visitor, key)
         self.writing += len(new)
@@ -128,7 +128,7 @@ class HostCache:
     def _rest(self, key: int) -> None:
         self._users[key] = 0
         self._resting[key] = None
-        self.eviction.rests(key)
+        self.eviction.unused(key)
 
     def _access(self, visitor: Visitor, keys: Sequence[int], numbers: dict[int, int]) -> None:
         for key in keys:
@@ -179,7 +179,7 @@ class Lru:
     def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
         pass
 
-    def rests(self, key: int) -> None:
+    def unused(self, key: int) -> None:
         heappush(self._heap, (self._ranks[key], key))
 
     def _raise(self, key: int, rank: Rank) -> None:
@@ -189,7 +189,7 @@ class Lru:
             self._heap = [(rank, key) for key, rank in self._ranks.items()]
             heapify(self._heap)
 
-    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
+    def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
         victims: dict[int, None] = {}
         passed: list[tuple[Rank, int]] = []
         heap, ranks = self._heap, self._ranks
@@ -198,11 +198,11 @@ class Lru:
             if key not in resting or ranks[key] != rank:
                 continue  # it comes again when it rests, or lies further behind
             passed.append((rank, key))
-            if key not in kept:
+            if key not in retained:
                 victims[key] = None
         enough = len(victims) == count
         for entry in passed:
-            if not enough or entry[1] in kept:
+            if not enough or entry[1] in retained:
                 heappush(heap, entry)
         if not enough:
             return None
@@ -251,12 +251,12 @@ class Arc:
                 self.goal = max(self.goal - max(1.0, len(once) / len(often)), 0.0)
                 _to_end(often, key)
 
-    def rests(self, key: int) -> None:
+    def unused(self, key: int) -> None:
         pass
 
-    def evict(self, count: int, resting: dict[int, None], kept: set[int]) -> list[int] | None:
-        once = _first(self.once, count, resting, kept)
-        often = _first(self.often, count, resting, kept)
+    def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
+        once = _first(self.once, count, resting, retained)
+        often = _first(self.often, count, resting, retained)
         if len(once) + len(often) < count:
             return None
         victims: list[int] = []
@@ -289,15 +289,15 @@ class Arc:
                 _to_end(self.often, key)
 
 
-def _first(keys: dict[int, None], count: int, resting: dict[int, None], kept: set[int]) -> list[int]:
+def _first(keys: dict[int, None], count: int, resting: dict[int, None], retained: set[int]) -> list[int]:
     """The oldest of these chunks that may be evicted, at most so many."""
-    found: list[int] = []
+    oldest: list[int] = []
     for key in keys:
-        if len(found) == count:
+        if len(oldest) == count:
             break
-        if key in resting and key not in kept:
-            found.append(key)
-    return found
+        if key in resting and key not in retained:
+            oldest.append(key)
+    return oldest
 
 
 def _to_end(keys: dict[int, None], key: int) -> None:

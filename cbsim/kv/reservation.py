@@ -71,9 +71,9 @@ class PiecePool(BlockPool):
 
     def fits(self, blocks: int) -> bool:
         """Is there a piece of so many blocks?"""
-        found = self.pieces.largest >= blocks
-        self.sought = 0 if found else blocks
-        return found
+        fits = self.pieces.largest >= blocks
+        self.sought = 0 if fits else blocks
+        return fits
 
     def reserve(self, request: Request, blocks: int) -> list[int]:
         """The piece, which there is, as the table of a request that has none."""
@@ -123,15 +123,15 @@ class Buddies:
         return 1 << (count - 1).bit_length()
 
     def take(self, count: int) -> list[int]:
-        wanted = size = (count - 1).bit_length()
+        least = size = (count - 1).bit_length()
         while not self._starts[size]:
             size += 1
         start = self._starts[size].pop(0)
-        while size > wanted:
+        while size > least:
             size -= 1
             insort(self._starts[size], start + (1 << size))
-        self.free -= 1 << wanted
-        return list(range(start, start + (1 << wanted)))
+        self.free -= 1 << least
+        return list(range(start, start + (1 << least)))
 
     def give(self, blocks: list[int], hashed: int) -> None:
         if not blocks:
@@ -235,14 +235,14 @@ class Extents:
 
     def _fitting(self, count: int) -> int:
         """The index of the run that is cut."""
-        found = -1
+        chosen = -1
         for at, length in enumerate(self._lengths):
-            if length >= count and (found < 0 or length < self._lengths[found]):
-                found = at
+            if length >= count and (chosen < 0 or length < self._lengths[chosen]):
+                chosen = at
                 if not self._best:
                     break
-        assert found >= 0, (count, self._lengths)
-        return found
+        assert chosen >= 0, (count, self._lengths)
+        return chosen
 
     def give(self, blocks: list[int], hashed: int) -> None:
         if not blocks:

@@ -26,30 +26,30 @@ class Sectors:
         self.per = per  # blocks in one
         self.trees: dict[int, list[int]] = {}  # sectors that are claimed -> their free blocks, if they have some
         self.cached: dict[int, None] = {}
-        self._loose = 0  # blocks in the trees
+        self._claimed_free = 0  # blocks in the trees
 
     @property
     def ready(self) -> int:
         """Blocks that can be handed out."""
-        return self._loose + len(self.stack) * self.per
+        return self._claimed_free + len(self.stack) * self.per
 
     @property
     def free(self) -> int:
         return self.ready + len(self.cached)
 
     @property
-    def loose(self) -> int:
+    def claimed_free(self) -> int:
         """Free blocks of sectors that are claimed."""
-        return self._loose
+        return self._claimed_free
 
     def short(self, count: int) -> int:
         """Sectors to be claimed before `count` blocks are there."""
-        return max(0, -(-(count - self._loose) // self.per))
+        return max(0, -(-(count - self._claimed_free) // self.per))
 
     def take(self, count: int) -> list[int]:
         for _ in range(self.short(count)):
             self._claim()
-        self._loose -= count
+        self._claimed_free -= count
         taken: list[int] = []
         used_up: list[int] = []
         for sector, blocks in self.trees.items():
@@ -67,12 +67,12 @@ class Sectors:
     def _claim(self) -> None:
         sector, per = self.stack.pop(), self.per
         self.trees[sector] = list(range((sector + 1) * per - 1, sector * per - 1, -1))
-        self._loose += per
+        self._claimed_free += per
 
     def give(self, blocks: list[int], hashed: int) -> None:
         """A sector without free blocks becomes the youngest."""
         self.cached.update(dict.fromkeys(blocks[:hashed]))
-        self._loose += len(blocks) - hashed
+        self._claimed_free += len(blocks) - hashed
         for block in blocks[hashed:]:
             self.trees.setdefault(block // self.per, []).append(block)
 
@@ -92,13 +92,13 @@ class Sectors:
             whole = [sector for sector, blocks in self.trees.items() if len(blocks) == self.per]
             for sector in whole:
                 del self.trees[sector]
-            self._loose -= len(whole) * self.per
+            self._claimed_free -= len(whole) * self.per
             self.stack += whole
 
     def order(self) -> list[int]:
-        loose = [block for blocks in self.trees.values() for block in blocks]
+        claimed_free = [block for blocks in self.trees.values() for block in blocks]
         whole = [sector * self.per + i for sector in reversed(self.stack) for i in reversed(range(self.per))]
-        return [*loose, *whole, *self.cached]
+        return [*claimed_free, *whole, *self.cached]
 
     def check(self) -> None:
         """Raise AssertionError unless free sectors are whole and each free block is listed once, in its sector."""
@@ -110,8 +110,8 @@ class Sectors:
             assert 0 < len(set(blocks)) == len(blocks) <= self.per, ("blocks of a sector", sector, blocks)
             assert all(block // self.per == sector for block in blocks), ("in another's list", sector, blocks)
             assert not self.cached.keys() & set(blocks), ("cached and ready", sector, blocks)
-        loose = sum([len(blocks) for blocks in self.trees.values()])
-        assert loose == self._loose, ("blocks of claimed sectors", loose, self._loose)
+        claimed_free = sum([len(blocks) for blocks in self.trees.values()])
+        assert claimed_free == self._claimed_free, ("blocks of claimed sectors", claimed_free, self._claimed_free)
 
 
 class KindSectors:
@@ -127,8 +127,8 @@ class KindSectors:
 
     @property
     def free(self) -> int:
-        loose = [kind.loose * self.pages[k] for k, kind in enumerate(self.kinds)]
-        return len(self.stack) * self.per_sector + sum(loose)
+        claimed_free = [kind.claimed_free * self.pages[k] for k, kind in enumerate(self.kinds)]
+        return len(self.stack) * self.per_sector + sum(claimed_free)
 
     def fits(self, counts: list[int]) -> bool:
         """Are so many blocks of each kind there?"""
@@ -155,13 +155,13 @@ class KindSectors:
 
     def order(self) -> list[int]:
         """Free pages: those of claimed sectors, kind by kind; then the others."""
-        loose: list[int] = []
+        claimed_free: list[int] = []
         for k, kind in enumerate(self.kinds):
             count = self.pages[k]
             for blocks in kind.trees.values():
-                loose += [block * count + i for block in blocks for i in range(count)]
+                claimed_free += [block * count + i for block in blocks for i in range(count)]
         per = self.per_sector
-        return [*loose, *[sector * per + i for sector in reversed(self.stack) for i in reversed(range(per))]]
+        return [*claimed_free, *[sector * per + i for sector in reversed(self.stack) for i in reversed(range(per))]]
 
     def check(self) -> None:
         """Raise AssertionError unless every kind's accounts agree and no sector is claimed by two."""
@@ -222,15 +222,15 @@ class SectorPool(BlockPool):
         those that others have.
         """
         table = self.tables.pop(request, [])
-        kept: list[int] = []
+        reusable: list[int] = []
         plain: list[int] = []
         for i, block in enumerate(table):
             if self._drop(block):
                 if returns:
                     self._forget(block)
                 has_content = not returns and (i < request.hashed or block in self._key_of)
-                (kept if has_content else plain).append(block)
-        self._free.give([*kept, *plain], len(kept))
+                (reusable if has_content else plain).append(block)
+        self._free.give([*reusable, *plain], len(reusable))
         self._observer.released(request, table)
         return len(table)
 

@@ -148,7 +148,7 @@ class DecodeBatch(Pace):
     def leave(self, request: Request, blocks: int) -> None:
         """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
         for step in range(max(self.updated, request.since), self.planned):
-            if not self.rests_in(step):
+            if not self.rested_in(step):
                 self._late.setdefault(step, []).append(Completion(request, request.epoch, 1))
         self._offset -= request.computed - self.pace
         if self.long_tokens:
@@ -199,12 +199,12 @@ class DecodeBatch(Pace):
         """The rows of `step` that are not the decode batch's any more."""
         return self._late.pop(step, None) or []
 
-    def commit(self, *, rests: bool = False) -> None:
+    def commit(self, *, resting: bool = False) -> None:
         """The step is planned."""
-        if not rests:
+        if not resting:
             for calendar in (self._grow_at, self._fill_at, self._end_at):
                 calendar.pop(self.pace, None)
-        self.advance(rests=rests)
+        self.advance(resting=resting)
         if self._long_at:
             self.long += len(self._current(self._long_at.get(self.pace, [])))
             self._long_at.pop(self.pace, None)
@@ -222,8 +222,8 @@ class DecodeBatch(Pace):
     def check(self, blocks: dict[Request, int]) -> None:
         """Raise AssertionError unless the running sums equal a recount. `blocks`: how many each member holds."""
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
-        held = sum(blocks[r] for r in self)
-        assert self.held_blocks == held, (self.held_blocks, held)
+        counted = sum(blocks[r] for r in self)
+        assert self.held_blocks == counted, (self.held_blocks, counted)
         assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.batch is self for r in self)

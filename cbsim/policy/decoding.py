@@ -89,7 +89,7 @@ class Decoding:
         """A request has arrived. After `limit` output tokens its end is known in advance."""
         request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
         if self._by_arrival:
-            request.place(self._next_order())
+            request.set_order(self._next_order())
         return request
 
     def admit(self, request: Request, cached_tokens: int = 0) -> None:
@@ -122,7 +122,7 @@ class Decoding:
             outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
-            cached=start - request.kept if first else 0,
+            cached=start - request.restored if first else 0,
             recomputed=max(0, min(request.high_water, end) - start),
         )
 
@@ -237,7 +237,7 @@ class Decoding:
         new_blocks = len(self._grown) + (pool.fresh if tables else listed.new_blocks) + arriving(transfers)
         counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
         plan = StepPlan(members.planned, work, self._changes(listed), counts, transfers, awaited, tables=tables)
-        members.commit(rests=resting)
+        members.commit(resting=resting)
         self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
             self._grown, self.grown_blocks = [], []

@@ -87,15 +87,15 @@ class Settings:
 class SettingsError(ValueError):
     """A setting that cannot be used. `field` names it; the text says what it is and what would be allowed."""
 
-    def __init__(self, field: str, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
         self.field = field
 
 
-def require(holds: bool, field: str, text: str) -> None:
+def require(holds: bool, field: str, message: str) -> None:
     """Raise SettingsError unless a rule about a setting holds."""
     if not holds:
-        raise SettingsError(field, text)
+        raise SettingsError(field, message)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def for_probe(settings: S, slots: int, tokens: int) -> S:
 
 def sources(settings: Settings, site: Site) -> dict[str, str]:
     """Where what the settings leave open comes from."""
-    found = {name: mark.source for name, mark in _marked(settings, Solved)}
-    return {name: source if isinstance(source, str) else source(settings, site) for name, source in found.items()}
+    marks = {name: mark.source for name, mark in _marked(settings, Solved)}
+    return {name: source if isinstance(source, str) else source(settings, site) for name, source in marks.items()}
 
 
 # -- the kind ---------------------------------------------------------------------------------------------------------

@@ -323,21 +323,21 @@ class Underway:
 
     def _check(self, plan: StepPlan) -> None:
         read, written = self._blocks()
-        wanted = {(DEVICE, block) for block in plan.changes.blocks}
+        targets = {(DEVICE, block) for block in plan.changes.blocks}
         needed: set[Place] = set()
         for chunk in plan.work.chunks:
-            found = chunk.cached // self._block_size if chunk.admitted else 0
-            needed.update((DEVICE, block) for block in chunk.blocks[:found])
-            wanted.update((DEVICE, block) for block in chunk.blocks[found:])
+            hits = chunk.cached // self._block_size if chunk.admitted else 0
+            needed.update((DEVICE, block) for block in chunk.blocks[:hits])
+            targets.update((DEVICE, block) for block in chunk.blocks[hits:])
         for transfer in plan.transfers:
             needed.update(transfer.read)
-            wanted.update(transfer.written)
-        assert not wanted & (read | written), (plan.step, "handed out under a transfer", wanted & (read | written))
+            targets.update(transfer.written)
+        assert not targets & (read | written), (plan.step, "handed out under a transfer", targets & (read | written))
         assert not needed & written, (plan.step, "read before a transfer has written them", needed & written)
 
     def _blocks(self) -> tuple[set[Place], set[Place]]:
         """What the transfers under way read, and what they write."""
         transfers = [transfer for group in self.jobs.values() for transfer in group]
-        return {place for transfer in transfers for place in transfer.read}, {
-            place for transfer in transfers for place in transfer.written
+        return {block for transfer in transfers for block in transfer.read}, {
+            block for transfer in transfers for block in transfer.written
         }

@@ -91,27 +91,27 @@ class Pace:
         self.planned = self.updated = 0
         self.pace = self.completed = 0
         self.updated_at_plan = 0  # `updated` when the newest step was planned
-        self._rests: list[int] = []  # steps in flight, in order
+        self._rested: list[int] = []  # steps in flight, in order
         self._went: list[list[int]] = []  # [first step, steps] that have come back, up to the last that rested
         self._since = 0  # the first step behind these
 
-    def advance(self, *, rests: bool) -> None:
+    def advance(self, *, resting: bool) -> None:
         """A step is planned."""
-        if rests:
-            self._rests.append(self.planned)
+        if resting:
+            self._rested.append(self.planned)
         else:
             self.pace += 1
         self.planned += 1
         self.updated_at_plan = self.updated
 
-    def rests_in(self, step: int) -> bool:
+    def rested_in(self, step: int) -> bool:
         """Does this step, which is in flight, rest?"""
-        return step in self._rests
+        return step in self._rested
 
     def applied(self) -> None:
         """The oldest step in flight has come back."""
-        if self._rests and self._rests[0] == self.updated:
-            del self._rests[0]
+        if self._rested and self._rested[0] == self.updated:
+            del self._rested[0]
             if self.updated > self._since:
                 self._went.append([self._since, self.updated - self._since])
             self._since = self.updated + 1
@@ -155,30 +155,6 @@ class Request:
     sequence, and scheduled - seen is what is in flight.
     """
 
-    __slots__ = (
-        "_computed",
-        "_joined",
-        "_scheduled",
-        "_seen",
-        "batch",
-        "cached",
-        "entered",
-        "epoch",
-        "finish",
-        "hashed",
-        "high_water",
-        "kept",
-        "last",
-        "limit",
-        "named",
-        "order",
-        "preemptions",
-        "runs",
-        "since",
-        "spec",
-        "status",
-    )
-
     def __init__(self, spec: RequestSpec, limit: int, block_size: int) -> None:
         self.spec = spec
         self.named = spec.shared_blocks(block_size)  # leading blocks whose content somebody might look up
@@ -190,7 +166,7 @@ class Request:
         self.batch: Pace | None = None
         self.since = 0  # first step whose row comes from the decode batch
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
-        self.kept = 0  # of them, those kept elsewhere while it was parked
+        self.restored = 0  # of them, those whose KV came back after it was parked
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
@@ -237,7 +213,7 @@ class Request:
         """No row of it has been planned since it was last admitted."""
         return self.status is Status.PREFILL and self._computed == self.entered
 
-    def place(self, order: int) -> None:
+    def set_order(self, order: int) -> None:
         """Its place in the order of arrival, for schedulers that never give it another."""
         assert self.order < 0
         self.order = order
@@ -248,7 +224,7 @@ class Request:
         assert self.batch is None
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
-        self.kept = 0
+        self.restored = 0
         if self.cached is None:
             self.cached = cached_tokens
 
@@ -353,7 +329,7 @@ class Request:
     def resume(self, order: int) -> None:
         """Leave the queue with what was computed before it was parked, in fresh blocks."""
         self.admit(order, self._computed)
-        self.kept = self.entered
+        self.restored = self.entered
 
     @property
     def natural_end(self) -> Finish:

@@ -213,11 +213,11 @@ class Host:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or held by one request."""
-        held: list[int] = []
+        in_use: list[int] = []
         for tables in self.tables.values():
             for group, table in enumerate(tables):
-                held += self.places.pages(group, table)
+                in_use += self.places.pages(group, table)
         free = self.places.order()
         assert len(free) == self.free, ("free host blocks", len(free), self.free)
         self.places.check()
-        assert sorted(held + free) == list(range(self.num_blocks)), ("host blocks", self.tables, free)
+        assert sorted(in_use + free) == list(range(self.num_blocks)), ("host blocks", self.tables, free)

@@ -38,7 +38,7 @@ class Member:
     st.integers(0, 3),
 )
 def test_progress_and_calendars(
-    drawn: list[tuple[int, int, int, int]], depth: int, long_tokens: int, rests: set[int], size: int, ahead: int
+    drawn: list[tuple[int, int, int, int]], depth: int, long_tokens: int, resting: set[int], size: int, ahead: int
 ) -> None:
     """Members of any length, joining and leaving at any step, with one or two steps in flight, some of which they sit
     out: counters, block growth, fillings, ends, running sums and steps with tokens equal those counted one by one."""
@@ -55,9 +55,9 @@ def test_progress_and_calendars(
         over = [i for i, m in inside.items() if m.scheduled == m.spec.output_tokens]
         for i in over:
             batch.leave(members[i].request, inside.pop(i).blocks)
-        if step in rests:
+        if step in resting:
             batch.growing()  # asking changes nothing
-            batch.commit(rests=True)
+            batch.commit(resting=True)
         else:
             plan(batch, inside)
         if step >= depth - 1:
@@ -142,7 +142,7 @@ def test_steps_that_no_member_has_seen_are_forgotten(monkeypatch: pytest.MonkeyP
         member = Member(first, 3, 90)
         batch.join(member.request, 1, fills=False)
         for step in range(first, first + 20):
-            batch.commit(rests=step % 2 == 1)
+            batch.commit(resting=step % 2 == 1)
             batch.applied()
         batch.leave(member.request, 1)
         assert member.request.runs == [[step, 1] for step in range(first, first + 20, 2)]
