@@ -145,6 +145,11 @@ class Swept:
     def count(self, status: str) -> int:
         return sum(row.status == status for row in self.rows)
 
+    def __str__(self) -> str:
+        counts = {status: self.count(status) for status in (table.DONE, table.FAILED, table.MISSING)}
+        line = ", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == table.DONE)
+        return f"{line}\ntable     {self.path}\nread it   pandas.read_parquet({str(self.path)!r})"
+
     def __repr__(self) -> str:
         return f"<Swept {self.name}: {self.count(table.DONE)} of {len(self.rows)} points done>"
 
@@ -206,13 +211,8 @@ def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: b
     if as_json:
         answer = {"name": swept.name, "table": str(swept.path), "points": swept.table.to_pylist()}
         print(json.dumps(answer, indent=2, allow_nan=False))
-    elif quiet:
-        print(swept.path)
     else:
-        counts = {status: swept.count(status) for status in (table.DONE, table.FAILED, table.MISSING)}
-        print(", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == table.DONE))
-        print(f"table     {swept.path}")
-        print(f"read it   pandas.read_parquet({str(swept.path)!r})")
+        print(swept.path if quiet else swept)
     for reason, points in list(swept.failed.items())[:MOST_REASONS]:
         labels = [", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points]
         print(f"failed    {_first([labels[0] or points[0].scenario.name, *labels[1:]])}: {reason}", file=sys.stderr)

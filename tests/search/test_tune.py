@@ -52,7 +52,7 @@ def test_knobs_are_ranges_or_lists(text: str, values: list[Any]) -> None:
         (["x=0..2"], "must be > 0"),
         (["x=1..2:0"], "must be > 0"),
         (["x=1..9e9:1"], "more than 100,000 values"),
-        (["x=1.2.3..4"], "expected FIELD=A..B"),
+        *(([f"x={values}"], "expected FIELD=A..B") for values in ("1.2.3..4", "4..", "..4", "1...4", "a..b", "4..8:")),
         (["x=[1, 2"], "not valid YAML"),
         (["x=1,2", "x=3"], "x has another knob"),
     ],

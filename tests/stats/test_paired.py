@@ -6,10 +6,11 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import sweep_tables
 from support.calls import call, refused
-from support.contrast_tables import Row, written
 
 from cbsim.stats import intervals
 from cbsim.stats.intervals import half_width, t_quantile
@@ -81,10 +82,10 @@ def test_all_intervals_hold_at_once() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def rows(replicates: int) -> list[Row]:
+def rows(replicates: int) -> list[Any]:
     """Twice the throughput from `b`, half of it noise in common; at a high rate nothing but noise of its own."""
     rng = random.Random(1)
-    made: list[Row] = []
+    made: list[Any] = []
     for seed in range(replicates):
         common = rng.gauss(0, 20)
         for rate in (1, 2):
@@ -97,7 +98,7 @@ def rows(replicates: int) -> list[Row]:
 
 def test_contrast_says_what_differs(tmp_path: Path) -> None:
     """Twice as much is better; the metric of latency is better when it is less; noise is told from nothing."""
-    table = written(tmp_path, rows(8))
+    table = sweep_tables.table(tmp_path, rows(8))
     words = ("--by", "scheduler.name", "--metric", "throughput", "--metric", "ttft.p99", "--json")
     said = json.loads(call("contrast", table, *words).out)
     first, second, *latency = said["differences"]
@@ -113,14 +114,14 @@ def test_contrast_says_what_differs(tmp_path: Path) -> None:
 
 
 def test_contrast_against_another_value(tmp_path: Path) -> None:
-    table = written(tmp_path, rows(8))
+    table = sweep_tables.table(tmp_path, rows(8))
     words = ("--by", "scheduler.name", "--against", "b", "--metric", "throughput", "--json")
     said = json.loads(call("contrast", table, *words).out)
     assert said["differences"][0]["high"] < 0
 
 
 def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
-    table = written(tmp_path, rows(1))
+    table = sweep_tables.table(tmp_path, rows(1))
     assert "give the sweep more replicates" in call("contrast", table, "--by", "rate", "--metric", "throughput").out
     (first, *_) = json.loads(call("contrast", table, "--by", "rate", "--metric", "ttft.p99", "--json").out)[
         "differences"
@@ -140,12 +141,7 @@ def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:
-    refused(call("contrast", written(tmp_path, rows(2)), *words), 2, *says)
-
-
-def test_shares_are_shares(tmp_path: Path) -> None:
-    said = call("contrast", written(tmp_path, rows(2)), "--by", "rate", "--confidence", "101%")
-    assert said.status == 2 and "'101%': expected a share between 0 and 1" in said.err
+    refused(call("contrast", sweep_tables.table(tmp_path, rows(2)), *words), 2, *says)
 
 
 def test_what_is_no_table_of_a_sweep_is_refused(tmp_path: Path) -> None:
@@ -153,5 +149,5 @@ def test_what_is_no_table_of_a_sweep_is_refused(tmp_path: Path) -> None:
     text.write_text("hello")
     refused(call("contrast", text, "--by", "rate"), 2, str(text), "expected the table of a sweep")
     refused(call("pareto", tmp_path / "none.parquet"), 2, "none.parquet", "no such file")
-    failed = written(tmp_path, [({"rate": 1}, 0, None), ({"rate": 2}, 0, None)])
+    failed = sweep_tables.table(tmp_path, [({"rate": 1}, 0, None), ({"rate": 2}, 0, None)])
     refused(call("pareto", failed), 2, "not one of 2 points is done")

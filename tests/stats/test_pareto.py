@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import sweep_tables
 from support.calls import call, refused
-from support.contrast_tables import Row, written
 
 from cbsim.metrics.checks import Objective, objective, parse
 from cbsim.stats import pareto
@@ -107,14 +107,14 @@ def test_metrics_know_which_way_is_better(text: str, name: str, sign: int) -> No
 def table(tmp_path: Path) -> Path:
     """A trade: more seats give the GPU more and a user less. `slow` is worse in both; 8 seats wait too long."""
     rng = random.Random(2)
-    rows: list[Row] = []
+    rows: list[Any] = []
     for name, factor in (("fast", 1.0), ("slow", 0.5)):
         for seats in (1, 2, 4, 8):
             for seed in range(4):
                 per_gpu = factor * (100 * seats**0.5 + rng.gauss(0, 1))
                 numbers = {Y.name: per_gpu, X.name: per_gpu / seats, TTFT: 0.3 * seats, COST: 1000 / per_gpu}
                 rows.append(({"scheduler.name": name, "scheduler.max_num_seqs": seats}, seed, numbers))
-    return written(tmp_path, rows)
+    return sweep_tables.table(tmp_path, rows)
 
 
 def answer(*words: object) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.stats.intervals import MOST_SUMMED, t_interval, t_quantile
+from cbsim.stats.intervals import MOST_SUMMED, of_all, t_interval, t_quantile
 
 TABLE = {  # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2
     (1, 0.90): 3.078,
@@ -49,16 +49,22 @@ def test_sum_and_expansion_meet(probability: float) -> None:
     assert at - after == pytest.approx(before - at, rel=0.05, abs=1e-8)
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
-    """4,000 samples of five normal values: 90 % of the intervals hold the mean, within three standard errors."""
-    rng, trials = random.Random(21), 4000
-    covered = 0
-    for _ in range(trials):
-        _, low, high = t_interval([rng.gauss(3.0, 2.0) for _ in range(5)], 0.90)
-        covered += low <= 3.0 <= high
-    assert abs(covered / trials - 0.9) < 3 * math.sqrt(0.9 * 0.1 / trials)
-
-
 def test_one_value_says_nothing_and_equal_ones_all() -> None:
     assert t_interval([4.0], 0.95) == (4.0, -math.inf, math.inf)
     assert t_interval([4.0, 4.0, 4.0], 0.95) == (4.0, 4.0, 4.0)
+
+
+def test_intervals_miss_as_often_as_they_say() -> None:
+    """Of normal values, a tail of 5 % on each side: of 4,000 intervals 400 miss, give or take 4 standard errors."""
+    rng, count = np.random.default_rng(5), 4000
+    made = [t_interval(rng.normal(3.0, 2.0, 6).tolist(), 0.9) for _ in range(count)]
+    for missed in (sum(at.low > 3 for at in made), sum(at.high < 3 for at in made)):
+        assert abs(missed - 0.05 * count) < 4 * math.sqrt(0.05 * 0.95 * count)
+
+
+def test_all_of_some_is_not_all_of_all() -> None:
+    """Where each of n trials met it, the share is at least tail^(1/n): what n trials would all meet so often."""
+    at = of_all(300, 0.01)
+    assert at.low**300 == pytest.approx(0.01)
+    assert (at.mean, at.high) == (1, 1)
+    assert of_all(0, 0.01).low == 0

@@ -24,6 +24,13 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
+def table(folder: Path, rows: Sequence[tuple[Mapping[str, Any], int, Mapping[str, float] | None]]) -> Path:
+    """The table of runs: settings, seed, metrics; without metrics the run failed."""
+    made = [row(fields, seed, **(numbers or {})) for fields, seed, numbers in rows]
+    failed = {"status": "failed", "reason": "stuck"}
+    return written(folder / "sweep.parquet", [each if each["status"] == "done" else each | failed for each in made])
+
+
 def row(fields: Mapping[str, Any], seed: int = 0, **metrics: float | None) -> dict[str, Any]:
     """A point; one without metrics is missing."""
     about = {"seed": seed, "replicate": seed, "key": f"{seed}", "status": "done" if metrics else "missing"}

@@ -209,13 +209,6 @@ def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path)
     refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 1, "file", "cannot be written")
 
 
-def test_a_summary_that_is_broken_is_named(sweep: Path, tmp_path: Path) -> None:
-    swept = a_sweep(sweep, tmp_path / "store").run(Here())
-    broken = tmp_path / "store" / "runs" / identity.code() / swept.rows[3].point.key / "summary.json"
-    broken.write_text("{")
-    refused(call("sweep", sweep, "--store", tmp_path / "store", "--jobs", 1, "--quiet"), 1, str(broken), "remove")
-
-
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     """What a sweep that was killed left behind is no run; it goes when nobody can be writing it any more."""
     store = Store(tmp_path, "code")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from math import log
 from typing import NamedTuple
 
@@ -108,7 +109,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
 
 
 def calibrate(
-    name: str, points: Sequence[Point], executor: Executor, log: Callable[[str], None] = lambda _: None
+    name: str, points: Sequence[Point], executor: Executor, report: Callable[[str], None] = lambda _: None
 ) -> TermsFile:
     """The terms of one calibration by those of its points that can be built, and what the left-out curves say of them.
     Raises ScenarioError.
@@ -117,14 +118,18 @@ def calibrate(
     used = [each for each in calibration.points(points) if _buildable(each)]
     if len({each.curve for each in used}) < 2:
         raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
-    servers = _Servers(used, executor, calibration.fastest, log)
-    solution = fit.solve(
-        calibration.priors,
-        lambda terms: servers.evaluate(terms, REQUESTS_A_USER),
-        lambda terms: servers.evaluate(terms, ROUGH_REQUESTS),
-    )
+
+    def evaluate(terms: Mapping[str, float], requests: int = REQUESTS_A_USER) -> fit.Floats:
+        errors = _errors(used, [terms] * len(used), executor, requests, fastest=calibration.fastest)
+        ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
+        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
+        report(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
+        return errors
+
+    solution = fit.solve(calibration.priors, evaluate, partial(evaluate, requests=ROUGH_REQUESTS))
     left_out = fit.left_out(solution, calibration.priors, [each.curve for each in used])
-    errors = servers.errors([left_out[each.curve] for each in used])
+    own_terms = [left_out[each.curve] for each in used]
+    errors = _errors(used, own_terms, executor, REQUESTS_A_USER, fastest=calibration.fastest)
     return TermsFile(
         name=name,
         about=calibration.about,
@@ -152,35 +157,20 @@ def _buildable(point: Point) -> bool:
     return True
 
 
-class _Servers(NamedTuple):
-    """The points of a calibration, and who simulates them."""
-
-    points: Sequence[Point]
-    executor: Executor
-    fastest: bool
-    log: Callable[[str], None]
-
-    def evaluate(self, terms: Mapping[str, float], requests: int) -> fit.Floats:
-        """Errors of all by the same terms, which is said."""
-        errors = self.errors([terms] * len(self.points), requests)
-        ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
-        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
-        self.log(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
-        return errors
-
-    def errors(self, terms: Sequence[Mapping[str, float]], requests: int = REQUESTS_A_USER) -> fit.Floats:
-        """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
-        values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(self.points, terms, strict=True)]
-        fronts = [known.pop(FRONT, 0.0) for known in values]
-        costs = [{"fastest": self.fastest, **known} for known in values]
-        scenarios = [build(point, cost, requests) for point, cost in zip(self.points, costs, strict=True)]
-        errors = []
-        for point, front_s, means in zip(self.points, fronts, predict(scenarios, self.executor), strict=True):
-            if not isinstance(means, Means):
-                raise ScenarioError(f"{point.where}: {means}")
-            ttft_ms = means.ttft_ms + 1e3 * front_s
-            errors.append([log(ttft_ms / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
-        return np.array(errors)
+def _errors(
+    points: Sequence[Point], terms: Sequence[Mapping[str, float]], executor: Executor, requests: int, *, fastest: bool
+) -> fit.Floats:
+    """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
+    values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(points, terms, strict=True)]
+    fronts = [known.pop(FRONT, 0.0) for known in values]
+    costs = [{"fastest": fastest, **known} for known in values]
+    scenarios = [build(point, cost, requests) for point, cost in zip(points, costs, strict=True)]
+    errors = []
+    for point, front_s, means in zip(points, fronts, predict(scenarios, executor), strict=True):
+        if not isinstance(means, Means):
+            raise ScenarioError(f"{point.where}: {means}")
+        errors.append([log((means.ttft_ms + 1e3 * front_s) / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
+    return np.array(errors)
 
 
 def _terms(solution: Solution, left_out: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:

@@ -7,8 +7,8 @@ that a linear problem, whose answer is simulated again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,8 @@ class Prior(NamedTuple):
     least: float = 0.0
 
 
-class Evaluate(Protocol):
-    """Terms -> for each point the logarithms of predicted over measured TTFT and TPOT."""
-
-    def __call__(self, terms: Mapping[str, float], /) -> Floats: ...
+Evaluate = Callable[[Mapping[str, float]], Floats]
+"""Terms -> for each point the logarithms of predicted over measured TTFT and TPOT."""
 
 
 class Solution(NamedTuple):

@@ -26,6 +26,7 @@ from cbsim.sweeps.store import Progress, Store
 STATISTICS = ("median", "MAPE", "p90")
 SHOWN = {"mape": "MAPE", "p90": "p90"}
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "tokens/s"}
+STRATUM = "system, engine, model, GPUs, prompt/output"
 Pair = tuple[float, float]
 
 
@@ -39,7 +40,7 @@ def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: in
         "with kernel tables, exact scheduling and a few calibrated terms?",
         _findings(predicted, judged, points),
         [
-            *([_by_class(judged), _bars(judged), *_beside(judged), _by_stratum(groups)] if predicted else []),
+            *(_all_errors(judged, groups) if predicted else []),
             *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
             *(_intervals(file) for file in files if file.curves),
             *(_terms(file) for file in files),
@@ -83,10 +84,6 @@ def _cells(errors: Errors) -> list[str]:
     return [f"{errors.median:+.1%}", f"{errors.mape:.1%}", f"{errors.p90:.1%}"]
 
 
-def _header(first: str) -> list[str]:
-    return [first, "points", *(f"{NAMES[metric]} {name}" for metric in score.METRICS for name in STATISTICS)]
-
-
 def _row(group: Group) -> list[str]:
     cells = [cell for metric in score.METRICS for cell in _cells(group.errors(metric))]
     return [group.name, f"{len(group.predicted)}", *cells]
@@ -98,12 +95,14 @@ ERRORS = (
 )
 
 
-def _by_class(judged: Sequence[tuple[Class, Group]]) -> Table:
-    return Table("Errors by kind of server", _header("servers"), [_row(group) for _, group in judged], ERRORS)
+def _errors(title: str, first: str, groups: Sequence[Group], caption: str = "") -> Table:
+    header = [first, "points", *(f"{NAMES[metric]} {name}" for metric in score.METRICS for name in STATISTICS)]
+    return Table(title, header, [_row(group) for group in groups], caption)
 
 
-def _by_stratum(groups: Sequence[Group]) -> Table:
-    return Table("Errors by stratum", _header("system, engine, model, GPUs, prompt/output"), [_row(g) for g in groups])
+def _all_errors(judged: Sequence[tuple[Class, Group]], groups: Sequence[Group]) -> list[Table]:
+    by_class = _errors("Errors by kind of server", "servers", [group for _, group in judged], ERRORS)
+    return [by_class, _bars(judged), *_beside(judged), _errors("Errors by stratum", STRATUM, groups)]
 
 
 def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
@@ -160,7 +159,7 @@ def _by_interval(groups: Sequence[Group]) -> Table:
         if points and any(cells):
             rows.append([group.name, f"{len(points)}", *cells])
     header = [f"{NAMES[metric]} {name}" for metric in ("ttft", "tpot") for name in ("80 %", "residuals", "within")]
-    return Table("How sure, by stratum", ["system, engine, model, GPUs, prompt/output", "points", *header], rows)
+    return Table("How sure, by stratum", [STRATUM, "points", *header], rows)
 
 
 def _within(points: Sequence[Predicted], metric: str) -> list[str]:

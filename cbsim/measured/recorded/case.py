@@ -135,6 +135,11 @@ class _Cluster(_Fields):
         return [instance for node in self.nodes for instance in node.instances]
 
     @property
+    def link_missing(self) -> bool:
+        """Are there several GPUs, and nothing that joins them?"""
+        return self.link is None and len(self.servers) * self.servers[0].tp_size > 1
+
+    @property
     def link(self) -> dict[str, float] | None:
         if not self.link_bw or self.link_latency is None:
             return None
@@ -216,10 +221,9 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     _check_agree(meta_file, meta, server, ranks)
     model = _model(root, server.model_name)
     workload = _workload(root, meta_file, meta.dataset_path)
-    shared = meta.engine_kwargs.enable_expert_parallel
-    experts = ranks * server.tp_size if (server.ep_size > 1 if shared is None else shared) else 1
+    declared = meta.engine_kwargs.enable_expert_parallel
+    experts = ranks * server.tp_size if (server.ep_size > 1 if declared is None else declared) else 1
     blocks, size = meta.kv_cache.num_gpu_blocks, meta.kv_cache.block_size
-    gpus = server.tp_size * ranks
     settings: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "case",
         "question": f"How near does the simulator come to a recorded run of {server.model_name} on "
@@ -237,7 +241,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
             "kind": "table",
             "path": str(_tables(root, server, meta.engine_kwargs.dtype, model.dtype)),
             "tensor_parallel": server.tp_size,
-            "link": cluster.link or (LINK if gpus > 1 else None),
+            "link": LINK if cluster.link_missing else cluster.link,
             "row_s": ROW_S,
             "cpu": CPU,
         },
@@ -257,7 +261,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         taken=vllm_bench.recorded(folder / "requests.jsonl", arrivals),
         series=vllm_bench.series(folder / "timeseries.csv"),
         version=meta.vllm_version,
-        link_assumed=cluster.link is None and gpus > 1,
+        link_assumed=cluster.link_missing,
         overrides=tuple(overrides),
     )
 

@@ -63,13 +63,8 @@ def scores(simulated: Served, measured: Served) -> list[MetricScore]:
 
 
 def _score(simulated: Served, measured: Served, metric: str, name: str) -> MetricScore:
-    values = [STATISTICS[name](_values(served, metric)) for served in (simulated, measured)]
+    values = [STATISTICS[name](getattr(served, f"{metric}_s")) for served in (simulated, measured)]
     return MetricScore(metric, name, *values)
-
-
-def _values(served: Served, metric: str) -> Floats:
-    values: Floats = getattr(served, f"{metric}_s")
-    return values
 
 
 class Series(NamedTuple):
@@ -123,10 +118,9 @@ class Ablated(NamedTuple):
 
 def ablate(case: Case) -> list[Ablated]:
     """The case by all of `ABLATIONS`. Raises ScenarioError if the case itself cannot be replayed."""
-    return [_ablated(case, name, changes) for name, changes in ABLATIONS.items()]
-
-
-def _ablated(case: Case, name: str, changes: Mapping[str, Any]) -> Ablated:
-    done = replay(case, case.scenario(changes))
-    errors = scores(done.served, recorded(case))
-    return Ablated(name, changes, errors, done.preemptions, sum(len(table) for table in done.steps))
+    ablated = []
+    for name, changes in ABLATIONS.items():
+        done = replay(case, case.scenario(changes))
+        steps = sum(len(table) for table in done.steps)
+        ablated.append(Ablated(name, changes, scores(done.served, recorded(case)), done.preemptions, steps))
+    return ablated
