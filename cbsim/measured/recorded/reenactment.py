@@ -76,6 +76,15 @@ class Replayed:
     total_blocks: int  # of a rank
 
     @property
+    def step_count(self) -> int:
+        return sum(len(table) for table in self.steps)
+
+    @property
+    def kv_use_peak(self) -> float:
+        """Largest share of a rank's cache blocks in use."""
+        return max(int(table["used_blocks"].max()) for table in self.steps if len(table)) / self.total_blocks
+
+    @property
     def preemptions(self) -> int:
         return sum(int(table["preempted"].sum()) for table in self.steps)
 

@@ -10,14 +10,12 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.measured.recorded.case import Case
-from cbsim.measured.recorded.reenactment import Replayed, Served, recorded, replay
+from cbsim.measured.recorded.reenactment import Floats, Replayed, Served, recorded, replay
 from cbsim.policy.plan import WORKED
 from cbsim.scenario.scenario import MOST_BLOCKS
 
-Floats = npt.NDArray[np.float64]
 METRICS = ("ttft", "tpot", "e2e")
 PARTS = ("queue", "prefill")
 STATISTICS: dict[str, Callable[[Floats], float]] = {
@@ -121,6 +119,6 @@ def ablate(case: Case) -> list[Ablated]:
     ablated = []
     for name, changes in ABLATIONS.items():
         done = replay(case, case.scenario(changes))
-        steps = sum(len(table) for table in done.steps)
-        ablated.append(Ablated(name, changes, scores(done.served, recorded(case)), done.preemptions, steps))
+        errors = scores(done.served, recorded(case))
+        ablated.append(Ablated(name, changes, errors, done.preemptions, done.step_count))
     return ablated

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from cbsim.draw.chart import BLUE, RED, Bars, Chart, Line, Panel, Style
+from cbsim.draw.chart import BLUE, RED, Bars, Chart, Floats, Line, Panel, Style
 from cbsim.draw.chart import series as style
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Report
@@ -46,6 +45,18 @@ class Validation(NamedTuple):
     series: Series
     ablated: Sequence[Ablated]
 
+    @property
+    def blocks(self) -> int:
+        """KV blocks of a server, as its scheduler counts them."""
+        return self.scenario.options(self.scenario.loop.mode).num_blocks
+
+    @property
+    def source(self) -> str:
+        """Where the number of blocks comes from."""
+        if self.scenario.kv_cache.num_blocks != self.case.settings["kv_cache"]["num_blocks"]:
+            return "given"
+        return "recorded" if self.case.blocks_measured else "derived"
+
 
 def validate(
     folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
@@ -67,22 +78,17 @@ def validate(
 
 def study(validation: Validation) -> Report:
     """What to print, draw and keep of it."""
-    tables = [_errors(validation), _parts(validation), _run(validation)]
-    real = recorded(validation.case)
-    name = validation.case.name
+    name, ablated = validation.case.name, validation.ablated
     charts = [
         series_chart(name, validation.series),
-        latency_chart(name, validation.replayed.served, real),
+        latency_chart(name, validation.replayed.served, recorded(validation.case)),
     ]
-    if validation.ablated:
-        tables.append(_ablation(validation.ablated))
-        charts.append(ablation_chart(name, validation.ablated))
     return Report(
-        title=f"{validation.case.name} against a recorded vLLM run",
+        title=f"{name} against a recorded vLLM run",
         question=str(validation.case.settings["question"]),
         findings=_findings(validation),
-        tables=tables,
-        charts=charts,
+        tables=[*_errors(validation), _run(validation), *([_ablation(ablated)] if ablated else [])],
+        charts=[*charts, *([ablation_chart(name, ablated)] if ablated else [])],
         data=data(validation),
     )
 
@@ -94,12 +100,12 @@ def data(validation: Validation) -> dict[str, Any]:
         "case": validation.case.name,
         "errors": [entry.facts() for entry in validation.scores],
         "parts_of_ttft": [entry.facts() for entry in validation.parts],
-        "steps": sum(len(table) for table in validation.replayed.steps),
+        "steps": validation.replayed.step_count,
         "preemptions": validation.replayed.preemptions,
         "recomputed_tokens": validation.replayed.recomputed_tokens,
-        "kv_blocks": _blocks(validation),
-        "kv_blocks_source": _source(validation),
-        "kv_use_peak": peak(validation.replayed),
+        "kv_blocks": validation.blocks,
+        "kv_blocks_source": validation.source,
+        "kv_use_peak": validation.replayed.kv_use_peak,
         "mean_absolute_difference": {name: series.difference(name) for name in series.measured},
         "scenario": validation.case.settings,
         "set": list(validation.case.overrides),
@@ -116,35 +122,20 @@ def data(validation: Validation) -> dict[str, Any]:
     }
 
 
-def peak(replayed: Replayed) -> float:
-    """Largest share of a rank's cache blocks in use."""
-    return max(int(table["used_blocks"].max()) for table in replayed.steps if len(table)) / replayed.total_blocks
-
-
-def _blocks(validation: Validation) -> int:
-    """KV blocks of a server, as its scheduler counts them."""
-    scenario = validation.scenario
-    return scenario.options(scenario.loop.mode).num_blocks
-
-
-def _source(validation: Validation) -> str:
-    """Where the number of blocks comes from."""
-    if validation.scenario.kv_cache.num_blocks != validation.case.settings["kv_cache"]["num_blocks"]:
-        return "given"
-    return "recorded" if validation.case.blocks_measured else "derived"
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _errors(validation: Validation) -> Table:
-    caption = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
-    return Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], caption)
-
-
-def _parts(validation: Validation) -> Table:
-    caption = "In the queue, and from the first step that has the request to its first token."
-    return Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], caption)
+def _errors(validation: Validation) -> list[Table]:
+    requests = f"{len(validation.case.arrivals)} requests"
+    parts = (
+        ("Latencies", validation.scores, f"{requests}. TTFT and E2E count from when the engine took a request in."),
+        (
+            "The two parts of TTFT",
+            validation.parts,
+            "In the queue, and from the first step that has the request to its first token.",
+        ),
+    )
+    return [Table(title, SCORED, [_row(scored) for scored in scores], caption) for title, scores, caption in parts]
 
 
 def _row(scored: MetricScore) -> tuple[str, ...]:
@@ -155,46 +146,32 @@ def _row(scored: MetricScore) -> tuple[str, ...]:
 
 def _run(validation: Validation) -> Table:
     done, series = validation.replayed, validation.series
-    names = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
     rows = []
-    for name, label in names.items():
+    for name, (label, _) in TITLES.items():
         if name in series.measured:
             means = [float(part[name].mean()) for part in (series.simulated, series.measured)]
             form = "{:.1%}" if name == "kv_use" else "{:.2f}"
-            rows.append((f"{label}, mean", *map(form.format, (*means, series.difference(name)))))
-    rows.append(("KV blocks a server", f"{_blocks(validation):,}", _source(validation), ""))
-    rows.append(("KV cache in use, peak", f"{peak(done):.1%}", "", ""))
-    rows.append(("preemptions", f"{done.preemptions:,}", "not recorded", ""))
-    rows.append(("recomputed tokens", f"{done.recomputed_tokens:,}", "not recorded", ""))
-    rows.append(("steps", f"{sum(len(table) for table in done.steps):,}", "not recorded", ""))
-    header = ("once a second", "simulated", "measured", "mean difference")
-    return Table("The run", header, rows)
+            shown = map(form.format, (*means, series.difference(name)))
+            rows.append((f"{label.removesuffix(', %')}, mean", *shown))
+    rows.append(("KV blocks a server", f"{validation.blocks:,}", validation.source, ""))
+    rows.append(("KV cache in use, peak", f"{done.kv_use_peak:.1%}", "", ""))
+    counts = {"preemptions": done.preemptions, "recomputed tokens": done.recomputed_tokens, "steps": done.step_count}
+    rows += [(name, f"{count:,}", "not recorded", "") for name, count in counts.items()]
+    return Table("The run", ("once a second", "simulated", "measured", "mean difference"), rows)
 
 
 def _ablation(ablated: Sequence[Ablated]) -> Table:
+    rows = []
+    for entry in ablated:
+        means = [f"{part.error:+.2%}" for part in entry.scores if part.statistic in ("mean", "")]
+        largest = max(abs(part.error) for part in entry.scores if part.statistic)
+        rows.append((entry.name, *means, f"{largest:.2%}", str(entry.preemptions)))
     header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
-    rows = [
-        (
-            entry.name,
-            *(f"{part:+.2%}" for part in _means(entry)),
-            f"{_largest(entry.scores):.2%}",
-            str(entry.preemptions),
-        )
-        for entry in ablated
-    ]
     caption = "Errors with one part changed at a time; `largest` is over all means and percentiles."
     return Table("What carries the result", header, rows, caption)
 
 
-def _means(ablated: Ablated) -> list[float]:
-    return [part.error for part in ablated.scores if part.statistic in ("mean", "")]
-
-
-def _largest(scores: Sequence[MetricScore]) -> float:
-    return max(abs(scored.error) for scored in scores if scored.statistic)
-
-
-# -- what it says -----------------------------------------------------------------------------------------------------
+# -- findings ---------------------------------------------------------------------------------------------------------
 
 
 def _findings(validation: Validation) -> list[str]:
@@ -218,7 +195,7 @@ def _basis(validation: Validation) -> str:
         else f"the cost model {cost.kind}'s"
     )
     taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
-    taken += ["the number of cache blocks"] if _source(validation) == "recorded" else []
+    taken += ["the number of cache blocks"] if validation.source == "recorded" else []
     basis = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
     if isinstance(cost, TableSettings):
         basis += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
@@ -228,10 +205,10 @@ def _basis(validation: Validation) -> str:
 
 def _caveats(validation: Validation) -> list[str]:
     caveats = []
-    share = peak(validation.replayed)
-    if share >= NEAR_LIMIT and _source(validation) == "derived":
+    share = validation.replayed.kv_use_peak
+    if share >= NEAR_LIMIT and validation.source == "derived":
         caveats.append(
-            f"Capacity: KV use reaches {share:.0%} of {_blocks(validation):,} blocks, which are "
+            f"Capacity: KV use reaches {share:.0%} of {validation.blocks:,} blocks, which are "
             "derived from the memory and not measured. vLLM finds fewer: then more requests wait or are preempted."
         )
     if validation.case.link_assumed:
@@ -248,7 +225,6 @@ def _caveats(validation: Validation) -> list[str]:
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
-Floats = npt.NDArray[np.float64]
 SIMULATED, MEASURED = Style(BLUE, "solid"), Style(RED, "dashed")
 TITLES = {
     "running": ("requests running", 1.0),
@@ -297,7 +273,8 @@ def _cumulative(name: str, values: Floats, look: Style) -> Line:
 def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
     """Errors of the means, one part changed at a time."""
     errors = {
-        metric: np.array([100 * _mean_error(entry, metric) for entry in ablated]) for metric in ("ttft", "tpot", "e2e")
+        metric: 100 * np.array([s.error for e in ablated for s in e.scores if s[:2] == (metric, "mean")])
+        for metric in ("ttft", "tpot", "e2e")
     }
     reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))
     bars = [
@@ -315,7 +292,3 @@ def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
     names = [entry.name for entry in ablated]
     panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
     return Chart("ablation", f"{case}: what carries the result", caption, [panel])
-
-
-def _mean_error(ablated: Ablated, metric: str) -> float:
-    return next(part.error for part in ablated.scores if (part.metric, part.statistic) == (metric, "mean"))

@@ -77,14 +77,11 @@ def _mape(scored: Sequence[Scored], metric: str, statistic: str) -> str:
 
 def _runs(scored: Sequence[Scored]) -> Table:
     header = ("run", "n", "servers", "hits", *(f"{metric.upper()} {statistic}" for metric, statistic in SHOWN))
-    rows = [
-        (_label(each), str(each.requests), str(each.servers), f"{each.hits:.0%}", *_errors(each)) for each in scored
-    ]
+    rows = []
+    for each in scored:
+        errors = [f"{each.error(*what):+.1%}" for what in SHOWN]
+        rows.append((_label(each), str(each.requests), str(each.servers), f"{each.hits:.0%}", *errors))
     return Table("Errors by run", header, rows, ERRORS)
-
-
-def _errors(each: Scored) -> list[str]:
-    return [f"{each.error(*what):+.1%}" for what in SHOWN]
 
 
 def _values(scored: Sequence[Scored]) -> Table:
@@ -198,13 +195,10 @@ def _plain(number: Ranged, servers: int) -> dict[str, Any]:
 
 def _chart(scored: Sequence[Scored]) -> Chart:
     panels = [
-        _panel(scored, metric, statistic, title, factor)
-        for metric, statistic, title, factor in (
-            ("ttft", "mean", "TTFT mean, s", 1.0),
-            ("ttft", "p95", "TTFT p95, s", 1.0),
-            ("tpot", "mean", "TPOT mean, ms", 1e3),
-            ("e2e", "mean", "E2E mean, s", 1.0),
-        )
+        _panel(scored, "ttft", "mean", "TTFT mean, s", 1.0),
+        _panel(scored, "ttft", "p95", "TTFT p95, s", 1.0),
+        _panel(scored, "tpot", "mean", "TPOT mean, ms", 1e3),
+        _panel(scored, "e2e", "mean", "E2E mean, s", 1.0),
     ]
     caption = (
         "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
