@@ -194,7 +194,7 @@ def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_pa
     [
         (["--shard", "3/2"], "expected I/N with 1 <= I <= N"),
         (["--shard", "x"], "expected I/N"),
-        (["--jobs", "0"], "expected a whole number from 1 to 1024"),
+        (["--jobs", "0"], "expected a whole number from 1 to 1,024"),
         (["--jobs", "-3"], "expected a whole number"),
     ],
 )
