@@ -24,6 +24,7 @@ from support.engine.served import (
     Run,
     cases,
     check_texts,
+    continuation,
     plain_cache,
     server,
     spec,
@@ -147,3 +148,39 @@ def test_only_a_scheduler_that_knows_of_windows_is_given_them() -> None:
     with plain_cache():
         assert build.adapted(plain, INLINE).model.layer_attention == (NEAR, FULL)
         build.check_windows(plain)
+
+
+# -- vLLM's own groups -------------------------------------------------------------------------------------------------
+
+BLOCKS = {"all slide": 20, "five of six": 48, "three of five": 48}  # some requests are preempted
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("sharing", [False, True])
+def test_texts_of_own_groups_are_those_of_generate(name: str, sharing: bool, loop: str) -> None:
+    plain = server("vllm 0.33", 4, BLOCKS[name], 7, 6, sharing=sharing)
+    run = Case(seeing(plain, *MIXES[name]), load()).run(loop)
+    assert run.engine.scheduler.pool.groups
+    model = reference(run.scenario)
+    for one, text in run.engine.sequences.items():
+        assert text.outputs == continuation(model, text.prompt.tolist(), one.output_tokens), one.id
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@settings(max_examples=15)
+@given(of=cases("vllm 0.33"), attention=st.lists(st.sampled_from((FULL, NEAR, FAR)), min_size=1, max_size=5))
+def test_every_step_of_the_schedulers_own_groups_says_what_its_plan_says(
+    loop: str, of: Case, attention: list[Attention]
+) -> None:
+    """Random loads on a few blocks a group, with shared prefixes and cancels."""
+    sized = of.scenario.kv_cache
+    cache = sized.model_copy(update={"num_blocks": 5 * (sized.num_blocks or 0)})
+    wide = seeing(of.scenario.model_copy(update={"kv_cache": cache}), *attention)
+    run, _ = toy_run(Case(wide, of.load), loop)
+    sees = [group.attention for group in run.engine.scheduler.pool.groups] or [FULL]
+
+    def check(text: Text) -> None:
+        assert text.outputs == toy_text(text.prompt, len(text.outputs), sees), text.spec
+
+    check_texts(run, check)

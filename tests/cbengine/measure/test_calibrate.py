@@ -166,14 +166,6 @@ def test_where_nothing_can_be_written(tmp_path: Path, place: str) -> None:
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_file_that_is_there_is_kept_until_the_end(tmp_path: Path) -> None:
-    """Looking whether it could be written does not touch it."""
-    file = tmp_path / "fitted.yaml"
-    file.write_text("the last one")
-    calibrate.check_writable(file)
-    assert file.read_text() == "the last one"
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,12 +296,19 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
         index({"lm_head.weight": "../part.safetensors"}),
         "/model.safetensors.index.json: weight_map.lm_head.weight: got '../part.safetensors', expected the name of a",
     ),
+    *(
+        (
+            index({"lm_head.weight": name}),
+            f"/{weights.INDEX}: weight_map.lm_head.weight: got {name!r}, expected the name",
+        )
+        for name in ("\ud800", "a\0b", "a\n")  # half a surrogate pair cannot be encoded, and a NUL ends a name
+    ),
     (index({"lm_head.weight": "lost.safetensors"}), "/lost.safetensors: cannot be read as safetensors: No such file"),
     (index({"a.weight": "part.safetensors"}), "/model.safetensors.index.json: tensor a.weight is not part of a model"),
 ]
 
 
-@pytest.mark.parametrize(("harm", "message"), BROKEN, ids=[message for _, message in BROKEN])
+@pytest.mark.parametrize(("harm", "message"), BROKEN, ids=[ascii(message) for _, message in BROKEN])
 def test_a_broken_folder_says_what_is_wrong(harm: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     harm(saved(tmp_path))
     with pytest.raises(WeightsError) as raised:
@@ -324,6 +332,31 @@ def test_a_tensor_that_its_shard_does_not_hold_is_named(tmp_path: Path) -> None:
     index({})(tmp_path)
     with pytest.raises(WeightsError, match=r"part\.safetensors: tensor \S+\.0\.self_attn\.o_proj\.weight is missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
+    """A FIFO without a writer never begins, and /dev/zero never ends."""
+    file = saved(tmp_path) / name
+    for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        file.rename(tmp_path / "whole")
+        make(file)
+        with pytest.raises(WeightsError, match=rf"{name}: cannot be read: it is not a regular file$"):
+            load(tmp_path)
+        file.rename(tmp_path / f"odd{len(list(tmp_path.iterdir()))}")
+        (tmp_path / "whole").rename(file)
+    load(tmp_path)
+
+
+def test_a_description_has_a_length_that_it_can_have(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "config.json").write_bytes(b" " * (weights.MOST_JSON_BYTES + 1))
+    with pytest.raises(WeightsError, match=r"config\.json: is too large, must be <= 67,108,864 bytes$"):
+        load(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(WeightsError, match=r"generation_config\.json: cannot be read: it is not a regular file"):
+        weights.end_tokens(tmp_path)
 
 
 @pytest.fixture(scope="module")
