@@ -11,8 +11,7 @@ from cbsim.schedulers.sarathi.policies import FASTER_TRANSFORMER, ORCA, SARATHI,
 from cbsim.schedulers.sglang.scheduler import SGLANG
 from cbsim.schedulers.simple.beam import BEAM
 from cbsim.schedulers.simple.contiguous import CONTIGUOUS
-from cbsim.schedulers.simple.dynamic_padded import DYNAMIC_PADDED
-from cbsim.schedulers.simple.static import STATIC
+from cbsim.schedulers.simple.padded import DYNAMIC_PADDED, STATIC
 from cbsim.schedulers.simple.tgi import TGI
 from cbsim.schedulers.transformers.scheduler_523 import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
 from cbsim.schedulers.trtllm.scheduler import TRTLLM

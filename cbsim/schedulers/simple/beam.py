@@ -18,7 +18,6 @@ from typing import NamedTuple
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
-from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import Direction, Transfer
@@ -44,8 +43,8 @@ class BeamPool(BlockPool):
     copy of it.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, observer: Observer = NULL_OBSERVER) -> None:
-        super().__init__(block_size, num_blocks, FreeQueue(range(num_blocks), unhashed_first=True), observer)
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, num_blocks, FreeQueue(range(num_blocks), unhashed_first=True))
         self._users: dict[int, int] = {}
 
     def grow(self, request: Request, count: int) -> list[int]:
@@ -141,9 +140,9 @@ class Search:
 class BeamScheduler(SchedulerBase):
     """Beam search as a policy."""
 
-    def __init__(self, options: BeamOptions, observer: Observer = NULL_OBSERVER) -> None:
-        self.pool = BeamPool(options.block_size, options.num_blocks, observer)
-        super().__init__(options, Decoding(self.pool, observer=observer))
+    def __init__(self, options: BeamOptions) -> None:
+        self.pool = BeamPool(options.block_size, options.num_blocks)
+        super().__init__(options, Decoding(self.pool))
         self.options = options
         self.waiting: deque[Request] = deque()
         self.searches: list[Search] = []  # that have been let in
