@@ -144,7 +144,7 @@ class EngineBackend(SessionBackend):
             problem = f"stuck: {stop}"
         except (ServerError, PolicyError) as stop:
             problem = str(stop)
-        except Exception as defect:  # clients are told, whatever it is
+        except Exception as defect:  # whatever it is, it ends the streams
             traceback.print_exc(file=sys.stderr)
             problem = f"{type(defect).__name__}: {defect}"
         self._call(partial(self._ended, problem))

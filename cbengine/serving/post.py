@@ -21,8 +21,8 @@ class Left(NamedTuple):
 
 
 class Post:
-    """Letters from one thread to another, in order, without a lock: one appends, the other takes. Whoever waits for
-    them sleeps until there are some.
+    """Letters from one thread to another, in order, without a lock: one appends, the other takes. A thread that waits
+    for them sleeps until there are some.
     """
 
     def __init__(self) -> None:

@@ -110,7 +110,7 @@ class Stops:
         return pending[: len(pending) - keep], False
 
     def rest(self) -> str:
-        """What was withheld of a text that has ended otherwise."""
+        """The withheld end of a text in which no stop string followed."""
         rest, self._withheld = self._withheld, ""
         return rest
 

@@ -71,7 +71,7 @@ UNMETERED = Meter()
 
 
 class Stream:
-    """The tokens of a request: put by the server, taken by one reader, who may come later or never.
+    """The tokens of a request: put by the server, taken by one reader, later or never.
 
     Ids that have not been taken are buffered, so a server is never held up. `finish` is None until the end; then
     `stop`, `length`, `abort` (cancelled) or `error`, whose message is in `error`.
@@ -191,7 +191,7 @@ class Timing:
 
     @property
     def bound_s(self) -> float:
-        """The lag below which nobody's figures change: 1 ms, or 1 % of the median time between two tokens."""
+        """The lag below which figures do not change: 1 ms, or 1 % of the median time between two tokens."""
         return max(LEAST_BOUND_S, BOUND_OF_ITL * self.median_itl_s)
 
     @property

@@ -18,8 +18,8 @@ LINGER_S, LINGER_BYTES = 1.0, 64 << 20
 
 
 class Connection(HttpToolsProtocol):
-    """Head and body of a request have a time in which they must be there; a full socket one in which it must be read;
-    a head has a size. What breaks a bound is closed, with an error if none was under way.
+    """Head and body of a request must arrive, and a full socket be read, within a time; a head has a size. A connection
+    that breaks a bound is closed, with an error if no answer was under way.
 
     A socket that is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to
     a request that is not all there the rest is read and dropped for a while; not of a connection too many.
@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
             message = f"more than {self._settings.max_connections} connections are open"
-            self._say(ApiError(503, message, retry_s=self._settings.retry_s))
+            self._write_error(ApiError(503, message, retry_s=self._settings.retry_s))
             self.shut()
         else:
             self._await_head()
@@ -128,11 +128,11 @@ class Connection(HttpToolsProtocol):
             self._arm(self._settings.body_s, "the body of the request")
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, or has been refused while it was parsed."""
+        """Called for bytes that are not HTTP, and for a request that was refused while it was parsed."""
         self._close(self._api_error or ApiError(400, msg))
 
     def linger(self) -> None:
-        """Nothing more is said; what still comes is dropped."""
+        """Write nothing more, and drop what still comes."""
         self._to_drop = LINGER_BYTES
         self._disarm()
         self._deadline = self.loop.call_later(LINGER_S, self.shut)
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def shut(self) -> None:
-        """Close, when what was written has left; that has a time, too."""
+        """Close once all that was written has left; that has a deadline, too."""
         self.transport.close()
         self._watch_reader()
 
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         return ApiError(431, f"the head of the request is longer than {self._settings.max_head_bytes} bytes")
 
     def _watch_reader(self) -> None:
-        """A client that does not read has so long."""
+        """Close if the client does not read for too long."""
         if self._stall is None:
             self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
 
@@ -189,22 +189,22 @@ class Connection(HttpToolsProtocol):
         self._close(ApiError(408, f"{what} has not come within {seconds:g} s"))
 
     def _close(self, error: ApiError) -> None:
-        """Say why, if no answer has begun, and close."""
+        """Write the error, if no answer has begun, and close."""
         self._disarm()
         self._leave()
         if self._answering is None or not self._answering.response_started:
-            self._say(error)
+            self._write_error(error)
             self.linger()
         else:
             self.shut()
 
     def _leave(self) -> None:
-        """Who works on an answer hears that its client is gone."""
+        """Let the coroutine of an answer know that its client is gone."""
         if self._answering is not None:
             self._answering.disconnected = True
             self._answering.message_event.set()
 
-    def _say(self, error: ApiError) -> None:
+    def _write_error(self, error: ApiError) -> None:
         head = [b"HTTP/1.1 %d Refused" % error.status, b"content-type: application/json", b"connection: close"]
         head += [name + b": " + value for name, value in error.headers]
         body = error.body

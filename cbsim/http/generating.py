@@ -113,8 +113,10 @@ class Generating:
         assert isinstance(request, CompletionRequest)
         prompts = request.prompts(admission.settings.max_prompts)
         admission.admit(len(prompts))
-        ids = [await encoder.plain(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [encoder.checked(prompt, "prompt") for prompt in ids]
+        return [
+            encoder.checked(await encoder.plain(prompt) if isinstance(prompt, str) else prompt, "prompt")
+            for prompt in prompts
+        ]
 
     def _check_begun(self, streams: Sequence[ClientStream]) -> None:
         """Raise ApiError 400 if the server failed one stream at once; the rest are cancelled."""

@@ -120,7 +120,7 @@ class VllmMeter(Meter, Collector):
         self._preempted += preempted
 
     def rejected(self, reason: str) -> None:
-        """For want of room. A server that ends or has ended does not admit, and rejects nobody."""
+        """Counted for want of room only: a server that ends or has ended takes no requests at all."""
         if reason in self._rejected:
             self._rejected[reason] += 1
 

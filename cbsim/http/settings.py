@@ -33,7 +33,7 @@ class Settings:
     idle_s: float = 60.0  # between two requests of a connection
     stall_s: float = 120.0  # for a client to read on, once its socket is full
     grace_s: float = 30.0  # for answers under way to end, once it is time to go
-    retry_s: int = 1  # what a client is told to wait that is turned away
+    retry_s: int = 1  # that a rejected client is to wait
     inline_characters: int = 16_384  # a longer text is encoded in a thread; threads end in any order
     request_metrics: bool = False  # every answer says what its request waited for; else where `include_metrics` asks
 

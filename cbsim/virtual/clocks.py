@@ -1,10 +1,10 @@
-"""An event loop whose time is virtual: when nobody has anything to do now, it jumps to the next moment.
+"""An event loop whose time is virtual: when nothing is left to do now, it jumps to the next moment.
 
-Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for what is on its way
-to it over the loopback interface, and waits for work that was handed to threads. What it was not made for is
-told: a sleep that is not asyncio's, a call that blocks the loop, a thread that waits for it.
+Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for bytes on their way
+to it over the loopback interface, and waits for work that was handed to threads. It reports what it was not made for: a
+sleep that is not asyncio's, a call that blocks the loop, a thread that waits for it.
 
-What time it is for a simulated server: the wall's, a multiple of it, or that of a virtual loop.
+A simulated server has a clock: the wall's, a multiple of it, or that of a virtual loop.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().close()
 
     def at_rest(self, when_s: float, future: asyncio.Future[None]) -> None:
-        """Resolve a future at `when_s`, after everything that happens at that moment without it, if nobody has."""
+        """Resolve a future at `when_s`, after everything that happens at that moment, unless it is resolved."""
         heappush(self._resting, (when_s, next(self._order), future))
 
     def run_in_executor(  # type: ignore[override]
@@ -141,7 +141,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return ready
 
     def _hear_echo(self) -> None:
-        """A byte to ourselves: what was sent before it has arrived when it does."""
+        """Send a byte to this loop: everything that was sent before it has arrived when it does."""
         self._sound.send(b".")
         self._echo.recv(1)
 
@@ -169,19 +169,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._left_at, self._left_cpu, self._left_waits = _now_s(), _thread_s(), _waits()
 
     def check_deadlock(self) -> None:
-        """Raise VirtualTimeError if somebody was."""
+        """Raise VirtualTimeError if there was a deadlock."""
         if self.deadlock is not None:
             raise VirtualTimeError(self.deadlock)
 
     def stray_sleep(self, seconds: float) -> None:
-        """In place of time.sleep: that time passes, and nobody else has it. Other threads may sleep: whether anybody
+        """In place of time.sleep: that time passes for the whole loop. Other threads may sleep: whether the loop
         waits for them is not known.
         """
         if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
             self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
             REAL["sleep"](seconds)
             return
-        where = _place(sys._getframe(1))
+        where = _location(sys._getframe(1))
         self.strays.append(f"time.sleep({seconds:g}) in {where} kept the loop: what was due meanwhile came late")
         self._virtual_s += seconds
 
@@ -190,7 +190,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         del signum
         waited = _now_s() - self._left_at
         if self.is_running() and waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
-            self.deadlock = f"{_place(frame)} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
+            where = _location(frame)
+            self.deadlock = f"{where} has blocked the loop for {waited:.0f} s: use an asynchronous call there"
             raise VirtualTimeError(self.deadlock)
 
 
@@ -200,8 +201,8 @@ def clocks(loop: VirtualLoop) -> Iterator[None]:
     zero = {"time": EPOCH_S, "monotonic": 0, "perf_counter": 0}
     patched: dict[str, Callable[..., Any]] = {}
     for name, start in zero.items():
-        patched[name] = partial(_seconds, loop, start)
-        patched[f"{name}_ns"] = partial(_nanoseconds, loop, start)
+        patched[name] = lambda start=start: start + loop.time()
+        patched[f"{name}_ns"] = lambda start=start: start * NS + round(loop.time() * NS)
     patched["sleep"] = loop.stray_sleep
     for name, function in patched.items():
         setattr(time, name, function)
@@ -214,7 +215,7 @@ def clocks(loop: VirtualLoop) -> Iterator[None]:
 
 @contextmanager
 def watched(loop: VirtualLoop) -> Iterator[None]:
-    """A loop that is stuck in a call is told. Only where signals are: in the main thread."""
+    """Report a loop that is stuck in a call. Only the main thread has signals."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -227,12 +228,12 @@ def watched(loop: VirtualLoop) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _place(frame: FrameType | None) -> str:
+def _location(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "unknown"
 
 
 def _waits() -> int:
-    """How often this thread has given up its core by itself; 0 where nobody counts."""
+    """How often this thread has given up its core by itself; 0 where that is not counted."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
@@ -241,14 +242,6 @@ def _name(function: Any) -> str:
     while isinstance(function, partial):
         function = next(filter(callable, function.args[:1]), function.func)
     return str(getattr(function, "__qualname__", function))
-
-
-def _seconds(loop: VirtualLoop, start: int) -> float:
-    return start + loop.time()
-
-
-def _nanoseconds(loop: VirtualLoop, start: int) -> int:
-    return start * 1_000_000_000 + round(loop.time() * 1e9)
 
 
 def _loopback() -> tuple[socket.socket, socket.socket]:
@@ -314,7 +307,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """The time of a virtual loop. What is due happens when everybody else has done what they do at that moment."""
+    """The time of a virtual loop. What is due happens after everything that clients do at that moment."""
 
     scale = 1.0
 
@@ -341,6 +334,6 @@ class VirtualClock:
 
 
 def resolve(future: Future[None]) -> None:
-    """Wake whoever waits for it, unless somebody has."""
+    """Wake the task that waits for it, if it still does."""
     if not future.done():
         future.set_result(None)

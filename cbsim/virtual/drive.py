@@ -1,4 +1,4 @@
-"""`cbsim drive`: somebody else's asyncio program and a simulated server in one process, in virtual time.
+"""`cbsim drive`: any asyncio program and a simulated server in one process, in virtual time.
 
 The client talks to the server over the loopback interface, whatever its HTTP library is. It finds the address in
 OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes it as its only argument; its own arguments are in sys.argv.
@@ -70,7 +70,7 @@ def run(
 
 
 async def _together(backend: SimulatedBackend, client: Client) -> None:
-    """Open the door, let the client in, and close behind it."""
+    """Listen, run the client, and close."""
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     app = App(backend, IN_PROCESS, VllmMeter(backend))
     door = asyncio.ensure_future(
@@ -154,7 +154,7 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 
 
 def client_of(argv: Sequence[str]) -> Client:
-    """The function that the words name. Raises ScenarioError."""
+    """The function that the arguments name. Raises ScenarioError."""
     if tuple(argv[:3]) == VLLM:
         return client(argv[3:])
     module, colon, name = argv[0].partition(":")

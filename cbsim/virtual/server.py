@@ -1,4 +1,4 @@
-"""Clients and a simulated server in one process, in virtual time: latencies are the model's, and nobody waits.
+"""Clients and a simulated server in one process, in virtual time: latencies are the model's, and take no real time.
 
     server = cbsim.virtual.virtual("8k_b32")
 
@@ -9,11 +9,8 @@
     print(server.run(client()))
     print(server.result)
 
-What can join: whatever awaits on the event loop it is given. It is not asked to know of the clock: `time.time` and the
-others say virtual time, threads that it waits for take none.
-
-A transport for httpx and its successor that hands requests to an ASGI application in the same process, and streams
-what it answers. (Their own waits for the whole answer.)
+Any client can join that awaits on the event loop it runs in. It need not know of the clock: `time.time` and the other
+functions return virtual time, and threads that it waits for take none.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from cbsim.virtual.simulated import SimulatedBackend, open_session
 T = TypeVar("T")
 HOST = "http://simulated"
 PATIENCE_S = 60.0
-"""Virtual seconds for tasks to end that were told to."""
+"""Virtual seconds that cancelled tasks have to end."""
 IN_PROCESS = Settings(inline_characters=sys.maxsize)
 """Threads end in any order, and virtual time waits for them anyhow: texts are encoded where they come in."""
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
@@ -105,7 +102,7 @@ def virtual(
 ) -> VirtualServer:
     """A simulated server in virtual time, for the scenario that `cbsim.load` makes of its first arguments; of both
     loops the asynchronous one. `tokenizer` is a folder with a tokenizer.json; without one texts are cut into tokens by
-    a small vocabulary of ours. Raises ScenarioError, UserError.
+    the small vocabulary of cbsim. Raises ScenarioError, UserError.
     """
     return VirtualServer(with_one_loop(scenario_of(scenario, overrides)), model=model, tokenizer=tokenizer)
 
@@ -131,7 +128,7 @@ async def end(task: asyncio.Task[Any]) -> None:
 
 
 async def end_others() -> None:
-    """What the client has started and not awaited. Whatever does not let itself be cancelled is left."""
+    """Cancel tasks that the client has started and not awaited. A task that cannot be cancelled is left."""
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()
@@ -246,7 +243,9 @@ def scope_of(request: Any) -> Message:
 
 
 def transport(app: Asgi, http: Any) -> Any:
-    """A transport for clients of the module `http`, httpx or httpx2."""
+    """A transport for clients of the module `http`, httpx or httpx2. It hands requests to an application in the same
+    process, and streams its answers: httpx's own waits for whole ones.
+    """
 
     class Parts(http.AsyncByteStream):  # type: ignore[misc]
         def __init__(self, exchange: Exchange) -> None:
