@@ -8,13 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.files import too_long
@@ -422,13 +416,9 @@ class TableSettings(Frozen):
         return calibrated | data | {"engine": calibrated["engine"]}
 
     @model_validator(mode="after")
-    def _engine_alone(self) -> TableSettings:
+    def _fields_agree(self) -> TableSettings:
         if self.terms is not None and self.engine is None:
             raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
-        return self
-
-    @model_validator(mode="after")
-    def _joined(self) -> TableSettings:
         if self.tensor_parallel > 1 and self.link is None and self.engine is None:
             raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
         return self

@@ -243,21 +243,15 @@ class Synthetic(Frozen):
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> Synthetic:
+    def _fields_agree(self) -> Synthetic:
         if self.requests * self.samples > MOST_REQUESTS:
             most = MOST_REQUESTS // self.requests
             raise complaint(f"got {self.samples:,}, must be <= {most:,} for {self.requests:,} requests", "samples")
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_once(self) -> Synthetic:
         for field in ("prompt_tokens", "output_tokens"):
             drawn = getattr(self, field) is not None
             if drawn and self.lengths is not None:
-                other = (
-                    f"is given by lengths ({self.lengths}) too; leave out lengths, or prompt_tokens and output_tokens"
-                )
-                raise complaint(f"{other} (or null)", field)
+                remedy = "leave out lengths, or prompt_tokens and output_tokens (or null)"
+                raise complaint(f"is given by lengths ({self.lengths}) too; {remedy}", field)
             if not drawn and self.lengths is None:
                 raise complaint("is required, or `lengths` in place of prompt_tokens and output_tokens", field)
         return self

@@ -74,38 +74,21 @@ class Scenario(Frozen):
     """What users are promised."""
 
     @model_validator(mode="after")
-    def _block_size_allowed(self) -> Scenario:
-        least = self.kind.least_block_size
+    def _parts_agree(self) -> Scenario:
+        """What one part of a scenario makes of another one's fields."""
+        gpus, model, least, memory_bytes = self.gpus, self.model, self.kind.least_block_size, self.hardware.memory_bytes
         if self.block_size < least:
             family = self.scheduler.name.partition("_")[0]
             raise complaint(f"got {self.block_size}, must be >= {least} for {family}", "kv_cache.block_size")
-        return self
-
-    @model_validator(mode="after")
-    def _memory_in_bytes(self) -> Scenario:
-        if self.hardware.memory_bytes < LEAST_MEMORY_BYTES:
-            message = f"got {self.hardware.memory_bytes:,}, must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
-            raise complaint(message, "hardware.memory_bytes")
-        return self
-
-    @model_validator(mode="after")
-    def _windows_known(self) -> Scenario:
-        if self.model.sees_all:
-            return self
-        if not self.kind.windows:
-            message = f"layers see less than the whole sequence, must be full with scheduler {self.scheduler.name}"
-            raise complaint(message, "model.attention")
-        if self.cost.kind not in ("roofline", "constant"):
-            message = f"layers see less than the whole sequence, must be full with cost.kind {self.cost.kind}"
-            raise complaint(message, "model.attention")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Scenario:
-        gpus, model = self.gpus, self.model
+        if memory_bytes < LEAST_MEMORY_BYTES:
+            bound = f"must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
+            raise complaint(f"got {memory_bytes:,}, {bound}", "hardware.memory_bytes")
+        if not model.sees_all and not (self.kind.windows and self.cost.kind in ("roofline", "constant")):
+            other = f"cost.kind {self.cost.kind}" if self.kind.windows else f"scheduler {self.scheduler.name}"
+            raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
         if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):
-            message = f"got {gpus}, must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
-            raise complaint(message, "cost.tensor_parallel")
+            bound = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+            raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
         return self
 
     @property

@@ -77,16 +77,10 @@ class ModelShape(Frozen):
     last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4)."""
 
     @model_validator(mode="after")
-    def _experts_chosen(self) -> ModelShape:
+    def _fields_agree(self) -> ModelShape:
         if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
-            message = (
-                f"got {self.experts_per_token}, must be between {min(self.experts, 1)} and experts ({self.experts})"
-            )
-            raise complaint(message, "experts_per_token")
-        return self
-
-    @model_validator(mode="after")
-    def _as_many_layers(self) -> ModelShape:
+            bound = f"must be between {min(self.experts, 1)} and experts ({self.experts})"
+            raise complaint(f"got {self.experts_per_token}, {bound}", "experts_per_token")
         if len(self.attention) > self.layers:
             raise complaint(f"got {len(self.attention)} entries, must be <= layers ({self.layers})", "attention")
         if self.layers > MOST_DIFFERENT and not self.sees_all:

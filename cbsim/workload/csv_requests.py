@@ -58,10 +58,11 @@ NAMES = {
 
 def workload(form: Csv) -> Workload:
     path = catalog.data(form.path)
-    workload = timed(plain(path, form.limit, form.columns), form.time_scale)
-    columns = _renamed(plain_columns(path, form.columns))
-    notices = (columns, _slow(workload.open))
-    return replace(workload, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
+    with open_text(path) as file:
+        rows, columns = _rows_and_columns(path, file, form.limit, form.columns)
+    made = timed(rows, form.time_scale)
+    notices = (_renamed(columns), _slow(made.open))
+    return replace(made, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
 
 
 def _slow(specs: Sequence[RequestSpec]) -> str | None:
@@ -80,18 +81,19 @@ def plain(path: Path, limit: int | None = None, chosen: CsvColumns = UNNAMED) ->
         return plain_rows(path, file, limit, chosen)
 
 
-def plain_columns(path: Path, chosen: CsvColumns) -> dict[str, str]:
-    """The columns that `plain` reads, by what they hold."""
-    with open_text(path) as file:
-        return columns_of(path, CsvTable(path, file).header, chosen)
-
-
 def plain_rows(path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
     """The rows of an open file of that kind; `path` is what messages call it."""
+    return _rows_and_columns(path, file, limit, chosen)[0]
+
+
+def _rows_and_columns(
+    path: Path, file: IO[str], limit: int | None, chosen: CsvColumns
+) -> tuple[list[Arrival], dict[str, str]]:
+    """Likewise, and the columns that were read, by what they hold."""
     table = CsvTable(path, file)
     columns = columns_of(path, table.header, chosen)
     table.pick(columns.values())
-    return _arrivals(table, list(columns), limit)
+    return _arrivals(table, list(columns), limit), columns
 
 
 def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[Arrival]:

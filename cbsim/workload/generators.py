@@ -49,7 +49,10 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
     if isinstance(length, demand.Uniform):
         return rng.integers(length.uniform.low, length.uniform.high, count, endpoint=True)
     if isinstance(length, demand.LognormalLength):
-        return _lognormal(length.lognormal, count, rng)
+        shape = length.lognormal
+        mu = np.log(shape.mean) - shape.sigma**2 / 2
+        drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
+        return np.clip(drawn, shape.low, shape.high or 2**31).astype(np.int64)
     if isinstance(length, demand.Empirical):
         return rng.choice(np.array(_sample(length.empirical, name), dtype=np.int64), count)
     assert isinstance(length, int)
@@ -73,12 +76,6 @@ def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tup
 def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
     """The whole numbers nearest to the quantiles `at`, linear between those of the table."""
     return np.rint(np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)).astype(np.int64)
-
-
-def _lognormal(shape: demand.Lognormal, count: int, rng: np.random.Generator) -> Ints:
-    mu = np.log(shape.mean) - shape.sigma**2 / 2
-    drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
-    return np.clip(drawn, shape.low, shape.high or 2**31).astype(np.int64)
 
 
 def _sample(sample: demand.Sample, name: str) -> Sequence[int]:

@@ -23,6 +23,8 @@ from cbsim.scenario.rows import JsonLine, bounded, json_line, open_text
 from cbsim.workload.requests import Workload
 
 FILE = "arrivals.jsonl"  # of a run directory
+SAME = ("index", "id", "arrival_ns", "prompt_tokens", "output_tokens", "max_tokens", "priority")
+"""Fields of a line that are called as those of RequestSpec."""
 MOST = 1 << 62
 
 
@@ -38,18 +40,8 @@ class Session(NamedTuple):
 
 def came(spec: RequestSpec) -> str:
     """The line of a request."""
-    line = {
-        "index": spec.index,
-        "id": spec.id,
-        "arrival_ns": spec.arrival_ns,
-        "prompt_tokens": spec.prompt_tokens,
-        "output_tokens": spec.output_tokens,
-        "max_tokens": spec.max_tokens,
-        "priority": spec.priority,
-        "block_tokens": spec.prefix_block_tokens,
-        "prefix": _runs(spec.prefix),
-    }
-    return json.dumps(line) + "\n"
+    line = {name: getattr(spec, name) for name in SAME}
+    return json.dumps(line | {"block_tokens": spec.prefix_block_tokens, "prefix": _runs(spec.prefix)}) + "\n"
 
 
 def left(spec: RequestSpec, at_ns: int) -> str:
@@ -138,13 +130,7 @@ class Came(Form):
     def spec(self) -> RequestSpec:
         ids = tuple(block for first, count in self.prefix for block in range(first, first + count))
         return RequestSpec(
-            index=self.index,
-            id=self.id,
-            arrival_ns=self.arrival_ns,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            max_tokens=self.max_tokens,
-            priority=self.priority,
+            **{name: getattr(self, name) for name in SAME},
             prefix=ids,
             prefix_block_tokens=self.block_tokens,
             prefix_tokens=len(ids) * self.block_tokens,
