@@ -60,7 +60,7 @@ class Bundle:
     def __init__(
         self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None
     ) -> None:
-        meta = _yaml(folder / "meta.yaml")
+        meta = documents.read(folder / "meta.yaml").data
         tables = _of_degree(folder, tensor_parallel)
         order = _order(folder, meta)
         self._layers, self._experts = layers, experts
@@ -166,17 +166,13 @@ def _of_degree(folder: Path, tensor_parallel: int) -> Path:
     return tables
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    return documents.read(path).data
-
-
 def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
     """The sequence of layers of the profiled architecture: of every part, its layers."""
     name = meta.get("architecture")
     for above in (folder, *folder.resolve().parents):
         path = above / "arch" / f"{name}.yaml"
         if path.is_file():
-            order = _yaml(path).get("sequence")
+            order = documents.read(path).data.get("sequence")
             if not isinstance(order, dict):
                 raise ScenarioError(f"{path}: sequence: is missing, expected the parts of a step")
             return {part: _layers(path, part, order.get(part) or []) for part in (*ONCE, *EVERY_LAYER)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from cbsim.kv.blocks import FreeQueue
 
@@ -29,20 +28,24 @@ class Visitor:
         self.rank = 0
 
 
-class Eviction(Protocol):
-    """The order in which resting chunks leave. `insert` and `evict` say which chunks there are."""
+class Eviction:
+    """The order in which resting chunks are evicted. `insert` and `evict` say which chunks there are."""
 
-    def insert(self, visitor: Visitor, key: int) -> None: ...
-    def access(self, visitor: Visitor, key: int) -> None: ...
+    def insert(self, visitor: Visitor, key: int) -> None:
+        raise NotImplementedError
+
+    def access(self, visitor: Visitor, key: int) -> None:
+        """It reads this chunk, or stores it."""
 
     def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
-        """It wants to store these chunks, which the cache does not have."""
+        """It is about to store these chunks, which the cache does not have."""
 
     def unused(self, key: int) -> None:
-        """Nobody reads or writes this chunk any more."""
+        """The chunk has no reader or writer any more."""
 
     def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
-        """So many of the resting chunks, none of those to be kept; None, and nothing changes, if there are fewer."""
+        """`count` of the resting chunks, none of those retained; None, and nothing changes, if there are fewer."""
+        raise NotImplementedError
 
     def left(self, visitor: Visitor) -> None:
         """The request is over."""
@@ -152,7 +155,7 @@ class HostCache:
         assert self.writing == sum(users == WRITING for users in self._users.values()), self.writing
 
 
-class Lru:
+class Lru(Eviction):
     """By rank, least first. All that a request asks for has one number, later chunks rank lower; when it is over, what
     it has asked for gets new numbers, its first chunk the largest.
     """
@@ -175,9 +178,6 @@ class Lru:
             self._last += 1
             visitor.rank = self._last
         return visitor.rank, -visitor.numbers[key]
-
-    def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
-        pass
 
     def unused(self, key: int) -> None:
         heappush(self._heap, (self._ranks[key], key))
@@ -217,7 +217,7 @@ class Lru:
                 self._raise(key, (self._last, -number))
 
 
-class Arc:
+class Arc(Eviction):
     """Adaptive replacement: `once` and `often` hold the chunks, two ghost lists remember who was evicted from them, and
     a ghost that is wanted again moves `goal`, the size that `once` should have.
     """
@@ -235,9 +235,6 @@ class Arc:
         self.once_ghosts.pop(key, None)
         self.often_ghosts.pop(key, None)
 
-    def access(self, visitor: Visitor, key: int) -> None:
-        pass
-
     def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
         once, often = self.once_ghosts, self.often_ghosts
         for key in reversed(keys):
@@ -250,9 +247,6 @@ class Arc:
             elif key in often:
                 self.goal = max(self.goal - max(1.0, len(once) / len(often)), 0.0)
                 _to_end(often, key)
-
-    def unused(self, key: int) -> None:
-        pass
 
     def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
         once = _first(self.once, count, resting, retained)

@@ -1,25 +1,24 @@
-"""A cache in which a request reserves all it will need when it is admitted, as one extent of consecutive blocks.
+"""A cache in which a request reserves all that it will need when it is admitted, as one extent of consecutive blocks.
 
-So caches were kept before they were paged (FasterTransformer, Orca): nobody grows, so nobody is ever preempted, and
-what is reserved but not used serves nobody. Any scheduler may compose it: it asks `fits`, calls `reserve`, and lets
-`Decoding` do the rest; a piece is a table like any other, so executors need not know.
+Caches were managed like this before they were paged (FasterTransformer, Orca): no table grows, so no request is ever
+preempted, and what is reserved but not used is lost. Any scheduler may compose it: it asks `fits`, calls `reserve`, and
+lets `Decoding` do the rest.
 
-Knuth's buddy system (The Art of Computer Programming 1, 2.5): pieces of a power of two of blocks.
+A piece is a run of consecutive blocks. `Extents` has the free runs and joins neighbours, as an allocator of a heap
+does. `Buddies` is Knuth's buddy system (The Art of Computer Programming 1, 2.5): pieces of a power of two of blocks,
+each at a multiple of its own size, so that it has one buddy, the other half of the next larger piece. A piece is halved
+until the size needed is reached; a freed one is joined with its buddy as long as that is free. A cache of another size
+is cut into such pieces from the start, largest first, which are never joined.
 
-Each lies at a multiple of its own size, so that it has one buddy, the other half of the next larger piece. A piece is
-halved until the size asked for is reached; a freed one is joined with its buddy as long as that is free. A cache of
-another size is cut into such pieces from the start, largest first, which are never joined.
-
-Free space that is handed out in pieces: a piece is a run of consecutive blocks, for one request as long as it runs.
-
-Two managers of it stand behind one Protocol. `Extents` keeps the free runs and merges neighbours, as any allocator of a
-heap does; `Buddies` (buddies.py) hands out powers of two. Each is a `FreeList` of a block pool (blocks.py) as well.
+Each is a `FreeList` (free_lists.py) whose `take(count)` hands out one piece of `granted(count)` blocks and whose `give`
+takes a whole one back; no content is cached. `largest` is the most that can be taken at present, `most` when all is
+free.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Literal, Protocol
+from typing import Literal
 
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.observer import NULL_OBSERVER, Observer
@@ -169,38 +168,6 @@ class Buddies:
                 assert start ^ (1 << i) not in starts, ("two buddies that are not joined", start, i)
 
 
-class FreePieces(Protocol):
-    """Which consecutive blocks go next. `free` is how many blocks are free, in however many runs."""
-
-    free: int
-
-    @property
-    def largest(self) -> int:
-        """The largest count of blocks that can be taken at present."""
-
-    @property
-    def most(self) -> int:
-        """The largest count of blocks that can be taken when all are free."""
-
-    def granted(self, count: int) -> int:
-        """Blocks that whoever takes `count` gets."""
-
-    def take(self, count: int) -> list[int]:
-        """Hand out one piece of `granted(count)` blocks; the caller has checked that `largest` is enough."""
-
-    def give(self, blocks: list[int], hashed: int) -> None:
-        """Take back one whole piece, or nothing; content is not kept."""
-
-    def pick(self, block: int) -> None:
-        """Nothing cached is ever free: not called."""
-
-    def order(self) -> list[int]:
-        """Every free block, ascending."""
-
-    def check(self) -> None:
-        """Raise AssertionError unless the free runs are what they should be."""
-
-
 class Extents:
     """Free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the first one
     that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
@@ -275,3 +242,6 @@ class Extents:
             end = start + self._lengths[at]
         assert end <= self._blocks, ("a run ends beyond the cache", end, self._blocks)
         assert sum(self._lengths) == self.free, ("free blocks", self._lengths, self.free)
+
+
+FreePieces = Extents | Buddies
