@@ -81,7 +81,7 @@ def _check_options(arguments: argparse.Namespace, kind: str) -> None:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print how wrong a simulated run is against a measured one; of any other two, how the second differs."""
-    conditions = [condition.parse(text) for text in arguments.fail_if]
+    conditions = [condition.parse(rule) for rule in arguments.fail_if]
     if arguments.out is not None:
         folder.check(arguments.out)
     runs = loading.read([arguments.first, arguments.second])
@@ -140,5 +140,5 @@ def _print_caveats(shown: Sequence[Caveat]) -> None:
         print(_wrapped(f"{caveat.run}: {caveat.reason}" if caveat.run else caveat.reason, "  - ", "    "))
 
 
-def _wrapped(text: str, first: str = "", following: str = "") -> str:
-    return textwrap.fill(text, 118, initial_indent=first, subsequent_indent=following)
+def _wrapped(sentence: str, first: str = "", following: str = "") -> str:
+    return textwrap.fill(sentence, 118, initial_indent=first, subsequent_indent=following)

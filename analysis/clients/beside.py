@@ -189,10 +189,10 @@ def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | 
 def _doubts(client: Client, pairs: Pairs | None, compared: Requests, tokens: tuple[int, int]) -> list[str]:
     if pairs is not None:
         return [*_missing(client, pairs), *_other_tokens(pairs, compared)]
-    told = zip((client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True)
+    counts = zip((client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True)
     return [
         f"the client has {number:,.0f} {what} tokens, the session {own:,}"
-        for number, own, what in told
+        for number, own, what in counts
         if math.isfinite(number) and number != own
     ]
 

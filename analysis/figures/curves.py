@@ -37,14 +37,14 @@ def curves(swept: Sweep) -> Chart:
         if known.rate is not None
     ]
     panels = [_with(panel, edges, x=axis, x_log=log) for panel in panels]
-    return Chart("sweep", f"Sweep of {swept.field}", _says(swept, knees), panels, columns=2)
+    return Chart("sweep", f"Sweep of {swept.field}", _caption(swept, knees), panels, columns=2)
 
 
 def _with(panel: Panel, marks: list[Mark], **changes: Any) -> Panel:
     return replace(panel, marks=[*marks, *panel.marks], **changes)
 
 
-def _says(swept: Sweep, knees: Mapping[str, Knee]) -> str:
+def _caption(swept: Sweep, knees: Mapping[str, Knee]) -> str:
     caption = "Solid p50, dashed p95" + (", dotted p99." if _quotable(swept, "p99") else ".")
     if not _quotable(swept, "p95"):
         caption += " Some runs have too few requests for p95 to be quoted."
@@ -54,7 +54,7 @@ def _says(swept: Sweep, knees: Mapping[str, Knee]) -> str:
             " Knee: the highest rate up to which requests end at least 95 % as fast as they arrive, from the middle"
         )
         caption += " arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95."
-        caption += f" {' '.join(known.says for known in knees.values())}"
+        caption += f" {' '.join(known.sentence for known in knees.values())}"
     return caption
 
 

@@ -91,7 +91,7 @@ def _rows(requests: pd.DataFrame, places: Ints) -> list[str]:
     if len(requests) <= MOST_NAMED:
         return [str(name) for name in requests["id"]]
     every = max(len(places) // 10, 1)
-    return [f"{place + 1:,}" if i % every == 0 else "" for i, place in enumerate(places)]
+    return [f"{at + 1:,}" if i % every == 0 else "" for i, at in enumerate(places)]
 
 
 QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))
@@ -125,19 +125,21 @@ def latency(
         key: {label: _sample(frame, times[label], key) for label, frame in requests.items()} for key, _ in QUANTITIES
     }
     panels = [_distributions(name, samples[key], styles, limits.get(key)) for key, name in QUANTITIES]
-    counts = {label: len(sample.values) for label, sample in samples["e2e_s"].items()}
-    counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
-    if len(counts) > 1 == len(set(counts.values())):
-        counted = f"{next(iter(counts.values())):,} of each run"
-    caption = (
-        f"Share of values up to x. ITL: every gap between two tokens; the others: requests that are done ({counted})."
-    )
+    caption = f"Share of values up to x. ITL: every gap between two tokens; the others: {_counted(samples['e2e_s'])}."
     caption += " Marks: p50, p95, p99 of all values, where there are enough."
     caption += " Solid: measured; dashed: simulated." if mixed else ""
     caption += " Black, dashed: the service level (SLO)." if limits else ""
     if any(len(sample.values) > MOST_POINTS for own in samples.values() for sample in own.values()):
         caption += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact."
     return Chart("latency", "Latency distributions", caption, panels, columns=2)
+
+
+def _counted(samples: Mapping[str, LatencySample]) -> str:
+    counts = {label: len(sample.values) for label, sample in samples.items()}
+    counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
+    if len(counts) > 1 == len(set(counts.values())):
+        counted = f"{next(iter(counts.values())):,} of each run"
+    return f"requests that are done ({counted})"
 
 
 def _distributions(

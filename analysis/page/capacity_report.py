@@ -224,15 +224,14 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
     texts = [
         f"{capacity.field} = {probe.value:g}: {metric.shown(interval[0])}, {probe.verdict}" for probe, interval in known
     ]
-    for verdict, style in STYLES.items():
-        own = [at for at, (probe, _) in enumerate(known) if probe.verdict == verdict]
-        if own:
-            marks.append(Whiskers("", x[own], lows[own], highs[own], style))
-            marks.append(Points(verdict, x[own], means[own], style, [texts[at] for at in own]))
-    x_log = len(x) > 1 and bool(x.min() > 0) and bool(x.max() >= FAR * x.min())
+    verdicts = np.array([probe.verdict for probe, _ in known], dtype=object)
+    for verdict in (each for each in STYLES if each in verdicts):
+        own, style = np.flatnonzero(verdicts == verdict), STYLES[verdict]
+        marks.append(Whiskers("", x[own], lows[own], highs[own], style))
+        marks.append(Points(verdict, x[own], means[own], style, [texts[at] for at in own]))
     title = f"{metric.label}, {'near the capacity' if near else 'all loads'} (limit {shown(check.bound, metric.form)})"
-    ticks = _doubled(float(x.min()), float(x.max())) if x_log else ()
-    return Panel(marks, capacity.field, scale.name, title, x_log=x_log, y_log=y_log, y_range=reach, x_ticks=ticks)
+    ticks = _doubled(x)
+    return Panel(marks, capacity.field, scale.name, title, x_log=bool(ticks), y_log=y_log, y_range=reach, x_ticks=ticks)
 
 
 def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: bool, near: bool) -> tuple[float, float]:
@@ -250,6 +249,8 @@ def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: boo
     return float(np.maximum(lows, least / 2).min(initial=least)) / ROOM, top * ROOM
 
 
-def _doubled(low: float, high: float) -> list[float]:
-    """The least load, twice it, and so on to the greatest: most searches have been there."""
-    return [low * 2**k for k in range(int(np.log2(high / low) + 1e-9) + 1)]
+def _doubled(x: Floats) -> list[float]:
+    """The least load, twice it, and so on to the greatest, where most searches have been; none if they lie near."""
+    if len(x) < 2 or not 0 < FAR * x.min() <= x.max():
+        return []
+    return [float(x.min()) * 2**k for k in range(int(np.log2(x.max() / x.min()) + 1e-9) + 1)]

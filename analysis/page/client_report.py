@@ -173,8 +173,8 @@ def _paired(compared: Beside) -> str:
     if compared.paired_by == NOT:
         return "The file lists no requests: distributions of all requests, none paired."
     more = compared.served - compared.pairs
-    others = f" {more:,} more of the session are left out." if more and compared.paired_by == ID else ""
-    return f"{compared.pairs:,} requests, paired by {compared.paired_by}.{others}"
+    rest = f" {more:,} more of the session are left out." if more and compared.paired_by == ID else ""
+    return f"{compared.pairs:,} requests, paired by {compared.paired_by}.{rest}"
 
 
 CLIENT, SERVER, APART = series(1), series(0), series(2)
@@ -183,27 +183,29 @@ SHARES = {"p50": 0.5, "p99": 0.99}
 
 def charts(compared: Beside, number: int) -> list[Chart]:
     """Of one file, the `number`th; of several a chart each."""
-    panels = [_distributions(compared, measure) for measure in _said(compared)]
-    says = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
-    says += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."
-    made = [Chart(f"client-{number}", f"{compared.client.path.name}: client and server", says, panels, columns=2)]
+    panels = [_distributions(compared, measure) for measure in _shared(compared)]
+    caption = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
+    caption += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."
+    made = [Chart(f"client-{number}", f"{compared.client.path.name}: client and server", caption, panels, columns=2)]
     apart = [_apart(measure) for measure in compared.measures.values() if len(measure.apart_s)]
     if apart:
-        says = f"The client's value less the server's, of {compared.pairs:,} requests paired by {compared.paired_by}."
+        caption = (
+            f"The client's value less the server's, of {compared.pairs:,} requests paired by {compared.paired_by}."
+        )
         title = f"{compared.client.path.name}: how far apart"
-        made.append(Chart(f"apart-{number}", title, says, apart, columns=len(apart)))
+        made.append(Chart(f"apart-{number}", title, caption, apart, columns=len(apart)))
     return made
 
 
-def _said(compared: Beside) -> list[Measure]:
+def _shared(compared: Beside) -> list[Measure]:
     return [measure for measure in compared.measures.values() if measure.client and measure.server]
 
 
 def _distributions(compared: Beside, measure: Measure) -> Panel:
     server = measure.server_s
     client = compared.client.values(measure.name)
-    told = np.array([measure.client[name] for name in SHARES if name in measure.client])
-    drawn = unit(float(max(server.max(), (client if len(client) else told).max(initial=0.0))))
+    quoted = np.array([measure.client[name] for name in SHARES if name in measure.client])
+    drawn = unit(float(max(server.max(), (client if len(client) else quoted).max(initial=0.0))))
     marks: list[Mark] = [_curve("server", server, measure.server_counts, drawn, SERVER)]
     if len(client):
         marks.append(_curve("client", client, None, drawn, CLIENT))
@@ -211,7 +213,7 @@ def _distributions(compared: Beside, measure: Measure) -> Panel:
         names = [name for name in SHARES if name in measure.client]
         texts = [f"client: {name} {shown(measure.client[name], 's')}" for name in names]
         heights = np.array([SHARES[name] for name in names])
-        marks.append(Points("client", told / drawn.seconds, heights, CLIENT, texts))
+        marks.append(Points("client", quoted / drawn.seconds, heights, CLIENT, texts))
     log = spread([server, client])
     return Panel(marks, drawn.name, "share", MEASURES[measure.name], x_log=log, y_range=(0.0, 1.03))
 

@@ -69,7 +69,7 @@ def _hover(mark: Mark, panel: Panel, y: str = "%{y}", texts: Sequence[str] = ())
     """What is said of a point: its own text if it has one, else name and values."""
     x = "%{x}" + (f" {escaped(panel.x)}" if panel.x else "")
     if texts:
-        return {"hovertext": [escaped(text) for text in texts], "hovertemplate": "%{hovertext}<extra></extra>"}
+        return {"hovertext": [escaped(label) for label in texts], "hovertemplate": "%{hovertext}<extra></extra>"}
     y = f"{escaped(panel.y)}: {y}" if panel.y else y
     return {"hovertemplate": "<br>".join(filter(None, (escaped(mark.name), y, x))) + "<extra></extra>"}
 
@@ -172,8 +172,8 @@ def _whiskers(mark: Whiskers, _: Panel) -> Dict:
 
 
 def _cells(mark: Cells, _: Panel) -> Dict:
-    texts = [[escaped(text) for text in row] for row in mark.texts]
-    labels = [[escaped(text) for text in row] for row in mark.labels]
+    texts = [[escaped(label) for label in row] for row in mark.texts]
+    labels = [[escaped(label) for label in row] for row in mark.labels]
     return {
         "type": "heatmap",
         "z": [numbers(row) for row in mark.shares()],
@@ -252,13 +252,13 @@ def axis(letter: str, number: int, between: str = "") -> str:
     return f"{letter}{between}{number if number > 1 else ''}"
 
 
-def escaped(text: str) -> str:
+def escaped(label: str) -> str:
     """Text that plotly.js shows as it is: neither its HTML nor its %{templates}."""
-    return html.escape(text, quote=False).replace("%{", "&#37;{").replace("\n", "<br>")
+    return html.escape(label, quote=False).replace("%{", "&#37;{").replace("\n", "<br>")
 
 
-def _wrapped(text: str, letters: int) -> str:
-    return "<br>".join(escaped(line) for line in textwrap.wrap(text, letters)) or escaped(text)
+def _wrapped(label: str, letters: int) -> str:
+    return "<br>".join(escaped(line) for line in textwrap.wrap(label, letters)) or escaped(label)
 
 
 def _row_letters(width: int) -> int:
@@ -391,8 +391,8 @@ def _categories(panel: Panel, room: float) -> tuple[Dict, int]:
 def _title(panel: Panel, number: int, room: float) -> list[Dict]:
     where = {"xref": f"{axis('x', number)} domain", "x": 0, "yref": f"{axis('y', number)} domain", "y": 1}
     looks = {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False, "font": {"size": 13}}
-    text = "<br>".join(f"<b>{escaped(line)}</b>" for line in _title_lines(panel, room))
-    return [where | looks | {"text": text}] if text else []
+    title = "<br>".join(f"<b>{escaped(line)}</b>" for line in _title_lines(panel, room))
+    return [where | looks | {"text": title}] if title else []
 
 
 def _axes(chart: Chart, index: int, width: int, span: list[float]) -> Dict:

@@ -95,8 +95,8 @@ def _policy(*scripts: str) -> str:
     """Only these scripts run and nothing is loaded. Styles must be free: plotly.js sets them on what it draws."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     sources = " ".join(f"'sha256-{value}'" for value in hashes)
-    others = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {sources}; {others}"
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {sources}; {rest}"
 
 
 def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str, str]]:
@@ -130,9 +130,9 @@ def _section(title: str, content: str) -> tuple[str, str, str]:
     return title, name, f"{head}\n{content}</section>" if content else ""
 
 
-def _code_marked(text: str) -> str:
+def _code_marked(sentence: str) -> str:
     """A sentence of the report; what stands between backticks in Markdown is code here."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(sentence))
 
 
 def _list(sentences: Sequence[str]) -> str:
@@ -245,8 +245,8 @@ def _chart(chart: Chart, data: str) -> str:
     name, file = _anchor(chart), escape(f"figures/{chart.key}.png")
     moves = any(not panel.categories for panel in chart.panels)
     buttons = " ".join(
-        f'<button type="button" data-key="{key}" aria-label="{says}" title="{says}">{sign}</button>'
-        for key, sign, says in KEYS
+        f'<button type="button" data-key="{key}" aria-label="{label}" title="{label}">{sign}</button>'
+        for key, sign, label in KEYS
     )
     tools = f'<div class="tools" role="group" aria-label="Zoom: {escape(chart.title)}">{buttons}</div>' if moves else ""
     return f"""<figure id="{name}" aria-labelledby="{name}-title">
@@ -260,17 +260,17 @@ def _chart(chart: Chart, data: str) -> str:
 
 
 def _json(chart: Chart) -> str:
-    text = json.dumps(interactive.figure(chart), separators=(",", ":"), sort_keys=True, allow_nan=False)
-    return text.replace("<", "\\u003c")  # ends no script element and starts no comment
+    content = json.dumps(interactive.figure(chart), separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return content.replace("<", "\\u003c")  # ends no script element and starts no comment
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
 
 
-def _folded(what: str, label: str, text: str) -> str:
-    content = f'<pre tabindex="0" role="region" aria-label="{what} of {escape(label)}">{escape(text)}</pre>'
-    return f"<details><summary>{escape(label)}</summary>{content}</details>"
+def _folded(what: str, label: str, content: str) -> str:
+    shown = f'<pre tabindex="0" role="region" aria-label="{what} of {escape(label)}">{escape(content)}</pre>'
+    return f"<details><summary>{escape(label)}</summary>{shown}</details>"
 
 
 def _commands(report: Report) -> str:

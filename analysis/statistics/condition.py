@@ -21,12 +21,12 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition; `text` is what the user wrote. `bound` is on B / A - 1 if `relative`, else on B - A.
+    """One condition; `rule` is what the user wrote. `bound` is on B / A - 1 if `relative`, else on B - A.
 
     With `magnitude` it is on the absolute value of the change.
     """
 
-    text: str
+    rule: str
     metric: str
     compare: str
     bound: float
@@ -53,19 +53,19 @@ class Condition:
         return OPERATORS[self.compare](change, self.bound)
 
 
-def parse(text: str) -> Condition:
+def parse(rule: str) -> Condition:
     """Understand METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises CheckError.
 
     `%` is relative to A, also for shares; `pt` are points of a share; seconds take ns, us, ms, s or min; other numbers
     none. +- or ± before the number bounds the size of the change in either direction. No sign is +.
     """
-    match, source = FORM.fullmatch(text), f"{OPTION} {text!r}"
+    match, source = FORM.fullmatch(rule), f"{OPTION} {rule!r}"
     if not match:
-        raise CheckError(f"{source}: expected METRIC>CHANGE, for example tpot.p50>+5%", value=text)
+        raise CheckError(f"{source}: expected METRIC>CHANGE, for example tpot.p50>+5%", value=rule)
     name, compare, sign, number, unit = match.groups()
     metric = named(name, source)
     bound = bounded(metric, number, unit, _allowed(metric), source)
-    return Condition(text, metric, compare, -bound if sign == "-" else bound, unit == RELATIVE, sign in ("+-", "±"))
+    return Condition(rule, metric, compare, -bound if sign == "-" else bound, unit == RELATIVE, sign in ("+-", "±"))
 
 
 def _allowed(metric: str) -> dict[str, float]:
@@ -80,12 +80,12 @@ def verdict(condition: Condition, differences: Sequence[MetricDifference], *, su
     """
     difference = next((difference for difference in differences if difference.metric == condition.metric), None)
     if difference is None:
-        return True, f"FAILED  {condition.text}: not both runs have {condition.metric}"
+        return True, f"FAILED  {condition.rule}: not both runs have {condition.metric}"
     change, interval = condition.change(difference), condition.range(difference)
     beyond = condition.meets(change)
     edges = [condition.meets(edge) for edge in interval or ()]
     failed = all([beyond, *edges]) if sure else beyond
-    line = f"{'FAILED' if failed else 'ok    '}  {condition.text}: {_facts(condition, difference, interval)}"
+    line = f"{'FAILED' if failed else 'ok    '}  {condition.rule}: {_facts(condition, difference, interval)}"
     if any(edge != beyond for edge in edges):
         line += f"; not certain: the interval reaches {'back over' if beyond else 'over'} the bound"
     return failed, line

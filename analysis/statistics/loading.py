@@ -152,8 +152,8 @@ def request_frame(times: Requests) -> pd.DataFrame:
 
 def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
     """Each run with a label of its own."""
-    told = labels.labels([run.facts for run in runs], [run.loop for run in runs])
-    return [replace(run, label=label) for run, label in zip(runs, told, strict=True)]
+    names = labels.labels([run.facts for run in runs], [run.loop for run in runs])
+    return [replace(run, label=label) for run, label in zip(runs, names, strict=True)]
 
 
 def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -63,24 +63,32 @@ def _by(
     field: str, differing: Sequence[str], runs: Sequence[LoadedRun], flats: Sequence[Mapping[str, Any]]
 ) -> Sweep | None:
     """The sweep of this field, if it is one."""
-    given = [facts.get(field) for facts in flats]
-    values = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(values) < len(given):
+    values: list[Any] = [facts.get(field) for facts in flats]
+    if not all(map(labels.is_number, values)):
         return None
-    groups: dict[tuple[str, ...], list[int]] = {}
-    others = [name for name in differing if name != field]
-    for i, facts in enumerate(flats):
-        groups.setdefault(tuple(repr(facts.get(name)) for name in others), []).append(i)
+    rest = [name for name in differing if name != field]
+    groups = _alike(flats, rest)
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
     first = [rows[0] for rows in groups.values()]
-    apart = [{name: flats[i].get(name) for name in others} for i in first]
-    made = []
-    for rows, label in zip(groups.values(), labels.labels(apart, [runs[i].loop for i in first]), strict=True):
-        ordered = sorted(rows, key=lambda i: values[i])
-        made.append(SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered]))
+    facts_apart = [{name: flats[i].get(name) for name in rest} for i in first]
+    names = labels.labels(facts_apart, [runs[i].loop for i in first])
+    made = [_group(runs, values, name, rows) for name, rows in zip(names, groups.values(), strict=True)]
     return Sweep(field, sorted(set(values)), made)
+
+
+def _alike(flats: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
+    """The runs by what they have in these fields."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, facts in enumerate(flats):
+        groups.setdefault(tuple(repr(facts.get(name)) for name in names), []).append(i)
+    return groups
+
+
+def _group(runs: Sequence[LoadedRun], values: Sequence[Any], label: str, rows: Sequence[int]) -> SweepGroup:
+    ordered = sorted(rows, key=values.__getitem__)
+    return SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered])
 
 
 # -- load -------------------------------------------------------------------------------------------------------------
@@ -119,13 +127,13 @@ def waits(run: LoadedRun) -> bool:
 @dataclass(frozen=True, slots=True)
 class Knee:
     """Where a group's latency turns up: `rate` is the highest rate (requests/s) up to which all keep up and none waits,
-    if the range shows it. `says` is a sentence in any case.
+    if the range shows it. `sentence` is one in any case.
 
     Keeping up alone would be too kind to short runs: a queue that grows slowly is long before 5 % are missing.
     """
 
     rate: float | None
-    says: str
+    sentence: str
 
 
 def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
@@ -134,7 +142,7 @@ def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
     for rate, run in zip(rates, group.runs, strict=True):
         if (stable := keeps_up(run)) is not None:
             votes.setdefault(rate, []).append(stable and not waits(run))
-    borne = [rate for rate, given in sorted(votes.items()) if 2 * sum(given) > len(given)]
+    borne = [rate for rate, ballots in sorted(votes.items()) if 2 * sum(ballots) > len(ballots)]
     too_much = min((rate for rate in votes if rate not in borne), default=None)
     if too_much is None:
         most = f"{max(borne):.4g}/s is sustained" if borne else "no run has a rate"
@@ -158,7 +166,7 @@ def rates(swept: Sweep, group: SweepGroup) -> list[float]:
 def findings(swept: Sweep) -> list[str]:
     """What the sweep shows, a sentence a group."""
     if swept.by_rate:
-        knees = [knee(group, rates(swept, group)).says for group in swept.groups]
+        knees = [knee(group, rates(swept, group)).sentence for group in swept.groups]
         return [*knees, *(_slo(group, rates(swept, group)) for group in swept.groups if _met(group))]
     return [_best(swept.field, group) for group in swept.groups]
 
@@ -172,8 +180,8 @@ def _slo(group: SweepGroup, rates: Sequence[float]) -> str:
     runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
     met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
     missed = [rate for rate, share in met.items() if share < NEARLY]
-    kept = [rate for rate in met if not missed or rate < min(missed)]
-    until = f"up to {max(kept):.4g}/s" if kept else "at none of these rates"
+    sustained = [rate for rate in met if not missed or rate < min(missed)]
+    until = f"up to {max(sustained):.4g}/s" if sustained else "at none of these rates"
     return f"{group.label}: SLO met by at least {NEARLY:.0%} of the requests {until}."
 
 

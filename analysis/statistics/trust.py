@@ -27,27 +27,27 @@ FIRST, SLOW, ALIKE = 5, 3.0, 2.0
 TAIL = 0.1
 NEAR_FULL = 0.9
 """Capacity: share of the KV blocks in use above which their number decides who waits and who is preempted."""
-MOST_TOLD = 3  # caveats of one kind in full
+MOST_IN_FULL = 3  # caveats of one kind in full
 Floats = npt.NDArray[np.float64]
 
 
 def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
     """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
-    among = [Caveat(kind, "", text) for kind, rule in AMONG for text in [rule(runs)] if text]
+    among = [Caveat(kind, "", reason) for kind, rule in AMONG for reason in [rule(runs)] if reason]
     single = [caveat for kind, rule in RULES.items() for caveat in _of_kind(kind, rule, runs)]
     return sorted([*among, *single], key=lambda caveat: list(RULES).index(caveat.kind))
 
 
 def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
     """What a rule says of the runs: in full for the first few texts, for others only that it applies."""
-    runs_by_text: dict[str, list[str]] = {}
+    runs_by_reason: dict[str, list[str]] = {}
     for run in runs:
-        if text := rule(run):
-            runs_by_text.setdefault(text, []).append(run.label)
-    shown = [Caveat(kind, _whose(labels, runs), text) for text, labels in runs_by_text.items()]
-    others = [label for labels in list(runs_by_text.values())[MOST_TOLD:] for label in labels]
+        if reason := rule(run):
+            runs_by_reason.setdefault(reason, []).append(run.label)
+    shown = [Caveat(kind, _whose(labels, runs), reason) for reason, labels in runs_by_reason.items()]
+    rest = [label for labels in list(runs_by_reason.values())[MOST_IN_FULL:] for label in labels]
     return (
-        [*shown[:MOST_TOLD], Caveat(kind, ", ".join(others), f"{kind}, too, with other figures.")] if others else shown
+        [*shown[:MOST_IN_FULL], Caveat(kind, ", ".join(rest), f"{kind}, too, with other figures.")] if rest else shown
     )
 
 
@@ -91,8 +91,8 @@ def _near_capacity(run: LoadedRun) -> str | None:
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
         return None
     queue, ttft = (run.summary[name]["p95"] for name in ("queue_s", "ttft_s"))
-    said = f"at p95 {queue:.3g} s of {ttft:.3g} s TTFT are the wait for a seat"
-    return f"{said}: the server is near its capacity or beyond, and a longer run may well give other latencies."
+    wait = f"at p95 {queue:.3g} s of {ttft:.3g} s TTFT are the wait for a seat"
+    return f"{wait}: the server is near its capacity or beyond, and a longer run may well give other latencies."
 
 
 def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
@@ -101,8 +101,8 @@ def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
         return 0.0
     table = run.requests[run.requests["status"] != "refused"]
     scheduled = table["scheduled_ns"].to_numpy() / 1e9
-    leaves = np.where(scheduled < 0, np.inf, scheduled)
-    waited = np.clip(leaves, low, high) - np.clip(table["arrival_ns"].to_numpy() / 1e9, low, high)
+    until = np.where(scheduled < 0, np.inf, scheduled)
+    waited = np.clip(until, low, high) - np.clip(table["arrival_ns"].to_numpy() / 1e9, low, high)
     return float(waited.clip(min=0).sum() / (high - low))
 
 
@@ -114,8 +114,8 @@ def _calibration(run: LoadedRun) -> str | None:
 
 
 def _not_done(run: LoadedRun) -> str | None:
-    others = run.summary["requests_by_status"]
-    unfinished = [f"{count:,} {status}" for status, count in others.items() if count and status not in ENDED]
+    counts = run.summary["requests_by_status"]
+    unfinished = [f"{count:,} {status}" for status, count in counts.items() if count and status not in ENDED]
     total = run.summary["requests"]
     reasons = run.requests["reason"][run.requests["reason"] != ""]
     why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
@@ -154,9 +154,9 @@ def _warm_up(run: LoadedRun) -> str | None:
     early, total = int((arrival < reached).sum()), len(arrival)
     if early <= EARLY * total:
         return None
-    texts = f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at"
+    early_requests = f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at"
     at = f"{(reached - run.start_ns) / 1e9:.3g} s"
-    return f"{texts} {at}; they count in latencies, and `cbsim run --window` would leave them out."
+    return f"{early_requests} {at}; they count in latencies, and `cbsim run --window` would leave them out."
 
 
 def _slow_start(run: LoadedRun) -> str | None:
@@ -233,9 +233,9 @@ def _hardware(run: LoadedRun) -> str | None:
 
 def models(name: str) -> set[str]:
     """The words of a device's name that tell its model: those with digits that are neither a memory nor a socket."""
-    words = re.findall(r"[a-z]*\d+[a-z]*\d*[a-z]*", name.lower())
+    names = re.findall(r"[a-z]*\d+[a-z]*\d*[a-z]*", name.lower())
     return {
-        word for word in words if not re.fullmatch(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)", word)
+        word for word in names if not re.fullmatch(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)", word)
     }
 
 
@@ -260,8 +260,8 @@ def _assumed(run: LoadedRun) -> str | None:
         return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
     shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
     assumed = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
-    given = f"shares of the data sheet's peak ({assumed}) and CPU times as the scenario gives them"
-    return f"simulated times rest on {given}, not on coefficients fitted to a measured engine."
+    source = f"shares of the data sheet's peak ({assumed}) and CPU times as the scenario gives them"
+    return f"simulated times rest on {source}, not on coefficients fitted to a measured engine."
 
 
 def _code(run: LoadedRun) -> str | None:

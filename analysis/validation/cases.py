@@ -83,33 +83,33 @@ class ValidationCase:
 class DeviceCases:
     """Every case that has runs to compare, and what was left out. `device`: as provenance.json names it."""
 
-    place: Path
+    folder: Path
     device: str | None
     cases: Sequence[ValidationCase]
     left_out: Sequence[Caveat]
 
 
-def read(place: Path) -> DeviceCases:
+def read(folder: Path) -> DeviceCases:
     """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
     Incomparable naming runs that do not belong together.
     """
-    cases_read = [_read_case(folder) for folder in _folders(place / "validation")]
+    cases_read = [_read_case(each) for each in _folders(folder / "validation")]
     cases = [case for case, _ in cases_read if case is not None]
     left_out = [caveat for _, caveats in cases_read for caveat in caveats]
     if not cases:
         reasons = "; ".join(f"{caveat.run}: {caveat.reason}" for caveat in left_out)
-        raise RunError(f"{place}: {reasons or 'holds no case'}; {EXPECTED}")
-    return DeviceCases(place, _device(place / "provenance.json"), cases, left_out)
+        raise RunError(f"{folder}: {reasons or 'holds no case'}; {EXPECTED}")
+    return DeviceCases(folder, _device(folder / "provenance.json"), cases, left_out)
 
 
-def _folders(place: Path) -> list[Path]:
+def _folders(parent: Path) -> list[Path]:
     """The folders in a folder, those with numbers in their names by number; none if it is not there."""
     try:
-        return sorted((path for path in place.iterdir() if _is_folder(path)), key=_natural)
+        return sorted((path for path in parent.iterdir() if _is_folder(path)), key=_natural)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RunError(f"{place}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
+        raise RunError(f"{parent}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
 
 
 def _is_folder(path: Path) -> bool:

@@ -55,7 +55,7 @@ def build(validation: DeviceCases, command: str) -> Report:
         title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
         question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
         sources=[source for case in cases for source in sources(case, validation)],
-        caveats=[*validation.left_out, *not_kept(cases), *caveats(cases)],
+        caveats=[*validation.left_out, *without_tables(cases), *caveats(cases)],
         findings=tally.findings(cases),
         tables=[
             *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *tally.cause_table(cases)),
@@ -71,7 +71,7 @@ def build(validation: DeviceCases, command: str) -> Report:
 def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
     """Every run; what the runs of a case have in common is in the first simulated and the first measured one."""
     first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
-    return [_source(run, run.path.relative_to(validation.place).as_posix(), whole=run in first) for run in case.runs]
+    return [_source(run, run.path.relative_to(validation.folder).as_posix(), whole=run in first) for run in case.runs]
 
 
 def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
@@ -94,11 +94,11 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
     return [_shortened(caveat, labels) for caveat in trust.caveats(runs)]
 
 
-def not_kept(cases: Sequence[ValidationCase]) -> list[Caveat]:
+def without_tables(cases: Sequence[ValidationCase]) -> list[Caveat]:
     """The packed cases without tables: only their numbers are known."""
     names = [case.name for case in cases if not _is_whole(case)]
-    says = "packed without steps and requests: in the tables of errors only, and in no other caveat"
-    return [Caveat("not kept", ", ".join(names), f"{says}.")] if names else []
+    caption = "packed without steps and requests: in the tables of errors only, and in no other caveat"
+    return [Caveat("not kept", ", ".join(names), f"{caption}.")] if names else []
 
 
 def _is_whole(case: ValidationCase) -> bool:
@@ -221,13 +221,13 @@ def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
         marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
-    says = (
+    caption = (
         "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
     )
-    says += "are simulated, other markers measured, one for each pair of measured runs."
-    says += " Colours repeat." if len(curves) > len(SERIES) else ""
+    caption += "are simulated, other markers measured, one for each pair of measured runs."
+    caption += " Colours repeat." if len(curves) > len(SERIES) else ""
     axes = Panel(marks, "CPU work added, ms a step", "async faster by, %")
-    return Chart("speedup", "Speed-up of the async loop", says, [axes])
+    return Chart("speedup", "Speed-up of the async loop", caption, [axes])
 
 
 def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark]:
@@ -258,11 +258,13 @@ def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
     frames = {loop: pd.concat(parts, ignore_index=True) for loop, parts in loops.items() if parts}
     total = sum(map(len, frames.values()))
     every = -(-total // MOST_POINTS) or 1
-    kept = {loop: frame.iloc[::every] for loop, frame in frames.items()}
-    panels = [_fit(title, name, kept) for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))]
-    says = "One point a request of any workload; on the line the simulated run is right. TTFT counts from the arrival."
-    says += f" One in {every} of {total:,} requests is drawn." if every > 1 else ""
-    return Chart("scatter", "Requests, simulated over measured", says, panels, columns=2)
+    drawn = {loop: frame.iloc[::every] for loop, frame in frames.items()}
+    panels = [_fit(title, name, drawn) for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))]
+    caption = (
+        "One point a request of any workload; on the line the simulated run is right. TTFT counts from the arrival."
+    )
+    caption += f" One in {every} of {total:,} requests is drawn." if every > 1 else ""
+    return Chart("scatter", "Requests, simulated over measured", caption, panels, columns=2)
 
 
 def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
@@ -302,12 +304,12 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
         if own:
             x, y = np.array([dot.x for dot in own]), np.array([dot.y for dot in own])
             marks.append(Points(verdict, x, np.clip(y, -EDGE, EDGE), style, texts=[dot.text for dot in own]))
-    says = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
-    says += "1: as far above the measured run as the bar allows. "
-    says += f"Where a bar is not asked nothing is drawn.{_beyond(dots)}"
+    caption = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
+    caption += "1: as far above the measured run as the bar allows. "
+    caption += f"Where a bar is not asked nothing is drawn.{_beyond(dots)}"
     reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
     panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
-    return Chart("errors", "Errors, as multiples of what is asked", says, [panel])
+    return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
 
 
 def _category(bar: Bar) -> str:

@@ -48,8 +48,8 @@ def judged(cases: Sequence[ValidationCase], bar: Bar | None = None) -> list[Case
 
 def of(case: ValidationCase, loop: str, label: str) -> Score | None:
     """The score in a row of the table: the speed-up stands in the async loop's."""
-    wanted = BOTH if label == SPEED_UP and loop == "async" else loop
-    return next((score for score in case.scores if (score.loop, score.bar.label) == (wanted, label)), None)
+    row_of = BOTH if label == SPEED_UP and loop == "async" else loop
+    return next((score for score in case.scores if (score.loop, score.bar.label) == (row_of, label)), None)
 
 
 def replays(cases: Sequence[ValidationCase]) -> list[ReplayOutcome]:
@@ -104,7 +104,7 @@ def size_text(bar: Bar, size: float) -> str:
     return f"{size * 100:.2f} pt" if bar.points else f"{size:.1%}"
 
 
-def wanted(bar: Bar) -> str:
+def requirement(bar: Bar) -> str:
     """What a bar asks, in words."""
     bound = bar.bound * 100
     return f"within {bound:g} point{'' if bound == 1 else 's'}" if bar.points else f"within {bound:g} %"
@@ -117,15 +117,15 @@ def bar_table(cases: Sequence[ValidationCase]) -> Table:
     """A row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
     rows = [_bar_row(bar, judged(cases, bar)) for bar in BARS]
-    says = (
+    note = (
         "Simulated against the median of the measured runs; errors of shares in points. TTFT is asked below saturation."
     )
-    return Table("Bars", header, [*rows, _plans_row(replays(cases))], says)
+    return Table("Bars", header, [*rows, _plans_row(replays(cases))], note)
 
 
 def _bar_row(bar: Bar, scores: Sequence[CaseScore]) -> tuple[str, ...]:
     if not scores:
-        return (bar.label, wanted(bar), "not asked", "-", "-", "-", "-", "-")
+        return (bar.label, requirement(bar), "not asked", "-", "-", "-", "-", "-")
     worst = max(scores, key=lambda scored: scored.size)
     verdicts = [scored.score.verdict for scored in scores]
     counts = (
@@ -133,14 +133,14 @@ def _bar_row(bar: Bar, scores: Sequence[CaseScore]) -> tuple[str, ...]:
         *(f"{verdicts.count(v):,}" for v in ("missed", "undecided")),
     )
     middle = size_text(bar, median(scored.size for scored in scores))
-    return (bar.label, wanted(bar), *counts, middle, error_text(worst.score), worst.where)
+    return (bar.label, requirement(bar), *counts, middle, error_text(worst.score), worst.where)
 
 
 def _plans_row(verdicts: Sequence[ReplayOutcome]) -> tuple[str, ...]:
-    others = [replay for replay in verdicts if not identical(replay)]
-    where = others[0].run if others else "-"
-    counts = (f"{len(verdicts) - len(others):,} of {len(verdicts):,}", f"{len(others):,}", "0")
-    return ("measured runs, replayed", "identical plans", *counts, "-", others[0].says if others else "-", where)
+    differing = [replay for replay in verdicts if not identical(replay)]
+    where = differing[0].run if differing else "-"
+    counts = (f"{len(verdicts) - len(differing):,} of {len(verdicts):,}", f"{len(differing):,}", "0")
+    return ("measured runs, replayed", "identical plans", *counts, "-", differing[0].says if differing else "-", where)
 
 
 def error_table(cases: Sequence[ValidationCase]) -> Table:
@@ -149,12 +149,12 @@ def error_table(cases: Sequence[ValidationCase]) -> Table:
     rows = [_error_row(case, loop) for case in cases for loop in case.loops]
     counts = sorted({len(pair.measured) for case in cases for pair in case.loops.values()})
     measured = " to ".join(f"{count}" for count in dict.fromkeys((counts[0], counts[-1]))) + " times"
-    says = (
+    note = (
         "*: the bar is missed. ~: undecided, missed by no more than the measured runs lie apart. In "
         f"parentheses: not asked. pt: points. Each loop was measured {'once' if counts[-1] == 1 else measured}. "
         "Plans replayed: steps of the measured runs whose plan was derived again."
     )
-    return Table("Errors by workload", header, rows, says)
+    return Table("Errors by workload", header, rows, note)
 
 
 def _error_row(case: ValidationCase, loop: str) -> tuple[str, ...]:
@@ -178,9 +178,9 @@ def repeat_table(cases: Sequence[ValidationCase]) -> list[Table]:
     repeated = [(case, loop, len(pair.measured)) for case in cases for loop, pair in case.loops.items()]
     rows = [_repeat_row(case, loop, count) for case, loop, count in repeated if count > 1]
     header = ("case", "loop", "runs", *(SHORT.get(label, label) for label in REPEATED))
-    says = "The largest less the smallest of the measured runs, as a share of their median or in points (pt). ~: more "
-    says += "than the bar allows the simulated run to be off, so that it cannot be told whether a miss is one."
-    return [Table("Repeats", header, rows, says)] if rows else []
+    note = "The largest less the smallest of the measured runs, as a share of their median or in points (pt). ~: more "
+    note += "than the bar allows the simulated run to be off, so that it cannot be told whether a miss is one."
+    return [Table("Repeats", header, rows, note)] if rows else []
 
 
 def _repeat_row(case: ValidationCase, loop: str, count: int) -> tuple[str, ...]:
@@ -197,10 +197,10 @@ def _spread_cell(score: Score | None) -> str:
 def case_table(cases: Sequence[ValidationCase]) -> Table:
     """What the cases are."""
     header = ("case", "model", "scheduler", "CPU work added", "arrivals", "requests", "runs of a loop", "about")
-    says = (
+    note = (
         "Runs of a loop: how often it was measured. Arrivals: their rate as a share of the synchronous loop's capacity."
     )
-    return Table("Workloads", header, [_case_row(case) for case in cases], says)
+    return Table("Workloads", header, [_case_row(case) for case in cases], note)
 
 
 def _case_row(case: ValidationCase) -> tuple[str, ...]:
@@ -295,13 +295,13 @@ def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
         for missed in [not_met(case, loop)]
         if missed and pair.whole
     ]
-    says = (
+    note = (
         "Means over the steps with rows, simulated against the measured run of median makespan: the CPU phase (but for "
         "the wait) or lane whose time differs most, also as a share of the measured time a step. In the async loop "
         "it is one of the side that takes longer, CPU or device: the other runs beside it. Decode steps read no "
         "prompt, prefill steps do."
     )
-    return [Table("Where missed bars come from", header, rows, says)] if rows else []
+    return [Table("Where missed bars come from", header, rows, note)] if rows else []
 
 
 def not_met(case: ValidationCase, loop: str) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.browser import chromium, needs_browser, requested, show, window
-from support.scripts import script
 from support.sweep_tables import RATE, REASON, rates, row, written
 
 from analysis.cli.parser import main
@@ -52,11 +51,6 @@ def test_the_report_has_counts_reasons_the_best_places_and_figures(out: Path) ->
     assert all((out / "figures" / f"{name}.png").is_file() for name in figures)
     facts = json.loads((out / "report.json").read_text())["data"]
     assert (facts["points"], facts["done"], facts["failed"], facts["missing"]) == (48, 44, 3, 1)
-
-
-def test_the_index_says_how_many_points_a_sweep_has(out: Path) -> None:
-    script("index").main(out.parent)
-    assert "(rates/report.md) |  | 48 |" in (out.parent / "README.md").read_text()
 
 
 def test_the_command_in_the_report_makes_it_again(out: Path, file: Path) -> None:

@@ -209,3 +209,10 @@ def test_work_is_bounded_but_never_to_nothing() -> None:
     assert intervals.replicates(48) == MOST
     assert LEAST < intervals.replicates(50_000) < MOST
     assert intervals.replicates(10**7) == LEAST
+
+
+def test_an_interval_is_the_middle_of_the_differences() -> None:
+    """Of 0 to 1000, one fortieth lies below its lower end and as many above its upper one."""
+    found = intervals.interval(np.full(1001, 1.0), 1.0 + np.arange(1001.0))
+    assert found is not None
+    assert found.delta == pytest.approx((25.0, 975.0)) and found.relative == pytest.approx((25.0, 975.0))

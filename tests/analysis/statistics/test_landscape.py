@@ -56,11 +56,12 @@ def test_an_async_loop_gains_over_the_sync_loop_of_the_same_scheduler(runs: list
 
 
 def test_nothing_is_gained_over_another_configuration(runs: list[LoadedRun]) -> None:
-    """A measured loop is not compared with a simulated one, nor a scheduler with another."""
+    """A measured loop is not compared with a simulated one, nor a scheduler with another, nor with one of several."""
     one = next(run for run in runs if run.loop == "async")
     other = next(run for run in runs if run.loop == "sync" and run.scenario["scheduler"] == one.scenario["scheduler"])
     real = replace(other, environment=dict(other.environment) | {"device": "a GPU"})
     assert all(not row[-1] for row in landscape.landscape([one, real]).rows)
+    assert all(not row[-1] for row in landscape.landscape([one, other, replace(other, label="again")]).rows)
     stranger = next(
         run for run in runs if run.loop == "sync" and run.scenario["scheduler"] != one.scenario["scheduler"]
     )

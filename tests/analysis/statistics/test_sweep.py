@@ -82,7 +82,7 @@ def test_no_knee_is_claimed_outside_the_range(rated: list[LoadedRun]) -> None:
     for part, said in ((low, "2/s is sustained"), (high, "4/s is too much already")):
         knee = sweeps.knee(part, [float(value) for value in part.values])
         assert knee.rate is None
-        assert "no knee in this range" in knee.says and said in knee.says
+        assert "no knee in this range" in knee.sentence and said in knee.sentence
 
 
 def test_the_offered_rate_is_that_of_the_arrivals(rated: list[LoadedRun]) -> None:
