@@ -32,7 +32,7 @@ from cbsim.runs import replan
 def started(out: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
     """The command in a process of its own, and a client of it."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    common = ["serve", "tiny_cpu", "--port", 0, "--out", out, "--quiet", *words]
+    common = ["serve", "tiny_cpu", *words, "--port", 0, "--out", out, "--quiet"]
     process = subprocess.Popen(
         [sys.executable, "-m", "cbengine", *map(str, common)],
         stdout=subprocess.PIPE,
