@@ -70,7 +70,7 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis}", default=usual, metavar="M", help=about)
     option(parser, "--check", "--where", help="e.g. 'ttft.p99<=2s' (repeatable)")
     option(parser, "--confidence", type=a_confidence, help="of each interval (95%%)")
-    parser.add_argument("--all", action="store_true", help="list the points that are beaten, too")
+    parser.add_argument("--all", action="store_true", help="list dominated points, too")
     common_options(parser, "--out", "--json")
 
 

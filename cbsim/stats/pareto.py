@@ -22,7 +22,7 @@ from cbsim.stats import intervals, paired
 from cbsim.stats.intervals import Interval
 from cbsim.stats.replicated import Configuration, Replicated
 
-FRONTIER, PERHAPS, DOMINATED, OUT, MISSING = "frontier", "perhaps", "beaten", "out", "no runs"
+FRONTIER, PERHAPS, DOMINATED, OUT, MISSING = "frontier", "perhaps", "dominated", "out", "no runs"
 COST = "cost.usd_per_million_output_tokens"
 STYLES = {
     FRONTIER: Style(BLUE, "solid", "circle"),
@@ -170,7 +170,7 @@ def _findings(sweep: Replicated, standings: Sequence[Standing], question: Questi
     else:
         findings.append(
             f"Intervals of Student's t over paired replicates, each with a confidence of {question.confidence:g}; "
-            "perhaps: not beaten for sure."
+            "perhaps: not dominated for sure."
         )
     if not counts[FRONTIER]:
         findings.append("No point keeps all conditions for sure.")

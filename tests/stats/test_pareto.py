@@ -1,4 +1,4 @@
-"""`cbsim pareto`: nobody beats a point of the frontier, and what is not on it is beaten, for sure or perhaps."""
+"""`cbsim pareto`: no point dominates one of the frontier; every other is dominated, for sure or perhaps."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_the_frontier_is_who_nobody_beats(values: list[tuple[int, int]], x_sign:
     """With one run each, against the definition; equal points are all on it."""
     question = Question(Objective(X.metric, x_sign), Objective(Y.metric, y_sign), [], 0.95)
     goods = [(x_sign * x, y_sign * y) for x, y in values]
-    beaten = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in goods) for x, y in goods]
+    dominated = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in goods) for x, y in goods]
     found = verdicts([{0: {X.name: float(x), Y.name: float(y)}} for x, y in values], question)
-    assert found == [DOMINATED if each else FRONTIER for each in beaten]
+    assert found == [DOMINATED if each else FRONTIER for each in dominated]
 
 
 def noisy(means: list[tuple[float, float]], own: float, replicates: int = 6) -> list[dict[int, dict[str, float]]]:
@@ -57,7 +57,7 @@ def noisy(means: list[tuple[float, float]], own: float, replicates: int = 6) -> 
 
 
 def test_who_is_nearly_on_the_frontier_is_perhaps_on_it() -> None:
-    """What all share is no doubt: a point behind by ten deviations is beaten, though its own interval overlaps; one
+    """What all share is no doubt: a point behind by ten deviations is dominated, though its own interval overlaps; one
     behind by a tenth is perhaps on the frontier.
     """
     question = Question(X, Y, [], 0.95)

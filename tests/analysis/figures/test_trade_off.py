@@ -1,4 +1,4 @@
-"""Two metrics against each other: what is beaten is beaten by somebody, and who is best is beaten by nobody."""
+"""Two metrics against each other: what is dominated is so by another, and the best are dominated by none."""
 
 from __future__ import annotations
 
