@@ -264,7 +264,7 @@ async def _simulate(pipe: Pipe, itl_s: float) -> None:
     late_s: list[float] = []
     clock, stop = _Noted(late_s), Stop()
     scenario = scenario_of({**SCENARIO, "cost": {"kind": "constant", "step_s": itl_s}})
-    backend = open_session(scenario, clock, open_tokenizer(), None, "bench").backend
+    backend = open_session(scenario, clock, open_tokenizer(), None, "bench")
     await _answer(pipe, late_s, stop.request)
     app = App(backend, meter=VllmMeter(backend))
     await listen(app, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
