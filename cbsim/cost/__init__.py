@@ -1,1 +1,1 @@
-"""Cost models: a plan in, seconds out, and nothing else."""
+"""Cost models: functions from a plan to seconds, without state."""

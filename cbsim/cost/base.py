@@ -1,4 +1,4 @@
-"""What a cost model answers, and what all of them share: CPU time by phase, whole nanoseconds, copies of KV.
+"""The interface of cost models, and what all of them share: CPU time by phase, whole nanoseconds, KV transfers.
 
 The CPU cost of a phase is a constant plus terms in what the step holds and in what is new in it. Requests are the rows
 of the step, tokens its query tokens, blocks those in the block tables of its rows, chunks the rows that are listed one
@@ -16,17 +16,17 @@ from cbsim.policy.transfers import Direction
 
 
 class Cost(Protocol):
-    """A plan in, integer nanoseconds out, and nothing else: no state, no clock."""
+    """A function from a plan to integer nanoseconds, without state or clock."""
 
     @property
     def cpu_ns(self) -> CpuCost:
         """CPU time of the phases of a plan."""
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        """(H2D copy, kernels, D2H copy) when `tokens` query tokens are computed, padding included."""
+        """Return (H2D copy, kernels, D2H copy), ns, when `tokens` query tokens are computed, padding included."""
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
-        """CPU time to launch the step's kernels one by one, without a CUDA graph."""
+        """Return the CPU time to launch the step's kernels one by one, without a CUDA graph."""
 
 
 PHASES = WORKED
@@ -44,7 +44,7 @@ class PhaseCost(NamedTuple):
 
 
 class StepSize(NamedTuple):
-    """What a phase's terms count, in their order."""
+    """The counts that a phase's coefficients multiply, in their order."""
 
     requests: int
     tokens: int
@@ -54,7 +54,7 @@ class StepSize(NamedTuple):
 
 
 def size(plan: StepPlan) -> StepSize:
-    """What `plan` has for the CPU to do."""
+    """Return the counts of `plan` that its CPU time depends on."""
     work, new = plan.work, plan.changes
     chunks, changes = len(work.chunks), len(new.grown) + len(new.left) + len(new.ended)
     return StepSize(
@@ -63,7 +63,7 @@ def size(plan: StepPlan) -> StepSize:
 
 
 class CpuCost:
-    """`phases` maps a phase to its coefficients; a phase that is missing costs nothing."""
+    """The CPU time of a plan by phase. `phases` maps a phase to its coefficients; a missing one costs nothing."""
 
     def __init__(self, phases: Mapping[str, PhaseCost]) -> None:
         self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
@@ -101,7 +101,7 @@ class CpuCost:
 
 
 def nearest(number: float) -> int:
-    """`round(number)` of a number that is not negative: half to even. Compiled, it takes a tenth of its time."""
+    """Return `round(number)` of a non-negative number, half to even; compiled, it takes a tenth of `round`'s time."""
     whole = int(number)
     rest = number - whole
     if rest > 0.5 or (rest == 0.5 and whole % 2):
@@ -110,8 +110,8 @@ def nearest(number: float) -> int:
 
 
 class Copies:
-    """`block_bytes` are one block's keys and values in all layers, on one GPU; rates are bytes a second, those of the
-    data sheet: the host's link in each direction, the memory for reading and writing together.
+    """The time of KV transfers. `block_bytes` are one block's keys and values in all layers, on one GPU; rates are the
+    data sheet's bytes a second: the host's link in each direction, the memory for reading and writing together.
     """
 
     def __init__(self, block_bytes: int, link_bytes_s: float, memory_bytes_s: float) -> None:
@@ -119,5 +119,5 @@ class Copies:
         self._device_ns = 2 * block_bytes / memory_bytes_s * 1e9
 
     def ns(self, direction: Direction, blocks: int) -> int:
-        """Nanoseconds of a move of so many blocks that has its lane to itself."""
+        """Return the nanoseconds of a transfer of so many blocks that has its lane to itself."""
         return nearest(blocks * (self._device_ns if direction is Direction.COPY else self._host_ns))

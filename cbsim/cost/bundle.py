@@ -8,7 +8,7 @@
     tp<n>/moe.csv              tokens, activated_experts, time_us
     .../arch/<name>.yaml       the order of layers, in a folder `arch` beside or above
 
-Times are of one layer, eager, without gaps. Between points they are interpolated linearly (`Ladder`).
+Times are those of one layer, launched eagerly, without gaps. `Ladder` interpolates linearly between points.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Experts(NamedTuple):
     intermediate: int
 
     def hit(self, tokens: int, ranks: int) -> float:
-        """Experts of one of `ranks` GPUs that `tokens` tokens reach, on average, if all are equally likely."""
+        """Return the mean number of experts of one of `ranks` GPUs that `tokens` tokens reach, all equally likely."""
         return self.total / ranks * (1 - (1 - self.per_token / self.total) ** tokens)
 
     def skipped(self) -> float:
-        """What a pair of a token and an expert that lives elsewhere writes, in units of one expert's weights.
+        """Return what a pair of a token and another GPU's expert writes, in units of one expert's weights.
 
         vLLM's kernels run over all gathered pairs. For these both products write zeros, the activation between them
         runs, and the sum behind them adds zeros; what was just written is read from the cache.
@@ -104,9 +104,9 @@ class Bundle:
         return NS_A_US * self._layers * mean
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
-        """Every GPU computes the token-expert pairs of its own experts, which on average are as many as its own tokens
-        have: `tokens` tokens, that hit the experts which all `ranks` x `tokens` tokens reach here. Beside them it
-        skips the other pairs that were gathered.
+        """Return the ns of all layers' experts. A GPU computes the token-expert pairs of its own experts, on average as
+        many as its own `tokens` have, over the experts that all `ranks` x `tokens` tokens reach on it. It also skips
+        the other gathered pairs, which takes time too.
         """
         if self._moe is None or self._experts is None:
             return 0.0
@@ -116,15 +116,15 @@ class Bundle:
 
 
 class _Skew:
-    """Share of the way from the time at the mean context to that at the longest, from batches with a few long rows.
+    """The interpolation weight between the times at mean and longest context, from batches with a few long rows.
 
-    A batch is found by its size, its longest context and the ratio of mean to longest, sizes on a logarithmic scale.
-    Rows of equal length do not wait for each other: at ratio 1 the share is 0. Beyond the smallest and the
-    largest value of an axis the edge holds; a line that ends before goes on, its share kept between 0 and 1.
+    A batch is looked up by its size, longest context and ratio of mean to longest, sizes on a logarithmic scale. Rows
+    of equal length do not wait for each other: at ratio 1 the weight is 0. Beyond the smallest and the largest value
+    of an axis the edge value holds; a line that ends earlier is extrapolated, its weight kept between 0 and 1.
 
-    From `whole` decoding rows on, and not below, attention leaves each context to one multiprocessor: a batch is found
-    among those of its kind. What the longest row adds does not depend on how many there are beside it, so between
-    `whole` and the next size that was measured the share falls with them.
+    From `whole` decoding rows on, and not below, attention leaves each context to one multiprocessor, so a batch is
+    looked up among those of its side. What the longest row adds does not depend on the number of other rows, so
+    between `whole` and the next measured size the weight is inversely proportional to the rows.
     """
 
     COLUMNS = ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us")
@@ -158,7 +158,7 @@ class _Skew:
 
 
 def _of_degree(folder: Path, tensor_parallel: int) -> Path:
-    """The tables of one tensor-parallel degree. Raises ScenarioError."""
+    """Return the folder of the tables of one tensor-parallel degree. Raises ScenarioError."""
     tables = folder / f"tp{tensor_parallel}"
     if not tables.is_dir():
         known = ", ".join(sorted(path.name for path in folder.glob("tp*"))) or "none"
@@ -167,7 +167,7 @@ def _of_degree(folder: Path, tensor_parallel: int) -> Path:
 
 
 def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
-    """The sequence of layers of the profiled architecture: of every part, its layers."""
+    """Return the layers of the profiled architecture in sequence, by part of a step."""
     name = meta.get("architecture")
     for above in (folder, *folder.resolve().parents):
         path = above / "arch" / f"{name}.yaml"
@@ -186,21 +186,21 @@ def _layers(path: Path, part: str, names: Any) -> list[str]:
 
 
 def _enabled(meta: dict[str, Any]) -> bool:
-    """Did whoever made the tables find the skew correction sound?"""
+    """True if the authors of the tables found the skew correction sound."""
     fit = meta.get("skew_fit")
     return bool(isinstance(fit, dict) and fit.get("enabled"))
 
 
 def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
-    """Decoding rows from which FlashAttention 2 splits no context, as its `num_splits_heuristic` has it: a block for a
-    row and KV head, they fill four fifths of two blocks a multiprocessor. Infinite where the GPU is not known.
+    """Return the decoding rows from which FlashAttention 2 splits no context, by its `num_splits_heuristic`: at a block
+    for a row and KV head they fill four fifths of two blocks a multiprocessor. Infinite if the GPU is not known.
     """
     multiprocessors = MULTIPROCESSORS.get(meta.get("gpu", ""))
     return 0.8 * 2 * multiprocessors / kv_heads if multiprocessors and kv_heads else inf
 
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
-    """The names that are not known `elsewhere`. One without a curve is missing in the file at `path`."""
+    """Return the names that are not in `elsewhere`. Raises ScenarioError, naming `path`, for one without a curve."""
     required = [name for name in names if name not in elsewhere]
     for name in required:
         if name not in curves:
@@ -218,7 +218,7 @@ def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
 
 
 def _curves(path: Path, axis: str) -> dict[str, Ladder]:
-    """A curve a layer."""
+    """Return a curve of microseconds for each layer, by `axis`."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
     with open_text(path) as file:
         table = CsvTable(path, file, ("layer", axis, "time_us"))
@@ -228,7 +228,7 @@ def _curves(path: Path, axis: str) -> dict[str, Ladder]:
 
 
 def _attention(path: Path) -> Ladder:
-    """Axes: query tokens of chunks, decoding rows, cached tokens of the chunks, mean context of the rows."""
+    """Return attention times by query tokens of chunks, decoding rows, cached tokens of chunks, rows' mean context."""
     rows = _numbers(path, ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode", "time_us"))
     return Ladder({tuple(at): time for *at, time in rows}.items())
 
@@ -239,6 +239,6 @@ def _moe(path: Path) -> Ladder:
 
 
 def _expert_us(moe: Ladder, experts: Experts) -> float:
-    """To read one expert's weights: what one more takes where the fewest tokens that can reach all of them do."""
+    """Return the microseconds to read an expert's weights: what one more adds at the fewest tokens that reach all."""
     tokens, half = experts.total / experts.per_token, experts.total / 2
     return (moe(tokens, experts.total) - moe(tokens, half)) / half

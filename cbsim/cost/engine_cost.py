@@ -1,13 +1,13 @@
-"""`table` with the tables of an engine: a step takes its kernels' measured times and a few named terms.
+"""The cost model `table` with an engine's tables: a step takes its kernels' measured times and a few named terms.
 
     step = products + attention + experts + head + all-reduces    measured
          + step_s + layers x layer_s + rows x row_s               what no table holds
          + all-reduces x reduce_s                                 ranks that wait for each other
          + elementwise x bytes / memory bandwidth                 norms, rope, activation, quantization
 
-Attention of decoding rows counts `decode_attention` times: caches are not read as they were when they were tabulated.
-Products, experts' ones included, count `products` times, in steps too large for a graph `large_products` times: a
-kernel that runs alone for a moment finds the GPU cooler than a server does. There are two all-reduces a layer and one
+Attention of decoding rows is multiplied by `decode_attention`: a server reads caches differently than the measurement.
+Products, those of experts included, are multiplied by `products`, in steps too large for a graph by `large_products`:
+a kernel that runs alone for a moment finds the GPU cooler than in a server. There are two all-reduces a layer and one
 after the embedding.
 """
 
@@ -23,7 +23,7 @@ from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
 
 
 class Terms(NamedTuple):
-    """What no table holds: nanoseconds, and factors without a unit."""
+    """The terms that no table holds: nanoseconds, and factors without a unit."""
 
     step_ns: float = 0.0
     layer_ns: float = 0.0
@@ -37,7 +37,7 @@ class Terms(NamedTuple):
 
 
 def elementwise_bytes(model: ModelShape, tensor: int) -> float:
-    """Bytes that the kernels between the products of a layer read and write for a token, on one of `tensor` GPUs.
+    """Return the bytes that a layer's kernels between products read and write for a token, on one of `tensor` GPUs.
 
     Twice residual and norm (read both, write both); rope (read and write queries and keys, write keys and values);
     activation (read gate and up, write their product, of every expert that a token goes through).
@@ -49,7 +49,7 @@ def elementwise_bytes(model: ModelShape, tensor: int) -> float:
 
 
 class EngineCost:
-    """`captured` is the largest step that runs as a graph, tokens; beyond it all-reduces are launched one by one."""
+    """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one."""
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
-"""What the kernels of a step take by the tables of an engine (engine_files), on one GPU of those that share a model.
+"""Kernel times of a step by the tables of an engine, on one of the GPUs that share a model.
 
-Linear layers by the type of the weights, the output head in the model's own; attention by the heads that a GPU has;
-experts by a GPU's share of them; all-reduces of the residual stream. Between measured points Ladder and Products
-interpolate; heads that were not measured lie between those that were, linearly.
+Linear layers are looked up by the type of the weights, the output head in the model's own; attention by a GPU's heads;
+experts by a GPU's share of them; all-reduces are those of the residual stream. Between measured points Ladder and
+Products interpolate; numbers of heads that were not measured are interpolated linearly.
 
-A product takes what the fastest of the card's engines takes, in its own type or in 16 bits: all compute it with the
+A product takes the time of the fastest of the card's engines, in its own type or in 16 bits: all compute it with the
 same few libraries, fewer bits are no more work, and some tables were taken with the host launching every kernel, which
-can only add. An engine's own tables alone are used if that is wanted. Attention takes no longer than was measured for
-as many rows and tokens or more: single outliers, which tables have, would else stand for all work near them.
+can only add time. Optionally only the engine's own tables are used. Attention takes no longer than was measured for as
+many rows and tokens or more: otherwise single outliers, which tables have, would stand for all work near them.
 
 Kernel tables of serving engines as aiconfigurator publishes them: one folder a card, one file an operation.
 
@@ -16,7 +16,7 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
     generation_attention__... the same: rows that read isl + step tokens each
     moe__...                  moe_dtype, num_tokens, hidden_size, inter_size, topk, num_experts, moe_tp_size,
                               moe_ep_size, distribution
-    custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager were told apart
+    custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
     nccl__nccl_<version>      op_name, nccl_dtype, num_gpus, message_size (elements)
 
 All end in .csv.gz and have a column latency_ms.
@@ -52,8 +52,8 @@ HEAD_DIM = 128  # of all attention tables
 
 
 class Share(NamedTuple):
-    """How a model lies on its GPUs: all `tensor` share attention and dense layers; experts are spread over `experts`
-    groups of them, each of which shares its own. `routing`: how unevenly tokens choose.
+    """The distribution of a model over GPUs: all `tensor` share attention and dense layers; experts are spread over
+    `experts` groups of them, each of which shares its own. `routing` names how unevenly tokens choose experts.
     """
 
     tensor: int = 1
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 
 class Fastest(NamedTuple):
-    """The least of several curves, at each place."""
+    """The minimum of several curves at each point."""
 
     curves: Sequence[MeanCurve]
 
@@ -71,7 +71,7 @@ class Fastest(NamedTuple):
 
 
 class Blend(NamedTuple):
-    """Between two tables: `weight` of the way from the first to the second."""
+    """An interpolation between two tables, `weight` being the second one's share."""
 
     low: Ladder
     high: Ladder
@@ -83,8 +83,8 @@ class Blend(NamedTuple):
 
 
 class EngineTables:
-    """The tables of `engine` in `folder`, for one GPU's share of `model`. `fastest`: products as above. Raises
-    ScenarioError.
+    """The tables of `engine` in `folder`, for one GPU's share of `model`. `fastest`: products take the time of the
+    card's fastest engine. Raises ScenarioError.
     """
 
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
@@ -108,33 +108,33 @@ class EngineTables:
         self._hidden, self._vocab, self._ns = model.hidden, model.vocab, NS_A_MS * model.layers
 
     def linear_ns(self, tokens: int) -> float:
-        """Matrix products of all layers but the experts'."""
+        """Return the ns of the matrix products of all layers except those of experts."""
         return self._ns * sum([curve(tokens) for curve in self._layer])
 
     def experts_ns(self, tokens: int) -> float:
-        """Experts of all layers, and who chooses them."""
+        """Return the ns of the experts of all layers and of their routing."""
         return self._ns * self._experts(tokens) if self._experts else 0.0
 
     def head_ns(self, rows: int) -> float:
-        """The output head's product, and the gathering of its shares."""
+        """Return the ns of the output head's product and of the all-gather of its shares."""
         if not rows:
             return 0.0
         gathered = self._gather(rows * self._vocab) if self._gather else 0.0
         return NS_A_MS * (self._head(rows) + gathered)
 
     def reduce_ns(self, tokens: int, *, graph: bool) -> float:
-        """One all-reduce of the residual stream; as part of a graph, or launched by itself."""
+        """Return the ns of one all-reduce of the residual stream, in a graph or launched by itself."""
         if not self._reduce:
             return 0.0
         ladder = self._reduce.get("graph" if graph else "eager") or self._reduce["any"]
         return NS_A_MS * ladder(tokens * self._hidden)
 
     def decode_ns(self, rows: int, context: float) -> float:
-        """Attention of decoding rows in all layers, each over `context` tokens, its own included."""
+        """Return the ns of attention of decoding rows in all layers, each over `context` tokens, its own included."""
         return self._ns * self._decode(rows, context) if rows else 0.0
 
     def prompt_ns(self, work: Attention) -> float:
-        """Attention of a chunk in all layers."""
+        """Return the ns of attention of a chunk in all layers."""
         return self._ns * chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
 
 
@@ -142,18 +142,18 @@ Axes = Callable[[float, float, float], "tuple[float, ...] | None"]
 
 
 class _Tables(NamedTuple):
-    """Where the tables of an engine are, and whose products are taken."""
+    """The folder of an engine's tables, and the engines whose products are used."""
 
     folder: Path
     engine: str
     products: Sequence[str]
-    bounded: bool  # does a product of fewer bits take no longer than one of 16?
+    bounded: bool  # whether a product of fewer bits takes no longer than one of 16
 
     def file(self, operation: str) -> Path:
         return self.folder / f"{operation}__{self.engine}.csv.gz"
 
     def product(self, dtype: str, n: float, k: float) -> Fastest:
-        """[m, k] x [k, n], by m."""
+        """Return the milliseconds of the product [m, k] x [k, n], by m."""
         known = [_products(self.folder, engine, dtype) for engine in self.products]
         curves = [products.curve(n, k) for products in known if products is not None]
         if curves and self.bounded and dtype != WIDE:
@@ -164,7 +164,7 @@ class _Tables(NamedTuple):
         return Fastest(curves)
 
     def experts(self, dtype: str, model: ModelShape, share: Share) -> Ladder:
-        """By tokens."""
+        """Return the milliseconds of a layer's experts, by tokens."""
         required = {
             "moe_dtype": dtype,
             "hidden_size": model.hidden,
@@ -178,7 +178,7 @@ class _Tables(NamedTuple):
         return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
 
     def attention(self, operation: str, query: int, kv: int, kv_dtype: str, axes: Axes) -> Blend:
-        """By what `axes` make of batch, new and cached tokens; None leaves a row out."""
+        """Return milliseconds by what `axes` makes of batch, new and cached tokens; it is None for rows to skip."""
         path = self.file(operation)
         by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
         required = {"kv_cache_dtype": kv_dtype, "num_key_value_heads": kv}
@@ -196,7 +196,7 @@ class _Tables(NamedTuple):
         return Blend(low, high, weight)
 
     def all_reduces(self, gpus: int) -> dict[str, Ladder]:
-        """By how they are launched: graph or eager, or any if that was not told apart."""
+        """Return milliseconds by launch: "graph" and "eager", or "any" if the table does not distinguish them."""
         path, columns = self.file("custom_allreduce"), ("message_size",)
         name = self.engine.partition("_")[0]
         try:
@@ -208,7 +208,7 @@ class _Tables(NamedTuple):
             return {"any": Ladder(select(path, columns, {"num_gpus": gpus}).items())}
 
     def gathers(self, gpus: int) -> Ladder:
-        """All-gathers by NCCL, by elements of the whole."""
+        """Return the milliseconds of an all-gather by NCCL, by elements of the gathered tensor."""
         newest = max(self.folder.glob("nccl__*.csv.gz"), default=self.folder / "nccl__nccl.csv.gz")
         required = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
         return Ladder(select(newest, ("message_size",), required).items())
@@ -216,7 +216,7 @@ class _Tables(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _products(folder: Path, engine: str, dtype: str) -> Products | None:
-    """Those of an engine; None if it has none of that type."""
+    """Return the products of an engine in one type; None if it has no such table rows."""
     path = folder / f"gemm__{engine}.csv.gz"
     points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
     try:
@@ -229,22 +229,22 @@ def _products(folder: Path, engine: str, dtype: str) -> Products | None:
 
 
 def _rows(batch: float, new: float, cached: float) -> tuple[float, ...]:
-    """Decoding rows, and the tokens that each reads."""
+    """Return the decoding rows and the tokens that each reads."""
     return batch, new + cached
 
 
 def _prompts(batch: float, new: float, cached: float) -> tuple[float, ...] | None:
-    """Query-key pairs of one prompt that is computed at once."""
+    """Return the query-key pairs of one prompt that is computed at once; None for other rows."""
     return (pairs(new),) if (batch, cached) == (1, 0) else None
 
 
 def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
-    """Of each point the least that was measured there or at one that is no smaller on any axis."""
+    """Return for each point the least time measured there or at a point that is no smaller on any axis."""
     return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
 
 
 def _heads(model: ModelShape, tensor: int) -> tuple[int, int]:
-    """Query heads and heads of keys and values of a GPU: one of the latter, if there are fewer than GPUs."""
+    """Return the query heads and KV heads of a GPU: one KV head if the model has fewer than there are GPUs."""
     return model.heads // tensor, max(1, model.kv_heads // tensor)
 
 
@@ -263,28 +263,28 @@ def _check(folder: Path, model: ModelShape, share: Share) -> None:
 
 
 TIME = "latency_ms"
-MOST = 1e12  # of any column
+MOST = 1e12  # bound on the values of every column
 
 
 class DamagedError(ScenarioError):
-    """A table cannot be read, or holds what is no time."""
+    """An error for a table that cannot be read or holds an invalid value."""
 
 
 class NoColumnError(DamagedError):
-    """A table has no such column."""
+    """An error for a table that lacks a column."""
 
 
 class NoRowsError(ScenarioError):
-    """A table has no row with such a value."""
+    """An error for a table without a row of a required value."""
 
 
 def engines(folder: Path) -> list[str]:
-    """The engines that `folder` has GEMM tables of, such as vllm_0.14.0, in order."""
+    """Return the engines that `folder` has GEMM tables of, such as vllm_0.14.0, in order."""
     return sorted(path.name.partition("__")[2].removesuffix(".csv.gz") for path in folder.glob("gemm__*.csv.gz"))
 
 
 def nearest(folder: Path, engine: str, version: str | None) -> str | None:
-    """The engine of that name whose version is next to `version`; without one the newest. None if there is none."""
+    """Return the engine of that name with the version nearest to `version`, else the newest. None if there is none."""
     known = [each for each in engines(folder) if each.partition("_")[0] == engine]
     if version is None:
         return max(known, key=_number, default=None)
@@ -293,7 +293,7 @@ def nearest(folder: Path, engine: str, version: str | None) -> str | None:
 
 
 def meant(folder: Path, engine: str) -> str:
-    """The engine that a scenario names; without a version its newest. Raises ScenarioError."""
+    """Return the engine that a scenario names, its newest version if it names none. Raises ScenarioError."""
     name, _, version = engine.partition("_")
     if version and engine in engines(folder):
         return engine
@@ -307,14 +307,14 @@ def meant(folder: Path, engine: str) -> str:
 
 
 def _number(engine: str) -> tuple[int, int, int]:
-    """The first three numbers of a version."""
+    """Return the first three numbers of a version."""
     parts = [int(part) for part in re.findall(r"\d+", engine.partition("_")[2])[:3]]
     major, minor, patch = [*parts, 0, 0, 0][:3]
     return major, minor, patch
 
 
 def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
-    """Milliseconds by the values of `columns`, of the rows that have the `wanted` values. Raises ScenarioError."""
+    """Return milliseconds by the values of `columns`, of rows with the `required` values. Raises ScenarioError."""
     table = _read(path)
     for name in (*columns, *required, TIME):
         if name not in table.column_names:
@@ -333,7 +333,7 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
 
 
 def _conditions(required: Mapping[str, object], last: str) -> str:
-    """Those before the last one, as the end of a message."""
+    """Return the conditions before `last` as the end of a message."""
     before = [f"{name} = {value}" for name, value in required.items()]
     before = before[: list(required).index(last)]
     return f" where {', '.join(before)}" if before else ""
@@ -361,7 +361,7 @@ def _read(path: Path) -> pa.Table:
 
 @lru_cache(maxsize=12)
 def _table(path: Path, changed_ns: int, size: int) -> pa.Table:
-    """Of a file in one state."""
+    """Read the table at `path`, once for each time of change and size."""
     del changed_ns, size
     try:
         return pyarrow.csv.read_csv(path)

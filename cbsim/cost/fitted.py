@@ -1,10 +1,10 @@
-"""`fitted`: step time as a sum of terms in what the step does, with coefficients measured on an engine.
+"""The cost model `fitted`: step time as a sum of terms in what the step does, with coefficients measured on an engine.
 
 Matrix products over few tokens wait for the weights and over many for arithmetic, so their time is flat and then
-steep, with steps between: it is taken straight between sizes that were measured (`Curve`). The same goes for what
-decoding rows read. All other terms are proportional.
+steep, with steps between: it is interpolated linearly between measured sizes (`Curve`). So is the time of what decoding
+rows read. All other terms are proportional.
 
-`constant`: a step takes a fixed time plus linear terms. The textbook example, and the clock of the golden traces.
+The cost model `constant`: a fixed time plus linear terms. It is the textbook's, and the clock of the golden traces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cbsim.policy.value import value
 
 
 class Work(NamedTuple):
-    """What a step does, as far as its time depends on it.
+    """The counts of a step that its time depends on.
 
     `tokens` are the query tokens computed, padding to a CUDA graph included; `cached` the tokens in the cache before
     its chunks; `pairs` the query tokens of the chunks times the KV tokens that each attends to, itself included;
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 def work(plan: StepPlan, tokens: int) -> Work:
-    """What `plan` does when `tokens` query tokens are computed."""
+    """Return the counts of `plan` when `tokens` query tokens are computed."""
     planned = plan.work
     prefill, cached, pairs = 0, 0, 0.0
     for c in planned.chunks:
@@ -51,8 +51,8 @@ def work(plan: StepPlan, tokens: int) -> Work:
 
 
 class Curve:
-    """Straight lines through (at[i], values[i]), `at` ascending: flat below the first, above the last as before it; 0
-    without any.
+    """A piecewise linear curve through (at[i], values[i]), `at` ascending: constant below the first point, with the
+    last slope above the last, never negative; 0 without points.
     """
 
     def __init__(self, at: Sequence[float], values: Sequence[float]) -> None:
@@ -69,7 +69,7 @@ class Curve:
 
 @value(frozen=True)
 class FittedCost:
-    """Coefficients in nanoseconds: one for each count in `Work`, or a curve, and times that every step takes."""
+    """A cost model with coefficients in ns: one, or a curve, for each count in `Work`, and times of every step."""
 
     cpu_ns: CpuCost
     base: float
@@ -102,7 +102,7 @@ class FittedCost:
 
 @value(frozen=True)
 class ConstantCost:
-    """All coefficients in nanoseconds. `per_context` counts KV tokens after the step; an empty step takes no time."""
+    """A linear cost model, nanoseconds. `per_context` counts KV tokens after the step; an empty step takes no time."""
 
     cpu_ns: CpuCost
     step: float

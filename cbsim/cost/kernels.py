@@ -27,7 +27,7 @@ NS_A_MS = 1e6
 
 
 class Heads(NamedTuple):
-    """Of attention, on one GPU: query heads, heads of keys and values, width of a head."""
+    """The attention heads of one GPU: query heads, KV heads, width of a head."""
 
     query: int
     kv: int
@@ -40,8 +40,8 @@ class Heads(NamedTuple):
 class Kernels:
     """The three tables at `path`, for one of `tensor_parallel` GPUs that share `model`. Raises ScenarioError.
 
-    A chunk costs what `chunk_ms` says: the causal triangle of a prompt is the sum of its parts. Chunks and decoding
-    rows of a step are separate kernels; decoding rows count at their mean context.
+    A chunk takes `chunk_ms`: the causal triangle of a prompt is the sum of its parts. Chunks and decoding rows of a
+    step are separate kernels; decoding rows count at their mean context.
     """
 
     def __init__(self, path: Path, tensor_parallel: int, model: ModelShape) -> None:
@@ -72,14 +72,14 @@ class Kernels:
         return known
 
     def head_ns(self, rows: int) -> float:
-        """The output head's product; no sampler was measured."""
+        """Return the ns of the output head's product; no sampler was measured."""
         known = self._by_rows.get(rows)
         if known is None:
             known = self._by_rows[rows] = NS_A_MS * self._head(rows) if rows else 0.0
         return known
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
-        """Rows of unequal length were not measured: `skew` changes nothing."""
+        """Return the ns of attention. Rows of unequal length were not measured, so `skew` changes nothing."""
         chunk = chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
         return self._ns * (chunk + (self._decode(work.decodes, work.context + 1) if work.decodes else 0.0))
 
@@ -87,26 +87,26 @@ class Kernels:
         return 0.0
 
     def longest(self, decodes: int) -> float:
-        """Tokens up to which attention of so many decoding rows was measured; 0 for more rows than were."""
+        """Return the tokens up to which attention of `decodes` rows was measured; 0 above the most rows measured."""
         return max((length for batch, length in self._longest.items() if batch >= decodes), default=0.0)
 
 
 class Products:
-    """Milliseconds of a product [m, k] x [k, n]. Raises ScenarioError.
+    """The milliseconds of a product [m, k] x [k, n]. Raises ScenarioError.
 
-    In m linear between the measured sizes of a pair (n, k). Between pairs a power law in n and in k: linear in log n,
-    log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
+    In m it is linear between the measured sizes of a pair (n, k). Between pairs it is a power law in n and in k: linear
+    in log n, log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
     """
 
     def __init__(self, path: Path, points: Mapping[tuple[float, float], Mapping[float, float]]) -> None:
-        """`points`: by (n, k), milliseconds by m, as read from `path`."""
+        """Take `points`, by (n, k) the milliseconds by m, as read from `path`."""
         self._path, self._points = path, points
         if not points:
             raise ScenarioError(f"{path}: holds no rows")
         self._n, self._k = (sorted({pair[axis] for pair in points}) for axis in (0, 1))
 
     def curve(self, n: float, k: float) -> MeanCurve:
-        """The product of that shape, by m."""
+        """Return the milliseconds of the product of that shape, by m."""
         corners = [
             (self._ladder(n_, k_), in_n * in_k) for n_, in_n in _around(self._n, n) for k_, in_k in _around(self._k, k)
         ]
@@ -119,7 +119,7 @@ class Products:
 
 
 class MeanCurve(NamedTuple):
-    """Geometric mean of measured curves, each with its weight, times a factor."""
+    """A weighted geometric mean of measured curves, times a factor."""
 
     parts: Sequence[tuple[Ladder, float]]
     factor: float
@@ -132,7 +132,7 @@ class MeanCurve(NamedTuple):
 
 
 def _around(grid: Sequence[float], x: float) -> list[tuple[float, float]]:
-    """The neighbours of x in `grid`, with their weights on a logarithmic scale."""
+    """Return the neighbours of x in `grid`, with their weights on a logarithmic scale."""
     index = bisect_right(grid, x)
     low = grid[max(index - 1, 0)]
     if index in (0, len(grid)) or low == x:
@@ -165,7 +165,7 @@ def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
 
 
 def read_products(path: Path) -> Products:
-    """The table of one type in the file at `path`. Raises ScenarioError."""
+    """Return the products of one type in the file at `path`. Raises ScenarioError."""
     points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
     with open_text(path) as file:
         table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
@@ -176,7 +176,7 @@ def read_products(path: Path) -> Products:
 
 
 def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], float]:
-    """Milliseconds by (batch_size, isl, step), of these heads."""
+    """Return milliseconds by (batch_size, isl, step), for these heads."""
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "latency_ms")
     by_heads: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
     with open_text(path) as file:
@@ -191,12 +191,12 @@ def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], flo
 
 
 def _generation(path: Path, heads: Heads) -> dict[tuple[float, float], float]:
-    """By (decoding rows, tokens that each attends to)."""
+    """Return milliseconds by (decoding rows, tokens that each attends to)."""
     return {(batch, isl + step): ms for (batch, isl, step), ms in _attention(path, heads).items()}
 
 
 def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
-    """The longest length that was measured, by the number of rows."""
+    """Return the longest measured length, by the number of rows."""
     longest: dict[float, float] = defaultdict(float)
     for batch, length in rows:
         longest[batch] = max(longest[batch], length)
@@ -204,7 +204,7 @@ def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
 
 
 def _context(path: Path, heads: Heads) -> Ladder:
-    """Axis: query-key pairs of one prompt without a cache."""
+    """Return milliseconds by the query-key pairs of one prompt without a cache."""
     times = {(pairs(isl),): ms for (batch, isl, step), ms in _attention(path, heads).items() if (batch, step) == (1, 0)}
     if not times:
         raise ScenarioError(f"{path}: no rows of {heads} with batch_size 1 and step 0")

@@ -1,20 +1,20 @@
-"""`roofline`: time from the model's shape and the GPU's data sheet.
+"""The cost model `roofline`: time from the model's shape and the GPU's data sheet.
 
 Every part of a step takes the longer of its arithmetic and its memory traffic: the linear layers (weights read once a
 step, 2 FLOP a weight and query token), attention of the chunks, attention of the decoding rows (their KV read once),
-and the output head for the rows that sample. Parts run one after the other. An efficiency a regime says which share of
-the data sheet is reached; they are the model's only free constants. Copies: three 4-byte inputs a query token and one a
-block of the tables to the device, one 4-byte token a row back.
+and the output head for the rows that sample. Parts run one after the other. An efficiency a regime is the share of the
+data sheet that is reached; efficiencies are the only free constants. Copies: three 4-byte inputs a query token and one
+a block of the tables to the device, one 4-byte token a row back.
 
-Of E experts of which each token goes through k, t tokens are expected to read E (1 - (1 - k/E)^t): all sets of k are
-equally likely. Of p GPUs that share every layer each has a p-th of weights, heads and cache; twice a layer they add up
-their results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
+If each token goes through k of E experts, t tokens are expected to read E (1 - (1 - k/E)^t): all sets of k are equally
+likely. Each of p GPUs that share every layer has a p-th of weights, heads and cache; twice a layer they add up their
+results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 
-The roofline of a model whose layers do not all see the whole sequence.
+`WindowedRoofline` is for models whose layers do not all see the whole sequence.
 
 Each kind of layer reads and computes what it sees, so its share of attention's time is that of its own pairs and
-tokens. Rows are listed one by one (no scheduler counts them here), decoding ones, too: those of one token, which run at
-the rates of decoding.
+tokens. Its schedulers list all rows one by one and none as a decode batch; rows of one token run at the rates of
+decoding.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ class Rates(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What the model's shape comes to."""
+    """The sizes that follow from a model's shape."""
 
     linear: int  # weights that every query token passes through, embedding and head not counted
     head: int
     hidden: int
-    attention_flop: int  # a query token and KV token: 4 x layers x heads x head_dim
-    bytes: int  # a weight or an activation
+    attention_flop: int  # of a pair of a query and a KV token: 4 x layers x heads x head_dim
+    bytes: int  # of a weight or an activation
     kv_bytes: int  # of a token in all layers
     linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
 
 
 class Experts(NamedTuple):
-    """Those of all layers: the share of them that a token goes through, and the bytes of them all."""
+    """The experts of all layers: the share of them that a token goes through, and the bytes of them all."""
 
     share: float
     bytes: float
 
 
 class AllReduces(NamedTuple):
-    """Those of a step: seconds whatever its size, and seconds a query token."""
+    """The all-reduces of a step: seconds whatever its size, and seconds a query token."""
 
     step_s: float = 0.0
     token_s: float = 0.0
 
 
 class RooflineCost:
-    """`overhead_s` is added to every step; `launch_s` is the CPU time to launch a step's kernels one by one. `weights`
-    are those of one GPU; `linear_bytes` leaves the experts out, `linear` counts those of a token.
+    """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
+    one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class RooflineCost:
         return nearest(h2d_bytes * per_byte), nearest(time * 1e9), nearest(4 * rows * per_byte)
 
     def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
-        """FLOP/s of the linear layers of a step that lists rows."""
+        """Return the FLOP/s of the linear layers of a step that lists rows."""
         return self._flops_prefill
 
     def _listed_attention(self, plan: StepPlan) -> float:
-        """Causal: query token i of a chunk attends to the `start` tokens before it and to i + 1 of its own."""
+        """Return the seconds of causal attention: query token i of a chunk attends to `start` + i + 1 tokens."""
         per_pair, per_token = self._pair_s, self._kv_s
         time = 0.0
         for c in plan.work.chunks:
@@ -140,7 +140,7 @@ class RooflineCost:
 
 
 class WindowedRoofline(RooflineCost):
-    """`attention`: what each layer sees."""
+    """A roofline model of layers that see different parts of the sequence; `attention` is what each layer sees."""
 
     def __init__(self, attention: Sequence[Attention], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -151,7 +151,7 @@ class WindowedRoofline(RooflineCost):
         return sum(share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds)
 
     def _of_kind(self, attention: Attention, chunks: Sequence[Chunk]) -> float:
-        """Seconds, if all layers were like this one."""
+        """Return the seconds of attention if all layers were of this kind."""
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding

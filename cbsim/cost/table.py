@@ -1,17 +1,17 @@
-"""`table`: a step takes the sum of its kernels' measured times, and of what is stated to be added to them.
+"""The cost model `table`: a step takes the sum of its kernels' measured times and of times that the scenario adds.
 
 Measured: linear layers and small kernels by query tokens, attention by what it reads, head and sampler by rows, experts
 by tokens. Added: ring all-reduces of tensor parallelism and the exchange of tokens between expert-parallel GPUs, from
 latency and bandwidth of the link; and times a step, a layer and a row for what no table holds.
 
-A step's chunks count as one chunk of as many query tokens and as many query-key pairs; where that would take a negative
-cache, as the uncached chunk with as many pairs. One chunk is itself. A chunk of one token is a decoding row, as in the
-profiles.
+A step's chunks count as one chunk of as many query tokens and as many query-key pairs; where that would need a negative
+cache, as the uncached chunk with as many pairs. A single chunk is unchanged. A chunk of one token is a decoding row, as
+in the profiles.
 
 `Tables` are measured kernel times of one GPU, of whole steps, all layers counted. A `Ladder` interpolates linearly in a
 measured table of any number of axes, whose grid need not be full. The table is a tree, one level an axis: under each
-value of an axis lie the values of the next one that were measured with it. A point is found level by level between the
-two neighbours there. Below the first value the first holds; above the last the line through the last two goes on.
+value of an axis are the values of the next one that were measured with it. A point is interpolated level by level
+between two neighbours. Below the first value the first holds; above the last the line through the last two goes on.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from cbsim.policy.plan import StepPlan
 
 
 class Link(NamedTuple):
-    """Between the GPUs of a group: nanoseconds a message, bytes a nanosecond."""
+    """The link between the GPUs of a group: nanoseconds a message, bytes a nanosecond."""
 
     latency_ns: float
     bytes_ns: float
 
     def all_reduce_ns(self, size_bytes: float, ranks: int) -> float:
-        """Ring: 2 (p - 1) messages of a p-th of the data."""
+        """Return the ns of a ring: 2 (p - 1) messages of a p-th of the data."""
         return 2 * (ranks - 1) * (self.latency_ns + size_bytes / ranks / self.bytes_ns)
 
     def gather_ns(self, sizes_bytes: Sequence[float]) -> float:
-        """All-gather of so much from each, or a reduce-scatter back: p - 1 messages of the mean size. The two ways of a
-        link share it: one that carries less leaves its part to the other.
+        """Return the ns of an all-gather of so much from each, or a reduce-scatter back: p - 1 messages of mean size.
+        The two directions of a link share it: one that carries less leaves its part to the other.
         """
         ranks = len(sizes_bytes)
         return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
@@ -53,14 +53,14 @@ class Group(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What no table holds, nanoseconds: of a step (with that of its layers), and of a row of it."""
+    """The nanoseconds that no table holds: of a step (those of its layers included), and of each of its rows."""
 
     step_ns: float = 0.0
     row_ns: float = 0.0
 
 
 def attention_work(plan: StepPlan) -> Attention:
-    """What attention has to do in `plan`, its chunks taken together."""
+    """Return the attention work of `plan`, its chunks merged into one."""
     work = plan.work
     decodes = work.decodes + work.padding_rows
     context, longest = work.decode_context + work.padding_context, work.longest_context
@@ -82,7 +82,7 @@ def attention_work(plan: StepPlan) -> Attention:
 
 
 class TableCost:
-    """`launch_ns` is the CPU time to launch a step's kernels one by one; `skew` waits for the longest decoding row."""
+    """A table cost model. `launch_ns`: CPU time to launch kernels one by one; `skew`: wait for the longest row."""
 
     def __init__(
         self, cpu: CpuCost, tables: Tables, group: Group, added: Added, *, skew: bool, launch_ns: float
@@ -95,10 +95,10 @@ class TableCost:
         return 0, self.lockstep_ns([plan], [tokens]), 0
 
     def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
-        """Kernels of a step that data-parallel GPUs take together, computing so many query tokens each; the first of
-        them have the work of `plans`, the others none.
+        """Return the ns of kernels of a step that data-parallel GPUs take together, computing so many query tokens
+        each; the first of them have the work of `plans`, the others none.
 
-        Every layer ends with an exchange, so all take what the slowest takes.
+        Every layer ends with an exchange, so all take as long as the slowest.
         """
         own = max((self._own_ns(*at) for at in zip(plans, tokens, strict=False) if at[0].work.rows), default=-1.0)
         if own < 0:
@@ -114,7 +114,7 @@ class TableCost:
         return self._tables.linear_ns(tokens) + attention + self._tables.head_ns(rows) + rows * self._added.row_ns
 
     def _exchange_ns(self, tokens: Sequence[int]) -> float:
-        """Two all-reduces a layer between tensor-parallel GPUs, a gather and a scatter between expert-parallel ones."""
+        """Return the ns of two all-reduces a layer (tensor-parallel), a gather and a scatter (expert-parallel)."""
         tensor, layers, row_bytes, link = self._group
         if link is None:
             return 0.0
@@ -128,10 +128,10 @@ class TableCost:
 
 
 class Attention(NamedTuple):
-    """What attention has to do in a step.
+    """The attention work of a step.
 
-    The chunks are taken together as one of `prefill` query tokens behind `cached` tokens of context; `decodes` rows
-    read `context` cached tokens on average and the longest of them `longest`.
+    The chunks are merged into one of `prefill` query tokens behind `cached` tokens of context; `decodes` rows read
+    `context` cached tokens on average and the longest of them `longest`.
     """
 
     prefill: float
@@ -142,19 +142,19 @@ class Attention(NamedTuple):
 
 
 def pairs(tokens: float) -> float:
-    """Query-key pairs of a prompt: what the time of long ones is proportional to."""
+    """Return the query-key pairs of a prompt, which the time of long ones is proportional to."""
     return tokens * (tokens + 1) / 2
 
 
 class Measured(Protocol):
-    """Milliseconds at a point of a measured table."""
+    """A function from a point of a measured table to milliseconds."""
 
     def __call__(self, *at: float) -> float: ...
 
 
 def chunk_ms(work: Attention, prompt: Measured, decode: Measured) -> float:
-    """Attention of a chunk: what its whole prompt costs above the cached part, and not less than a chunk without a
-    cache or than one decoding row that reads as much. `prompt` is by pairs, `decode` by rows and tokens.
+    """Return the ms of a chunk's attention: its whole prompt's less the cached part's, and at least that of a chunk
+    without cache and of one decoding row that reads as much. `prompt` is by pairs, `decode` by rows and tokens.
     """
     alone, end = prompt(pairs(work.prefill)), work.cached + work.prefill
     if not work.cached:
@@ -163,25 +163,25 @@ def chunk_ms(work: Attention, prompt: Measured, decode: Measured) -> float:
 
 
 class Tables(Protocol):
-    """Nanoseconds of kernels on one GPU of a tensor-parallel group, as measured; nothing is added to them."""
+    """A source of kernel times in ns on one GPU of a tensor-parallel group, as measured; nothing is added to them."""
 
     def linear_ns(self, tokens: int) -> float:
-        """All that goes with the number of query tokens: embedding, linear layers, and what small kernels there are."""
+        """Return the time that depends on the number of query tokens: embedding, linear layers, any small kernels."""
 
     def head_ns(self, rows: int) -> float:
-        """The output head and the sampler, of `rows` rows."""
+        """Return the time of the output head and the sampler, for `rows` rows."""
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
-        """Attention in all layers; with `skew`, as far as measured, the wait for the longest of the decoding rows."""
+        """Return the time of attention in all layers; `skew` adds the wait for the longest decoding row if measured."""
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
-        """Mixture-of-experts blocks of all layers, on one of `ranks` GPUs that share the experts and bring `tokens`
-        tokens each; 0 for a dense model.
+        """Return the time of the mixture-of-experts blocks of all layers, on one of `ranks` GPUs that share the experts
+        and bring `tokens` tokens each; 0 for a dense model.
         """
 
 
 class Ladder:
-    """`rows` are (coordinates, value), at least one, each point once, with as many coordinates as there are axes."""
+    """An interpolated table. `rows` are (coordinates, value), at least one, each point once, a coordinate an axis."""
 
     __slots__ = ("_keys", "_rungs")
 
@@ -201,7 +201,7 @@ class Ladder:
         return value
 
     def __call__(self, *at: float) -> float:
-        """The value at a point: one coordinate an axis, in order."""
+        """Return the value at a point: one coordinate an axis, in order."""
         keys, rungs, x = self._keys, self._rungs, at[0]
         index = bisect_right(keys, x)
         if index == 0 or len(keys) == 1:
