@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from cbsim.policy.plan import StepPlan
 
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 32))
-"""Our engine's decode batches with a graph; others are padded up to the next. Padding is nearly free: a matrix product
-over 128 rows takes as long as over one."""
+"""Batch sizes with a CUDA graph in our engine; others are padded up to the next. Padding is nearly free: a matrix
+product over 128 rows takes as long as over one."""
 
 
 def vllm_sizes(largest: int) -> list[int]:
@@ -28,13 +28,13 @@ def up_to_power(value: int, most: int) -> int:
 
 
 def captured_sizes(rows: int) -> list[int]:
-    """Sizes for batches of up to `rows`; the last one holds them all, unless that is too many for a graph."""
+    """Return the sizes for batches of up to `rows`; the last holds all, unless that is too many for a graph."""
     return list(CAPTURED[: bisect_left(CAPTURED, rows) + 1])
 
 
 def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
-    """The captured size at which our engine runs a step on a GPU, or None: kernel by kernel. Steps in which every row
-    has one query token and samples have a graph, up to the largest size.
+    """Return the captured size at which our engine runs a step on a GPU, or None if it runs kernel by kernel. Steps in
+    which every row has one query token and samples have a graph, up to the largest size.
     """
     work = plan.work
     if work.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.outputs for c in work.chunks):
@@ -43,6 +43,6 @@ def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
 
 
 def bucket(sizes: Sequence[int], rows: int) -> int:
-    """The captured size that holds `rows`; beyond the largest, they stay as they are."""
+    """Return the captured size that holds `rows`, or `rows` itself beyond the largest size."""
     at = bisect_left(sizes, rows)
     return sizes[at] if at < len(sizes) else rows

@@ -1,12 +1,12 @@
-"""The requests that decode one token every step, advanced all at once.
+"""The decode batch: requests that decode one token every step, advanced all at once.
 
 A decode step should cost what changed, not what runs. Members share two counters, the number of planned and of updated
 steps, and derive their progress from them. What will change is known ahead: the step at which a member needs a block,
-fills one, or produces its declared last token is kept in calendars by step. A request whose next row is not certain
-(a chunk, a stall, a preemption) is not a member and is planned one by one; joining and leaving are exact.
+fills one, or produces its declared last token is kept in calendars by step. A request whose next row is not certain (a
+chunk, a stall, a preemption) is not a member and is planned one by one; joining and leaving are exact.
 
-In a step that rests nobody goes on. So steps have two numbers: that of the step, and the pace, which counts those that
-did not rest; progress and calendars go by the pace.
+In a step that rests no member has a row. So steps have two numbers: the step's own, and the pace, which counts the
+steps that did not rest; progress and calendars go by the pace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from cbsim.policy.request import Pace, Request, RequestSpec
 from cbsim.policy.value import value
 
-Entry = tuple[int, int, Request]  # (its admission order, `since` of the stay that is meant, who): they sort in order
+Entry = tuple[int, int, Request]  # (admission order, `since` of the stay that is meant, request), sorted in this order
 Calendar = dict[int, list[Entry]]  # by pace
 by_order = attrgetter("order")
 
@@ -40,8 +40,8 @@ class Completion:
         order: int = -1,
     ) -> None:
         self.request: Final = request
-        self.epoch: Final = epoch  # the request's when the row was planned
-        self.outputs: Final = outputs  # that it may yield
+        self.epoch: Final = epoch  # the request's epoch when the row was planned
+        self.outputs: Final = outputs  # output tokens that it may yield
         self.reach: Final = reach  # tokens computed once it has completed
         self.fills: Final = fills  # blocks it fills, if it yields them all
         self.short: Final = short  # outputs that it did not yield
@@ -54,8 +54,8 @@ Completions = tuple[
 
 
 def in_order(notes: Completions, late: list[Completion], stopped: list[Request]) -> list[Completion]:
-    """The rows of a step that do more than count: those noted, those of members that have left since, and those
-    that sampled a stop token. Chunks come as they were listed, members by admission.
+    """Return the rows of a step that do more than count: those noted, those of members that have left since, and those
+    that sampled a stop token. Chunks come as they were listed, members in admission order.
     """
     before, middle, after = notes
     if late:
@@ -73,7 +73,7 @@ class DecodeBatch(Pace):
     """Members and their calendars. `planned` and `updated` count steps and are the index of the next one of each."""
 
     def __init__(self, block_size: int, *, long_tokens: int = 0) -> None:
-        """Members that have computed `long_tokens` or more are counted in `long`."""
+        """Make an empty batch. Members that have computed `long_tokens` or more are counted in `long`."""
         super().__init__()
         self.block_size = block_size
         self.long_tokens = long_tokens
@@ -86,11 +86,11 @@ class DecodeBatch(Pace):
         self._fill_at: Calendar = {}
         self._end_at: Calendar = {}
         self._long_at: Calendar = {}
-        self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since
-        self._due: list[Entry] = []  # those that `growing` named
-        self._always: list[Request] = []  # blocks of one token: who needs one in every step, in admission order
+        self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since they were planned
+        self._due: list[Entry] = []  # entries of the members that `growing` returned last
+        self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
         self._joins = 0
-        self._heads: list[tuple[int, int, int, Request]] = []  # heap: (pace - computed, number, since, who) of joins
+        self._heads: list[tuple[int, int, int, Request]] = []  # heap of joins: (pace - computed, number, since, who)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -122,7 +122,7 @@ class DecodeBatch(Pace):
         return 0
 
     def join(self, request: Request, blocks: int, *, fills: bool) -> None:
-        """Admit a request that holds `blocks` blocks, between two steps; with `fills`, `filling` will name it."""
+        """Add a request with `blocks` blocks between two steps; with `fills`, `filling` will return it."""
         request.join(self)
         self._members[request] = None
         computed, since, size = request.computed, self.pace, self.block_size
@@ -146,7 +146,7 @@ class DecodeBatch(Pace):
             self._note(self._long_at, self.pace + self.long_tokens - request.computed, request)
 
     def leave(self, request: Request, blocks: int) -> None:
-        """Take a member out that holds `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
+        """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
         for step in range(max(self.updated, request.since), self.planned):
             if not self.rested_in(step):
                 self._late.setdefault(step, []).append(Completion(request, request.epoch, 1))
@@ -162,7 +162,7 @@ class DecodeBatch(Pace):
             self.max_order = -1
 
     def growing(self) -> list[Request]:
-        """Members that need one more block in the step being planned, in admission order."""
+        """Return the members that need one more block in the step being planned, in admission order."""
         entries = self._grow_at.get(self.pace)
         self._due = self._current(entries) if entries else []
         due = [request for _, _, request in self._due]
@@ -174,7 +174,7 @@ class DecodeBatch(Pace):
         return self._always
 
     def grew(self) -> None:
-        """Those that `growing` has just named got a block each and need the next one `block_size` steps on."""
+        """Record one new block for each member that `growing` returned; its next is due `block_size` steps on."""
         if self.block_size == 1:
             self.held_blocks += len(self._always)
             return
@@ -182,7 +182,7 @@ class DecodeBatch(Pace):
         self._grow_at.setdefault(self.pace + self.block_size, []).extend(self._due)
 
     def filling(self) -> list[Request]:
-        """Members whose row in the step being planned fills a block, in admission order."""
+        """Return the members whose row in the step being planned fills a block, in admission order."""
         entries = self._fill_at.get(self.pace)
         if not entries:
             return []
@@ -191,16 +191,16 @@ class DecodeBatch(Pace):
         return [request for _, _, request in due]
 
     def ending(self) -> list[Request]:
-        """Members whose declared last token is sampled in the step being planned, in admission order."""
+        """Return the members whose declared last token is sampled in the step being planned, in admission order."""
         entries = self._end_at.get(self.pace)
         return [request for _, _, request in self._current(entries)] if entries else []
 
     def completion(self, step: int) -> list[Completion]:
-        """The rows of `step` that are not the decode batch's any more."""
+        """Return the rows of `step` whose requests have left the decode batch since it was planned."""
         return self._late.pop(step, None) or []
 
     def commit(self, *, resting: bool = False) -> None:
-        """The step is planned."""
+        """Record that the step is planned."""
         if not resting:
             for calendar in (self._grow_at, self._fill_at, self._end_at):
                 calendar.pop(self.pace, None)
@@ -213,14 +213,14 @@ class DecodeBatch(Pace):
         calendar.setdefault(step, []).append((request.order, request.since, request))
 
     def _current(self, entries: list[Entry]) -> list[Entry]:
-        """Those of members that have not left since they were noted, in admission order."""
+        """Return the entries of members that have not left since they were noted, in admission order."""
         current = [entry for entry in entries if entry[2].batch is self and entry[2].since == entry[1]]
         if len(current) > 1:
             current.sort()
         return current
 
     def check(self, blocks: dict[Request, int]) -> None:
-        """Raise AssertionError unless the running sums equal a recount. `blocks`: how many each member holds."""
+        """Raise AssertionError unless the running sums equal a recount. `blocks`: blocks that each member has."""
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
         counted = sum(blocks[r] for r in self)
         assert self.held_blocks == counted, (self.held_blocks, counted)
@@ -231,7 +231,7 @@ class DecodeBatch(Pace):
 
 @value(init=False)
 class Scheduled:
-    """Who decodes from now on, whose last token is sampled; query tokens, blocks of the tables, new ones among them."""
+    """Listed rows: requests that join or sample their declared last token, query tokens, blocks, new blocks."""
 
     def __init__(
         self,

@@ -1,14 +1,12 @@
-"""The requests that a scheduler has let in: their rows, what the next plan has to tell, what a result changes.
+"""The requests that a scheduler has admitted: their rows, the changes that the next plan lists, the effects of a
+result.
 
-A scheduler decides who runs and how far; everything that follows from it is done here. There are two ways to plan.
-
-Rows one by one: the scheduler makes a `row` for every request that is to compute something, and hands all to `plan`.
-That is all that a new policy needs.
-
-Together: most steps concern nobody in particular, every decoding request gets its token and nothing can be refused.
-Those requests are the members of a decode batch, and `go_on` plans them all at the cost of what changes. If budgets
-or blocks might not do for all, the scheduler calls `split` and plans every request by its rules; so these are stated
-once. Both ways give the same rows, blocks and tokens.
+A scheduler decides who runs and how far; everything that follows from it is done here. There are two ways to plan. Rows
+one by one: the scheduler makes a `row` for every request that is to compute something, and hands all to `plan`. That is
+all that a new policy needs. Together: in most steps every decoding request gets its token and none can be refused.
+Those requests are the members of a decode batch, and `go_on` plans them all at the cost of what changes. If budgets or
+blocks might not do for all, the scheduler calls `split` and plans every request by its rules; so these are stated once.
+Both ways give the same rows, blocks and tokens.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ AS_SCHEDULED: dict[RequestSpec, int] = {}
 
 
 class Decoding:
-    """The requests of a scheduler. `requests` have not ended; those that run are `batched`, or else `unbatched`.
+    """The requests of a scheduler. `requests` are those that have not ended; running ones are `batched` or `unbatched`.
 
-    `together`: who has sampled a token joins the members. `lookahead`: a request whose last token is planned gets no
-    further row. `wastes_chunks`: a row that was to sample nothing counts as wasted too, if its request has gone.
-    `by_arrival`: members are in order of arrival, whenever they were admitted.
+    With `together`, a request that has sampled a token joins the members. With `lookahead`, a request whose last token
+    is planned gets no further row. With `wastes_chunks`, a row that was to sample nothing counts as wasted too, if its
+    request has ended. With `by_arrival`, members are in order of arrival, whenever they were admitted.
     """
 
     def __init__(
@@ -67,18 +65,18 @@ class Decoding:
         self.preempted: list[Preempted] = []
         self.transfers: list[Transfer] = []  # of KV, for the next plan
         self.awaited: list[int] = []  # jobs of transfers that the next plan's rows wait for
-        self.grown_blocks: list[int] = []  # those that members get in the step being planned
-        self.abort_pending: dict[Request, None] = {}  # given up: they end with their next token
+        self.grown_blocks: list[int] = []  # blocks that members get in the step being planned
+        self.abort_pending: dict[Request, None] = {}  # cancelled requests that end with their next token
         self._keys = keys or Keys(pool)
         self._together, self._lookahead, self._wastes_chunks = together, lookahead, wastes_chunks
         self._by_arrival = by_arrival
         self._observer = observer
         self._admissions = 0  # or arrivals, if they give the order
-        self._growing: list[Request] | None = None  # members that need a block, once asked
+        self._growing: list[Request] | None = None  # members that need a block, once they have been looked up
         self._grown: list[RequestSpec] = []
-        self._filling: list[Request] = []  # members that fill a block and have to be heard of when they complete
+        self._filling: list[Request] = []  # members that fill a block and whose completion has to be noted
         self._decodes = 0
-        self._resting = False  # do the members sit the step being planned out?
+        self._resting = False  # whether the members get no row in the step being planned
         self._left: list[RequestSpec] = []
         self._replaced: list[Replaced] = []
         self._noted: dict[int, Completions] = {}  # by step
@@ -86,14 +84,14 @@ class Decoding:
     # -- one request --------------------------------------------------------------------------------------------------
 
     def add(self, spec: RequestSpec, limit: int) -> Request:
-        """A request has arrived. After `limit` output tokens its end is known in advance."""
+        """Register a request that has arrived. After `limit` output tokens its end is known in advance."""
         request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
         if self._by_arrival:
             request.set_order(self._next_order())
         return request
 
     def admit(self, request: Request, cached_tokens: int = 0) -> None:
-        """From the queue to those that run, with the first `cached_tokens` tokens in the cache."""
+        """Admit a waiting request, with its first `cached_tokens` tokens in the cache."""
         request.admit(request.order if self._by_arrival else self._next_order(), cached_tokens)
         self.unbatched[request] = None
 
@@ -104,10 +102,10 @@ class Decoding:
     def row(
         self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0, samples: bool = True
     ) -> Chunk:
-        """A row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
+        """Return a row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
 
-        With the last token that is wanted it yields an output token, if it `samples`. The last `guesses` of the tokens
-        lie behind that one; each may yield one more.
+        If the row reaches the request's target and `samples`, it yields an output token. The last `guesses` of the
+        tokens lie behind the target; each may yield one more.
         """
         start, first = request.computed, request.fresh
         end = start + tokens
@@ -127,37 +125,37 @@ class Decoding:
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
-        """Take the blocks of a request outside the decode batch back; it has to wait again."""
+        """Release the blocks of a request outside the decode batch; it has to wait again."""
         self.preempted.append(Preempted(request.spec, request.computed, self.pool.allocated(request)))
         del self.unbatched[request]
         self.pool.release(request, returns=True)
         request.requeue(drop_in_flight)
 
     def renew(self, request: Request) -> None:
-        """A request outside the decode batch goes behind all others in the admission order."""
+        """Move a request outside the decode batch behind all others in the admission order."""
         request.renew(self._next_order())
 
     def defer_abort(self, request: Request) -> None:
-        """A request that runs was given up, and ends with its next token. Nobody is told of that end."""
+        """Let a running request that was cancelled end with its next token. That end is not reported in an outcome."""
         self.split()  # so that all its rows are listed
         self.abort_pending[request] = None
 
     def resume(self, request: Request) -> None:
-        """From the queue to those that run, with everything computed before it was parked."""
+        """Admit a parked request again, with everything computed before it was parked."""
         request.resume(request.order if self._by_arrival else self._next_order())
         self.unbatched[request] = None
 
     def exchange(self, request: Request, entries: Sequence[tuple[int, int]]) -> None:
-        """Entries of a table (index, block) became other blocks, which the next plan tells."""
+        """Record for the next plan that entries of a table, each (index, block), became other blocks."""
         self._replaced += [(request.spec, index, block) for index, block in entries]
 
     def call_off(self, request: Request) -> None:
-        """A request is about to give up the places of its transfers in order that no plan has listed yet."""
+        """Drop in-order transfers of a request that no plan has listed, before it loses their targets."""
         if self.transfers:
             self.transfers = [m for m in self.transfers if m.spec is not request.spec or m.job != IN_ORDER]
 
     def end(self, request: Request, reason: Finish, *, keeps_blocks: bool = False) -> None:
-        """A request is over, wherever it stands; its blocks are free at once."""
+        """End a request, wherever it stands; its blocks are free at once, unless `keeps_blocks`."""
         if request.batch is not None:
             self._detach(request)
         self.unbatched.pop(request, None)
@@ -171,16 +169,16 @@ class Decoding:
     # -- the members --------------------------------------------------------------------------------------------------
 
     def has_blocks(self, spare: int = 0) -> bool:
-        """Is a block ready for every member that needs one more in this step, and so many to spare?"""
+        """True if a block is ready for every member that needs one more in this step, and `spare` blocks beside."""
         return self.due_blocks() + spare <= self.pool.ready
 
     def due_blocks(self) -> int:
-        """Blocks that the members need in this step, one each."""
+        """Return how many blocks the members need in this step, one each."""
         self._growing = self.batched.growing()
         return len(self._growing)
 
     def go_on(self) -> int:
-        """A row for every member: a token each, and a block where one is due, which there is. Returns their number."""
+        """Plan a row of one token for every member, and a block where one is due. Return their number."""
         members = self.batched
         growing, self._growing = self._growing, None
         if growing is None:
@@ -194,11 +192,11 @@ class Decoding:
         return decodes
 
     def rest(self) -> None:
-        """No row for any member: they sit this step out."""
+        """Plan no row for any member in this step."""
         self._growing, self._resting = None, True
 
     def split(self) -> None:
-        """Everybody out: in this step each member is planned by the rules for one request."""
+        """Take every member out: in this step each is planned by the rules for one request."""
         for request in list(self.batched):
             self._detach(request)
 
@@ -220,7 +218,7 @@ class Decoding:
         lead: int = 0,
         fast_decode: bool = False,
     ) -> StepPlan:
-        """Schedule the listed rows, and those of the members if they go on, and hand the plan out.
+        """Return the plan of a step: the listed rows, and those of the members if they go on.
 
         The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
         """
@@ -247,7 +245,7 @@ class Decoding:
         return plan
 
     def _take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Transfers, and jobs to wait for, since the plan before."""
+        """Return and clear the transfers, and the jobs to wait for, since the plan before."""
         if not (self.transfers or self.awaited):
             return NO_TRANSFERS
         taken = tuple(self.transfers), tuple(self.awaited)
@@ -255,7 +253,7 @@ class Decoding:
         return taken
 
     def _changes(self, listed: Scheduled) -> StepChanges:
-        """What the plan has to tell beside its rows."""
+        """Return the plan's changes: whatever happened to requests and tables since the plan before."""
         grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
         joined, ends = listed.joined, listed.ends
         if not (grown or joined or left or ends or ended or preempted or replaced):
@@ -272,7 +270,7 @@ class Decoding:
         )
 
     def _schedule_rows(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Scheduled:
-        """Promise the listed rows, and note those of the step that will do more than count when they come back."""
+        """Advance the requests of the listed rows; note the step's rows that do more than count on completion."""
         pool, keys, hears = self.pool, self._keys, self._keys.hears_of_rows
         together, wastes_chunks = self._together, self._wastes_chunks
         joined: list[RequestSpec] = []
@@ -305,17 +303,17 @@ class Decoding:
         return [Completion(r, r.epoch, 1, r.computed + 1, int(r in full)) for r in requests]
 
     def _move(self, joined: list[RequestSpec], ending: list[Request]) -> None:
-        """Who decodes steadily from now on is a member; whose last token is planned is none any more."""
+        """Add the requests that decode steadily from the next step on; remove those whose last token is planned."""
         for spec in joined:
             request = self.requests[spec]
             del self.unbatched[request]
             self.batched.join(request, self.pool.allocated(request), fills=self._keys.joins(request))
         for request in ending:
             if self._lookahead and request.scheduled == request.limit:
-                self._detach(request)  # it keeps seat and blocks until its last token is back
+                self._detach(request)  # it keeps its slot and blocks until its last token is back
 
     def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
-        """The oldest step in flight has come back: hand out its tokens, and `end` who is over, in order of the rows."""
+        """Apply the result of the oldest step in flight: deliver tokens, `end` finished requests in row order."""
         step, completions = plan.step, self._collect(plan.step, result)
         if not completions:
             return UNCHANGED
@@ -339,7 +337,7 @@ class Decoding:
         return Outcome(tuple(received), tuple(finished), wasted)
 
     def _collect(self, step: int, result: StepResult) -> list[Completion]:
-        """The rows of the oldest step in flight that do more than count, in order."""
+        """Return the rows of the oldest step in flight that do more than count, in order."""
         members = self.batched
         assert step == members.updated, (step, members.updated)
         notes, late = self._noted.pop(step, None), members.completion(step)
@@ -356,7 +354,7 @@ class Decoding:
         return completions
 
     def _apply(self, completion: Completion, stopped: list[Request]) -> bool:
-        """What a row has computed counts, and its full blocks get their keys. Is its request over?"""
+        """Count what a row has computed and give its full blocks their keys. Return True if its request is over."""
         request = completion.request
         over = completion.outputs > 0 and (
             request.seen == request.last or request in stopped or request in self.abort_pending
@@ -370,7 +368,7 @@ class Decoding:
         return over
 
     def _ends(self, request: Request, end: Callable[[Request, Finish], None]) -> list[tuple[RequestSpec, Finish]]:
-        """End who is over; returns what the outcome says of it."""
+        """End a request that is over; return its entries in the outcome."""
         if request in self.abort_pending:
             end(request, Finish.ABORTED)
             return []
@@ -379,8 +377,8 @@ class Decoding:
         return [(request.spec, reason)]
 
     def complete_without_tokens(self, request: Request) -> None:
-        """A row without tokens has come back: the full blocks of the request get their keys. Who has no row yet tells
-        the whole table with its first one.
+        """Give the full blocks of a request their keys when a row without tokens has come back. A request that has had
+        no row yet lists its whole table with its first one.
         """
         computed = request.computed
         completion = Completion(request, request.epoch, 0, computed, computed // self.pool.block_size - request.hashed)
@@ -390,7 +388,7 @@ class Decoding:
         self._observer.completed(completion, over=False)
 
     def _receive(self, completion: Completion, step: int, delivered: dict[RequestSpec, int]) -> Completion:
-        """Hand the tokens of a row out: as many as came, or else as scheduled, up to the declared last one."""
+        """Deliver the tokens of a row: as many as came, or else as scheduled, up to the declared last one."""
         request, outputs = completion.request, completion.outputs
         if outputs == 1 and not delivered:
             request.receive(step)

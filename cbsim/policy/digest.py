@@ -1,4 +1,4 @@
-"""A plan as 64 bits, made from declared bytes, so that any implementation can check that two plans say the same.
+"""The digest of a plan: 64 bits made from declared bytes, by which any implementation can check that plans are equal.
 
 The bytes are little-endian signed 64-bit integers. A request is its index, a flag is 0 or 1. First come 23:
 
@@ -16,10 +16,10 @@ Then the items of these eight lists, in this order:
     preempted  request, lost_tokens, blocks
     replaced   request, index, block
 
-A plan that moves KV, waits for moves, ranks texts or changes tables of layer groups goes on with the numbers of each of
-the first three, then
+A plan with KV transfers, transfers to wait for, ranked texts or changes of layer groups' tables goes on with the number
+of each of the first three, then
 
-    move       way (0 copy, 1 out, 2 in), request or -1, job, number of its blocks, their sources, their targets
+    transfer   direction (0 copy, 1 out, 2 in), request or -1, job, number of its blocks, their sources, their targets
     awaited    job
     ranked     number of texts, then the request of each
 
@@ -44,7 +44,7 @@ _EMPTY = blake2b(digest_size=8)
 
 
 def digest(plan: StepPlan) -> int:
-    """The digest of everything that `plan` says."""
+    """Return the digest of everything that `plan` contains."""
     out = BytesWriter()
     _write_head(out, plan)
     _write_items(out, plan)
@@ -85,7 +85,7 @@ def _write_head(out: BytesWriter, plan: StepPlan) -> None:
 
 
 def _write_items(out: BytesWriter, plan: StepPlan) -> None:
-    """What is in the lists of a plan, in the declared order."""
+    """Write the items of a plan's lists, in the declared order."""
     for chunk in plan.work.chunks:
         blocks = chunk.blocks
         write_i64_le(out, chunk.spec.index)

@@ -1,8 +1,8 @@
-"""Layers whose KV is kept together, and what a plan says of their block tables.
+"""Groups of layers whose KV is kept together, and the changes of their block tables that a plan lists.
 
 Layers see the whole sequence, the last tokens of it (sliding) or those of their part of it (chunked). What a layer no
 longer sees need not be kept, so layers that see alike form a group with block tables of its own. A cache of one group
-that sees all says nothing here: rows list their blocks (plan.py).
+that sees all lists nothing here: rows list their blocks (plan.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cbsim.policy.value import value
 
 
 class Sight(Enum):
-    """What a layer's attention sees of a sequence."""
+    """The part of a sequence that a layer's attention sees."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -25,32 +25,32 @@ class Sight(Enum):
 
 
 class Attention(NamedTuple):
-    """`span`: tokens that a sliding layer sees, the last one of them its own; those of a chunk; 0 for a full layer."""
+    """A layer's attention. `span`: tokens that a sliding layer sees, its own included; those of a chunk; 0 if full."""
 
     sight: Sight = Sight.FULL
     span: int = 0
 
     @property
     def text(self) -> str:
-        """As a scenario says it."""
+        """The attention as a scenario writes it."""
         return f"{self.sight.value} {self.span}" if self.span else self.sight.value
 
     def gone(self, computed: int) -> int:
-        """Of a sequence, the tokens that no query token from place `computed` on sees."""
+        """Return how many leading tokens of a sequence no query token from position `computed` on sees."""
         if self.sight is Sight.SLIDING:
             return max(0, computed - self.span + 1)
         return computed // self.span * self.span if self.sight is Sight.CHUNKED else 0
 
     def seen(self, start: int, tokens: int) -> int:
-        """KV tokens that query tokens start .. start + tokens - 1 read between them."""
+        """Return the KV tokens that query tokens start .. start + tokens - 1 read between them."""
         return start + tokens - self.gone(start)
 
     def pairs(self, start: int, tokens: int) -> int:
-        """Of these query tokens, each with every token that it sees."""
+        """Return the pairs of these query tokens, each with every token that it sees."""
         return self._up_to(start + tokens) - self._up_to(start)
 
     def _up_to(self, tokens: int) -> int:
-        """Pairs of the first `tokens` query tokens of a sequence."""
+        """Return the pairs of the first `tokens` query tokens of a sequence."""
         if self.sight is Sight.CHUNKED:
             return tokens // self.span * _triangle(self.span) + _triangle(tokens % self.span)
         short = min(tokens, self.span) if self.sight is Sight.SLIDING else tokens
@@ -65,8 +65,8 @@ FULL = Attention()
 
 
 class LayerGroup(NamedTuple):
-    """Layers that share their block tables, all of them of one `attention`. `ring`: tables have so many entries at
-    most, and block i of a sequence lies in entry i modulo `ring`; 0: entry i.
+    """Layers that share their block tables, all of them of one `attention`. With `ring`, a table has at most so many
+    entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i.
     """
 
     attention: Attention
@@ -76,21 +76,21 @@ class LayerGroup(NamedTuple):
 
 
 def page_layers(groups: Sequence[LayerGroup]) -> int:
-    """Layers of a page: the largest piece of a cache that blocks of every group are made of."""
+    """Return the layers of a page: the largest piece of a cache that blocks of every group are made of."""
     return gcd(*[len(group.layers) for group in groups])
 
 
 def pages_of(groups: Sequence[LayerGroup]) -> list[int]:
-    """Pages of a block, by group."""
+    """Return the pages of a block, by group."""
     layers = page_layers(groups)
     return [len(group.layers) // layers for group in groups]
 
 
 @value(init=False)
 class TableChange:
-    """Of the table that a request has in a group, by number: its first `passed` entries are of nobody any more, since
-    nobody sees them; `replaced` gives (entry, block) where another block of equal content is there now; then `blocks`
-    are added behind. The first change of a request since it was let in is the whole table: `passed` entries that never
+    """A change of the table that a request has in a group, by number. Its first `passed` entries are no longer in use,
+    since no layer sees them; `replaced` gives (entry, block) where another block of equal content is now; then `blocks`
+    are appended. The first change of a request since its admission is the whole table: `passed` entries that never
     were, then `blocks`.
     """
 

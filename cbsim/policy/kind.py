@@ -1,6 +1,6 @@
-"""What the rest of the project has to know of a scheduler: one value, in the scheduler's own file.
+"""The description of a scheduler for the rest of the project: one value, in the scheduler's own file.
 
-Scenario, both worlds, replay and reports ask a `SchedulerKind`; none of them knows a scheduler by name. Settings are
+Scenario, both worlds, replay and reports read a `SchedulerKind`; none of them knows a scheduler by name. Settings are
 what a user may write, options are settings with everything solved from model and GPU. What holds of one setting (its
 bounds, where its default comes from, what a calibration's probe makes of it) stands in its annotation.
 """
@@ -36,12 +36,12 @@ class Below(NamedTuple):
 
 
 class AsText(NamedTuple):
-    """In the annotation of a setting: a number that a user writes is taken as text, 0.33 as "0.33"."""
+    """A mark in the annotation of a setting: a number that a user writes is taken as text, 0.33 as "0.33"."""
 
 
 class Solved(NamedTuple):
-    """In the annotation of a setting that may be null: the rule by which it is solved then, as a sentence's end or a
-    function of settings and site. A `pinned` one keeps its value if the scenario gets a smaller cache afterwards.
+    """A mark in the annotation of a setting that may be null: the rule by which it is then solved, as a sentence's end
+    or a function of settings and site. A `pinned` one keeps its value if the scenario gets a smaller cache afterwards.
     """
 
     source: str | Callable[[Any, Site], str]
@@ -49,7 +49,7 @@ class Solved(NamedTuple):
 
 
 class ProbeSize(Enum):
-    """What a setting becomes in a probe that is no constant."""
+    """A value that a setting gets in a probe and that depends on the probe's size or the setting's default."""
 
     SLOTS = "requests that may run"
     STEP_TOKENS = "query tokens of a step, in which every slot may decode"
@@ -58,8 +58,8 @@ class ProbeSize(Enum):
 
 
 class InProbe(NamedTuple):
-    """In the annotation of a setting: its value in a calibration's probe, which bounds slots and query tokens and in
-    which requests share nothing.
+    """A mark in the annotation of a setting: its value in a calibration's probe, which bounds slots and query tokens
+    and in which requests share nothing.
     """
 
     value: Any
@@ -75,8 +75,8 @@ Share = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a scenario says of its scheduler. A kind's settings are a frozen dataclass that inherits this one: fields of
-    plain types with defaults, bounds in the annotation, under each field a docstring. `__post_init__` may raise
+    """The scheduler's part of a scenario. A kind's settings are a frozen dataclass that inherits this one: fields of
+    plain types with defaults, bounds in the annotation, a docstring under each field. `__post_init__` may raise
     SettingsError for values that contradict each other.
     """
 
@@ -85,7 +85,7 @@ class Settings:
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used. `field` names it; the text says what it is and what would be allowed."""
+    """A setting that cannot be used. `field` names it; the message gives its value and what would be allowed."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class Options(Protocol):
 
 
 class Model(Protocol):
-    """The shape of a model, as far as rules of memory ask for it."""
+    """The shape of a model, as far as memory rules use it."""
 
     @property
     def name(self) -> str: ...
@@ -140,8 +140,8 @@ class Model(Protocol):
 
 
 class Site(Protocol):
-    """What a scheduler's sizes follow from: model, GPU and cache of a scenario. Its methods raise ScenarioError if the
-    model does not fit.
+    """The model, GPU and cache of a scenario, from which a scheduler's sizes follow. Its methods raise ScenarioError if
+    the model does not fit.
     """
 
     @property
@@ -158,7 +158,7 @@ class Site(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """KV of a block on one GPU."""
+        """The KV of a block on one GPU, bytes."""
 
     @property
     def max_position(self) -> int:
@@ -170,19 +170,19 @@ class Site(Protocol):
 
     @property
     def attention(self) -> Sequence[Attention]:
-        """What they see, layer by layer, and again from the first if there are more."""
+        """The attention of the layers, one by one, and again from the first if there are more."""
 
     @property
     def gpu(self) -> str:
-        """What the GPU is called."""
+        """The GPU's name."""
 
     @property
     def memory_bytes(self) -> int:
-        """Its memory, as a process sees it on the empty device."""
+        """The GPU's memory, bytes, as a process sees it on the empty device."""
 
     def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
-        """Blocks of the cache: those that the scenario gives, or as many as fit beside the weights and a step of so
-        many query tokens and sampling rows, by vLLM's rule. A block is of so many layers, or of all.
+        """Return the blocks of the cache, of `layers` layers each or of all: those that the scenario gives, or as many
+        as fit beside the weights and a step of `tokens` query tokens and `requests` sampling rows, by vLLM's rule.
         """
 
     @property
@@ -195,10 +195,10 @@ class Site(Protocol):
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks of all layers that the scenario gives; None: as many as fit."""
+        """The blocks of all layers that the scenario gives, or None for as many as fit."""
 
     def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
-        """The error for a cache that does not fit what is left: for one of the blocks given, or for any."""
+        """Return the error for a cache that does not fit in `left_bytes`: one of the blocks given, or any."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -207,7 +207,7 @@ M = TypeVar("M")
 
 
 def resolved(settings: Settings, options: type[O], **solved: Any) -> O:
-    """`options`, a dataclass that inherits that of `settings`, with the same values but for those solved."""
+    """Return `options`, a dataclass that inherits that of `settings`, with the same values but for those solved."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return options(**(values | solved))
 
@@ -221,7 +221,7 @@ def _hints(settings: Any) -> Mapping[str, Any]:
 
 
 def _marked(settings: Settings, mark: type[M]) -> Iterator[tuple[str, M]]:
-    """The settings whose annotation has a mark of this type."""
+    """Yield the settings whose annotation has a mark of this type, each with its mark."""
     kind: Any = type(settings)
     for name, hint in _hints(kind).items():
         for each in getattr(hint, "__metadata__", ()):
@@ -230,14 +230,14 @@ def _marked(settings: Settings, mark: type[M]) -> Iterator[tuple[str, M]]:
 
 
 def pinned(settings: S, options: Options) -> S:
-    """The settings with the solved sizes that stay as they are whatever the cache becomes."""
+    """Return the settings with the pinned solved sizes, which stay as they are whatever the cache becomes."""
     return replace(
         settings, **{name: getattr(options, name) for name, mark in _marked(settings, Solved) if mark.pinned}
     )
 
 
 def for_probe(settings: S, slots: int, tokens: int) -> S:
-    """The same rules for a probe of so many slots and query tokens a step."""
+    """Return the settings of the same rules for a probe of `slots` slots and `tokens` query tokens a step."""
     defaults = {field.name: field.default for field in fields(settings)}
     sizes = {
         ProbeSize.SLOTS: slots,
@@ -252,7 +252,7 @@ def for_probe(settings: S, slots: int, tokens: int) -> S:
 
 
 def sources(settings: Settings, site: Site) -> dict[str, str]:
-    """Where what the settings leave open comes from."""
+    """Return, for each setting that may be left open, the rule that solves it."""
     marks = {name: mark.source for name, mark in _marked(settings, Solved)}
     return {name: source if isinstance(source, str) else source(settings, site) for name, source in marks.items()}
 
@@ -272,8 +272,8 @@ class SchedulerKind(Generic[S, O]):
     `padding` is the rule by which its steps are padded to captured CUDA graphs. `memory` is the rule that sizes the
     cache, where it is not vLLM's: the end of a sentence in which {gpu} stands for the GPU's name. `samples` gives how
     many texts of equal length a request is to this scheduler. `windows`: layers may see less than the whole sequence;
-    then it lists every row, none is counted. `rings`: what a row writes may then lie where tokens are that it still
-    reads, so it has to read them before.
+    then the scheduler lists every row, none is counted. `rings`: what a row writes may then lie where tokens are that
+    it still reads, so it has to read them before.
     """
 
     name: str
@@ -281,7 +281,7 @@ class SchedulerKind(Generic[S, O]):
     settings: type[S]
     resolve: Callable[[S, Site], O]
     make: Callable[[O], Scheduler]
-    block_size: int = 16  # tokens, if the scenario does not say
+    block_size: int = 16  # tokens, if the scenario does not give it
     least_block_size: int = 1
     padding: Padding = "none"
     padded: bool = False  # every row is computed at the length of the longest

@@ -28,7 +28,7 @@ from cbsim.policy.value import value
 
 @value(frozen=True)
 class Polled:
-    """Answer to `Poll`. `closed`: nothing will ever arrive any more."""
+    """The answer to `Poll`. `closed`: nothing will ever arrive any more."""
 
     arrivals: Sequence[RequestSpec] = ()
     cancels: Sequence[RequestSpec] = ()
@@ -37,7 +37,7 @@ class Polled:
 
 @value(frozen=True)
 class Poll:
-    """`wait`: there is nothing else to do, so block until something arrives."""
+    """The effect that asks for arrivals and cancellations. `wait`: nothing else to do, block until one arrives."""
 
     wait: bool = False
 
@@ -55,7 +55,7 @@ class Idle:
 
 @value(init=False)
 class Await:
-    """`cancels`: cancellations that have come in by the time the result is there are wanted with it."""
+    """The effect that asks for a step's result. `cancels`: and for cancellations received until it is there."""
 
     def __init__(self, plan: StepPlan, ticket: Any, cancels: bool) -> None:
         self.plan: Final = plan
@@ -65,7 +65,7 @@ class Await:
 
 @value(frozen=True)
 class Completed:
-    """Answer to `Await`."""
+    """The answer to `Await`."""
 
     result: StepResult
     cancels: Sequence[RequestSpec] = ()
@@ -90,25 +90,25 @@ POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
 
 
 class Limits(NamedTuple):
-    """How large a scheduler's steps and requests can be. None: no limit of its own."""
+    """The largest steps and requests of a scheduler. None means that it has no limit of its own."""
 
     slots: int | None = None  # requests that run at a time
     rows: int | None = None  # requests in a step
     tokens: int | None = None  # query tokens in a step
-    longest: int | None = None  # tokens of a sequence: what is longer is refused, or ends there
+    longest: int | None = None  # tokens of a sequence: a longer one is refused, or ends there
     graphs: int | None = None  # query tokens of the largest CUDA graph
-    filled: bool = False  # are all rows of a step computed at the width of its longest, by tokens that nobody keeps?
+    filled: bool = False  # whether all rows of a step are padded to its longest, by tokens that are not kept
     table: int | None = None  # blocks of the longest table, where it may have more room than its sequence needs
 
 
 class Scheduler(Protocol):
-    """A policy: all that the loop and its drivers ask of it. `depth` steps may be in flight.
+    """A policy: all that the loop and its drivers use of it. `depth` steps may be in flight.
 
     Drivers read `requests`, `pool` and `limits`, and write none of them.
     """
 
-    polls_before_update: bool  # are cancellations taken between a result's arrival and its application?
-    awaits_when_idle: bool  # is a step in flight awaited when no request is left?
+    polls_before_update: bool  # whether cancellations are taken between a result's arrival and its application
+    awaits_when_idle: bool  # whether a step in flight is awaited when no request is left
 
     @property
     def pool(self) -> BlockPool:
@@ -116,7 +116,7 @@ class Scheduler(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """How large its steps and requests can be."""
+        """The largest steps and requests."""
 
     @property
     def requests(self) -> Mapping[RequestSpec, Request]:
@@ -124,30 +124,30 @@ class Scheduler(Protocol):
 
     @property
     def waiting(self) -> Sized:
-        """Those of them that have not been admitted, or have to wait again."""
+        """The requests that have not been admitted, or have to wait again."""
 
     @property
     def running(self) -> Sized:
-        """The others."""
+        """The requests that are admitted and have not ended."""
 
     @property
     def idle(self) -> bool:
-        """There is nothing to plan, not even a last report."""
+        """Whether there is nothing to plan, not even a last report."""
 
     def refusal(self, spec: RequestSpec) -> str | None:
-        """Why this request can never be served, or None."""
+        """Return why this request can never be served, or None."""
 
     def add(self, spec: RequestSpec) -> None:
         """Queue a request that has arrived and was not refused."""
 
     def cancel(self, spec: RequestSpec) -> None:
-        """End a request at once; nothing happens if it is unknown or over."""
+        """End a request at once; do nothing if it is unknown or over."""
 
     def schedule(self) -> StepPlan | None:
-        """Plan a step and promise its outcome, or None when no row can be run."""
+        """Plan a step and schedule its outputs, or return None when no row can be run."""
 
     def runs_ahead(self, plan: StepPlan) -> bool:
-        """May another step be planned before this one's result is taken, as far as depth allows?"""
+        """True if another step may be planned before this one's result is taken, as far as depth allows."""
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         """Apply the result of the oldest step in flight."""
@@ -181,7 +181,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
 
 
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
-    """Is there nothing to plan and nothing to await until something arrives?"""
+    """True if there is nothing to plan and nothing to await until something arrives."""
     return scheduler.idle and not (in_flight and scheduler.awaits_when_idle)
 
 
@@ -190,12 +190,12 @@ def _poll(scheduler: Scheduler, in_flight: InFlight, stalled: bool) -> Poll:
 
 
 def _must_await(scheduler: Scheduler, in_flight: InFlight, idle: bool) -> bool:
-    """Is the oldest step in flight to be awaited before the next poll?"""
+    """True if the oldest step in flight has to be awaited before the next poll."""
     return bool(in_flight) and (not idle or scheduler.awaits_when_idle)
 
 
 def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
-    """May another step be planned before the result of the one just launched is taken?"""
+    """True if another step may be planned before the result of the one just launched is taken."""
     return len(in_flight) < depth and scheduler.runs_ahead(in_flight[-1][0])
 
 

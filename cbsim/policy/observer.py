@@ -1,6 +1,6 @@
-"""What a policy lets others hear of what it does while it does it: allocations, rejections, completions.
+"""An observer of what a policy does while it does it: allocations, rejections, completions.
 
-A run needs none of it. Whoever compares a policy with recorded traces hears it here instead of looking inside.
+A run needs none of it. It serves comparisons of a policy with recorded traces, which need not look inside.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Hears nothing. A subclass overrides what it wants to hear; it changes nothing."""
+    """An observer that ignores every event. A subclass overrides the events that it records; it changes nothing."""
 
     def growing(self, request: Request, count: int) -> None:
         """The pool is about to add `count` fresh blocks to a table."""
 
     def grew(self, request: Request, blocks: Sequence[int]) -> None:
-        """It has added these."""
+        """The pool has added these blocks."""
 
     def released(self, request: Request, blocks: Sequence[int]) -> None:
-        """A table was given up; some of its blocks may still be in others. With layer groups this is said of each."""
+        """A table was released; other tables may share blocks. Layer groups report each table."""
 
     def left(self, request: Request, group: int, blocks: Sequence[int]) -> None:
-        """These blocks left a table of a layer group, for nobody sees them any more; in the order of the table."""
+        """These blocks left a table of a layer group, for no layer sees them any more; in the order of the table."""
 
     def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:
-        """Full blocks got their keys; of those that were duplicates, (own, now) are the blocks before and after."""
+        """Full blocks got their keys; of duplicates, (own, now) are the blocks before and after."""
 
     def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
-        """The first `tokens` tokens of a request were looked up in the prefix cache; these blocks hold some."""
+        """The first `tokens` tokens of a request were looked up in the prefix cache; these blocks hold some of them."""
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """All that was cached was given up: these blocks, oldest first."""
+        """Everything cached was evicted: these blocks, oldest first."""
 
     def asked(self, request: Request, local: int, external: int | None) -> None:
-        """Behind `local` tokens found in the cache a connector has `external` more; None: it is to be asked again."""
+        """A connector has `external` tokens behind `local` cached ones; None: it has to be asked again."""
 
     def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
-        """So many tokens of a request are on their way into the last of these blocks, its whole table."""
+        """`external` tokens of a request are being loaded into the last of these blocks, its whole table."""
 
     def lacked(self, request: Request, blocks: int) -> None:
-        """A row needed so many more blocks, and the pool has fewer."""
+        """A row needed this many more blocks, and the pool has fewer."""
 
     def held_back(self, request: Request, place: int) -> None:
         """A row without tokens is the one at `place` of the step being planned. No plan lists it."""
@@ -53,19 +53,19 @@ class Observer:
         """No row could be planned, for want of blocks."""
 
     def reclaiming(self, starved: Sequence[Request]) -> None:
-        """Some of these requests may have to give up their blocks."""
+        """Some of these requests may have to be preempted."""
 
     def reclaimed(self, victims: Sequence[Request]) -> None:
-        """These had to, and wait again, in this order."""
+        """These requests were preempted, and wait again, in this order."""
 
     def fitting(self, requests: Sequence[Request]) -> None:
-        """These have cache for the step being planned, in the order in which rows are given."""
+        """These requests have cache for the step being planned, in the order in which rows are given."""
 
     def completed(self, completion: Completion, over: bool) -> None:
         """A row has come back, and its blocks have got their keys; the request may be over, and ends right after."""
 
     def wasted(self, completion: Completion, step: int) -> None:
-        """A row has come back that is of no use: its request has ended, or was set back."""
+        """A row has come back without use: its request has ended, or was set back."""
 
 
 NULL_OBSERVER = Observer()

@@ -1,4 +1,4 @@
-"""What crosses to an executor and back: frozen values, no request state.
+"""Plans and results, which pass between a scheduler and an executor: frozen values, no request state.
 
 A plan lists what is new. Rows that merely go on decoding (one token each) are counted, not listed: `Batch` keeps them
 from plan to plan, and is what an executor or a check uses when it wants every row.
@@ -19,8 +19,8 @@ from cbsim.policy.value import value
 class Chunk:
     """A row listed by itself: `tokens` query tokens of a request, behind `start` tokens already in the cache.
 
-    `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue).
-    The row may yield up to `outputs` output tokens, which is a promise until its result is there: 0 for a part of a
+    `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue). The
+    row may yield up to `outputs` output tokens, which are scheduled until its result is there: 0 for a part of a
     prompt, 1 for a decoding row, more where query tokens are guesses. Of the tokens before an admitted row, `cached`
     were found in the prefix cache; the KV of others has been kept elsewhere, and transfers of the plan bring it.
     `recomputed` of its own tokens had been computed before a preemption. `padding` tokens are computed to its left for
@@ -57,7 +57,7 @@ class Chunk:
 
 class Preempted(NamedTuple):
     """A request that lost its blocks in this step: the tokens that it has to compute again, none of them if their KV is
-    kept elsewhere, and the blocks held until then.
+    kept elsewhere, and the blocks that it had until then.
     """
 
     spec: RequestSpec
@@ -67,11 +67,11 @@ class Preempted(NamedTuple):
 
 @value(init=False)
 class StepWork:
-    """What a step computes. Rows run in the order chunks[:lead], the decoding rows by admission order, chunks[lead:].
+    """The work of a step. Rows run in the order chunks[:lead], the decoding rows in admission order, chunks[lead:].
 
-    `decodes` rows go on decoding from the plans before, a token each: all that do, or none in a step that they sit out;
-    together they read `decode_context` cached
-    tokens, the longest of them `longest_context`. `prefill_tokens` are the query tokens of the chunks.
+    `decodes` rows go on decoding from the plans before, a token each: all of the decode batch, or none in a step that
+    rests; together they read `decode_context` cached tokens, the longest of them `longest_context`. `prefill_tokens`
+    are the query tokens of the chunks.
 
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
     tokens beyond the requests' own.
@@ -119,7 +119,7 @@ class StepWork:
 
 @value(init=False)
 class StepChanges:
-    """What is new since the plan before, for whoever keeps requests and their tables.
+    """The changes since the plan before, for an executor that keeps requests and their tables.
 
     `grown` are the decoding rows that got a block each, and `blocks` these; `joined` decode without being listed from
     the next step on; `left` had been decoding and are no longer, as of this step. `ends` are the requests whose
@@ -183,12 +183,11 @@ NO_COUNTS = StepCounts()
 
 @value(init=False)
 class StepPlan:
-    """One step: what it computes, what changes with it, how things stand after planning, and which KV transfers.
+    """A step: what it computes, what changes with it, the counts after planning, and its KV transfers.
 
     Its rows run after the jobs `awaited`, transfers of earlier plans, whose blocks are free for it. Each group of
     `ranked` are texts of one request whose rows sample together: the best continuations of all of them, one for each.
-    `tables` is what a cache of layer groups says in place of the blocks that rows list: changes of the tables of every
-    group.
+    With a cache of layer groups, `tables` replaces the blocks that rows list: changes of the tables of every group.
     """
 
     def __init__(
@@ -215,11 +214,11 @@ class StepPlan:
 
 @value(frozen=True)
 class StepResult:
-    """What came back: the requests that sampled a stop token, and the output tokens of rows that yielded other than
-    they might, a stop token included and nothing behind it. Every other row delivered as scheduled, up to the declared
-    last token of its request. `moved` are the jobs of transfers that are over since the result before. `parents` are
-    the texts of ranked groups that go on with the text of another one, each with that one. `broken` are blocks that
-    transfers should have filled and have not.
+    """The result of a step. `stopped` are the requests that sampled a stop token; `delivered` gives the output tokens
+    of rows that yielded fewer than they might, a stop token included and nothing behind it. Every other row delivered
+    as scheduled, up to the declared last token of its request. `moved` are the jobs of transfers that are over since
+    the result before. `parents` are the texts of ranked groups that go on with another one's text, each with that one.
+    `broken` are blocks that transfers should have filled and have not.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
@@ -234,7 +233,7 @@ NOTHING_STOPPED = StepResult()
 
 @value(init=False)
 class Outcome:
-    """What a result changed: requests that got tokens one by one or ended, rows computed for nothing."""
+    """The effects of a result: requests that got tokens one by one or ended, rows computed for nothing."""
 
     def __init__(
         self,
@@ -251,7 +250,7 @@ UNCHANGED = Outcome((), (), 0)
 
 
 class Row(NamedTuple):
-    """A row of a step, whoever listed it."""
+    """A row of a step, listed in the plan or counted in the decode batch."""
 
     spec: RequestSpec
     start: int
@@ -261,14 +260,14 @@ class Row(NamedTuple):
 
 
 class Batch:
-    """The rows of every step, rebuilt from plans alone: what an executor that keeps state has to do."""
+    """The rows of every step, rebuilt from plans alone, as an executor that keeps state has to do."""
 
     def __init__(self) -> None:
         self._decoding: dict[RequestSpec, list[int]] = {}  # -> [order, computed]
         self._known: dict[RequestSpec, tuple[int, int]] = {}  # last listed (order, computed)
 
     def rows(self, plan: StepPlan) -> list[Row]:
-        """Every row of `plan`, in order. Call it once for every plan, in order."""
+        """Return every row of `plan`, in order. Call it once for every plan, in order."""
         work, changes = plan.work, plan.changes
         for spec in changes.left:
             del self._decoding[spec]
@@ -292,12 +291,12 @@ class Batch:
 
 PHASES = ("schedule", "prepare", "launch", "await", "update")
 WORKED = tuple(phase for phase in PHASES if phase != "await")
-"""Those in which the CPU works: in `await` it waits for the device."""
+"""The phases in which the CPU works: in `await` it waits for the device."""
 
 
 class Underway:
-    """The transfers that go on beside the steps, as plans and results tell of them: an executor's side of the rule that
-    a block is not handed out while a transfer reads or writes it. Call `planned` once for every plan, in order.
+    """The transfers that go on beside the steps, known from plans and results: an executor's side of the rule that a
+    block is not handed out while a transfer reads or writes it. Call `planned` once for every plan, in order.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -305,8 +304,8 @@ class Underway:
         self._block_size = block_size
 
     def planned(self, plan: StepPlan) -> None:
-        """Raises AssertionError if the plan hands out a block of a transfer that is under way, or reads what one
-        writes.
+        """Record a plan's transfers. Raise AssertionError if the plan hands out a block of a transfer that is under
+        way, or reads what one writes.
         """
         for job in plan.awaited:
             self.jobs.pop(job, None)
@@ -317,7 +316,7 @@ class Underway:
                 self.jobs.setdefault(transfer.job, []).append(transfer)
 
     def completed(self, jobs: tuple[int, ...]) -> None:
-        """These are over."""
+        """Record that these jobs are over."""
         for job in jobs:
             self.jobs.pop(job, None)
 
@@ -336,7 +335,7 @@ class Underway:
         assert not needed & written, (plan.step, "read before a transfer has written them", needed & written)
 
     def _blocks(self) -> tuple[set[Place], set[Place]]:
-        """What the transfers under way read, and what they write."""
+        """Return the places that the transfers under way read, and those that they write."""
         transfers = [transfer for group in self.jobs.values() for transfer in group]
         return {block for transfer in transfers for block in transfer.read}, {
             block for transfer in transfers for block in transfer.written

@@ -1,4 +1,4 @@
-"""Requests that wait for admission, and who is first."""
+"""Queues of requests that wait for admission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Queue(Protocol):
 
 
 class ArrivalQueue(deque[Request]):
-    """First come, first served; a preempted request goes to the front."""
+    """A queue that is first come, first served; a preempted request goes to the front."""
 
     push = deque[Request].append
     push_front = deque[Request].appendleft
@@ -34,7 +34,7 @@ class ArrivalQueue(deque[Request]):
 
 
 class PriorityQueue:
-    """Least (priority, arrival, id) first. It has no front: a preempted request takes its place by the same key."""
+    """A queue with the least (priority, arrival, id) first. A preempted request takes its place by the same key."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, str], int, Request]] = []

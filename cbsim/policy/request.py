@@ -1,4 +1,4 @@
-"""What was asked of the server, how far it has got, and every legal move between.
+"""A request as submitted, its progress, and every legal change of its state.
 
 Progress is counts only: no times, tensors or token values. A request that decodes one token a step carries no counter
 of its own; it derives its progress from the pace of its decode batch (`Pace`), so a step costs what changed.
@@ -18,7 +18,7 @@ first_step = itemgetter(0)
 
 
 class Status(Enum):
-    """Where a request stands. FINISHED is final; its reason is in `Request.finish`."""
+    """The state of a request. FINISHED is final; its reason is in `Request.finish`."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class Finish(Enum):
-    """Why a request ended. LENGTH: its limit, which a scheduler can foresee; STOP: seen only when the token arrives."""
+    """Why a request ended. LENGTH: its limit, which a scheduler can foresee; STOP: seen only with the token."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -37,14 +37,14 @@ class Finish(Enum):
 
 @value(frozen=True, eq=False)
 class RequestSpec:
-    """What was asked. Frozen: nothing in a run overwrites it. Compared by identity: one object is one request.
+    """A request as submitted. Nothing in a run overwrites it. Compared by identity: one object is one request.
 
     `output_tokens` is how many tokens the model will produce (declared by the workload), `max_tokens` the limit the
-    scheduler knows; when the first is smaller, the end is a stop token and comes as a surprise. `prefix` holds the ids
+    scheduler knows; when the first is smaller, the end is a stop token that cannot be foreseen. `prefix` holds the ids
     of chained content hashes, one for every `prefix_block_tokens` tokens, valid for the first `prefix_tokens` tokens:
     equal id means equal content up to and including that block. `sample_of`: this is a further sample of that request,
-    whose prompt it shares; it arrives right behind it. `computed_elsewhere`: the KV of its prompt can be had from
-    another server; `fetched_later`: another server will want its own.
+    whose prompt it shares; it arrives right behind it. `computed_elsewhere`: another server can supply the KV of its
+    prompt; `fetched_later`: another server will fetch the KV of this one.
     """
 
     index: int
@@ -69,11 +69,11 @@ class RequestSpec:
             )
 
     def shared_blocks(self, block_size: int) -> int:
-        """How many leading blocks have declared content; the blocks after them are this request's own."""
+        """Return how many leading blocks have declared content; the blocks after them are this request's own."""
         return min(self.prefix_tokens, len(self.prefix) * self.prefix_block_tokens) // block_size
 
     def block_key(self, block: int, block_size: int) -> int:
-        """Content key of a full block: equal keys mean equal content and equal prefix. Private blocks are negative."""
+        """Return the content key of a full block: equal keys, equal content and prefix. Private ones are negative."""
         last_token = (block + 1) * block_size - 1
         if block < self.shared_blocks(block_size):
             return (self.prefix[last_token // self.prefix_block_tokens] << 24) + block
@@ -91,12 +91,12 @@ class Pace:
         self.planned = self.updated = 0
         self.pace = self.completed = 0
         self.updated_at_plan = 0  # `updated` when the newest step was planned
-        self._rested: list[int] = []  # steps in flight, in order
+        self._rested: list[int] = []  # steps in flight that rest, in order
         self._went: list[list[int]] = []  # [first step, steps] that have come back, up to the last that rested
         self._since = 0  # the first step behind these
 
     def advance(self, *, resting: bool) -> None:
-        """A step is planned."""
+        """Record that a step is planned."""
         if resting:
             self._rested.append(self.planned)
         else:
@@ -105,11 +105,11 @@ class Pace:
         self.updated_at_plan = self.updated
 
     def rested_in(self, step: int) -> bool:
-        """Does this step, which is in flight, rest?"""
+        """True if this step, which is in flight, rests."""
         return step in self._rested
 
     def applied(self) -> None:
-        """The oldest step in flight has come back."""
+        """Record that the oldest step in flight has come back."""
         if self._rested and self._rested[0] == self.updated:
             del self._rested[0]
             if self.updated > self._since:
@@ -127,15 +127,15 @@ class Pace:
         return 0
 
     def known_at_plan(self, request: Request) -> int:
-        """Tokens of a request of the batch that were in hand when its newest row was planned: those before the rows in
-        flight then.
+        """Return the tokens of a request of the batch that were known when its newest row was planned: those before the
+        rows in flight then.
 
         The row that made it part of the batch, in step `since` - 1, is the first that could be in flight.
         """
         return request.computed - max(0, self.planned - 1 - max(self.updated_at_plan, request.since - 1))
 
     def stretches(self, since: int) -> list[list[int]]:
-        """[first step, steps] in which rows have come back from step `since` on."""
+        """Return [first step, steps] in which rows have come back from step `since` on."""
         first = bisect_right(self._went, since, key=first_step)
         result = self._went[first:]
         if first and (end := sum(self._went[first - 1])) > since:
@@ -148,7 +148,7 @@ class Pace:
 
 
 class Request:
-    """Progress of one request. Fields are read by anyone and written by these methods only, called by the scheduler.
+    """The progress of one request. Its fields are written by these methods only, which the scheduler calls.
 
     `computed`: tokens whose KV is written or scheduled by a planned step. `scheduled`: output tokens that planned steps
     will have sampled, at most. `seen`: output tokens that came back. So prompt + scheduled is what is known of the
@@ -157,7 +157,7 @@ class Request:
 
     def __init__(self, spec: RequestSpec, limit: int, block_size: int) -> None:
         self.spec = spec
-        self.named = spec.shared_blocks(block_size)  # leading blocks whose content somebody might look up
+        self.named = spec.shared_blocks(block_size)  # leading blocks whose content another request might look up
         self.limit = limit  # output tokens after which the end is known in advance
         self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
@@ -195,26 +195,26 @@ class Request:
 
     @property
     def known(self) -> int:
-        """Tokens whose values are in hand: the prompt and the outputs that came back."""
+        """The tokens whose values are known: the prompt and the outputs that came back."""
         return self.spec.prompt_tokens + self.seen
 
     @property
     def target(self) -> int:
-        """Tokens that have to be computed before the next output can be sampled."""
+        """The tokens that have to be computed before the next output can be sampled."""
         return self.spec.prompt_tokens + self.scheduled
 
     @property
     def uncomputed(self) -> int:
-        """Query tokens between what is computed and the next output; for a request outside any decode batch."""
+        """The query tokens between what is computed and the next output; for a request outside any decode batch."""
         return self.spec.prompt_tokens + self._scheduled - self._computed
 
     @property
     def fresh(self) -> bool:
-        """No row of it has been planned since it was last admitted."""
+        """Whether no row of it has been planned since it was last admitted."""
         return self.status is Status.PREFILL and self._computed == self.entered
 
     def set_order(self, order: int) -> None:
-        """Its place in the order of arrival, for schedulers that never give it another."""
+        """Set its place in the order of arrival, for schedulers that never give it another."""
         assert self.order < 0
         self.order = order
 
@@ -229,13 +229,13 @@ class Request:
             self.cached = cached_tokens
 
     def renew(self, order: int) -> None:
-        """From now on it has another place in the admission order; for a request outside any decode batch."""
+        """Set another place in the admission order, for a request outside any decode batch."""
         assert self.batch is None
         self.order = order
 
     def advance(self, tokens: int, outputs: int) -> None:
-        """A row of `tokens` query tokens was planned, and promises `outputs` tokens: one behind each query token from
-        the last wanted one on. Those after it are guesses.
+        """Record a planned row of `tokens` query tokens that may yield `outputs` tokens: one behind each query token
+        from the last wanted one on. Those after it are guesses.
         """
         assert self.batch is None
         assert tokens > 0, (self.spec.id, tokens)
@@ -248,13 +248,13 @@ class Request:
         self.status = Status.DECODE if outputs else Status.PREFILL
 
     def join(self, batch: Pace) -> None:
-        """From the next step on, decode one token a step at the decode batch's pace."""
+        """Decode one token a step at the decode batch's pace, from the next step on."""
         assert self.batch is None
         assert self.status is Status.DECODE
         self.batch, self.since, self._joined = batch, batch.planned, batch.pace
 
     def leave(self) -> None:
-        """Take the decode batch's progress over into own counters. The caller sees to rows still in flight."""
+        """Copy the decode batch's progress into the request's own counters. The caller handles rows still in flight."""
         assert self.batch is not None
         batch = self.batch
         self._computed, self._scheduled, self._seen = self.computed, self.scheduled, self.seen
@@ -262,17 +262,17 @@ class Request:
         self.runs = joined(self.runs, batch.stretches(self.since))
 
     def receive(self, step: int, tokens: int = 1) -> None:
-        """So many output tokens, sampled by `step`, came back."""
+        """Record that `tokens` output tokens, sampled by `step`, came back."""
         assert self.batch is None or step < self.since
         self._seen += tokens
         self._scheduled = max(self._scheduled, self._seen)
         self._deliver(step, min(tokens, 1))
 
     def reconcile(self, short: int) -> None:
-        """A row came back with `short` fewer tokens than scheduled: they are neither scheduled nor computed.
+        """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.
 
         No other row of the request may be in flight then, for it would start at the wrong place. A request that has
-        lost everything since has nothing to give back.
+        lost everything since has nothing to take back.
         """
         if self.status is Status.WAITING and not self._computed:
             return
@@ -290,22 +290,22 @@ class Request:
             self.runs.append([step, count])
 
     def delivered(self) -> list[list[int]]:
-        """[first step, steps] of the tokens delivered so far; `runs` lacks those of the current decode batch."""
+        """Return [first step, steps] of the tokens delivered so far; `runs` lacks those of the current decode batch."""
         if self.batch is None:
             return self.runs
         return joined(self.runs, self.batch.stretches(self.since))
 
     def hash_to(self, blocks: int) -> None:
-        """The first `blocks` blocks have a content key now."""
+        """Record that the first `blocks` blocks have a content key."""
         if blocks > self.hashed:
             self.hashed = blocks
 
     def name_all(self) -> None:
-        """Every full block gets a key from now on, also those whose content only this request can ask for."""
+        """Give every full block a key, also those whose content no other request can look up."""
         self.named = EVERY_BLOCK
 
     def requeue(self, drop_in_flight: bool) -> None:
-        """Give everything computed up and wait again. Rows in flight still deliver unless they are dropped."""
+        """Lose everything computed and wait again. Rows in flight still deliver unless they are dropped."""
         assert self.batch is None
         assert self.status in (Status.PREFILL, Status.DECODE)
         self.high_water = max(self.high_water, self._computed)
@@ -317,7 +317,7 @@ class Request:
 
     def park(self, drop_in_flight: bool) -> None:
         """Wait again and keep what is computed, whose KV is elsewhere meanwhile. Rows in flight still deliver unless
-        they are dropped; then the next one begins with the last known token at the latest.
+        they are dropped; then the next row begins with the last known token at the latest.
         """
         computed, scheduled, known = self._computed, self._scheduled, self.known
         self.requeue(drop_in_flight)
@@ -333,7 +333,7 @@ class Request:
 
     @property
     def natural_end(self) -> Finish:
-        """Why it ends if it ends with the token seen last."""
+        """The reason for its end if it ends with the token seen last."""
         return Finish.LENGTH if self.seen == self.limit else Finish.STOP
 
     def end(self, reason: Finish) -> None:
@@ -343,7 +343,7 @@ class Request:
 
 
 def joined(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """[first step, steps] of both, which follow each other."""
+    """Return [first step, steps] of both, which follow each other."""
     if runs and more and sum(runs[-1]) == more[0][0]:
         return [*runs[:-1], [runs[-1][0], runs[-1][1] + more[0][1]], *more[1:]]
     return [*runs, *more]

@@ -1,9 +1,9 @@
-"""Preemption by swapping, the rule of vLLM V0: who loses its blocks waits on the host with what it has computed.
+"""Preemption by swapping, the rule of vLLM V0: a preempted request waits on the host with what it has computed.
 
-Whole requests go out and come in, blocks that they share included, in order with the steps. Those who are out come back
-in the order in which they went, each into fresh blocks, and go before everybody else who waits. A row that was in
-flight when its request went out has written its KV before that is moved, and its token is delivered as usual; so no
-token is computed twice. Who finds no room on the host has to be recomputed. V0 ends the server then.
+Whole requests are swapped out and in, blocks that they share included, in order with the steps. Swapped requests return
+in the order in which they left, each into fresh blocks, before every other waiting request. A row that was in flight
+when its request was swapped out has written its KV before that is copied, and its token is delivered as usual; so no
+token is computed twice. A request that finds no room on the host has to be recomputed. V0 ends the server then.
 
 `Host` keeps which blocks of the host hold whose KV; `Swapping` is the rule above it.
 """
@@ -23,9 +23,9 @@ from cbsim.policy.transfers import Direction, Transfer
 
 
 class Swapping:
-    """The requests of `queue`, and before them those who are out.
+    """The requests of `queue`, and before them those that are swapped out.
 
-    Head and end are those of `queue`: a scheduler asks for them when nobody is out.
+    Head and end are those of `queue`: a scheduler uses them when no request is swapped out.
     """
 
     def __init__(self, decoding: Decoding, queue: Queue, host_blocks: int) -> None:
@@ -38,18 +38,18 @@ class Swapping:
     # -- out and in ---------------------------------------------------------------------------------------------------
 
     def take_out(self, request: Request) -> bool:
-        """Take the blocks of an unbatched request back and transfer what they hold. False if the host lacks room."""
+        """Swap out an unbatched request. Return False if the host lacks room."""
         out = self.host.park(request, drop_in_flight=False)
         self.turned_away += not out
         return out
 
     def has_room(self, request: Request, tokens: int, spare: int) -> bool:
-        """Would `spare` blocks stay free if a request came back and computed so many tokens?"""
+        """True if `spare` blocks would stay free if a request were swapped in and computed `tokens` tokens."""
         pool = self._decoding.pool
         return pool.free - pool.blocks_for(request.computed + tokens) >= spare
 
     def bring_in(self, request: Request) -> None:
-        """A request that is out runs again. Its blocks are filled before the rows of the next plan."""
+        """Swap in a request. Its blocks are filled before the rows of the next plan."""
         pool = self._decoding.pool
         self._decoding.resume(request)
         pool.grow(request, pool.blocks_for(request.computed))
@@ -82,7 +82,7 @@ class Swapping:
             self._queue.remove(request)
 
     def check(self) -> None:
-        """Raise AssertionError unless the host adds up, and who is out has places there and no blocks."""
+        """Raise AssertionError unless the host adds up, and swapped requests have places there and no blocks."""
         pool = self._decoding.pool
         self.host.check()
         for request, (places,) in self.out.items():
@@ -91,32 +91,32 @@ class Swapping:
 
 
 class Places(Protocol):
-    """Which free block of the host goes next."""
+    """A free list of the host's blocks."""
 
     num_blocks: int
 
     @property
     def free(self) -> int:
-        """How many there are."""
+        """The number of free blocks."""
 
     def take(self, counts: list[int]) -> list[list[int]] | None:
-        """For each table of a request so many, or None if there are not enough."""
+        """Take `counts[i]` blocks for table i of a request, or return None if there are not enough."""
 
     def give(self, tables: list[list[int]]) -> None:
-        """These are free again."""
+        """Return these blocks to the free list."""
 
     def pages(self, group: int, blocks: list[int]) -> list[int]:
-        """As transfers name them, in the order of the blocks: those of the table of a group."""
+        """Return the names that transfers use for these blocks of a group's table, in the same order."""
 
     def order(self) -> list[int]:
-        """Every free block, in the order of its list."""
+        """Return every free block, in the order of its list."""
 
     def check(self) -> None:
-        """Raise AssertionError unless its own accounts agree."""
+        """Raise AssertionError unless its own counts agree."""
 
 
 class LowestFirst:
-    """In order of their numbers."""
+    """A free list that hands out the lowest number first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -154,7 +154,7 @@ class LowestFirst:
 
 
 class Host:
-    """Every block of a table takes one here; those written are moved."""
+    """The host's copy of parked requests: every block of a table takes a place here; the written ones are copied."""
 
     def __init__(self, decoding: Decoding, places: Places) -> None:
         decoding.pool.host_blocks = self.num_blocks = places.num_blocks
@@ -167,8 +167,8 @@ class Host:
         return self.places.free
 
     def park(self, request: Request, *, drop_in_flight: bool) -> bool:
-        """Take the blocks of an unbatched request back and keep their KV here. It waits again and keeps its progress.
-        Where they do not fit, nothing happens and the answer is False.
+        """Release the blocks of an unbatched request and keep their KV here. It waits again and keeps its progress.
+        Return False and do nothing where they do not fit.
         """
         decoding, computed = self._decoding, request.computed
         pool = decoding.pool
@@ -187,7 +187,7 @@ class Host:
         return True
 
     def restore(self, request: Request) -> None:
-        """A request that was parked has a table again: its KV comes back with the next plan."""
+        """Restore the KV of a parked request that has a table again; it comes with the next plan."""
         pool, places = self._decoding.pool, self.tables[request]
         here, there = self._written(pool.tables_of(request), places, pool.blocks_for(request.computed))
         self.forget(request)
@@ -197,7 +197,7 @@ class Host:
     def _written(
         self, tables: list[list[int]], places: list[list[int]], written: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the first `written` blocks of every table, the pages on the device and those here that stand for them."""
+        """Return the device pages of each table's first `written` blocks, and the host pages for them."""
         here: list[int] = []
         there: list[int] = []
         for group, table in enumerate(tables):
@@ -207,12 +207,12 @@ class Host:
         return tuple(here), tuple(there)
 
     def forget(self, request: Request) -> None:
-        """The KV of a request is wanted here no longer, if it is here."""
+        """Drop the KV of a request, if it is here."""
         if request in self.tables:
             self.places.give(self.tables.pop(request))
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is free or held by one request."""
+        """Raise AssertionError unless every block is free or taken by one request."""
         in_use: list[int] = []
         for tables in self.tables.values():
             for group, table in enumerate(tables):

@@ -5,7 +5,7 @@ transfer without a job is in order with the steps: it comes after the rows of al
 its own, which may read its targets and write its sources; those of one plan follow each other as they are listed. A
 transfer with a job goes on beside the steps: to the host it begins when the rows of its plan have run, to the device
 when those of the plans before have. Until a result names the job (`StepResult.moved`), or a plan waits for it
-(`StepPlan.awaited`), nobody reads its targets, and neither its sources nor its targets are handed out.
+(`StepPlan.awaited`), no row reads its targets, and neither its sources nor its targets are handed out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEVICE, HOST = "device", "host"
 
 
 class Direction(IntEnum):
-    """From where to where."""
+    """The direction of a transfer."""
 
     COPY = 0  # a block on the device to another
     OUT = 1  # a block on the device to one of the host
@@ -31,8 +31,8 @@ class Direction(IntEnum):
 
 @value(init=False)
 class Transfer:
-    """The KV of whole blocks: `sources[i]` is copied to `targets[i]`. `spec` is the request whose KV it is, None where
-    that is nobody's in particular. `job` is IN_ORDER, or a number: transfers that have it are one job.
+    """A transfer of whole blocks of KV: `sources[i]` is copied to `targets[i]`. `spec` is the request whose KV it is,
+    or None where it belongs to no single request. `job` is IN_ORDER, or a number that all transfers of one job share.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Transfer:
 
 
 def arriving(transfers: tuple[Transfer, ...]) -> int:
-    """Blocks on the device that transfers in order fill. They were handed out for that."""
+    """Return the number of blocks on the device that transfers in order fill. They were handed out for that."""
     if not transfers:
         return 0
     return sum([len(t.targets) for t in transfers if t.job == IN_ORDER and t.direction is not Direction.OUT])

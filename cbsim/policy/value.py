@@ -1,4 +1,4 @@
-"""Small values that are made for every step, and what the compiler is told of classes."""
+"""Small values that are made for every step, and attributes that tell the compiler about classes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ COMPILED = not str(getattr(find_spec("cbsim.policy.request"), "origin", "")).end
 
 
 def running() -> str:
-    """Which core runs: `compiled` by mypyc, or `python`."""
+    """Return which core runs: `compiled` by mypyc, or `python`."""
     return "compiled" if COMPILED else "python"
 
 
 def replace(old: V, **changes: Any) -> V:
-    """A value with other fields; the type checker does not know those that an `__init__` makes."""
+    """Return a value with other fields; the type checker does not know those that an `__init__` makes."""
     return dataclasses.replace(old, **changes)  # type: ignore[type-var]
 
 
@@ -47,6 +47,6 @@ else:
         return decorated
 
     def mypyc_attr(**attributes: Any) -> Callable[[T], T]:
-        """What the compiler is told of a class; nothing at run time."""
+        """Return the class unchanged; only the compiler reads the attributes."""
         assert attributes
         return lambda cls: cls
