@@ -1,1 +1,1 @@
-"""KV caches: who gets which blocks, what is shared and what is kept. Standard library only."""
+"""KV caches: allocation, sharing and retention of blocks. Standard library only."""

@@ -1,8 +1,8 @@
 """The block pool: free list (free_lists.py), reference counts, block tables, and the index from content key to block.
 
-A block with a content key may be shared; every other block has one owner. Keys of blocks that no
-other request can name (`RequestSpec.block_key` below zero) enter the index only when their owner is requeued: before
-that nobody could find them, and afterwards only the owner can.
+A block with a content key may be shared; every other block has one owner. Keys of blocks that no other request can name
+(`RequestSpec.block_key` below zero) enter the index only when their owner is requeued: before that no request could
+find them, and afterwards only the owner can.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the
 
 
 class Lookup:
-    """The last prefix lookup, kept until a key that it read changes: the head of a queue asks again at every step.
+    """The last prefix lookup, kept until a key that it read changes: the head of a queue repeats it at every step.
 
     `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
     """
@@ -45,12 +45,12 @@ NEVER_ASKED = Lookup(None, 0, [], set(), 0)
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPool:
-    """Owner of every block of the KV cache. Only a scheduler writes it."""
+    """The owner of every block of the KV cache. Only a scheduler writes it."""
 
     def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer = NULL_OBSERVER) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.host_blocks = 0  # places of a host tier, that transfers name; a scheduler that has one says so
+        self.host_blocks = 0  # blocks of a host tier that transfers name; set by a scheduler that has one
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
         self.tables: dict[Request, list[int]] = {}
         self.groups: tuple[LayerGroup, ...] = ()  # of layers with tables of their own; those that rows do not list
@@ -61,29 +61,29 @@ class BlockPool:
             int, int | dict[int, None]
         ] = {}  # key -> block, or the blocks that duplicate it, oldest first
         self._key_of: dict[int, int] = {}
-        self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other in use has one owner
-        self._read: dict[int, None] = {}  # those of them that a transfer reads
+        self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other block in use has one owner
+        self._read: dict[int, None] = {}  # blocks with a key that a transfer reads
         self._last = NEVER_ASKED
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out; cached blocks that nobody uses count as free."""
+        """Blocks that can be handed out; cached blocks without a user count as free."""
         return self._free.free
 
     @property
     def saved(self) -> int:
-        """Blocks saved by sharing: entries of tables, less the different blocks that they name. Counted when asked."""
+        """Blocks saved by sharing: table entries less the different blocks that they name. Counted when read."""
         named = [block for table in self.live_tables() for block in table]
         return len(named) - len(set(named))
 
     @property
     def ready(self) -> int:
-        """Those of them that can be handed out as things stand: all, unless cached ones have to be evicted first."""
+        """Free blocks that can be handed out as they are: all, unless cached ones have to be evicted first."""
         return self._free.free
 
     @property
     def contents(self) -> int:
-        """Different contents that a request could find; several blocks may hold the same."""
+        """Different contents that a request could find; several blocks may have the same."""
         return len(self._index)
 
     @property
@@ -98,57 +98,57 @@ class BlockPool:
         return len(self.tables.get(request, ()))
 
     def table(self, request: Request) -> list[int]:
-        """All its blocks, as far as rows list them."""
+        """Return all blocks of a request, as far as rows list them."""
         return self.tables.get(request, [])
 
     def tables_of(self, request: Request) -> list[list[int]]:
-        """Its tables, one for each group of layers; a cache without groups has one."""
+        """Return the tables of a request, one for each group of layers; a cache without groups has one."""
         return [self.table(request)]
 
     def entries(self, request: Request) -> int:
-        """Of its longest table."""
+        """Return the number of entries of a request's longest table."""
         return self.allocated(request)
 
     def in_groups(self, count: int, have: int = 0) -> int:
-        """Blocks that `count` entries more take, all groups together, where a request has `have`."""
+        """Return the blocks that `count` further entries take, all groups together, where a request has `have`."""
         del have
         return count
 
     def pages(self, group: int, blocks: list[int]) -> list[int]:
-        """These blocks of a group as transfers name them, in their order."""
+        """Return the names that transfers use for these blocks of a group, in the same order."""
         del group
         return blocks
 
     def spans(self, request: Request) -> list[tuple[int, int]]:
-        """Of each table of a request, from which to which token of the sequence its blocks reach."""
+        """Return, for each table of a request, the first token of the sequence that its blocks hold and the end."""
         return [(0, self.allocated(request) * self.block_size)]
 
     def missing(self, request: Request, tokens: int) -> int:
-        """Blocks that a request lacks to hold its first `tokens` tokens."""
+        """Return how many blocks a request lacks to hold its first `tokens` tokens."""
         return max(0, self.blocks_for(tokens) - self.allocated(request))
 
     def due(self, request: Request, tokens: int) -> int:
-        """Blocks that a request lacks for its next `tokens` tokens, once it has given up what it no longer needs."""
+        """Return the blocks that a request lacks for its next `tokens` tokens, less those that it no longer needs."""
         return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
-        """Free blocks that a request needs, beside those found in the cache, to hold its first `tokens` tokens and the
-        `whole` of it.
+        """Return the free blocks that a request needs, beside those found in the cache, to hold its first `tokens`
+        tokens and `whole` tokens in all.
         """
         return max(self.missing(request, max(whole, tokens)) - len(hits), 0) + self.idle(hits)
 
     def most_blocks(self, tokens: int) -> int:
-        """What a request of so many tokens holds at most at a time."""
+        """Return the most blocks that a request of `tokens` tokens has at a time."""
         return self.blocks_for(tokens)
 
     def fill(self, request: Request, tokens: int) -> list[int]:
-        """Add the fresh blocks that a request lacks to hold its first `tokens` tokens. Returns those that its row is to
+        """Add the fresh blocks that a request lacks to hold its first `tokens` tokens. Return those that its row is to
         list.
         """
         return self.grow(request, self.missing(request, tokens))
 
     def grow(self, request: Request, count: int) -> list[int]:
-        """Add `count` fresh blocks to a table; what they cached before is forgotten."""
+        """Add `count` fresh blocks to a table; their former content is evicted."""
         observer = self._observer
         if observer is not NULL_OBSERVER:
             observer.growing(request, count)
@@ -175,15 +175,15 @@ class BlockPool:
         return blocks
 
     def find(self, request: Request) -> list[int]:
-        """What the cache has for a request that waits; its last known token is computed in any case."""
+        """Return the cached blocks for a waiting request; its last known token is computed in any case."""
         return self.longest_prefix(request.spec, (request.target - 1) // self.block_size)
 
     def tokens_in(self, hits: list[int]) -> int:
-        """Tokens that `find` has found."""
+        """Return the tokens in the blocks that `find` has found."""
         return len(hits) * self.block_size
 
     def longest_prefix(self, spec: RequestSpec, blocks: int) -> list[int]:
-        """The cached blocks that hold the first tokens of a request, at most `blocks` of them."""
+        """Return the cached blocks that hold the first tokens of a request, at most `blocks` of them."""
         if not self._index:
             return []
         last = self._last
@@ -204,7 +204,7 @@ class BlockPool:
         return Lookup(spec, blocks, hits, read, sum([not self._refs[block] for block in hits]))
 
     def idle(self, blocks: list[int]) -> int:
-        """How many of these cached blocks are free at present, and so would leave the free list if adopted."""
+        """Return how many of these cached blocks are free at present, and so would leave the free list if adopted."""
         last = self._last
         return last.idle if blocks is last.hits else sum([not self._refs[block] for block in blocks])
 
@@ -216,8 +216,8 @@ class BlockPool:
         request.hash_to(len(blocks))
 
     def share(self, request: Request, sample: Request, blocks: int) -> None:
-        """The first `blocks` blocks of a request, all hashed, become the head of the table of another of the same text.
-        Those that nobody could ask for get their keys now.
+        """Make the first `blocks` blocks of a request, all hashed, the head of the table of a sample of the same text.
+        Those that no other request could look up get their keys now.
         """
         assert blocks <= request.hashed
         table = self.tables[request][:blocks]
@@ -226,49 +226,48 @@ class BlockPool:
         self.adopt(sample, table)
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
-        """Tables for samples of a request, as long as its own; the first `whole` blocks are shared, others fresh."""
+        """Make tables for samples of a request, as long as its own; they share the first `whole` blocks."""
         for sample in samples:
             self.share(request, sample, whole)
             self.grow(sample, self.allocated(request) - whole)
 
     def unshared(self, request: Request, whole: int) -> int:
-        """Blocks that a sample needs of its own when it shares the first `whole`."""
+        """Return how many blocks of its own a sample needs when it shares the first `whole`."""
         return self.allocated(request) - whole
 
     def key(self, request: Request, block: int) -> int:
-        """Content key under which a block of `request` is registered."""
+        """Return the content key under which a block of `request` is registered."""
         return request.spec.block_key(block, self.block_size)
 
     def _key(self, request: Request, block: int, group: int) -> int:
-        """Of a block in the table of a group."""
+        """Return the content key of a block in the table of a group."""
         del group
         return self.key(request, block)
 
     def publish(self, request: Request, blocks: int) -> None:
-        """The first `blocks` blocks of a request are full: give the new ones their keys. Duplicates are kept."""
+        """Give the new ones of a request's first `blocks` blocks, all full, their keys. Duplicates are kept."""
         if request.hashed < request.named:
             for i in range(request.hashed, min(blocks, request.named)):
                 self._register(self.tables[request][i], self.key(request, i))
         request.hash_to(blocks)
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
-        """As `publish`, but a block whose content is cached already is replaced by that one and freed.
-
-        Returns (index in the table, block) of those that came in.
+        """Publish the first `blocks` blocks, but replace a block whose content is cached already by that one and free
+        it. Return (index in the table, block) of the replacements.
         """
         replaced = self._merge(request, self.tables[request], request.hashed, min(blocks, request.named))
         request.hash_to(blocks)
         return replaced
 
     def _merge(self, request: Request, table: list[int], first: int, end: int, group: int = 0) -> list[tuple[int, int]]:
-        """Of one table, that of a group: the blocks from `first` to `end`."""
+        """Merge the blocks of a group's table from `first` to `end`."""
         named: list[int] = []
         replaced: list[tuple[int, int]] = []
         before_after: list[tuple[int, int]] = []
         for i in range(first, end):
             own = table[i]
             if own in self._key_of:
-                continue  # it had it before a requeue, or whoever shares it was faster
+                continue  # it had its key before a requeue, or a request that shares it was faster
             key = self._key(request, i, group)
             existing = self._index.get(key)
             if existing is None:
@@ -287,7 +286,7 @@ class BlockPool:
         return replaced
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """Free a table; with `returns` the request will come back and may find its own blocks. Returns blocks held."""
+        """Free a table and return its length; with `returns` the request will come back and may find its own blocks."""
         table = self.tables.pop(request, [])
         if returns:
             for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
@@ -297,7 +296,7 @@ class BlockPool:
         return len(table)
 
     def _give_back(self, table: list[int], hashed: int) -> None:
-        """The blocks of a table that nobody else has are free; the first `hashed` entries hold reusable content."""
+        """Free the blocks of a table that have no other user; the first `hashed` entries hold reusable content."""
         blocks, reusable = table, hashed
         if self._refs:
             blocks = []
@@ -309,14 +308,14 @@ class BlockPool:
         self._free.give(blocks, reusable)
 
     def hold(self, blocks: list[int]) -> None:
-        """A transfer reads these cached blocks, which no other one does: they are not handed out until `let_go`."""
+        """Keep cached blocks from being handed out until `let_go`: one transfer, and no other, reads them."""
         for block in blocks:
             assert block not in self._read, ("read by two transfers", block)
             self._acquire(block)
             self._read[block] = None
 
     def let_go(self, blocks: list[int]) -> None:
-        """The transfer is over. Blocks without another owner become free, in this order."""
+        """Record that a transfer is over. Blocks without another owner become free, in this order."""
         freed: list[int] = []
         for block in blocks:
             del self._read[block]
@@ -326,18 +325,18 @@ class BlockPool:
         self._free.give(freed, len(freed))
 
     def key_of(self, block: int) -> int | None:
-        """The content key of a block, if it has one."""
+        """Return the content key of a block, or None if it has none."""
         return self._key_of.get(block)
 
     def table_changes(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
-        """Only with groups: what the plan of a step with these rows reports of their tables."""
+        """Return the table changes that the plan of a step with these rows lists; none without groups."""
         return ()
 
     def completed(self, step: int) -> None:
-        """Only with groups: the rows of a step have come back."""
+        """Record that the rows of a step have come back; used only with groups."""
 
     def live_tables(self) -> list[list[int]]:
-        """Every table, without entries that are no blocks."""
+        """Return every table, without entries that are no blocks."""
         return [self.table(request) for request in self.tables]
 
     def _register(self, block: int, key: int) -> None:
@@ -375,7 +374,7 @@ class BlockPool:
         self._refs[block] += 1
 
     def _drop(self, block: int) -> bool:
-        """Give one reference up; is the block free now?"""
+        """Remove one reference. Return True if the block is free now."""
         refs = self._refs.get(block)
         if refs is None:
             return True
@@ -387,7 +386,7 @@ class BlockPool:
         return True
 
     def free_order(self) -> list[int]:
-        """The free blocks in the order of their list, for checks against a trace."""
+        """Return the free blocks in the order of their list, for checks against a trace."""
         return self._free.order()
 
     def check(self) -> None:
@@ -410,7 +409,7 @@ class BlockPool:
             assert (last.hits, last.idle) == (again.hits, again.idle), ("a stale lookup", last.spec.id)
 
     def _check_index(self, users: dict[int, int]) -> None:
-        """Raise AssertionError unless keys, index and references agree; `users` says how often each block is used."""
+        """Raise AssertionError unless keys, index and references agree; `users` counts the uses of each block."""
         indexed = [b for e in self._index.values() for b in ([e] if isinstance(e, int) else e)]
         assert sorted(indexed) == sorted(self._key_of), "index and keys disagree"
         assert self._key_of.keys() <= self._refs.keys(), "a block with a key is not counted"

@@ -1,4 +1,4 @@
-"""Which free block is handed out next: the one thing that real managers of blocks disagree about."""
+"""Free lists: the order in which free blocks are handed out, in which real block managers differ."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 
 class FreeList(Protocol):
-    """Which free block goes next."""
+    """A free list, which determines the block that is handed out next."""
 
     @property
     def free(self) -> int:
-        """How many there are."""
+        """The number of free blocks."""
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
@@ -21,19 +21,19 @@ class FreeList(Protocol):
         """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
 
     def pick(self, block: int) -> None:
-        """Take one particular free block out, because its content is wanted."""
+        """Remove one particular free block, because its content is wanted."""
 
     def order(self) -> list[int]:
-        """Every free block, in the order of its list."""
+        """Return every free block, in the order of its list."""
 
 
 class FreeQueue:
-    """vLLM's one queue: handed out from the front; a freed table is walked tail first.
+    """vLLM's free queue: blocks are taken from the front; a freed table is walked tail first.
 
     0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
-    which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces.
-    Both ends are lists, so that blocks go in and out by the slice: a stack in front, its last block the next one, and
-    behind it `_queue` from `_head` on.
+    which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces. Both
+    ends are lists, so that blocks go in and out by the slice: a stack in front, its last block the next one, and behind
+    it `_queue` from `_head` on.
     """
 
     def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
@@ -54,7 +54,7 @@ class FreeQueue:
         return taken
 
     def _next(self, count: int) -> list[int]:
-        """The next entries, dead or alive; fewer if there are no more."""
+        """Return the next entries, dead or alive; fewer if there are no more."""
         stack = self._stack
         least = max(0, len(stack) - count)
         entries = stack[least:]
@@ -70,7 +70,7 @@ class FreeQueue:
         return entries
 
     def _bury(self, block: int) -> bool:
-        """Is this entry dead? The dead entries of a block always lie before its live one."""
+        """True if this entry is dead. The dead entries of a block always lie before its live one."""
         dead = self._dead.pop(block, 0)
         if dead > 1:
             self._dead[block] = dead - 1
@@ -99,8 +99,8 @@ class FreeQueue:
 
 
 class PageQueue:
-    """SGLang's: handed out from the front; what comes free is appended, or with `in_front` put there, head first. Lists
-    of pages that come free stay as they are until they are handed out, and nobody else changes them.
+    """SGLang's free list: pages are taken from the front; freed ones are appended, or with `in_front` put there, head
+    first. Lists of freed pages stay as they are until they are handed out, and no other code changes them.
     """
 
     def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
@@ -144,8 +144,8 @@ class PageQueue:
 
 
 class CachedLast:
-    """transformers' two lists: blocks without content are a FIFO queue; cached blocks go only when that is short,
-    newest first. A freed table is walked head first.
+    """transformers' two free lists: blocks without content are a FIFO queue; cached blocks are taken only when that is
+    short, newest first. A freed table is walked head first.
     """
 
     def __init__(self, blocks: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
-"""A block pool of several groups of layers over one free queue, as vLLM 0.33 has it.
+"""A block pool of several groups of layers over one free queue, as in vLLM 0.33.
 
-A block belongs to the group that took it, and so does its key. Blocks that a group no longer sees of a sequence leave
-its table when the request is given its next blocks; null blocks stay in their stead.
+A block belongs to the group that took it, and so does its key. Blocks of a sequence that a group no longer sees leave
+its table when the request gets its next blocks; null blocks take their place.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class GroupPool(TablePool):
         return [(table.passed * sizes[g], len(table.blocks) * sizes[g]) for g, table in enumerate(tables)]
 
     def in_flight(self, request: Request) -> int:
-        """Tokens of its rows in flight, also of those that will be dropped."""
+        """Return the tokens of a request's rows in flight, also of those that will be dropped."""
         return self._in_flight.get(request, 0)
 
     def keyed_in_groups(self) -> list[int]:
-        """Blocks whose content a request could find, by group."""
+        """Return the number of blocks whose content a request could find, by group."""
         counts = [0] * len(self.groups)
         for key in self._key_of.values():
             counts[key % len(counts)] += 1
@@ -82,7 +82,7 @@ class GroupPool(TablePool):
         return self.missing(request, computed + tokens)
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
-        """For `tokens` tokens behind the hit; and, as far as it has them at a time, for the `whole` request."""
+        """Count for `tokens` tokens behind the hit and, up to what it has at a time, for the `whole` request."""
         hit = self._hit if hits else NO_HIT
         now = at_most = idle = 0
         for g, rule in enumerate(self.rules):
@@ -107,7 +107,7 @@ class GroupPool(TablePool):
         return self._hit.tokens if hits else 0
 
     def adopt(self, request: Request, blocks: list[int]) -> None:
-        """Share the blocks of the last lookup, as far as they are seen."""
+        """Share the blocks of the last lookup, as far as they are still seen."""
         hit = self._hit if blocks else NO_HIT
         tables: list[Table] = []
         for g, rule in enumerate(self.rules):
@@ -121,7 +121,7 @@ class GroupPool(TablePool):
         self._open(request, tables)
 
     def name_full(self, request: Request, tokens: int) -> None:
-        """The first `tokens` tokens of a request are known and computed: keys for the full blocks that stay cached."""
+        """Give keys to the full blocks of the first `tokens` tokens, known and computed, that stay cached."""
         tables = self._tables[request]
         if tokens < tables.named_at:
             return
@@ -226,7 +226,7 @@ class GroupPool(TablePool):
         assert in_flight == self._in_flight, ("tokens in flight", in_flight, self._in_flight)
 
     def _check_table(self, request: Request, group: int, table: Table) -> None:
-        """No block that is seen was freed, and keys are of the group."""
+        """Raise AssertionError unless every block still seen is in the table and keys are of the group."""
         at, rule = (request.spec.id, group), self.rules[group]
         assert table.passed <= rule.gone(request.computed), (*at, "freed what is seen", table.passed)
         assert NULL_BLOCK not in table.live, (*at, "a null block among others", table.blocks)

@@ -1,4 +1,4 @@
-"""Block tables by layer group: what the pools of vLLM (group_pool.py) and transformers (table_pools.py) have in common.
+"""Block tables by layer group, shared by the pools of vLLM (group_pool.py) and transformers (table_pools.py).
 
 A request has a table for each group. Rows list no blocks: plans report what changed of every table.
 """
@@ -19,8 +19,8 @@ UNREPORTED = -1
 
 
 class Table:
-    """The table of a request in a group: `passed` null blocks, then its own. The leading `named` entries have a key,
-    if they get any. Plans have reported `reported` entries, `reported_passed` of them passed; since then `fresh` pages
+    """The table of a request in a group: `passed` null blocks, then its own. The leading `named` entries have a key, if
+    they get any. Plans have reported `reported` entries, `reported_passed` of them passed; since then `fresh` pages
     were handed out for it, and the entries in `replaced` became other blocks.
     """
 
@@ -39,7 +39,7 @@ class Table:
         return self.blocks[self.passed :]
 
     def change(self, request: Request, group: int) -> TableChange | None:
-        """What plans have not reported yet; from now on they have."""
+        """Return what plans have not reported yet, and mark it as reported; None if there is nothing."""
         first, passed = self.reported, self.passed
         if first == len(self.blocks) and self.reported_passed == passed and not self.replaced:
             return None
@@ -53,8 +53,8 @@ class Table:
 
 
 class Tables:
-    """Those of a request, one a group, with `count` pages in all; and for windows up to where nothing changes: there is
-    `room` for so many tokens, a block passes when `passes_at` are computed, keys are due at `named_at`.
+    """The tables of a request, one a group, with `count` pages in all. Windows keep bounds up to which nothing changes:
+    there is `room` for so many tokens, a block passes when `passes_at` are computed, keys are due at `named_at`.
     """
 
     __slots__ = ("count", "groups", "named_at", "passes_at", "room")
@@ -79,28 +79,28 @@ class TablePool(BlockPool):
         self._changed: dict[Request, None] = {}  # since the plan before
 
     def group_tables(self, request: Request) -> list[Table]:
-        """The tables of a request; empty ones if it has no blocks."""
+        """Return the tables of a request; empty ones if it has no blocks."""
         return self._tables.get(request, self._none).groups
 
     def tables_of(self, request: Request) -> list[list[int]]:
         return [table.live for table in self.group_tables(request)]
 
     def allocated(self, request: Request) -> int:
-        """Pages of a request in all groups."""
+        """Return the pages of a request in all groups."""
         return self._tables.get(request, self._none).count
 
     def live_tables(self) -> list[list[int]]:
         return [table.live for tables in self._tables.values() for table in tables.groups]
 
     def _open(self, request: Request, groups: list[Table]) -> Tables:
-        """A request has these tables from now on."""
+        """Give a request these tables."""
         self.tables[request] = []  # rows list no blocks
         self._changed[request] = None
         tables = self._tables[request] = Tables(groups)
         return tables
 
     def _close(self, request: Request) -> Tables:
-        """It has no tables any more. Returns those that it had."""
+        """Remove the tables of a request and return them."""
         self.tables.pop(request, None)
         self._changed.pop(request, None)
         return self._tables.pop(request, self._none)

@@ -1,9 +1,8 @@
-"""A cache of chunks in the host's tier, as vLLM's native offloading keeps it: who may be read, and who has to go.
+"""A cache of chunks in the host's tier, as in vLLM's native offloading: where chunks lie, their readers and writers. An
+`Eviction`, LRU or ARC, chooses the chunk to evict among those at rest. Both learn from requests, not from single
+chunks: a `Visitor` records the chunks that a request has looked up.
 
-Where chunks lie and who reads or writes them is kept here; which of those that rest is evicted first is the business of
-an `Eviction`, LRU or ARC. Both learn from requests, not from single chunks: a `Visitor` notes which it has asked for.
-
-Blocks of the host's tier that are found by their content: the free ones in vLLM's queue, the others referred to.
+`HostBlocks` are blocks of the host's tier found by content: the free ones in vLLM's queue, the others referred to.
 """
 
 from __future__ import annotations
@@ -18,41 +17,41 @@ Rank = tuple[int, int]  # of the request, and minus the number of the chunk in i
 
 
 class Visitor:
-    """What a request has to do with a cache. `numbers`: the chunks it has asked for, and the how-manieth each is."""
+    """A request's use of a cache. `numbers`: the chunks it has looked up, each with its index in the request."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        self.brought: set[int] = set()  # those that it has stored
-        self.reused: set[int] = set()  # those that it has found
+        self.brought: set[int] = set()  # chunks that it has stored
+        self.reused: set[int] = set()  # chunks that it has found
         self.missed: set[int] = set()
         self.rank = 0
 
 
 class Eviction:
-    """The order in which resting chunks are evicted. `insert` and `evict` say which chunks there are."""
+    """The order in which resting chunks are evicted. `insert` and `evict` define which chunks there are."""
 
     def insert(self, visitor: Visitor, key: int) -> None:
         raise NotImplementedError
 
     def access(self, visitor: Visitor, key: int) -> None:
-        """It reads this chunk, or stores it."""
+        """Record that a request reads this chunk, or stores it."""
 
     def miss(self, visitor: Visitor, keys: Sequence[int]) -> None:
-        """It is about to store these chunks, which the cache does not have."""
+        """Record that a request is about to store these chunks, which the cache does not have."""
 
     def unused(self, key: int) -> None:
-        """The chunk has no reader or writer any more."""
+        """Record that the chunk has no reader or writer any more."""
 
     def evict(self, count: int, resting: dict[int, None], retained: set[int]) -> list[int] | None:
-        """`count` of the resting chunks, none of those retained; None, and nothing changes, if there are fewer."""
+        """Return `count` resting chunks, none retained; change nothing and return None if there are fewer."""
         raise NotImplementedError
 
     def left(self, visitor: Visitor) -> None:
-        """The request is over."""
+        """Record that the request is over."""
 
 
 class HostCache:
-    """`capacity` places for chunks, each under the key of its content."""
+    """A cache with `capacity` places for chunks, each under the key of its content."""
 
     def __init__(self, capacity: int, eviction: Eviction) -> None:
         self.capacity = capacity
@@ -62,7 +61,7 @@ class HostCache:
         self._users: dict[int, int] = {}  # readers of each chunk, or WRITING
         self._resting: dict[int, None] = {}
         self._unused = 0  # the first place that was never used
-        self._left: list[int] = []  # places that were, and are free
+        self._left: list[int] = []  # places that were used, and are free
 
     @property
     def free(self) -> int:
@@ -70,7 +69,7 @@ class HostCache:
 
     @property
     def resting(self) -> int:
-        """Chunks that nobody reads or writes."""
+        """The number of chunks without reader or writer."""
         return len(self._resting)
 
     def has(self, key: int) -> bool:
@@ -80,7 +79,7 @@ class HostCache:
         return self._users.get(key, WRITING) != WRITING
 
     def read(self, visitor: Visitor, first: int, keys: Sequence[int]) -> list[int]:
-        """Where these chunks lie, number `first` of the request and those after it. They stay until `has_read`."""
+        """Return the places of these chunks, number `first` of the request and on. They stay until `has_read`."""
         self._access(visitor, keys, {key: first + i for i, key in enumerate(keys)})
         for key in keys:
             assert self.written(key), key
@@ -96,7 +95,7 @@ class HostCache:
 
     def store(self, visitor: Visitor, first: int, keys: Sequence[int]) -> list[int] | None:
         """Give a place to those of these chunks, number `first` of the request and those after it, that have none; they
-        have to be written then. Returns their keys in order, or None if others are in the way.
+        have to be written then. Return their keys in order, or None if too few chunks can be evicted.
         """
         new = [key for key in keys if key not in self._places]
         self.eviction.miss(visitor, new)
@@ -156,8 +155,8 @@ class HostCache:
 
 
 class Lru(Eviction):
-    """By rank, least first. All that a request asks for has one number, later chunks rank lower; when it is over, what
-    it has asked for gets new numbers, its first chunk the largest.
+    """Eviction by rank, least first. All that a request looks up has one number, later chunks rank lower; when it is
+    over, these chunks get new numbers, its first chunk the largest.
     """
 
     def __init__(self) -> None:
@@ -218,8 +217,8 @@ class Lru(Eviction):
 
 
 class Arc(Eviction):
-    """Adaptive replacement: `once` and `often` hold the chunks, two ghost lists remember who was evicted from them, and
-    a ghost that is wanted again moves `goal`, the size that `once` should have.
+    """Adaptive replacement: `once` and `often` hold the chunks, two ghost lists remember those evicted from each, and a
+    ghost that is wanted again changes `goal`, the size that `once` should have.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -254,7 +253,7 @@ class Arc(Eviction):
         if len(once) + len(often) < count:
             return None
         victims: list[int] = []
-        size, first, second = len(self.once), 0, 0  # what is left of `once`, and how many of either go
+        size, first, second = len(self.once), 0, 0  # size of `once`, and how many of either list go
         while len(victims) < count:
             if first < len(once) and (size >= int(self.goal) or second == len(often)):
                 victims.append(once[first])
@@ -284,7 +283,7 @@ class Arc(Eviction):
 
 
 def _first(keys: dict[int, None], count: int, resting: dict[int, None], retained: set[int]) -> list[int]:
-    """The oldest of these chunks that may be evicted, at most so many."""
+    """Return the oldest of these chunks that may be evicted, at most `count`."""
     oldest: list[int] = []
     for key in keys:
         if len(oldest) == count:
@@ -306,7 +305,7 @@ def _by_number(entry: tuple[int, int]) -> int:
 
 
 class HostBlocks:
-    """Blocks 1 to `num_blocks` - 1; block 0 is never used. One that nobody refers to is free, and found by its key
+    """Blocks 1 to `num_blocks` - 1; block 0 is never used. A block without references is free, and found by its key
     until it is handed out again. Several may have the same key.
     """
 
@@ -323,16 +322,16 @@ class HostBlocks:
 
     @property
     def contents(self) -> int:
-        """Different contents that can be found."""
+        """The number of different contents that can be found."""
         return len(self._index)
 
     def find(self, key: int) -> int | None:
-        """The oldest block with this content."""
+        """Return the oldest block with this content."""
         blocks = self._index.get(key)
         return next(iter(blocks)) if blocks else None
 
     def take(self, count: int) -> list[int]:
-        """So many blocks that are free, each referred to once; what they held is forgotten."""
+        """Return `count` free blocks, each with one reference; their former content is evicted."""
         blocks = self._free.take(count)
         for block in blocks:
             self._forget(block)
@@ -340,12 +339,12 @@ class HostBlocks:
         return blocks
 
     def fill(self, block: int, key: int) -> None:
-        """A block that was taken holds this content from now on."""
+        """Record the content of a block that was taken."""
         self._key_of[block] = key
         self._index.setdefault(key, {})[block] = None
 
     def pin(self, blocks: list[int]) -> None:
-        """One more reference to each."""
+        """Add one reference to each block."""
         for block in blocks:
             refs = self._refs.get(block, 0)
             if not refs:
@@ -353,7 +352,7 @@ class HostBlocks:
             self._refs[block] = refs + 1
 
     def put_back(self, blocks: list[int]) -> None:
-        """One reference less to each. All are filled; the last used is the last to be handed out again."""
+        """Remove one reference from each block. All are filled; the last used is the last to be handed out again."""
         for block in blocks:
             refs = self._refs.pop(block) - 1
             if refs:

@@ -1,4 +1,4 @@
-"""When a block that has filled gets its content key, so that other requests can find it."""
+"""Rules for the moment at which a full block gets its content key, so that other requests can find it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cbsim.policy.value import mypyc_attr
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Keys:
-    """Never: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
+    """The rule without keys: nothing is shared. A rule overrides what it needs; `Decoding` calls each at its moment."""
 
-    hears_of_rows = False  # is `fills` asked of every row?
+    hears_of_rows = False  # whether `fills` is called for every row
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -23,12 +23,12 @@ class Keys:
         """A row is being planned after which `end` tokens of the request are computed."""
 
     def joins(self, request: Request) -> bool:
-        """A request is about to join the decode batch. Does the rule want to hear of the blocks it fills there?"""
+        """True if the rule has to know of the blocks that a request, about to join the decode batch, fills there."""
         return False
 
     def go_on(self, filling: list[Request]) -> list[Request]:
-        """Every member gets a row in the step being planned; these fill a block. Returns whose row is to be heard of
-        when it completes.
+        """Note that every member gets a row in the step being planned and that these fill a block. Return the requests
+        whose row has to be reported when it completes.
         """
         return []
 
@@ -36,16 +36,16 @@ class Keys:
         """A member is about to leave the decode batch."""
 
     def fills(self, request: Request, row: Chunk) -> int:
-        """Full blocks that get their keys when the row, which has just been scheduled, completes."""
+        """Return the full blocks that get their keys when the row, which has just been scheduled, completes."""
         return 0
 
     def completed(self, completion: Completion, over: bool) -> list[Replaced]:
-        """A row has come back. Returns the table entries that became other blocks by it."""
+        """Give keys after a row has come back. Return the table entries that thereby became other blocks."""
         return []
 
 
 class KeysWhenKnown(Keys):
-    """vLLM: with the plan that fills the block, or as soon as its last token is known; duplicates are kept."""
+    """vLLM's rule: keys with the plan that fills the block, or when its last token is known; duplicates are kept."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
@@ -55,7 +55,7 @@ class KeysWhenKnown(Keys):
         self.pool.publish(request, min(end, request.known) // self.pool.block_size)
 
     def joins(self, request: Request) -> bool:
-        """Blocks of members get their keys as they fill, unless nobody could ever ask for them."""
+        """True if blocks get keys as they fill as a member: not if no other request could ever look them up."""
         full = request.computed // self.pool.block_size
         named = min(full + 1, request.named) > request.hashed
         if named and request.hashed < full:
@@ -71,7 +71,7 @@ class KeysWhenKnown(Keys):
         return []
 
     def _fill(self, request: Request) -> None:
-        """A member's row fills a block; it gets its key as soon as its last token is known."""
+        """Give the block that a member's row fills its key, as soon as its last token is known."""
         if request.batch is None:
             return
         size, after = self.pool.block_size, request.computed + 1
@@ -80,7 +80,7 @@ class KeysWhenKnown(Keys):
             self._late.append(request)
 
     def leaves(self, request: Request) -> None:
-        """Blocks that filled unwatched count as hashed, as if each had got its key in time."""
+        """Count blocks that filled unwatched as hashed, as if each had got its key in time."""
         members = request.batch
         if members is not None and members.planned > request.since:
             self.pool.publish(request, members.known_at_plan(request) // self.pool.block_size)
@@ -93,7 +93,7 @@ class KeysWhenKnown(Keys):
 
 
 class GroupKeys(Keys):
-    """vLLM with layer groups: as `KeysWhenKnown`, for blocks that stay cached."""
+    """vLLM's rule with layer groups: as `KeysWhenKnown`, for blocks that stay cached."""
 
     def __init__(self, pool: GroupPool) -> None:
         super().__init__(pool)
@@ -111,7 +111,7 @@ class GroupKeys(Keys):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KeysWhenCompleted(Keys):
-    """transformers: when the row that fills the block has come back; a duplicate is replaced by the block before it."""
+    """transformers' rule: when the row that fills the block is back; a duplicate gives way to the block before it."""
 
     hears_of_rows = True
 
@@ -122,23 +122,23 @@ class KeysWhenCompleted(Keys):
         return filling
 
     def fills(self, request: Request, row: Chunk) -> int:
-        """Blocks that were copied to where they are have no key, any more than those that the row fills."""
+        """Count blocks that were copied to where they are as well: they have no key, like those that the row fills."""
         return max(0, (row.start + row.tokens) // self.pool.block_size - request.hashed)
 
     def completed(self, completion: Completion, over: bool) -> list[Replaced]:
         return self.merge(completion.request, completion.reach // self.pool.block_size) if completion.fills else []
 
     def merge(self, request: Request, blocks: int) -> list[Replaced]:
-        """Keys for the first `blocks` blocks of a request."""
+        """Give the first `blocks` blocks of a request their keys."""
         return [(request.spec, *entry) for entry in self.pool.merge(request, blocks)]
 
 
 class KeysOfPrefills(KeysWhenCompleted):
-    """SGLang: when the batch that has computed the last of a prompt is back. What decoding adds waits for the end."""
+    """SGLang's rule: keys come when the batch that completes a prompt is back, for outputs at the end."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
-        self.prefilled: set[Request] = set()  # whose prompts the step being planned computes
+        self.prefilled: set[Request] = set()  # requests whose prompts the step being planned computes
 
     def joins(self, request: Request) -> bool:
         del request

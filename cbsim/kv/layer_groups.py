@@ -1,9 +1,9 @@
-"""From layers to groups, as vLLM 0.33 plans its cache: layers that see alike share block tables, groups share blocks.
+"""Layer groups as vLLM 0.33 plans its cache: layers that see alike share block tables, groups share blocks.
 
-A block is so many pages, one for each layer of a group; every group has as many layers as the others, or fewer and then
-leaves pages unused.
+A block has one page for each layer of a group; every group has as many layers as the others, or fewer and then leaves
+pages unused.
 
-A group's `Rule` says which blocks it gives up, counts and keeps for later prompts. A prefix lookup finds the longest
+A group's `Rule` states which blocks it frees, counts and keeps for later prompts. A prefix lookup finds the longest
 prefix that every group has: layers that see everything need all blocks of a prefix. Sliding ones need the last run of
 it, chunked ones the part that its end lies in; what lies before is not looked for.
 """
@@ -22,35 +22,35 @@ NEAR = 1.5  # kinds of layer whose numbers differ by less make one group each
 
 
 class LayerKind(NamedTuple):
-    """What a layer sees, and the bytes that it keeps of `block_size` tokens."""
+    """The attention of a layer, and the bytes that it keeps of `block_size` tokens."""
 
     attention: Attention
     page_bytes: int
 
 
 class Grouping(NamedTuple):
-    """All groups in order, and the bytes of one block."""
+    """The groups in order, and the bytes of one block."""
 
     groups: tuple[LayerGroup, ...]
     block_bytes: int
 
 
 class Units(NamedTuple):
-    """`prefix`: what is found in the cache is a multiple of it. `hashed`: content is named in pieces of it. Tokens."""
+    """Units in tokens: a hit is a multiple of `prefix`; content is hashed in pieces of `hashed`."""
 
     prefix: int
     hashed: int
 
 
 def units(groups: Sequence[LayerGroup], *, caching: bool = True) -> Units:
-    """Those of a cache of these groups."""
+    """Return the units of a cache of these groups."""
     sizes = [group.block_size for group in groups]
     return Units(lcm(*sizes), gcd(*sizes) if caching else lcm(*sizes))
 
 
 def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = False) -> Grouping:
-    """The groups of these layers. `together`: beside layers that see all, the others are kept as if they did, too.
-    Raises ValueError for page sizes that are no multiples of each other.
+    """Return the groups of these layers. With `together`, beside layers that see all, the others are kept as if they
+    did, too. Raises ValueError for page sizes that are no multiples of each other.
     """
     if together and any(layer.attention == FULL for layer in layers):
         layers = [LayerKind(FULL, layer.page_bytes) for layer in layers]
@@ -79,9 +79,9 @@ EVERY_HIT = None  # retention: every prefix of a known prompt that could be foun
 
 
 class GroupRule:
-    """A group of a cache whose hits are multiples of `unit` tokens. `most` blocks are what one request holds of it at
-    most, if all its tokens number `longest` and steps in flight compute `in_flight` of them; a lookup needs a run of
-    `run` cached blocks, if the group is a sliding one.
+    """The rule of a group in a cache whose hits are multiples of `unit` tokens. One request has at most `most` of its
+    blocks, if it has `longest` tokens and steps in flight compute `in_flight` of them; a lookup needs a run of `run`
+    cached blocks, if the group is a sliding one.
     """
 
     def __init__(self, group: LayerGroup, unit: int, retention: int | None, in_flight: int, longest: int) -> None:
@@ -105,22 +105,22 @@ class GroupRule:
         return -(-tokens // self.block_size)
 
     def gone(self, computed: int) -> int:
-        """Leading blocks that nobody sees any more once so many tokens are computed."""
+        """Return how many leading blocks are no longer seen once `computed` tokens are computed."""
         return self.attention.gone(computed) // self.block_size
 
     def goes_at(self, block: int) -> int:
-        """Tokens computed from which on nobody sees a block any more."""
+        """Return the number of computed tokens from which on a block is no longer seen."""
         end, span = (block + 1) * self.block_size, self.attention.span
         if self.full:
             return NEVER
         return end + span - 1 if self.sliding else -(-end // span) * span
 
     def capped(self, tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at most at a time."""
+        """Return the most blocks that a request of `tokens` tokens has at a time."""
         return min(self.blocks_for(tokens), self.most)
 
     def retains(self, block: int, prompt: int, junction: int) -> bool:
-        """Whether a full block stays cached for later prompts: of a sliding group only those that a lookup could end
+        """True if a full block stays cached for later prompts: of a sliding group only those that a lookup could end
         with, the run before the position where the same prompt would resume, and before a junction; and the runs before
         every `retention` tokens.
         """
@@ -141,15 +141,15 @@ class GroupRule:
 
 
 def rules(groups: Sequence[LayerGroup], *, retention: int | None, in_flight: int, longest: int) -> list[GroupRule]:
-    """Those of all groups of a cache. Chunks are whole blocks: a hit begins with one."""
+    """Return the rules of all groups of a cache. Chunks are whole blocks: a hit begins with one."""
     unit = units(groups).prefix
     assert not any(group.attention.sight is Sight.CHUNKED and group.attention.span % unit for group in groups), "chunks"
     return [GroupRule(group, unit, retention, in_flight, longest) for group in groups]
 
 
 class GroupHit:
-    """A lookup: `tokens` of a prefix, per group the entries of a table for them, and the same in one list. `longest`:
-    of the prefixes that some groups have, the longest.
+    """The result of a lookup: `tokens` of a prefix, per group the entries of a table for them, and the same in one
+    list. `longest` is the longest of the prefixes that some groups have.
     """
 
     def __init__(self, tokens: int, longest: int, tables: list[list[int]]) -> None:
@@ -168,7 +168,7 @@ class Kind:
 
 
 class GroupIndex:
-    """Finds blocks by content: `index` gives them by the keys that `key` makes, one, or several that are the same."""
+    """A lookup by content: `index` maps the keys that `key` makes to one block, or to several with the same content."""
 
     def __init__(self, rules: Sequence[GroupRule], index: Mapping[int, int | dict[int, None]]) -> None:
         self.count = len(rules)
@@ -180,12 +180,12 @@ class GroupIndex:
         self._kinds = sorted(kinds.values(), key=_sees_all)
 
     def key(self, spec: RequestSpec, group: int, block: int, block_size: int) -> int:
-        """Under which a block of a group is found."""
+        """Return the key under which a block of a group is found."""
         return spec.block_key(block, block_size) * self.count + group
 
     def find(self, spec: RequestSpec, most: int) -> GroupHit:
-        """The longest prefix of at most `most` tokens that all groups have. Kinds shorten each other's until no one
-        does; those that see all are looked up once, for what they have of less is a part of it.
+        """Return the longest prefix of at most `most` tokens that all groups have. Kinds shorten each other's until
+        none does; those that see all are looked up once, because a shorter hit is a part of theirs.
         """
         kinds, hit, longest = self._kinds, most, 0
         runs: list[list[list[int]]] = [[] for _ in kinds]
@@ -207,7 +207,7 @@ class GroupIndex:
         return GroupHit(reach, longest, self._tables(runs, reach))
 
     def _tables(self, runs: list[list[list[int]]], tokens: int) -> list[list[int]]:
-        """By group, what is left of the runs of each kind."""
+        """Return, by group, the part of each kind's runs within `tokens` tokens."""
         tables: list[list[int]] = [[] for _ in range(self.count)]
         for i, kind in enumerate(self._kinds):
             for j, group in enumerate(kind.groups):
@@ -215,7 +215,7 @@ class GroupIndex:
         return tables
 
     def _look(self, kind: Kind, spec: RequestSpec, top: int) -> list[list[int]]:
-        """Of the groups of a kind, the entries for the longest prefix of at most `top` tokens that they have."""
+        """Return each group's table entries for the longest prefix of at most `top` tokens that the kind has."""
         if kind.rule.sliding:
             return self._sliding(kind, spec, top)
         rule = kind.rule
@@ -232,7 +232,7 @@ class GroupIndex:
         return [table[:whole] for table in tables]
 
     def _sliding(self, kind: Kind, spec: RequestSpec, top: int) -> list[list[int]]:
-        """From the right: a run that ends on a multiple of the unit and is as long as what the layers see."""
+        """Search from the right for a run that ends on a multiple of the unit and is as long as what the layers see."""
         rule = kind.rule
         size, unit = rule.block_size, rule.unit
         tables = [[NULL_BLOCK] * (top // size) for _ in kind.groups]
@@ -254,7 +254,7 @@ class GroupIndex:
         return [table[: end if length else 0] for table in tables]
 
     def _blocks(self, kind: Kind, spec: RequestSpec, block: int) -> list[int]:
-        """The oldest block of this content in each group of a kind; none if a group has none."""
+        """Return the oldest block of this content in each group of a kind, or none if a group has none."""
         content = spec.block_key(block, kind.rule.block_size) * self.count
         blocks: list[int] = []
         for group in kind.groups:

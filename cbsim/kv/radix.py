@@ -24,7 +24,7 @@ TICK = 100_000  # of the clock; an ancestor is 1 older
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
-    """Keys by their pages. `evictable` pages lie in nodes without readers, `protected` ones in all others."""
+    """A tree of keys by their pages. `evictable` pages lie in nodes without readers, `protected` ones in all others."""
 
     def __init__(self, page_size: int, strategy: str) -> None:
         self.page_size = page_size
@@ -34,8 +34,8 @@ class RadixTree:
         self._leaves = Leaves(strategy)
 
     def match(self, key: RadixKey, tokens: int) -> Node:
-        """The node that ends the longest cached prefix of the first `tokens` tokens; a node that matches in part is
-        split. All nodes on the path to it count as used.
+        """Return the node that ends the longest cached prefix of the first `tokens` tokens; a node that matches in part
+        is split. All nodes on the path to it count as used.
         """
         node, pages = self.root, tokens // self.page_size
         while (child := self._next(node, key, pages)) is not None:
@@ -49,11 +49,11 @@ class RadixTree:
         return node
 
     def _next(self, node: Node, key: RadixKey, pages: int) -> Node | None:
-        """The child with the next page of a key of `pages` pages."""
+        """Return the child with the next page of a key of `pages` pages."""
         return node.children.get(key.page(node.end, self.page_size)) if node.end < pages else None
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node in front of page `at` of its key; returns the new node for the part before it."""
+        """Cut a node in front of page `at` of its key; return the new node for the part before it."""
         parent, size, head = node.parent, self.page_size, at - node.start
         assert parent is not None
         assert node.start < at < node.end, (node.start, at, node.end)
@@ -67,7 +67,7 @@ class RadixTree:
 
     def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
         """Insert a key up to the end of `own`, whose first page is its page number `first`; those before it are in the
-        tree. The list is the tree's from now on. Nodes that end within `counted` pages have counted this key.
+        tree. The tree takes the list over. Nodes that end within `counted` pages have counted this key.
         """
         node, size, pages = self.root, self.page_size, first + len(own)
         duplicates: list[list[int]] = []
@@ -92,7 +92,7 @@ class RadixTree:
         return Inserted(node, duplicates, shared)
 
     def path(self, node: Node) -> list[int]:
-        """The pages from the root to the end of a node."""
+        """Return the pages from the root to the end of a node."""
         parts: list[list[int]] = []
         while node.parent is not None:
             parts.append(node.pages)
@@ -103,7 +103,7 @@ class RadixTree:
         return pages
 
     def lock(self, node: Node) -> None:
-        """A reader more for a node and its ancestors."""
+        """Add a reader to a node and its ancestors."""
         while node.parent is not None:
             count = len(node.pages)
             if not node.lock:
@@ -113,7 +113,7 @@ class RadixTree:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
-        """A reader less for a node and its ancestors."""
+        """Remove a reader from a node and its ancestors."""
         while node.parent is not None:
             count = len(node.pages)
             assert node.lock > 0, "a node without readers"
@@ -126,7 +126,7 @@ class RadixTree:
             node = node.parent
 
     def evict(self) -> list[int]:
-        """Forget the evictable leaf of least rank; returns its pages, none if there is no such leaf."""
+        """Evict the evictable leaf of least rank; return its pages, none if there is no such leaf."""
         node = self._leaves.pop()
         if node is None:
             return []
@@ -154,7 +154,7 @@ class RadixTree:
             self._leaves.add(node)
 
     def nodes(self) -> list[Node]:
-        """All but the root, parents before children, older children first."""
+        """Return all nodes but the root, parents before children, older children first."""
         nodes: list[Node] = []
         ahead = list(self.root.children.values())[::-1]
         while ahead:
@@ -185,7 +185,7 @@ class RadixTree:
 
 
 class RadixKey:
-    """The tokens of a request, by numbers. Ids of declared blocks are not negative; a run has one size of blocks."""
+    """The tokens of a request as numbers. Ids of declared blocks are not negative; a run has one size of blocks."""
 
     __slots__ = ("_declared", "_ids", "_own", "_source", "_width", "prompt_tokens")
 
@@ -198,17 +198,17 @@ class RadixKey:
         self._source = self._own if spec.sample_of is None else -1 - spec.sample_of.index
 
     def at(self, position: int) -> int:
-        """The number of a token; also of positions that the request will never reach."""
+        """Return the number of a token; also of positions that the request will never reach."""
         if position < self._declared:
             return self._ids[position // self._width]
         return self._source if position < self.prompt_tokens else self._own
 
     def page(self, page: int, size: int) -> int:
-        """The number of a page of `size` tokens, that of its last one: equal numbers, equal tokens up to its end."""
+        """Return the number of a page of `size` tokens, its last token's: equal numbers, equal tokens so far."""
         return self.at((page + 1) * size - 1)
 
     def common(self, other: RadixKey, size: int, known: int, most: int) -> int:
-        """How many leading pages are equal, of `most`, when `known` of them are."""
+        """Return how many leading pages are equal, of `most`, when `known` of them are."""
         if known < most and self.page(most - 1, size) == other.page(most - 1, size):
             return most
         while known + 1 < most:  # pages up to `known` are equal, page number `most` is not
@@ -227,8 +227,8 @@ class Node:
     """Pages `start` up to `end` of a key, and what ranks it for eviction. Pages before `start` are the ancestors'; a
     node that is split keeps its end.
 
-    `lock`: its readers. `hits`: keys that went through it. `born` and `time` (last use) are the tree's clock. `queued`:
-    its rank among the leaves, if it is listed there. `parent` is None for the root and for evicted nodes.
+    `lock` counts its readers, `hits` the keys that went through it. `born` and `time` (last use) are the tree's clock.
+    `queued`: its rank among the leaves, if it is listed there. `parent` is None for the root and for evicted nodes.
     """
 
     def __init__(self, parent: Node | None, key: RadixKey, start: int, pages: list[int]) -> None:
@@ -243,13 +243,13 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        """Is it a leaf without readers?"""
+        """Whether it is a leaf without readers."""
         return not self.lock and not self.children and self.parent is not None
 
 
 class Inserted(NamedTuple):
-    """`node` ends where the inserted key ends. Of the pages that came with it, `duplicates` were in the tree already, a
-    list for each node; `shared` are the tree's pages in their stead.
+    """The result of an insertion. `node` ends where the inserted key ends. Of the pages that came with it, `duplicates`
+    were in the tree already, a list for each node; `shared` are the tree's pages in their stead.
     """
 
     node: Node
@@ -283,7 +283,7 @@ class Leaves:
         self._queued = 0
 
     def add(self, node: Node) -> None:
-        """A node has become evictable, or, if ranks fall, was used while it is."""
+        """Add a node that has become evictable or, if ranks fall, was used while it is."""
         if node.queued is None:
             self._queued += 1
             self._push(node, self.rank(node))
@@ -300,7 +300,7 @@ class Leaves:
         heappush(self._heap, (rank[0], rank[1], node))
 
     def pop(self) -> Node | None:
-        """The evictable leaf of least rank, or None if there is none."""
+        """Remove and return the evictable leaf of least rank, or None if there is none."""
         while self._heap:
             first, second, node = heappop(self._heap)
             if node.queued != (first, second):
@@ -320,7 +320,7 @@ class Leaves:
         self._queued -= 1
 
     def check(self, evictable: list[Node]) -> None:
-        """Raise AssertionError unless these are listed, and in the order of their ranks."""
+        """Raise AssertionError unless these nodes are listed, and in the order of their ranks."""
         queued = {entry[2] for entry in self._heap if entry[2].queued == (entry[0], entry[1])}
         assert len(queued) == self._queued, ("entries", len(queued), self._queued)
         assert queued.issuperset(evictable), "an evictable leaf is forgotten"

@@ -15,8 +15,8 @@ from cbsim.policy.value import mypyc_attr
 
 
 class Position:
-    """Of a request in the tree: it reads all up to `node`, the first pages of its table. Nodes within `counted` pages
-    have counted its key.
+    """The position of a request in the tree: it reads all up to `node`, the first pages of its table. Nodes within
+    `counted` pages have counted its key.
     """
 
     def __init__(self, key: RadixKey, node: Node) -> None:
@@ -27,9 +27,9 @@ class Position:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixPool(BlockPool):
-    """Owner of every page. `cached` are the tree's evictable ones. `tables` hold the pages that a request owns, those
-    behind its position in the tree; lists of pages go from there into the tree, and from the tree to the free ones, as
-    they are. With `shares` off nothing is cached.
+    """The owner of every page. `cached` are the tree's evictable ones. `tables` hold the pages that a request owns,
+    those behind its position in the tree; lists of pages go from there into the tree, and from the tree to the free
+    ones, as they are. With `shares` off nothing is cached.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RadixPool(BlockPool):
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out, if need be after an eviction."""
+        """Blocks that can be handed out, some of them only after an eviction."""
         return self._free.free + self.tree.evictable
 
     @property
@@ -61,11 +61,11 @@ class RadixPool(BlockPool):
         return self.tree.evictable + self.tree.protected
 
     def match(self, key: RadixKey, tokens: int) -> Node:
-        """The node that ends what is cached of the first tokens of a text; `node.end` blocks are."""
+        """Return the node that ends the cached prefix of a text's first `tokens` tokens, `node.end` blocks long."""
         return self.tree.match(key, tokens if self._shares else 0)
 
     def lock(self, node: Node) -> None:
-        """A node and its ancestors are not evicted until `unlock`."""
+        """Keep a node and its ancestors from eviction until `unlock`."""
         self.tree.lock(node)
         self._count()
 
@@ -74,7 +74,7 @@ class RadixPool(BlockPool):
         self._count()
 
     def admit(self, request: Request, key: RadixKey, node: Node) -> None:
-        """The blocks that were matched become the head of a request's table."""
+        """Make the matched blocks the head of a request's table."""
         self.lock(node)
         self.tables[request] = []
         self.positions[request] = Position(key, node)
@@ -89,7 +89,7 @@ class RadixPool(BlockPool):
         return [] if position is None else self.tree.path(position.node) + self.tables[request]
 
     def make_room(self, tokens: int) -> list[list[int]]:
-        """Evict leaves until so many tokens are available, or no leaf is left; returns the blocks of each."""
+        """Evict leaves until `tokens` tokens are available, or no leaf is left; return the blocks of each."""
         evicted: list[list[int]] = []
         while self._free.free * self.block_size < tokens:
             pages = self.tree.evict()
@@ -112,8 +112,8 @@ class RadixPool(BlockPool):
         self.merge(request, blocks)
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
-        """The first `blocks` blocks of a request are full and go into the tree; duplicates are freed. Outputs become a
-        node of their own, so that they can be evicted alone. Returns (index in the table, block) of those replaced.
+        """Move the first `blocks` blocks of a request, all full, into the tree; duplicates are freed. Outputs become a
+        node of their own, so that they can be evicted alone. Return (index in the table, block) of those replaced.
         """
         if not self._shares:
             return []
@@ -136,7 +136,7 @@ class RadixPool(BlockPool):
         return list(enumerate(inserted.shared, first))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """The tree takes what a request has computed; if it `returns`, its own blocks are freed instead. Returns the
+        """Insert what a request has computed into the tree; if it `returns`, free its own blocks instead. Return the
         number of its blocks.
         """
         if request not in self.positions:
@@ -154,12 +154,12 @@ class RadixPool(BlockPool):
         return count
 
     def collect(self) -> None:
-        """From now on blocks that come free are collected: a result is being processed."""
+        """Collect freed blocks until `put_back`, while a result is processed."""
         assert self._collected is None
         self._collected = []
 
     def put_back(self) -> None:
-        """The result has been processed: the collected blocks are free, as one list."""
+        """Free the collected blocks, as one list, when the result has been processed."""
         assert self._collected is not None
         collected, self._collected = self._collected, None
         self._give(collected)

@@ -1,8 +1,8 @@
 """A cache in which a request reserves all that it will need when it is admitted, as one extent of consecutive blocks.
 
 Caches were managed like this before they were paged (FasterTransformer, Orca): no table grows, so no request is ever
-preempted, and what is reserved but not used is lost. Any scheduler may compose it: it asks `fits`, calls `reserve`, and
-lets `Decoding` do the rest.
+preempted, and what is reserved but not used is lost. Any scheduler may compose it: it calls `fits`, then `reserve`, and
+`Decoding` does the rest.
 
 A piece is a run of consecutive blocks. `Extents` has the free runs and joins neighbours, as an allocator of a heap
 does. `Buddies` is Knuth's buddy system (The Art of Computer Programming 1, 2.5): pieces of a power of two of blocks,
@@ -30,7 +30,7 @@ Placement = Literal["first_fit", "best_fit", "buddy"]
 
 
 def reserved_tokens(rule: Reserve, spec: RequestSpec, longest: int) -> int:
-    """Tokens that a request reserves, never more than a sequence's `longest`.
+    """Return the tokens that a request reserves, never more than a sequence's `longest`.
 
     `max_model_len`: the longest there is. `max_tokens`: prompt and limit, what is known. The last two know what the
     workload declares and no server can: `exact` prompt and outputs, `power_of_two` prompt and the least power of two
@@ -45,14 +45,14 @@ def reserved_tokens(rule: Reserve, spec: RequestSpec, longest: int) -> int:
 
 
 def free_pieces(placement: Placement, blocks: int) -> FreePieces:
-    """A cache of so many blocks, all free."""
+    """Return the free pieces of a cache of `blocks` blocks, all free."""
     return Buddies(blocks) if placement == "buddy" else Extents(blocks, best=placement == "best_fit")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PiecePool(BlockPool):
-    """A block pool whose tables are one piece each. `spare` are blocks of a table that its request has not asked for:
-    the placement rounds. `sought` is the piece that was asked for last and is not there, in blocks, else 0.
+    """A block pool whose tables are one piece each. `spare` are blocks of a table beyond what its request needs: the
+    placement rounds. `sought` is the last piece looked for in vain, in blocks, else 0.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class PiecePool(BlockPool):
 
     @property
     def saved(self) -> int:
-        """None: nobody shares a piece."""
+        """The blocks saved by sharing: none, since pieces are not shared."""
         return 0
 
     def fits(self, blocks: int) -> bool:
-        """Is there a piece of so many blocks?"""
+        """True if there is a free piece of `blocks` blocks."""
         fits = self.pieces.largest >= blocks
         self.sought = 0 if fits else blocks
         return fits
 
     def reserve(self, request: Request, blocks: int) -> list[int]:
-        """The piece, which there is, as the table of a request that has none."""
+        """Take a piece, which must be there, as the table of a request that has none."""
         assert request not in self.tables, request.spec.id
         piece = self.grow(request, blocks)
         if len(piece) > blocks:
@@ -95,7 +95,7 @@ class PiecePool(BlockPool):
 
 
 class Buddies:
-    """Free pieces by their size. The lowest of the smallest size that will do is handed out."""
+    """Free pieces by their size. The lowest piece of the smallest sufficient size is handed out."""
 
     def __init__(self, blocks: int) -> None:
         self.free = self._blocks = blocks
@@ -201,7 +201,7 @@ class Extents:
         return list(range(start, start + count))
 
     def _fitting(self, count: int) -> int:
-        """The index of the run that is cut."""
+        """Return the index of the run from which a piece is cut."""
         chosen = -1
         for at, length in enumerate(self._lengths):
             if length >= count and (chosen < 0 or length < self._lengths[chosen]):

@@ -16,7 +16,7 @@ from cbsim.policy.value import mypyc_attr
 
 
 class Sectors:
-    """A free list whose blocks come from the oldest sector claimed that has some.
+    """A free list that hands out blocks of the oldest claimed sector that has some.
 
     Cached blocks keep content that can be found. They are free, but not ready: none is handed out before `evict`.
     """
@@ -30,7 +30,7 @@ class Sectors:
 
     @property
     def ready(self) -> int:
-        """Blocks that can be handed out."""
+        """Blocks that can be handed out without an eviction."""
         return self._claimed_free + len(self.stack) * self.per
 
     @property
@@ -39,11 +39,11 @@ class Sectors:
 
     @property
     def claimed_free(self) -> int:
-        """Free blocks of sectors that are claimed."""
+        """Free blocks of claimed sectors."""
         return self._claimed_free
 
     def short(self, count: int) -> int:
-        """Sectors to be claimed before `count` blocks are there."""
+        """Return how many sectors have to be claimed before `count` blocks are there."""
         return max(0, -(-(count - self._claimed_free) // self.per))
 
     def take(self, count: int) -> list[int]:
@@ -70,7 +70,7 @@ class Sectors:
         self._claimed_free += per
 
     def give(self, blocks: list[int], hashed: int) -> None:
-        """A sector without free blocks becomes the youngest."""
+        """Free a table, its first `hashed` blocks cached. A sector that had no free blocks becomes the youngest."""
         self.cached.update(dict.fromkeys(blocks[:hashed]))
         self._claimed_free += len(blocks) - hashed
         for block in blocks[hashed:]:
@@ -80,14 +80,14 @@ class Sectors:
         del self.cached[block]
 
     def evict(self) -> list[int]:
-        """No block is cached any more. Returns those that were, oldest first."""
+        """Evict every cached block. Return them, oldest first."""
         blocks = list(self.cached)
         self.cached = {}
         self.give(blocks, 0)
         return blocks
 
     def reclaim(self) -> None:
-        """Sectors that are wholly free can be claimed again, by any kind."""
+        """Return sectors that are wholly free to the stack, from which any kind can claim them."""
         if self.trees:
             whole = [sector for sector, blocks in self.trees.items() if len(blocks) == self.per]
             for sector in whole:
@@ -131,7 +131,7 @@ class KindSectors:
         return len(self.stack) * self.per_sector + sum(claimed_free)
 
     def fits(self, counts: list[int]) -> bool:
-        """Are so many blocks of each kind there?"""
+        """True if `counts[k]` blocks of each kind k are there."""
         return sum([kind.short(counts[k]) for k, kind in enumerate(self.kinds)]) <= len(self.stack)
 
     def take_of(self, kind: int, count: int) -> list[int]:
@@ -154,7 +154,7 @@ class KindSectors:
             kind.reclaim()
 
     def order(self) -> list[int]:
-        """Free pages: those of claimed sectors, kind by kind; then the others."""
+        """Return the free pages: those of claimed sectors, kind by kind; then the others."""
         claimed_free: list[int] = []
         for k, kind in enumerate(self.kinds):
             count = self.pages[k]
@@ -164,7 +164,7 @@ class KindSectors:
         return [*claimed_free, *[sector * per + i for sector in reversed(self.stack) for i in reversed(range(per))]]
 
     def check(self) -> None:
-        """Raise AssertionError unless every kind's accounts agree and no sector is claimed by two."""
+        """Raise AssertionError unless every kind's counts agree and no sector is claimed by two."""
         claimed: set[int] = set()
         for kind in self.kinds:
             kind.check()
@@ -174,7 +174,7 @@ class KindSectors:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SectorPool(BlockPool):
-    """Cached blocks give way all at once or not at all. Blocks that nobody can find may be shared, too."""
+    """A pool whose cached blocks are evicted all at once or not at all. Blocks without keys may be shared, too."""
 
     def __init__(self, block_size: int, num_blocks: int, sectors: Sectors, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(block_size, num_blocks, sectors, observer)
@@ -188,7 +188,7 @@ class SectorPool(BlockPool):
         self.sectors.reclaim()
 
     def evict_all(self) -> bool:
-        """Every cached block loses its key. False if there is none."""
+        """Remove the key of every cached block. Return False if there is none."""
         blocks = self.sectors.evict()
         for block in blocks:
             self._forget(block)
@@ -202,7 +202,7 @@ class SectorPool(BlockPool):
         return [self.grow(request, 1)[0] for request in requests]  # several taken at once come in another order
 
     def share(self, request: Request, sample: Request, blocks: int) -> None:
-        """The first `blocks` blocks of a request become the head of the table of another of the same text, whether they
+        """Make the first `blocks` blocks of a request the head of the table of another of the same text, whether they
         have keys or not. Those that have none get them when a row of either completes.
         """
         table = self.tables[request][:blocks]
@@ -218,8 +218,8 @@ class SectorPool(BlockPool):
         sample.hash_to(min(blocks, request.hashed))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """Free a table. A request that will come back does not find its own blocks: their keys are forgotten, but for
-        those that others have.
+        """Free a table. A request that will come back does not find its own blocks: their keys are removed, but for
+        those of blocks that other requests share.
         """
         table = self.tables.pop(request, [])
         reusable: list[int] = []
@@ -257,7 +257,7 @@ class HostSectors:
         return self.sectors.free
 
     def take(self, counts: list[int]) -> list[list[int]] | None:
-        """Sectors are reclaimed only if there are too few; what is lacking is counted again then."""
+        """Take blocks for each table, or return None. Sectors are reclaimed only if there are too few."""
         sectors = self.sectors
         if not sectors.fits(counts):
             sectors.reclaim()

@@ -1,10 +1,9 @@
-"""Block tables of layer groups as transformers fills them: from the front, and nothing leaves one.
+"""Block tables of layer groups as transformers fills them: from the front, and no block leaves one.
 
 Tables of layers that see all grow with the sequence. Those of layers with windows are rings: they stop growing where a
-window is covered, and further tokens overwrite the oldest.
-
-`RingPool` is 5.17's: groups of as many layers each, over one free list. `KindPool` is 5.23's: a group for each kind of
-layers, over sectors that every kind cuts in blocks of its own size.
+window is covered, and further tokens overwrite the oldest. `RingPool` is 5.17's: groups of as many layers each, over
+one free list. `KindPool` is 5.23's: a group for each kind of layers, over sectors that every kind cuts in blocks of its
+own size.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cbsim.policy.value import mypyc_attr
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FilledPool(TablePool):
-    """What both have in common. `num_pages` are there, of which blocks of all groups are made."""
+    """The common part of both pools. There are `num_pages` pages, of which blocks of all groups are made."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class FilledPool(TablePool):
         return blocks if count == 1 else [block * count + i for block in blocks for i in range(count)]
 
     def spans(self, request: Request) -> list[tuple[int, int]]:
-        """A ring reaches as far back as it is long."""
+        """Return the span of each table; a ring reaches as far back as it is long."""
         size, spans = self.block_size, list[tuple[int, int]]()
         for g, table in enumerate(self.group_tables(request)):
             end = len(table.blocks) * size
@@ -57,7 +56,7 @@ class FilledPool(TablePool):
         return [self.pages(g, table.blocks) for each in tables for g, table in enumerate(each.groups)]
 
     def _growing(self, request: Request) -> Tables:
-        """The tables of a request, which is about to be given something."""
+        """Return the tables of a request that is about to get blocks, opening them if it has none."""
         self._changed[request] = None
         return self._tables.get(request) or self._open(request, [Table([]) for _ in self.groups])
 
@@ -80,7 +79,7 @@ class FilledPool(TablePool):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RingPool(FilledPool):
-    """Full blocks of layers that see all get keys, group by group; no lookup finds them, but duplicates are merged."""
+    """Full blocks of layers that see all get keys, group by group; no lookup finds them, but duplicates merge."""
 
     def in_groups(self, count: int, have: int = 0) -> int:
         return sum([_added(group, count, have) for group in self.groups])
@@ -99,7 +98,7 @@ class RingPool(FilledPool):
         self._add(request, tables, group, blocks, fresh=True)
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
-        """Group by group, in each sample by sample. Rings are not shared."""
+        """Fill the samples' tables group by group, and in each group sample by sample. Rings are not shared."""
         own = self.group_tables(request)
         opened = [self._growing(sample) for sample in samples]
         for g, group in enumerate(self.groups):
@@ -122,7 +121,7 @@ class RingPool(FilledPool):
         return self.key(request, block) * len(self.groups) + group
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
-        """What is replaced is reported with the tables."""
+        """Merge as in `BlockPool`, but report replaced blocks with the tables and return none."""
         for g in self._full:
             table = self.group_tables(request)[g]
             replaced = self._merge(request, table.blocks, request.hashed, min(blocks, request.named), g)
@@ -133,7 +132,7 @@ class RingPool(FilledPool):
         return []
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """Group by group. Who returns recomputes everything, and finds its blocks when theirs fill again."""
+        """Free the tables group by group. A request that returns recomputes all, and finds its blocks as it does."""
         tables = self._close(request)
         for g, table in enumerate(tables.groups):
             hashed = 0 if self.groups[g].ring else request.hashed
@@ -148,13 +147,13 @@ class RingPool(FilledPool):
 
 
 def _added(group: LayerGroup, count: int, have: int) -> int:
-    """Blocks that a table of `have` entries gets when the sequence gets `count` more."""
+    """Return how many blocks a table of `have` entries gets when the sequence gets `count` more."""
     return max(0, min(have + count, group.ring) - have) if group.ring else count
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KindPool(FilledPool):
-    """Nothing has a key. Blocks of layers that see all may be shared, rings never."""
+    """A pool without keys. Blocks of layers that see all may be shared, rings never."""
 
     def __init__(
         self,
@@ -175,21 +174,21 @@ class KindPool(FilledPool):
         self.sectors.reclaim()
 
     def evict_all(self) -> bool:
-        """Nothing is cached."""
+        """Return False: nothing is cached."""
         return False
 
     def lacks(self, request: Request, tokens: int) -> list[int]:
-        """Blocks of each group that a request lacks for its first `tokens` tokens, or as many as the group sees."""
+        """Return the blocks of each group that a request lacks for its first `tokens` tokens, or its ring."""
         tables = self.group_tables(request)
         return [max(0, count - len(tables[g].blocks)) for g, count in enumerate(self.counts(tokens))]
 
     def counts(self, tokens: int) -> list[int]:
-        """Blocks of each group of a request of so many tokens."""
+        """Return the blocks of each group of a request of `tokens` tokens."""
         blocks = self.blocks_for(tokens)
         return [min(blocks, group.ring) if group.ring else blocks for group in self.groups]
 
     def store(self, request: Request, counts: list[int]) -> bool:
-        """Add so many blocks to its tables, or none if there are not enough."""
+        """Add `counts[g]` blocks to the table of each group g; or none, and return False, if there are not enough."""
         if not self.sectors.fits(counts):
             return False
         if any(counts):
@@ -203,12 +202,12 @@ class KindPool(FilledPool):
             self._add(request, tables, g, self.sectors.take_of(g, count), fresh=True)
 
     def own_blocks(self, request: Request, whole: int) -> list[int]:
-        """Blocks of each group that a sample needs of its own, beside the first `whole` of groups that see all."""
+        """Return each group's blocks for a sample, beside the first `whole` shared in groups that see all."""
         lengths = [len(table.blocks) for table in self.group_tables(request)]
         return [count if self.groups[g].ring else count - whole for g, count in enumerate(lengths)]
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
-        """Sample by sample, for each of which there is room."""
+        """Fill the samples' tables sample by sample; there is room for each."""
         for sample in samples:
             tables = self._growing(sample)
             for g in self._full:
