@@ -1,8 +1,8 @@
-"""Requests as CSV: files whose columns may be called as they are elsewhere, and tables that a caller hands over, which
-become such a file of the run directory, so that the run's plans can be derived again from the directory alone.
+"""Requests as CSV: files whose columns may have the names of other tools, and tables that a caller hands over. Those
+become such a file in the run directory, so that the run's plans can be derived again from the directory alone.
 
-Which column holds what: the one that the scenario names, else the one of our own name, else the only one with a name
-that other tools use, whatever its case and separators.
+A field is read from the column that the scenario names, else from the one of our own name, else from the only one with
+a name that other tools use, whatever its case and separators.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = {
     "priority": ("priority",),
     "id": ("id", "request_id"),
 }
-"""By what the column holds; our own name first."""
+"""Known column names by the field that they hold; our own name first."""
 
 
 def workload(form: Csv) -> Workload:
@@ -66,7 +66,7 @@ def workload(form: Csv) -> Workload:
 
 
 def _slow(specs: Sequence[RequestSpec]) -> str | None:
-    """What to say of arrivals that are likely not in seconds."""
+    """Return a notice if arrivals are likely not in seconds, else None."""
     gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in specs]))) if len(specs) > 1 else 0.0
     if gap_ns <= LONG_GAP_NS:
         return None
@@ -76,20 +76,20 @@ def _slow(specs: Sequence[RequestSpec]) -> str | None:
 
 
 def plain(path: Path, limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
-    """When and how long, and if there max_tokens, priority and id; seconds count from the start of the run."""
+    """Read a CSV file: arrival (from the start of the run), lengths, and if present max_tokens, priority and id."""
     with open_text(path) as file:
         return plain_rows(path, file, limit, chosen)
 
 
 def plain_rows(path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
-    """The rows of an open file of that kind; `path` is what messages call it."""
+    """Return the rows of an open CSV file; `path` is its name in messages."""
     return _rows_and_columns(path, file, limit, chosen)[0]
 
 
 def _rows_and_columns(
     path: Path, file: IO[str], limit: int | None, chosen: CsvColumns
 ) -> tuple[list[Arrival], dict[str, str]]:
-    """Likewise, and the columns that were read, by what they hold."""
+    """Return the rows of an open CSV file, and the columns that were read, by the field that they hold."""
     table = CsvTable(path, file)
     columns = columns_of(path, table.header, chosen)
     table.pick(columns.values())
@@ -97,7 +97,7 @@ def _rows_and_columns(
 
 
 def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[Arrival]:
-    """The rows of a table, of which `roles` says what the columns hold; the first three are those that are needed."""
+    """Return the rows of a table; `roles` are the fields that its columns hold, the three required ones first."""
     rows: list[Arrival] = []
     ids: set[str] = set()
     clock = _Clock(table)
@@ -113,7 +113,7 @@ def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[
 
 
 def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
-    """A row's max_tokens, priority and id, as far as the table has them."""
+    """Return a row's max_tokens, priority and id, as far as the table has them."""
     values: dict[str, Any] = {}
     for column, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
         if role == "max_tokens":
@@ -128,15 +128,15 @@ def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequen
 
 
 class _Clock:
-    """Reads arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
+    """A reader of arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
 
     def __init__(self, table: CsvTable) -> None:
         self._table = table
-        self._start_ns: int | None = None  # of times of day: the first
+        self._start_ns: int | None = None  # the first one, if they are times of day
         self._last_ns: int | None = None
 
     def ns(self, cell: str) -> int:
-        """Time of the next row. Raises ScenarioError if it lies before the one above."""
+        """Return the time of the next row. Raises ScenarioError if it lies before the one above."""
         if self._last_ns is None:
             self._start_ns = _stamp_ns(cell)
         if self._start_ns is None:
@@ -153,7 +153,7 @@ class _Clock:
 
 
 def _stamp_ns(cell: str) -> int | None:
-    """A time of day such as 2023-11-16 18:17:03.9799600, exact; None if the cell holds none."""
+    """Return a time of day such as 2023-11-16 18:17:03.9799600, exact; None if the cell holds none."""
     stamp = cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
     fraction = stamp[20:]
     if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
@@ -183,7 +183,7 @@ def _seconds(table: CsvTable, cell: str) -> float:
 
 
 def azure(path: Path, limit: int | None = None) -> list[Arrival]:
-    """Azure's LLM inference traces of 2023; arrivals count from the first request, exact to the 100 ns in the file."""
+    """Read an LLM inference trace of Azure, 2023; arrivals count from the first one, exact to the file's 100 ns."""
     with open_text(path) as file:
         return _arrivals(CsvTable(path, file, AZURE_COLUMNS), NEEDED, limit)
 
@@ -193,12 +193,12 @@ def azure_workload(form: Azure) -> Workload:
 
 
 def lengths(path: Path, limit: int | None = None) -> list[list[int]]:
-    """Lengths of prompts and outputs without times."""
+    """Read the lengths of prompts and outputs from a file without times."""
     return _counts(path, LENGTH_COLUMNS, limit)
 
 
 def column(path: Path, name: str) -> list[int]:
-    """One column of lengths."""
+    """Read one column of lengths."""
     return [length for (length,) in _counts(path, (name,))]
 
 
@@ -214,7 +214,7 @@ def _counts(path: Path, columns: Sequence[str], limit: int | None = None) -> lis
 
 
 def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[str, str]:
-    """Column by what it holds, those that are needed first. Raises ScenarioError."""
+    """Return the columns by the field that they hold, required fields first. Raises ScenarioError."""
     named = chosen.model_dump(exclude_none=True)
     columns: dict[str, str] = {}
     for role in NAMES:
@@ -229,7 +229,7 @@ def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[st
 
 
 def _renamed(columns: dict[str, str]) -> str | None:
-    """What is read as what, or None if all columns have our own names."""
+    """Return a notice of which field is read from which column, or None if all columns have our own names."""
     if all(column == NAMES[role][0] for role, column in columns.items()):
         return None
     return ", ".join(f"{role} from {column!r}" for role, column in columns.items())
@@ -262,27 +262,27 @@ def _wrong(path: Path, header: Sequence[str], reason: str, role: str) -> Scenari
 # -- tables of a caller ------------------------------------------------------------------------------------------------
 
 FILE = "workload.csv"  # of a run directory
-SOURCE = "requests"  # what messages call the table
+SOURCE = "requests"  # the table's name in messages
 WRITTEN = {"id": "id", "arrival_s": "arrival_s", "prompt_tokens": "prefill_tokens", "output_tokens": "decode_tokens"}
 WRITTEN |= {"max_tokens": "max_tokens", "priority": "priority"}  # column of the table -> column of FILE
 REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 
 
 def scenario_of(scenario: Scenario) -> Scenario:
-    """The scenario with its workload read from FILE, beside it in the run directory; a session's from its log."""
+    """Return the scenario with its workload read from FILE, beside it in the run directory; a session keeps its log."""
     if isinstance(scenario.workload, Served):
         return scenario
     return scenario.model_copy(update={"workload": Csv(kind="csv", path=FILE)})
 
 
 def file_of(scenario: Scenario) -> str:
-    """What the file with the requests that were handed over is called in the run directory."""
+    """Return the name that the file of the requests handed over has in the run directory."""
     return served.FILE if isinstance(scenario.workload, Served) else FILE
 
 
 def table_text(requests: Any) -> str:
-    """FILE's content for a data frame, a table of Arrow or a mapping of columns: arrival_s, prompt_tokens and
-    output_tokens, and max_tokens, priority and id if they are there. Rows are numbered from 0 in messages. Raises
+    """Return FILE's content for a data frame, a table of Arrow or a mapping of columns: arrival_s, prompt_tokens and
+    output_tokens, and max_tokens, priority and id if present. Rows are numbered from 0 in messages. Raises
     ScenarioError.
     """
     table = _table(requests)
@@ -320,7 +320,7 @@ def _table(requests: Any) -> pa.Table:
 
 
 def _names(table: pa.Table) -> list[str]:
-    """Columns of a table, without the index of a data frame."""
+    """Return the columns of a table, without the index of a data frame. Raises ScenarioError."""
     names = [name for name in table.column_names if not name.startswith("__index_level_")]
     for name in names:
         if name not in WRITTEN:
@@ -335,8 +335,8 @@ def _names(table: pa.Table) -> list[str]:
 
 
 def _cell(name: str, value: Any) -> Any:
-    """A value as FILE has it: arrivals with a decimal point, other whole numbers without, as data frames give both.
-    Empty if it is no finite number, unless it is an id.
+    """Return a value as FILE has it: arrivals with a decimal point, other whole numbers without, since data frames give
+    both. Empty if it is no finite number, unless it is an id.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return value if name == "id" and isinstance(value, str) else ""

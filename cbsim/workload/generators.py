@@ -1,7 +1,7 @@
-"""Scenario and seed -> the requests of a run, and those that follow the end of others.
+"""The requests of a run, drawn or read by scenario and seed, and those that follow the end of others.
 
 Every kind of random number has a generator of its own, spawned from the one seed: scenarios that differ in their
-scheduler, or only in their arrivals, share the others' numbers exactly.
+scheduler, or only in their arrivals, share all other random numbers exactly.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_b
 from cbsim.workload.requests import Drawn, Ints, Streams, Users, Workload
 
 LATEST_S = 4.6e9
-"""No arrival is later. No run gets there: the machine's clock ends before."""
+"""The latest arrival, seconds. No run gets there: the machine's clock ends before."""
 
 
 def build(scenario: Scenario, supplied: str | None = None) -> Workload:
-    """The workload of a scenario; `supplied` is the text of a `csv` workload's file that is not written yet. Raises
-    ScenarioError if a trace is missing or has a bad row.
+    """Build the workload of a scenario; `supplied` is the text of a `csv` workload's file that is not written yet, or
+    of a session's log. Raises ScenarioError if a trace is missing or has a bad row.
     """
     form = scenario.workload
     if supplied is not None and isinstance(form, demand.Served):
@@ -45,7 +45,7 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
 
 
 def draw(length: object, count: int, rng: np.random.Generator, name: str = "workload") -> Ints:
-    """`count` lengths in tokens."""
+    """Draw `count` lengths in tokens."""
     if isinstance(length, demand.Uniform):
         return rng.integers(length.uniform.low, length.uniform.high, count, endpoint=True)
     if isinstance(length, demand.LognormalLength):
@@ -60,8 +60,8 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
 
 
 def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tuple[Ints, Ints]:
-    """Prompts and outputs of a distribution that comes with the project: a prompt, then outputs, one for each of its
-    samples, among those of prompts about as long.
+    """Draw prompt and output lengths from a distribution that comes with the project: a prompt's, then for each of its
+    samples an output's among those of prompts about as long.
     """
     table = demand.length_table(name)
     at, further = np.repeat(streams.prompts.random(count), samples), streams.outputs.random(count * samples)
@@ -74,7 +74,7 @@ def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tup
 
 
 def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
-    """The whole numbers nearest to the quantiles `at`, linear between those of the table."""
+    """Return the whole numbers nearest to the quantiles `at`, linear between those of the table."""
     return np.rint(np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)).astype(np.int64)
 
 
@@ -85,7 +85,7 @@ def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
 
 
 def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
-    """Arrival times in ns of open-loop arrivals; all 0 for those that come at once or depend on the server."""
+    """Return open-loop arrival times in ns; all 0 for requests that arrive at once or depend on the server."""
     if isinstance(arrivals, demand.Constant):
         times = np.arange(count) / arrivals.rate_per_s
     elif isinstance(arrivals, demand.Poisson):
@@ -99,14 +99,14 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Int
 
 
 def _searched(form: object, streams: Streams, texts: int) -> Workload:
-    """Requests of so many texts of equal length, for a scheduler that searches. Raises ScenarioError."""
+    """Build requests of so many texts of equal length, for a scheduler of beam search. Raises ScenarioError."""
     if not isinstance(form, demand.Synthetic) or form.samples > 1:
         raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
     return _synthetic(form, streams, texts)
 
 
 def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:
-    """`texts` of each request have the same length, `samples` lengths of their own."""
+    """Draw requests. The `texts` of a request have one length; its `samples` each have a length of their own."""
     count, samples = form.requests, max(form.samples, texts)
     check_memory(count, samples)
     if form.lengths is not None:
@@ -164,4 +164,4 @@ DRAWN: dict[type, Callable[[Any, Streams], Workload]] = {
     demand.Lengths: _lengths,
     demand.Mooncake: traces.mooncake_workload,
 }
-"""What makes the requests of each kind of workload: from a file alone, or with random numbers."""
+"""The builders of each kind of workload: RECORDED from a file alone, DRAWN with random numbers."""

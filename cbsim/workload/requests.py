@@ -1,5 +1,5 @@
-"""The requests of a run: those that arrive whatever the server does, those that follow the end of others, and whose
-text each beam of a search goes on with.
+"""The requests of a run: those that arrive whatever the server does, those that follow the end of others, and the
+lineage of beams in beam search.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Streams(NamedTuple):
 
 @dataclass
 class Workload:
-    """What is sent to the server. One object is good for one run: it remembers what has been sent.
+    """The requests sent to the server. An object serves one run, as it keeps track of what has been sent.
 
-    `open` holds the requests whose arrival does not depend on the server, by (arrival_ns, index). The others come out
-    of `on_finish`; `total` counts both. `cancels` are (time in ns, request) in order of time.
+    `open` holds the requests whose arrival does not depend on the server, by (arrival_ns, index). `on_finish` returns
+    the others; `total` counts both. `cancels` are (time in ns, request) in order of time.
     """
 
     open: Sequence[RequestSpec]
     total: int
     cancels: list[tuple[int, RequestSpec]] = field(default_factory=list)
     follow: Users | Sessions | None = None
-    terms: str = ""  # how requests follow others, as far as their delays do not say it
-    notices: tuple[str, ...] = ()  # what its user may not have meant, a line each
+    terms: str = ""  # the rule by which requests follow others, beyond their delays; part of the fingerprint
+    notices: tuple[str, ...] = ()  # likely mistakes of the user, a line each
 
     def __post_init__(self) -> None:
         if not isinstance(self.open, Drawn):
@@ -59,17 +59,17 @@ class Workload:
         self._by_index: dict[int, RequestSpec] | None = None
 
     def arriving(self) -> Iterator[RequestSpec]:
-        """The requests of `open` one by one, for a run that keeps none of them longer than it has to."""
+        """Yield the requests of `open` one by one, for a run that keeps none of them longer than it has to."""
         return self.open.once() if isinstance(self.open, Drawn) else iter(self.open)
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Requests that follow `spec`, which ended at `now_ns`. To be called once for every request that ends, for
-        whatever reason: one that is refused is followed too.
+        """Return the requests that follow `spec`, which ended at `now_ns`. It must be called once for every request
+        that ends, for whatever reason, rejection included.
         """
         return self.follow.after(spec, now_ns) if self.follow else []
 
     def find(self, index: int) -> RequestSpec | None:
-        """The request of this number as it was before the run, None if there is none. A drawn one is made anew."""
+        """Return the request of this index as it was before the run, or None. A drawn one is made anew."""
         if isinstance(self.open, Drawn):
             return self.open.one(index) if 0 <= index < len(self.open) else None
         if self._by_index is None:
@@ -77,11 +77,11 @@ class Workload:
         return self._by_index.get(index)
 
     def specs(self) -> list[RequestSpec]:
-        """All requests as they were before the run; those that follow others have no arrival time of their own yet."""
+        """Return all requests as they were before the run; those that follow others have no arrival time yet."""
         return [*self.open, *(spec for spec, _ in self._later)]
 
     def fingerprint(self) -> str:
-        """SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
+        """Return a SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
         digest = hashlib.sha256()
         for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
@@ -99,8 +99,8 @@ class Workload:
 
 @dataclass(frozen=True, eq=False)
 class Drawn(Sequence[RequestSpec]):
-    """Requests in order of index and of arrival. Whoever looks at them gets the same objects each time; `once` makes
-    them one by one, and keeps none.
+    """A sequence of requests in order of index and of arrival. Indexing and iteration give the same objects each time;
+    `once` makes them one by one and keeps none.
     """
 
     arrival_ns: Ints
@@ -108,14 +108,14 @@ class Drawn(Sequence[RequestSpec]):
     output_tokens: Ints
     max_tokens: Ints
     priority: Ints
-    shared_tokens: int  # that all have in common
-    samples: int = 1  # so many in a row have one prompt
+    shared_tokens: int  # the prefix that all prompts have in common
+    samples: int = 1  # consecutive requests with the same prompt
 
     def __post_init__(self) -> None:
         assert (np.diff(self.arrival_ns) >= 0).all()
 
     def once(self) -> Iterator[RequestSpec]:
-        """Each of them once: those that somebody has looked at, or else made as they are asked for."""
+        """Yield each request once: the kept objects if there are any, else requests made one by one and not kept."""
         if "specs" in self.__dict__:
             yield from self.specs
             return
@@ -132,7 +132,7 @@ class Drawn(Sequence[RequestSpec]):
                 yield spec
 
     def one(self, index: int) -> RequestSpec:
-        """One of them, made anew."""
+        """Return the request of an index, made anew."""
         columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
         numbers = (int(column[index]) for column in columns)
         if self.samples == 1:
@@ -148,7 +148,7 @@ class Drawn(Sequence[RequestSpec]):
     def _sample(
         self, index: int, first: RequestSpec | None, at_ns: int, prompt: int, output: int, most: int, priority: int
     ) -> RequestSpec:
-        """One of several with a prompt that is named in whole: what all have in common, then the request's own."""
+        """Return one of several samples. Its prompt has ids in whole: the prefix shared by all, then the request's."""
         number, sample = divmod(index, self.samples)
         shared = self.shared_tokens or prompt
         own = number + 1
@@ -158,7 +158,7 @@ class Drawn(Sequence[RequestSpec]):
 
     @cached_property
     def specs(self) -> list[RequestSpec]:
-        """All of them."""
+        """All requests, made once and kept."""
         return list(self.once())
 
     def __len__(self) -> int:
@@ -179,19 +179,19 @@ class Drawn(Sequence[RequestSpec]):
 
 
 class Draw(Protocol):
-    """A client's own random numbers."""
+    """A source of a client's own random numbers."""
 
     def exponential(self, scale: float) -> float: ...
 
 
 class Users:
-    """A closed loop: whoever's request ends sends the next one of the list, after thinking, unless that is after
-    `until_ns`. The first users are those of the requests that are sent at the start, by their index.
+    """A closed loop: a user whose request ends sends the next one of the list, after thinking, unless that is after
+    `until_ns`. Users are numbered by the index of the request that they send at the start.
 
-    Thinking takes `think_ns`; where users have `draws` of their own, one each, it is exponential with that mean. So how
-    long a user thinks before its nth request depends on the two alone, not on who else has ended before.
+    Thinking takes `think_ns`; where users have `draws` of their own, one each, it is exponential with that mean. So the
+    time before a user's nth request depends on the user and n alone, not on the order in which requests end.
 
-    A request of several `samples` is so many in a row of the list; it ends when all of them have.
+    A request of several `samples` is so many consecutive entries of the list; it ends when all of them have ended.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Users:
     ) -> None:
         self._waiting = list(waiting)[::-1]
         self._think_ns, self._draws, self._until_ns, self._samples = think_ns, draws, until_ns, samples
-        self._user: dict[int, int] = {}  # by the number of a request that is not a first one
-        self._ended: dict[int, int] = {}  # samples of a request, by its number, while there are others
+        self._user: dict[int, int] = {}  # by the number of a request that is not its user's first
+        self._ended: dict[int, int] = {}  # ended samples of a request, by its number, while others have not ended
 
     def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         number = spec.index // self._samples
@@ -221,7 +221,7 @@ class Users:
         return [first, *samples]
 
     def _is_over(self, number: int) -> bool:
-        """One more sample of a request has ended. Was it the last one?"""
+        """Count an ended sample of a request; True if it was the last one."""
         ended = self._ended.pop(number, 0) + 1
         if ended < self._samples:
             self._ended[number] = ended
@@ -232,7 +232,7 @@ class Users:
 
 
 class Sessions:
-    """Conversations: the end of a turn is followed by the next turn of its session, after the delay of that turn."""
+    """A set of conversations: the end of a turn is followed by its session's next turn, after that turn's delay."""
 
     def __init__(self, following: dict[int, tuple[RequestSpec, int]]) -> None:
         self._following = following  # index of a turn -> the next turn, its delay in ns
@@ -252,7 +252,7 @@ Parents = tuple[tuple[RequestSpec, RequestSpec], ...]
 
 
 def parents(plan: StepPlan) -> Parents:
-    """The declared answer to the ranked rows of a plan."""
+    """Return the simulated parents of beams for the ranked rows of a plan: (beam, parent) where they differ."""
     starts = {chunk.spec: chunk.start for chunk in plan.work.chunks}
     replaced: list[tuple[RequestSpec, RequestSpec]] = []
     for group in plan.ranked:

@@ -1,6 +1,6 @@
-"""Requests of recorded scheduler tests, of vLLM and of transformers: contents as chained ids, aborts, stop tokens.
+"""Requests of recorded scheduler tests of vLLM and transformers: contents as chained ids, aborts, stop tokens.
 
-They are workloads like any other (`kind: golden`), and what conformance replays.
+They are workloads like any other (`kind: golden`), and conformance replays them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STOP_TOKEN = 2
 
 
 class Recorded(NamedTuple):
-    """Requests of a scheduler test in arrival order, and the moments at which some of them are cancelled."""
+    """The requests of a scheduler test in arrival order, and the times (ns) at which some of them are cancelled."""
 
     specs: list[RequestSpec]
     cancels: list[tuple[int, RequestSpec]]
@@ -37,7 +37,7 @@ Reader = Callable[[Line, float], Recorded]
 
 
 def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
-    """Requests of a vLLM test (times in microseconds) or a transformers one (times in loop passes of `step_s`).
+    """Read the requests of a vLLM test (times in microseconds) or a transformers one (in loop passes of `step_s`).
 
     Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
     """
@@ -80,7 +80,7 @@ def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
 
 
 def _timed(specs: Sequence[RequestSpec], unit_ns: int) -> list[RequestSpec]:
-    """The same requests, whose arrival was counted in units. Samples stay those of the same request."""
+    """Return the requests with arrivals in ns instead of units. Samples stay those of the same request."""
     timed: dict[RequestSpec | None, RequestSpec] = {}
     for spec in specs:
         of = timed.get(spec.sample_of)
@@ -89,14 +89,14 @@ def _timed(specs: Sequence[RequestSpec], unit_ns: int) -> list[RequestSpec]:
 
 
 class ChainedKeys:
-    """Gives every distinct (everything before, block of tokens) an id: exact, where a hash could collide."""
+    """A map from every distinct (everything before, block of tokens) to an id: exact, where a hash could collide."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def of(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Ids of the full blocks of `tokens`."""
+        """Return the ids of the full blocks of `tokens`."""
         keys: list[int] = []
         parent = -1
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
@@ -105,7 +105,7 @@ class ChainedKeys:
         return tuple(keys)
 
     def after(self, parent: int, tokens: Sequence[int]) -> int:
-        """Id of the block `tokens` behind the block `parent`, -1 for none. The block may be shorter than full."""
+        """Return the id of the block `tokens` behind the block `parent`, -1 for none. The block need not be full."""
         return self._ids.setdefault((parent, tuple(tokens)), len(self._ids))
 
 
@@ -113,7 +113,7 @@ class ChainedKeys:
 
 
 def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
-    """(spec, abort time) in arrival order, then file order. Arrival times are microseconds throughout."""
+    """Return (spec, abort time) in arrival order, then file order. All times are microseconds."""
     size = workload["config"]["block_size"]
     keys = ChainedKeys(size)
     specs: list[tuple[RequestSpec, int | None]] = []
@@ -145,7 +145,7 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
 
 
 def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
-    """Ids and outputs of a request's samples; they have ids of their own if there are several."""
+    """Return the ids and outputs of a request's samples; they have ids of their own if there are several."""
     if "outputs" not in request:
         return [(request["id"], request["output_token_ids"])]
     return [(f"{i}_{request['id']}", output) for i, output in enumerate(request["outputs"])]
@@ -155,13 +155,13 @@ def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
 
 
 def unsupported(workload: Line) -> str | None:
-    """Why a workload is outside what this policy models, or None."""
+    """Return the reason why this policy does not model a workload, or None if it does."""
     other = set(workload.get("model", {}).get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     return f"layers with {', '.join(sorted(other))} are not modelled" if other else None
 
 
 def sample_names(request: Line) -> list[str]:
-    """Ids of a request and of its children."""
+    """Return the ids of a request and of its children."""
     name = request["id"]
     return [name, *(f"{name}__child#{i}" for i in range(request.get("num_children") or 0))]
 
@@ -184,7 +184,7 @@ class Tokens:
         return (token + 1) % self._vocab if token == eos else token
 
     def outputs(self, request_id: str) -> int:
-        """How many tokens the request generates."""
+        """Return the number of tokens that the request generates."""
         request = self._requests[request_id]
         eos_after = request.get("eos_after") if self._eos is not None else None
         outputs: int = min(eos_after or request["max_new_tokens"], request["max_new_tokens"])
@@ -192,7 +192,7 @@ class Tokens:
 
 
 class TransformersRequests:
-    """Requests by the pass in which they arrive, and what they will say."""
+    """The requests by the loop pass in which they arrive, and their contents."""
 
     def __init__(self, workload: Line, block_size: int) -> None:
         self.tokens = Tokens(workload)
@@ -229,7 +229,7 @@ class TransformersRequests:
 # -- what a file must hold --------------------------------------------------------------------------------------------
 
 MOST_GENERATED = 1_000_000
-"""Tokens that the requests of a transformers test say in all: each one's content is made up and hashed."""
+"""Bound on the tokens that a transformers test generates in all: each one's content is made up and hashed."""
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Micros = Annotated[int, Field(ge=0, le=10**15)]  # 30 years
@@ -239,7 +239,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class VllmRequest(Form):
-    """Times in microseconds."""
+    """A request of a vLLM test; times in microseconds."""
 
     id: Name
     arrival_us: Micros
@@ -259,7 +259,7 @@ class VllmRequest(Form):
 
 
 class TransformersRequest(Form):
-    """Times in loop passes."""
+    """A request of a transformers test; times in loop passes."""
 
     id: Name
     prompt: Annotated[list[Token], Field(min_length=1)]
@@ -270,20 +270,20 @@ class TransformersRequest(Form):
 
 
 class Cancel(Form):
-    """Who gives up, in which loop pass."""
+    """A cancelled request and its loop pass."""
 
     id: Name
     step: Annotated[int, Field(ge=0, le=10**9)]
 
 
 class Blocks(Form):
-    """Of the cache."""
+    """The settings of the cache."""
 
     block_size: Annotated[int, Field(ge=1, le=10**6)]
 
 
 class Model(Form):
-    """Whose tokens are made up."""
+    """The model whose tokens are made up."""
 
     vocab_size: Annotated[int, Field(ge=1, lt=2**31)] = 512
 

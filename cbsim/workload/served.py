@@ -1,11 +1,11 @@
-"""The requests of a served session, line by line as they came: the log that its run directory keeps.
+"""The requests of a served session, line by line in order of arrival: the log in its run directory.
 
     {"index": 0, "id": "chatcmpl-1", "arrival_ns": 0, "prompt_tokens": 40, "output_tokens": 9, "max_tokens": 16,
      "priority": 0, "block_tokens": 16, "prefix": [[1, 2]]}
     {"cancel": 0, "at_ns": 81000000}
 
 `prefix` are the ids of the content of its leading blocks of `block_tokens` (RequestSpec.prefix), as runs of
-[first id, count]: content that nobody has sent before has ids that follow each other.
+[first id, count]: content that is new to the session has consecutive ids.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cbsim.workload.requests import Workload
 
 FILE = "arrivals.jsonl"  # of a run directory
 SAME = ("index", "id", "arrival_ns", "prompt_tokens", "output_tokens", "max_tokens", "priority")
-"""Fields of a line that are called as those of RequestSpec."""
+"""Fields of a line with the same names as those of RequestSpec."""
 MOST = 1 << 62
 
 
 class Session(NamedTuple):
-    """Who came, in order of arrival, and who was given up when (ns). `torn`: the last line was not written to its end,
-    and is left out.
+    """The requests in order of arrival, and those that were cancelled with the time (ns). `torn`: the last line was not
+    written to its end, and is left out.
     """
 
     specs: list[RequestSpec]
@@ -39,30 +39,30 @@ class Session(NamedTuple):
 
 
 def came(spec: RequestSpec) -> str:
-    """The line of a request."""
+    """Return the line of a request."""
     line = {name: getattr(spec, name) for name in SAME}
     return json.dumps(line | {"block_tokens": spec.prefix_block_tokens, "prefix": _runs(spec.prefix)}) + "\n"
 
 
 def left(spec: RequestSpec, at_ns: int) -> str:
-    """The line of a client that gave its request up."""
+    """Return the line of a cancelled request."""
     return json.dumps({"cancel": spec.index, "at_ns": at_ns}) + "\n"
 
 
 def read(path: Path, limit: int | None = None) -> Session:
-    """The session of a log. Raises ScenarioError."""
+    """Read the session of a log. Raises ScenarioError."""
     with open_text(path) as file:
         return parse(path, bounded(path, file), limit)
 
 
 def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session:
-    """The session in the lines of a log; `path` is what messages call it. Raises ScenarioError."""
+    """Return the session in the lines of a log; `path` is its name in messages. Raises ScenarioError."""
     session = Session([], [])
     known: set[str] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if not line.endswith(("\n", "}")):  # whoever wrote it was killed
+        if not line.endswith(("\n", "}")):  # the writing process was killed
             return session._replace(torn=True)
         row = json_line(path, number, line)
         if "cancel" in row.values:
@@ -73,7 +73,7 @@ def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session
 
 
 def _add_cancel(session: Session, row: JsonLine, limited: bool) -> None:
-    """The request that is given up is one above, unless only the first requests are read."""
+    """Add a cancellation. Its request must be on a line above, unless only the first requests are read."""
     gone, (specs, cancels, _) = row.checked(Left), session
     if gone.cancel >= len(specs):
         if limited:
@@ -138,7 +138,7 @@ class Came(Form):
 
 
 class Left(Form):
-    """The line of a client that gave its request up."""
+    """The line of a cancelled request."""
 
     cancel: Natural
     at_ns: Natural

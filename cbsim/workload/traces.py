@@ -1,7 +1,7 @@
 """Recorded workloads: rows in order of time, and readers of Mooncake's and aiperf's JSON lines.
 
-A request that generated nothing (0 output tokens) is refused: it would have no first token to wait for. The public
-traces that we know have none.
+A request that generated nothing (0 output tokens) is an error: it would have no first token to wait for. The public
+traces that we know have no such request.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cbsim.scenario.rows import lines, open_text
 from cbsim.workload.requests import Sessions, Streams, Workload
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash id stands for, in Mooncake's and aiperf's files."""
+"""Tokens of the block that one hash id names, in Mooncake's and aiperf's files."""
 MS = 1_000_000  # ns
 
 
 class Arrival(NamedTuple):
-    """A row: when it arrives, how long it is, and the ids of its prompt's blocks of `block_tokens` if a trace has them;
+    """A row of a trace: arrival, lengths, and the ids of its prompt's blocks of `block_tokens` if the trace has them;
     the last block may be short.
     """
 
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of a session: tokens new to the conversation, and how long after the end of the turn before it comes."""
+    """A turn of a session: tokens new to the conversation, and its delay after the end of the turn before."""
 
     new_tokens: int
     output_tokens: int
@@ -67,7 +67,7 @@ def check_not_empty(path: Path, rows: Sequence[object], noun: str = "requests") 
 
 
 class Hashed(Form):
-    """What a line says of a prompt: `hash_ids` name its blocks of 512 tokens, the last one perhaps short."""
+    """The request of a line; `hash_ids` name the blocks of 512 tokens of its prompt, the last one perhaps short."""
 
     input_length: Count
     output_length: Count
@@ -86,19 +86,19 @@ class Hashed(Form):
 
 
 class Stamped(Hashed):
-    """A request of Mooncake's, or the first turn of a session."""
+    """A request of a Mooncake trace, or the first turn of a session."""
 
     timestamp: Milliseconds
 
 
 class LaterTurn(Hashed):
-    """A turn that comes its delay after the end of the turn before."""
+    """A turn that arrives its delay after the end of the turn before."""
 
     delay: Milliseconds
 
 
 def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
-    """Mooncake's traces. A hash id stands for a 512-token block of the prompt and everything before it."""
+    """Read a Mooncake trace. A hash id names a 512-token block of the prompt together with everything before it."""
     rows: list[Arrival] = []
     with open_text(path) as file:
         for line in islice(lines(path, file), limit):
@@ -113,7 +113,7 @@ def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
 
 
 def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
-    """Sessions of aiperf's agentic traces, at most `limit`, in order of their first lines.
+    """Read the sessions of an agentic trace of aiperf, at most `limit`, in order of their first lines.
 
     `input_length` counts the tokens that a turn adds to the conversation, and `hash_ids` names the 512-token blocks of
     these new tokens, the last one short. A first turn (it has `timestamp`, in ms, and `group_id`) is chained from the
@@ -142,13 +142,13 @@ def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
 
 
 GRID_NS = 3_000_000_000
-"""Its timestamps are multiples of this, give or take GRID_SLACK_NS."""
+"""Timestamps of a Mooncake trace are multiples of this, give or take GRID_SLACK_NS."""
 GRID_SLACK_NS = 10_000_000
 
 
 def spread(rows: list[Arrival], rng: np.random.Generator) -> list[Arrival]:
-    """Requests stamped with a multiple of 3 s, moved to random moments of the 3 s that follow, order kept. A trace
-    with a timestamp off the grid has real times and is left as it is.
+    """Move requests stamped with a multiple of 3 s to random times within the 3 s that follow, order kept. A trace with
+    a timestamp off the grid has real times and is left as it is.
     """
     off = [(row.arrival_ns + GRID_SLACK_NS) % GRID_NS for row in rows]
     if max(off) > 2 * GRID_SLACK_NS:
@@ -180,7 +180,7 @@ def spec_of(index: int, row: Arrival) -> RequestSpec:
 
 
 def timed(rows: Iterable[Arrival], scale: float = 1.0) -> Workload:
-    """The workload of a trace whose times are multiplied by `scale`."""
+    """Return the workload of a trace, its times multiplied by `scale`."""
     scaled = rows if scale == 1 else (row._replace(arrival_ns=round(row.arrival_ns * scale)) for row in rows)
     specs = [spec_of(index, row) for index, row in enumerate(scaled)]
     return Workload(specs, len(specs))
@@ -192,7 +192,7 @@ def mooncake_workload(form: demand.Mooncake, streams: Streams) -> Workload:
 
 
 def agentic_workload(form: demand.Agentic) -> Workload:
-    """Turns are numbered through, session by session; a session's turns share all of what was said before."""
+    """Return the workload of an agentic trace. Turns are numbered session by session and share all earlier content."""
     sessions = agentic(catalog.data(form.path), form.limit)
     own = 1 + max(max(turn.hash_ids) for session in sessions for turn in session.turns)
     first: list[RequestSpec] = []
@@ -209,7 +209,7 @@ def agentic_workload(form: demand.Agentic) -> Workload:
 
 
 def _turns(session: Conversation, index: int, own: int, scale: float) -> list[RequestSpec]:
-    """Requests of one session. Its length only grows, so a block of 512 tokens has the same id in all turns: the
+    """Return the requests of one session. Its length only grows, so a block of 512 tokens has one id in all turns: the
     trace's where the first turn fills the block, else one of the session's own, counted from `own`.
     """
     shared = session.turns[0].hash_ids[: session.turns[0].new_tokens // BLOCK_TOKENS]

@@ -1,4 +1,4 @@
-"""Readers of recorded vLLM runs, in the form that LLMServingSim's bench writes and our data pack keeps.
+"""Readers of recorded vLLM runs, in the format that LLMServingSim's bench writes and our data pack keeps.
 
 <workload>.lengths.jsonl   id, arrival_ns, input_toks, output_toks, prompt_block_runs: [[first id, how many], ...] of
 the prompt's full blocks of 16 tokens; equal ids have equal text before and in them
@@ -29,7 +29,7 @@ SERIES = ("t", "running", "waiting", "kv_cache_pct")
 
 
 class Taken(NamedTuple):
-    """What the run recorded of a request, ns since its first request was queued. Tokens were those asked for."""
+    """The recorded times of a request, ns since the run's first one was queued. Its lengths were the requested ones."""
 
     queued_ns: int
     scheduled_ns: int
@@ -47,7 +47,7 @@ class Second(NamedTuple):
 
 
 def requests(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
+    """Read the first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
     with open_text(path) as file:
         rows = [_arrival(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
     check_not_empty(path, rows)
@@ -94,8 +94,8 @@ def _arrival(line: JsonLine, number: int) -> Arrival:
 
 
 def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
-    """What a run recorded of the requests `arrivals`, in their order. Raises ScenarioError for one that is missing, was
-    never finished, or had other lengths.
+    """Read the recorded times of the requests `arrivals`, in their order. Raises ScenarioError for one that is missing,
+    was never finished, or had other lengths.
     """
     by_name: dict[str, JsonLine] = {}
     with open_text(path) as file:
@@ -127,7 +127,7 @@ def _times(line: JsonLine, row: Arrival) -> list[float]:
 
 
 def series(path: Path) -> list[Second]:
-    """The recorded time series. Raises ScenarioError."""
+    """Read the recorded time series. Raises ScenarioError."""
     with open_text(path) as file:
         table = CsvTable(path, file, SERIES)
         rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
