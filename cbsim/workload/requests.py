@@ -81,7 +81,7 @@ class Workload:
         return [*self.open, *(spec for spec, _ in self._later)]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over all fields of all requests as they were before the run; equal workloads have equal ones."""
+        """Return the SHA-256 of all fields of all requests as before the run; equal workloads have equal ones."""
         digest = hashlib.sha256()
         for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
