@@ -2,7 +2,7 @@
 
     result = cbengine.run("tiny_cpu", "inline")
 
-Nothing is loaded before it is used.
+Submodules are imported on first use.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def run(
     window_s: tuple[float, float] | None = None,
     weights: str | Path | None = None,
 ) -> Result | Results:
-    """Serve a scenario on a device: what `cbsim.run` gives, from the real world. Nothing is written.
+    """Serve a scenario on a device and return what `cbsim.run` does, measured. Nothing is written.
 
-    `device` is inline, process, modelled or cuda; without it the GPU if there is one, else process. `weights` is a
-    local Hugging Face folder; without it they are random. `requests` and `window_s` as `cbsim.run` takes them. Raises
+    `device` is inline, process, modelled or cuda; by default cuda if there is a GPU, else process. `weights` is a local
+    Hugging Face folder; without it weights are random. `requests` and `window_s` are those of `cbsim.run`. Raises
     ScenarioError, UsageError.
     """
     from cbengine import build, servers

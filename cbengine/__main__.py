@@ -1,4 +1,4 @@
-"""`python -m cbengine`."""
+"""The entry point of `python -m cbengine`."""
 
 import sys
 

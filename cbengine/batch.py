@@ -1,8 +1,8 @@
-"""From plans to what a device is sent: a few int32 arrays a step, built from what changed.
+"""The translation of plans into what a device receives: a few int32 arrays a step, built from what changed.
 
-Requests that decode stay in two persistent arrays, so that an undisturbed decode step costs a handful of numpy calls
-whatever its size. Everything else follows on the device from these arrays: positions, places in the cache, and the
-input tokens that the host has not seen yet. `layout` says how the arrays lie.
+Decoding requests stay in two persistent arrays, so that an undisturbed decode step costs a handful of numpy calls
+whatever its size. Everything else follows on the device from these arrays: positions, cache slots, and the input tokens
+that the host has not seen yet. `layout` defines the order of the arrays.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Ints = npt.NDArray[np.int32]
 
 
 class Sent(NamedTuple):
-    """A step that a device is working on: whose tokens its results are, in the order of the rows that sample."""
+    """A step in flight: its header, and the sequences that its results belong to, in the order of the sampling rows."""
 
     header: Header
     readers: list[Sequence]
 
 
 class Capacity(NamedTuple):
-    """The largest step and the most requests that a device must be ready for. `beams`: as in `Header`. `groups`: of
-    layers, each with a block table of its own for every slot; none: one table for all layers.
+    """The largest step and the most requests that a device must be ready for. `beams` is that of `Header`. `groups` are
+    groups of layers, each with a block table of its own for every slot; if empty, all layers share one table.
     """
 
     slots: int
@@ -44,17 +44,17 @@ class Capacity(NamedTuple):
 
     @property
     def tables(self) -> int:
-        """Block tables of a slot."""
+        """The number of block tables of a slot."""
         return len(self.groups) or 1
 
     @property
     def staging(self) -> int:
-        """int32 values of the largest step: every array at its longest, every table rewritten."""
+        """The size of the largest step in int32 values: every array at its longest, every table rewritten."""
         return self._largest.size
 
     @property
     def results(self) -> int:
-        """int32 values that come back of it."""
+        """The size of the largest step's results in int32 values."""
         return self._largest.results
 
     @property
@@ -66,13 +66,13 @@ class Capacity(NamedTuple):
 
     @property
     def sampling(self) -> int:
-        """Rows of the largest step, padding to a captured size included."""
+        """The rows of the largest step, padding to a captured size included."""
         return self.rows + 64
 
 
 class DecodingRows:
-    """The rows that go on decoding, in no particular order: one line of a few arrays each. Those that say how tokens
-    are drawn are kept only if `random`.
+    """The decode batch: a row for each request that goes on decoding, in no particular order, held in a few arrays. The
+    arrays that determine how tokens are drawn are kept only if `random`.
     """
 
     def __init__(self, capacity: int, *, random: bool) -> None:
@@ -93,7 +93,7 @@ class DecodingRows:
         return len(self.sequences)
 
     def join(self, sequence: Sequence, kv_tokens: int, first: int = 0) -> None:
-        """`kv_tokens` are cached before its next row."""
+        """Add a row with `kv_tokens` tokens cached before its next step; the first `first` of them are padding."""
         at = self._at[sequence.spec] = len(self.sequences)
         self.sequences = [*self.sequences, sequence]  # a new list: steps in flight hold the old one
         self.slots[at], self.kv_tokens[at], self.first[at] = sequence.slot, kv_tokens, first
@@ -102,7 +102,7 @@ class DecodingRows:
             self.temperature[at], self.top_k[at], self.top_p[at] = sequence.sampling.on_device
 
     def remove(self, spec: RequestSpec) -> None:
-        """The last row takes its place."""
+        """Remove a request's row; the last row takes its index."""
         at, last = self._at.pop(spec), len(self.sequences) - 1
         sequences = self.sequences[:last]
         if at < last:
@@ -117,10 +117,10 @@ class DecodingRows:
 
 
 class Batcher:
-    """Keeps what plans leave unsaid, and turns each into the arrays of a step. Call `build` once for every plan, in
-    order. With `padded` batches are static: left-padded to the longest prompt, and computed on to the batch's end. Else
-    the padding of a row, if it has any, is a row of its own, of the scratch slot: it costs what it costs, and the cache
-    of its request holds none of it.
+    """A batcher turns each plan into the arrays of a step, and keeps the state that plans do not repeat. Call `build`
+    once for every plan, in order. If `padded`, batches are static: left-padded to the longest prompt, and computed
+    until the whole batch ends. Otherwise the padding of a row is a row of its own on the scratch slot: it costs
+    compute, and the request's cache holds none of it.
     """
 
     def __init__(self, capacity: Capacity, *, padded: bool, random: bool) -> None:
@@ -138,10 +138,10 @@ class Batcher:
         return self._scratch_slot - len(self._free)
 
     def build(self, plan: StepPlan, into: Ints, bucket: Callable[[int], int]) -> Sent:
-        """Write a step. `bucket` gives the size to which a step of decoding rows alone is padded."""
+        """Write a step into `into`. `bucket` maps the rows of a step of decodes alone to the padded size."""
         self._forget(plan)
         singles, chunks = self._listed(plan)
-        going = len(self._decoding) if self._padded or plan.work.decodes else 0  # else they sit this step out
+        going = len(self._decoding) if self._padded or plan.work.decodes else 0  # else skipped in this step
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
@@ -168,13 +168,15 @@ class Batcher:
         return sent
 
     def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
-        """Query tokens of the rows that do not decode. The padding of a row is a row of its own unless `padded`."""
+        """Return the query tokens of the rows that are no decodes. Unless `padded`, a row's padding is a row of its
+        own.
+        """
         if self._padded:
             return [chunk.tokens + chunk.padding for chunk in chunks]
         return [*(chunk.tokens for chunk in chunks), *(chunk.padding for chunk in plan.work.chunks if chunk.padding)]
 
     def _forget(self, plan: StepPlan) -> None:
-        """Drop the rows and slots that are no longer used, then bring the tables up to this step."""
+        """Free the rows and slots that are no longer used, then bring the block tables up to this step."""
         if self._padded:
             if plan.work.chunks:
                 for sequence in self._decoding.sequences:
@@ -207,8 +209,8 @@ class Batcher:
             self._extend(sequence, chunk.blocks)
 
     def _change_tables(self, plan: StepPlan) -> None:
-        """What plans tell of the tables of groups. Where a table is a ring, its blocks are written once for each time
-        that the sequence comes round, so that a device finds block i in entry i.
+        """Apply a plan's changes to the block tables of layer groups. If a table is a ring, each block is repeated once
+        per round of the ring, so that a device finds block i in entry i.
         """
         for change in plan.tables:
             sequence, ring = self.sequences[change.spec], self._groups[change.group].ring
@@ -235,7 +237,7 @@ class Batcher:
         self._blocks.extend(blocks)
 
     def _listed(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk]]:
-        """Chunks that are decode rows to a device, and the others."""
+        """Return the chunks that are decode rows to a device, and the others."""
         listed = plan.work.chunks
         assert all(chunk.outputs <= 1 for chunk in listed), "a device gives a row one token"
         if self._padded or not listed:
@@ -290,8 +292,8 @@ class Batcher:
             sequence.expect(end)
 
     def _write_draws(self, header: Header, step: Arrays[Ints], going: int, listed: list[Chunk]) -> None:
-        """How every sampling row's token is drawn: its request's settings, and a random number from the request's seed
-        and the position of the token. Rows that only fill the step up are greedy.
+        """Write how every sampling row's token is drawn: its request's settings, and a random number from the request's
+        seed and the position of the token. Padding rows are greedy.
         """
         decoding, live, decodes = self._decoding, header.live, header.decodes
         seeds, positions = np.zeros(header.sampling, dtype=np.uint64), np.zeros(header.sampling, dtype=np.int64)
@@ -309,7 +311,7 @@ class Batcher:
         step.uniforms[:] = uniforms(seeds, positions).view(np.int32)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Who decodes unlisted from the next step on."""
+        """Add the requests that decode from the next step on to the decode batch."""
         if self._padded:
             for chunk in plan.work.chunks:
                 self._decoding.join(self.sequences[chunk.spec], chunk.tokens + chunk.padding, chunk.padding)
@@ -320,5 +322,5 @@ class Batcher:
 
 
 def _sampling(singles: list[Chunk], chunks: list[Chunk]) -> list[Chunk]:
-    """The listed rows that sample, in the order of a step's results."""
+    """Return the listed rows that sample, in the order of a step's results."""
     return [*singles, *(chunk for chunk in chunks if chunk.outputs)]

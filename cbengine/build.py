@@ -1,4 +1,4 @@
-"""From a scenario to an engine: sizes, weights, cache and device, put together for one run."""
+"""The construction of an engine from a scenario: sizes, weights, cache and device, put together for one run."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from cbsim.workload.requests import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ACTIVATION_SHARE = 0.1  # of a GPU's memory, left free of weights and cache for a step's own tensors and the graphs
+ACTIVATION_SHARE = 0.1  # share of a GPU's memory kept free for a step's own tensors and the graphs
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `replay` knows besides the scenario. `requests` have settings of their own in place of `sampling`;
-    `injected`: nanoseconds of extra CPU work a step, by phase.
+    """A run's options besides the scenario. `requests` are settings of single requests that replace `sampling`;
+    `injected` is extra CPU work in nanoseconds a step, by phase.
     """
 
     device: DeviceName
@@ -59,7 +59,7 @@ class Setup:
     sampling: Sampling = field(default_factory=Sampling)
     requests: SamplingSettings = field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
-    end_tokens: bool = False  # stop at the model's end tokens, too
+    end_tokens: bool = False  # also stop at the model's end tokens
     injected: tuple[tuple[str, int], ...] = ()
     saves_tokens: bool = False
     spin: bool = False  # on a GPU: keep the CPU busy while it waits for a step
@@ -70,29 +70,29 @@ class Setup:
 
     @property
     def greedy(self) -> bool:
-        """Does every request take the likeliest tokens?"""
+        """Whether every request is sampled greedily."""
         return self.sampling.greedy and all(sampling.greedy for sampling in self.requests.by_id.values())
 
     def sampling_of(self, spec: RequestSpec) -> Sampling:
-        """How this request's tokens are chosen."""
+        """Return the sampling settings of this request."""
         return self.requests.of(spec, self.sampling)
 
 
 def default_device() -> DeviceName:
-    """A GPU if torch finds one, else a worker process."""
+    """Return cuda if torch finds a GPU, else process."""
     return "cuda" if torch.cuda.is_available() else "process"
 
 
 def device_name(setup: Setup) -> str:
-    """What a measurement says that it was made on."""
+    """Return the device's name as measurements record it."""
     if setup.device == "cuda":
         return torch.cuda.get_device_name(0)
     return f"CPU, {setup.device} device: no GPU"
 
 
 def adapted(scenario: Scenario, setup: Setup) -> Scenario:
-    """The scenario as this device can run it, so that what is recorded is what ran: the shape of the weights, float32
-    on a CPU, on a GPU a cache that fits its memory, and which steps are CUDA graphs. Raises ScenarioError, UsageError.
+    """Return the scenario as this device runs it, for the record to state: the shape of the weights, float32 on a CPU,
+    on a GPU a cache that fits its memory, and which steps are CUDA graphs. Raises ScenarioError, UsageError.
     """
     shape = scenario.model
     if setup.weights is not None:
@@ -108,7 +108,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
 
 
 def check_model(shape: ModelShape) -> None:
-    """Refuse a model that can be simulated and not computed, by its field. Raises UsageError, ScenarioError."""
+    """Refuse a model that can be simulated but not computed, naming its field. Raises UsageError, ScenarioError."""
     if shape.experts:
         raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
     for name in ("weights_dtype", "kv_dtype"):
@@ -123,7 +123,7 @@ def check_model(shape: ModelShape) -> None:
 
 
 def check_setup(scenario: Scenario, setup: Setup) -> None:
-    """Refuse a group of GPUs, of which one computes, and what a search does not do. Raises UsageError."""
+    """Refuse a group of GPUs, since only one computes, and what beam search lacks. Raises UsageError."""
     if scenario.gpus > 1:
         raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
     texts = beams(scenario)
@@ -134,8 +134,8 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
 
 
 def check_windows(scenario: Scenario) -> None:
-    """Refuse weights whose layers see less than the scheduler takes them to, and rings: a row's keys and values are
-    written before any are read. Raises UsageError.
+    """Refuse weights whose layers attend to fewer tokens than the scheduler assumes, and rings, because a row's keys
+    and values are written before any are read. Raises UsageError.
     """
     kind = scenario.kind
     if not scenario.model.sees_all and (kind.rings or not kind.windows):
@@ -144,13 +144,13 @@ def check_windows(scenario: Scenario) -> None:
 
 
 def beams(scenario: Scenario) -> int:
-    """Texts of a request that are ranked together; 0 where every text stands alone."""
+    """Return the number of beams of a beam search; 0 without beam search."""
     texts = scenario.kind.samples(scenario.scheduler)
     return texts if texts > 1 else 0
 
 
 def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
-    """What is replayed as a graph here: decoding steps on a GPU; elsewhere every step is launched in one go."""
+    """Set which steps are replayed as a graph: decode steps on a GPU; elsewhere every step, in one launch."""
     graphs: dict[str, Any] = {"padding": "none"}
     if setup.device == "cuda":
         captured = not (scenario.kind.padded or beams(scenario))
@@ -161,13 +161,13 @@ def _with_graphs(scenario: Scenario, setup: Setup) -> Scenario:
 
 
 def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
-    """The shape of the weights in a folder, as a scenario says it. Raises WeightsError."""
+    """Return the shape of a folder's weights in a scenario's fields. Raises WeightsError."""
     fields = weights.architecture(folder).model_dump(include=set(ModelShape.model_fields))
     return ModelShape.model_validate(fields | {"dtype": dtype})
 
 
 def _fitted(scenario: Scenario) -> Scenario:
-    """Fewer blocks than the data sheet promises, if this GPU has less memory. Given sizes are left as they are."""
+    """Lower the number of blocks if this GPU has less memory than its data sheet says; explicit sizes stay as given."""
     if not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     if scenario.kv_cache.num_blocks is not None:
@@ -188,7 +188,7 @@ def _fitted(scenario: Scenario) -> Scenario:
 
 
 def _groups(scenario: Scenario) -> tuple[LayerGroup, ...]:
-    """Those of the scheduler's cache."""
+    """Return the layer groups of the scheduler's cache."""
     return () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
 
 
@@ -198,8 +198,8 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
-    """Everything that an executor is made from: small, so that it can be sent to a worker process. `random`: some
-    request draws its tokens. `host_blocks`: places of a tier behind the cache.
+    """An executor's ingredients, small enough to be sent to a worker process. `random`: whether some request draws its
+    tokens. `host_blocks`: blocks of a host tier behind the cache.
     """
 
     architecture: Architecture
@@ -215,20 +215,20 @@ class ExecutorPlan:
     host_blocks: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights under their Hugging Face names. Raises WeightsError."""
+        """Return the weights under their Hugging Face names. Raises WeightsError."""
         dtype = DTYPES[self.dtype]
         if self.weights is not None:
             return weights.load(self.weights, dtype, torch.device(self.device))[1]
         return weights.random(self.architecture, self.seed, dtype, torch.device(self.device))
 
     def check(self) -> None:
-        """Raise what making the executor would for a user's mistake, before any memory is taken."""
+        """Raise the errors of building the executor that a user can cause, before any memory is allocated."""
         _check_memory(self)
         if self.weights is not None:
             weights.load(self.weights, DTYPES[self.dtype], torch.device("meta"))
 
     def __call__(self) -> Executor:
-        """Load or draw the weights, allocate the cache. Raises WeightsError, DeviceMemoryError."""
+        """Load or draw the weights and allocate the cache. Raises WeightsError, DeviceMemoryError."""
         _check_memory(self)
         dtype, device = DTYPES[self.dtype], torch.device(self.device)
         try:
@@ -245,7 +245,7 @@ class ExecutorPlan:
 
 
 def ops(device: str) -> Ops:
-    """Kernels on a GPU, plain torch elsewhere."""
+    """Return Triton kernels on a GPU, plain torch elsewhere."""
     if device == "cpu":
         return TorchOps()
     from cbengine.model.kernels.triton_ops import TritonOps
@@ -254,7 +254,7 @@ def ops(device: str) -> Ops:
 
 
 def _check_memory(plan: ExecutorPlan) -> None:
-    """A CPU promises more memory than it has and then kills the process: look before asking."""
+    """Check memory before allocating, since Linux overcommits a CPU's memory and kills the process later."""
     free = host_memory()
     if free is None:
         return
@@ -264,7 +264,7 @@ def _check_memory(plan: ExecutorPlan) -> None:
 
 
 def _check_host_tier(plan: ExecutorPlan, free: int) -> None:
-    """A GPU needs this memory of its host, too."""
+    """Check the host memory that a GPU's host tier needs."""
     blocks, pinned = plan.host_blocks, plan.device != "cpu"
     block = HostTier.bytes_for(plan.architecture, 1, plan.block_size, DTYPES[plan.dtype])
     size = host_tier.pinned_size(blocks * block) if pinned else blocks * block
@@ -276,10 +276,10 @@ def _check_host_tier(plan: ExecutorPlan, free: int) -> None:
 
 
 def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
-    """What model, cache and tables take. Raises DeviceMemoryError if that is not free."""
+    """Return the bytes of model, cache and tables. Raises DeviceMemoryError if they are not free."""
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
     needed = {
-        "model": 2 * dtype.itemsize * plan.architecture.parameters,  # while its parts are put together, once more
+        "model": 2 * dtype.itemsize * plan.architecture.parameters,  # twice: parts and joined matrices coexist
         "kv_cache.num_blocks": KvCache.bytes_for(
             plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups
         ),
@@ -295,7 +295,7 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
 
 
 def host_memory() -> int | None:
-    """Bytes that this machine could give out without swapping; None where the system does not say."""
+    """Return the bytes that this machine can allocate without swapping; None if the system does not report them."""
     with suppress(OSError):
         available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
         return int(available[1]) * 1024 if available else None
@@ -305,8 +305,8 @@ def host_memory() -> int | None:
 def executor_plan(
     scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup, load: Load | None = None
 ) -> ExecutorPlan:
-    """What to make for these requests, or for a load of requests that nobody knows yet, who may draw their tokens.
-    Raises ScenarioError if the model is not made for so long prompts.
+    """Return the plan of an executor for these requests, or for a load of requests not known yet, which may draw their
+    tokens. Raises ScenarioError if the model does not support prompts of this length.
     """
     options = scenario.options(loop)
     sizes = (load or Load.of(specs)).capacity(options)._replace(beams=beams(scenario))
@@ -332,13 +332,13 @@ def executor_plan(
 
 
 def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> EngineDevice:
-    """The device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
+    """Return the device of one run. Raises DeviceError, DeviceMemoryError, WeightsError."""
     steps, graphs = depth(loop), scenario.graph_padding == "cbengine"
     if setup.device == "modelled":
         copies = assemble.copies(scenario, plan.capacity.groups)
         return Modelled(assemble.cost_model(scenario), copies.ns, plan.capacity, steps, clock, graphs=graphs)
     if setup.device == "process":
-        plan.check()  # here, because what a worker dies of is not known for a user's mistake
+        plan.check()  # here, because an error in a worker process is not recognised as a user's mistake
         return Process(plan, plan.capacity, steps)
     if setup.device == "inline":
         return Inline(plan(), plan.capacity, steps)
@@ -357,8 +357,8 @@ def engine(
     on_plan: Callable[[StepPlan], None] | None = None,
     on_token: Callable[[RequestSpec, int], None] | None = None,
 ) -> tuple[Engine, EngineDevice]:
-    """An engine for one run, and its device. Raises what `device` does, ScenarioError, and UsageError for settings of a
-    request that is not there.
+    """Return an engine for one run, and its device. Raises what `device` does, ScenarioError, and UsageError for
+    settings of a request that does not exist.
     """
     specs = workload.specs()
     setup.requests.check(specs)
@@ -383,7 +383,7 @@ def assembled(
     *,
     clock: Clock | None = None,
 ) -> tuple[Engine, EngineDevice]:
-    """An engine whose device is made by `plan`, as `driver.Engine` takes the rest."""
+    """Return an engine and its device, made by `plan`; the other arguments are those of `driver.Engine`."""
     policy = assemble.scheduler(scenario, loop)
     if setup.device != "modelled":
         check_windows(scenario)

@@ -1,8 +1,8 @@
-"""The text of a workload's requests: token ids such that equal declared content is equal tokens, and nothing else is.
+"""The tokens of a workload's requests: ids that are equal exactly where declared content is equal.
 
-A workload says how long prompts are and which blocks of them are shared, not what they say. Here a shared block's
+A workload declares how long prompts are and which of their blocks are shared, not their tokens. Here a shared block's
 tokens follow from its id and the seed, a private prompt's from the request's index. A trace may declare the content of
-outputs, too (a conversation's next turn repeats them): what a request really said then stands for what was declared.
+outputs, too (a conversation's next turn repeats them): a request's actual outputs then replace what was declared.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy.typing as npt
 from cbsim.policy.request import RequestSpec
 
 Ids = npt.NDArray[np.int32]
-SHARED, PRIVATE = 1, 2  # streams of random numbers that never meet
+SHARED, PRIVATE = 1, 2  # disjoint streams of random numbers
 
 
 class Prompts:
-    """Token ids in 0 .. vocab - 1 for the requests of one run."""
+    """The prompts of one run's requests, as token ids in 0 .. vocab - 1."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self._seed, self._vocab = seed, vocab
         self._said: dict[int, Ids] = {}  # id of a declared block -> its tokens, where an output has filled part of it
 
     def of(self, spec: RequestSpec) -> Ids:
-        """The prompt of a request: int32 [prompt_tokens]. A further sample of a request has that one's."""
+        """Return a request's prompt, int32 [prompt_tokens]. Further samples of a request have the same prompt."""
         if spec.sample_of is not None:
             assert spec.prompt_tokens == spec.sample_of.prompt_tokens, (spec.id, spec.sample_of.id)
             return self.of(spec.sample_of)
@@ -35,8 +35,8 @@ class Prompts:
         return np.concatenate((head, self._draw(PRIVATE, spec.index, spec.prompt_tokens - len(head))))
 
     def answered(self, spec: RequestSpec, outputs: list[int]) -> None:
-        """A request has ended: its outputs take the place of those that its workload declared, if it did. A next turn
-        goes on from the first of several samples.
+        """Record an ended request's outputs in place of those that its workload declared, if it did. A next turn
+        continues the first of several samples.
         """
         if spec.sample_of is not None:
             return

@@ -1,7 +1,7 @@
-"""The engine as a driver of the serving loop: its effects on a real clock, timed as they happen.
+"""The engine as a driver of the serving loop: it performs the loop's effects on a real clock and times them.
 
-CPU phases follow each other without a gap: whatever is done between two of them, recording included, is in the later
-one. Only waiting for arrivals is in none.
+CPU phases follow each other without a gap: whatever is done between two of them, recording included, belongs to the
+later one. Only waiting for arrivals belongs to none.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Ticket(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """What an engine calls. `begin` makes the sequence of a request, `on_plan` gets every plan, `on_token` each token
-    of a request, but of searches. `feed` puts into the inbox what has come in while the engine runs, and sets its
-    `news` to None when nothing more will: it is called at every poll, and whenever a wait ends.
+    """The callbacks of an engine. `begin` makes the sequence of a request, `on_plan` gets every plan, `on_token` each
+    token of a request, except in a beam search. `feed` puts into the inbox what has arrived while the engine runs, and
+    sets its `news` to None when nothing more will: it is called at every poll, and whenever a wait ends.
     """
 
     begin: Callable[[RequestSpec], Sequence]
@@ -49,8 +49,8 @@ class Hooks(NamedTuple):
 
 
 class Engine:
-    """One server with one device. `tokens` of every request stay readable after the run, in `sequences`. `injected`
-    gives nanoseconds of extra CPU work a step by phase.
+    """A server with one device. The tokens of every request stay readable after the run, in `sequences`. `injected` is
+    extra CPU work in nanoseconds a step, by phase.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Engine:
         self._inbox.news = self._feed
         self._injected, self._clock = injected, clock
         self._failed: list[RequestSpec] = []
-        self._moving: dict[tuple[int, int], Transfer] = {}  # (step, number in its plan) -> one not known to be over
+        self._moving: dict[tuple[int, int], Transfer] = {}  # (step, index in its plan) -> a transfer under way
         self._start_ns = self._cpu_ns = 0
         self._times = self._completion = StepTimes(0)
-        for spec in client.open:  # prompts are at hand when their requests arrive
+        for spec in client.open:  # prompts exist before their requests arrive
             self._known(spec)
 
     @property
     def now_ns(self) -> int:
-        """How far the run has come."""
+        """The time in nanoseconds that the run has reached."""
         return self._cpu_ns
 
     def run(self, on_step: OnStep | None = None, start_ns: int | None = None) -> None:
@@ -91,16 +91,16 @@ class Engine:
         DeviceError, and what `on_step` raises, which is called after every step and while waiting. Times count from
         `start_ns` of the engine's clock, or from now.
         """
-        lasting = self._feed is not None  # and whoever feeds it leaves cycles behind
+        lasting = self._feed is not None  # and its client leaves reference cycles behind
         with nullcontext() if lasting else no_collections():
             self._run(on_step or (lambda _: None), start_ns)
 
     def close(self) -> None:
-        """Give back the device's memory."""
+        """Free the device's memory."""
         self._device.close()
 
     def check_returned(self) -> None:
-        """After a run to its end: raise AssertionError unless every cache block is free again."""
+        """Raise AssertionError unless every cache block is free again; called after a complete run."""
         pool = self.scheduler.pool
         pool.check()
         assert pool.free == pool.num_blocks, (pool.free, pool.num_blocks)
@@ -131,12 +131,12 @@ class Engine:
         return self._cpu_ns
 
     def _inject(self, phase: str) -> None:
-        """Extra work: the CPU is kept busy, as work would."""
+        """Keep the CPU busy for the extra work of this phase, if there is any."""
         if extra := self._injected.get(phase):
             self._clock.work_until(self._clock.now_ns() + extra)
 
     def _poll(self, effect: Poll, on_step: OnStep) -> Polled:
-        """What has come in until now. A step may be planned next: its times start here."""
+        """Return arrivals and cancellations until now. A step may be planned next, so its times start here."""
         inbox = self._inbox
         self._times = StepTimes(self._cpu_ns)
         if self._feed:
@@ -159,7 +159,7 @@ class Engine:
         return OPEN if inbox else CLOSED
 
     def _quiet(self) -> bool:
-        """Has nothing come in? Into an inbox that is fed, clients that give up and the end come in, too."""
+        """Whether nothing has arrived. An inbox that is fed also receives cancellations and the end of arrivals."""
         inbox = self._inbox
         return self._elapsed() < inbox.due_ns and bool(inbox) and not (self._feed and inbox.quits)
 
@@ -168,7 +168,7 @@ class Engine:
             self.sequences[spec] = self._begin(spec)
 
     def _given_up(self, now_ns: int) -> list[RequestSpec]:
-        """Clients that gave up, and requests that failed on the device."""
+        """Return the requests that clients cancelled or that failed on the device."""
         cancels = self._inbox.given_up(now_ns)
         for spec in self._failed:
             if self.record.failed(spec, "the logits of a token were not numbers"):
@@ -178,11 +178,11 @@ class Engine:
         for spec in cancels:
             sequence = self.sequences[spec]
             sequence.over = True
-            self._prompts.answered(spec, sequence.outputs)  # the cache may hold that: a next turn has to repeat it
+            self._prompts.answered(spec, sequence.outputs)  # the cache may hold them: a next turn has to repeat them
         return sorted(cancels, key=lambda spec: (spec.arrival_ns, spec.index))
 
     def _launch(self, effect: Launch) -> Ticket:
-        """Phases `schedule` (which ends here), `prepare` and `launch`."""
+        """Perform the phases `schedule` (which ends here), `prepare` and `launch`."""
         plan, times, slot = effect.plan, self._times, effect.plan.step % self._depth
         if plan.work.chunks:
             note_admissions(self.record, self.scheduler, plan)
@@ -202,7 +202,7 @@ class Engine:
         return Ticket(slot, sent, times)
 
     def _await(self, effect: Await) -> Completed:
-        """Block until the step's tokens are there and hand them to their requests."""
+        """Block until the step's tokens have arrived and append them to their requests."""
         ticket: Ticket = effect.ticket
         times = self._completion = ticket.times
         times.await_start_ns = self._cpu_ns
@@ -228,7 +228,7 @@ class Engine:
         return Completed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
 
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
-        """The jobs that are over, each named once. A step without rows waits for one of them, or for a request."""
+        """Return the jobs that have ended, each once. A step without rows waits for one of them, or for a request."""
         until_ns = None if plan.work.rows else self._start_ns + self._inbox.due_ns
         log, start, over = self.record.transfers, self._start_ns, set()
         for moved in self._device.moved(until_ns):
@@ -242,7 +242,7 @@ class Engine:
         return jobs
 
     def _deliver(self, sent: Sent, tokens: list[int]) -> list[RequestSpec]:
-        """Tokens to their sequences; returns the requests that sampled a stop token."""
+        """Append tokens to their sequences; return the requests that sampled a stop token."""
         header = sent.header
         del tokens[header.live : header.decodes]
         stopped = []
@@ -260,7 +260,7 @@ class Engine:
         return stopped
 
     def _rank(self, plan: StepPlan, results: Ints) -> Parents:
-        """The texts of searches go on as they were ranked. Returns who took over another's."""
+        """Continue the beams of searches as they were ranked. Returns the beams that replaced another one's text."""
         parents: list[tuple[RequestSpec, RequestSpec]] = []
         for group, choice in zip(plan.ranked, choices(results, len(plan.ranked[0])), strict=True):
             texts = [self.sequences[spec] for spec in group]
@@ -269,14 +269,14 @@ class Engine:
             if min(choice.tokens) < 0:
                 self._fail(texts)
                 continue
-            if texts[0].outputs:  # before the first one they are all the same
+            if texts[0].outputs:  # before the first output all beams are the same
                 parents += [(s, group[p]) for s, p in zip(group, choice.parents, strict=True) if group[p] is not s]
             go_on(texts, choice)
         self.record.took_over(plan.step, tuple(parents))
         return tuple(parents)
 
     def _fail(self, texts: list[Sequence]) -> None:
-        """A token was not there, and what comes after it is no text either."""
+        """Mark requests as failed: a token is missing, and so is what would follow it."""
         for sequence in texts:
             sequence.over = True
             self._failed.append(sequence.spec)
@@ -286,7 +286,7 @@ class Engine:
         for spec, _ in effect.outcome.finished:
             sequence = self.sequences[spec]
             sequence.over = True
-            if spec not in self.record.cancels:  # transformers' defects may finish what was given up: once is enough
+            if spec not in self.record.cancels:  # transformers' defects may finish a cancelled request: once is enough
                 self._prompts.answered(spec, sequence.outputs)
                 self._inbox.ended(spec, self._cpu_ns)
         self._inject("update")

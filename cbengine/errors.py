@@ -1,4 +1,4 @@
-"""The errors that a user can cause, found here by whoever turns them into an exit status."""
+"""The errors that a user can cause, defined where the code that turns them into an exit status finds them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from cbsim.errors import UserError
 
 
 class UsageError(UserError):
-    """Something asked for that cannot be: the message names what, and what would do."""
+    """A request for something impossible: the message names the cause and a remedy."""
 
 
 class MissingError(UsageError):
-    """A package or a device that is not here."""
+    """A package or a device that is missing on this machine."""

@@ -1,4 +1,4 @@
-"""What a server has to be ready for, and how large a step and a table that can lead to."""
+"""The load that a server has to be ready for, and the largest step and block table that it can lead to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cbsim.policy.request import RequestSpec
 
 
 class Load(NamedTuple):
-    """The most that a server is asked for: requests at a time, tokens of a prompt, of an answer, and of both."""
+    """The maximum load of a server: requests at a time, tokens of a prompt, of an answer, and of both."""
 
     requests: int
     prompt: int
@@ -20,7 +20,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[RequestSpec]) -> Self:
-        """What these requests ask for."""
+        """Return the load of these requests."""
         return cls(
             len(specs),
             max((spec.prompt_tokens for spec in specs), default=1),
@@ -29,7 +29,7 @@ class Load(NamedTuple):
         )
 
     def capacity(self, options: Options) -> Capacity:
-        """The largest step and table of a scheduler with these options."""
+        """Return the largest step and block table of a scheduler with these options."""
         limits = options.limits
         longest = min(self.longest, limits.longest or self.longest)
         slots = max(1, min(self.requests, limits.slots or self.requests))
@@ -38,7 +38,7 @@ class Load(NamedTuple):
         budget = limits.tokens
         if budget is None:  # a prompt as long as the longest for every row, and as many outputs
             budget, longest = slots * self.prompt, self.prompt + self.answer
-        budget = min(budget, rows * longest)  # a row has no more to compute than its sequence
+        budget = min(budget, rows * longest)  # a row computes no more tokens than its sequence has
         width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
         sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
         return sizes._replace(tokens=max(budget, sizes.sampling))

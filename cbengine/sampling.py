@@ -1,8 +1,8 @@
-"""From logits to tokens, on the device and without looking at it: greedy, or drawn with a number for each row.
+"""The choice of tokens from logits, on the device without a synchronisation: greedy, or drawn by a number a row.
 
-A row's token follows from its logits, its number and its request's settings alone. So the draw is exact arithmetic:
-probabilities become whole multiples of the likeliest one's 2**-40, and sums of those do not depend on the order in
-which a device adds them.
+A row's token follows from its logits, its number and its request's settings alone. The draw is therefore exact
+arithmetic: probabilities become whole multiples of the likeliest one's 2**-40, and sums of those do not depend on the
+order in which a device adds them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_TOP_K = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: temperature 0 is greedy. `top_k` 0 keeps all tokens, as `top_p` 1 does.
+    """The settings by which tokens are chosen: temperature 0 is greedy; `top_k` 0 keeps all tokens, as `top_p` 1 does.
 
     `top_p` keeps the fewest likeliest of the `top_k` tokens that have that share of their probability, one at least.
     Among equally likely tokens the one with the lower id comes first. Raises UsageError.
@@ -50,7 +50,7 @@ class Sampling:
 
     @property
     def on_device(self) -> tuple[float, int, float]:
-        """Temperature, top_k and top_p as the types of `Draws` can hold them; beyond these nothing changes."""
+        """Temperature, top_k and top_p clamped to the types of `Draws`; larger or smaller values change nothing."""
         temperature = 0.0 if self.greedy else min(max(self.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
         return temperature, min(self.top_k, MOST_TOP_K), self.top_p
 
@@ -62,7 +62,7 @@ def _check(field: str, value: float, kind: type, bounds: tuple[float, float], ex
 
 
 class Draws(NamedTuple):
-    """What each row's token follows from, beside its logits: [S] each."""
+    """The inputs of each row's draw besides its logits: [S] each."""
 
     uniforms: Tensor  # float32, in [0, 1)
     temperature: Tensor  # float32; 0: greedy
@@ -71,17 +71,17 @@ class Draws(NamedTuple):
 
 
 def sample(logits: Tensor, draws: Draws | None) -> Tensor:
-    """Logits float32 [S, V] and how each row's token is drawn (None: all rows are greedy) -> tokens int32 [S].
+    """Map logits float32 [S, V] and each row's draw (None: all rows are greedy) to tokens int32 [S].
 
     A row that holds a NaN gives -1; so does one without a finite largest logit, unless it is greedy.
     """
     if draws is None:
-        largest, tokens = logits.max(dim=-1)  # a NaN is larger than all
+        largest, tokens = logits.max(dim=-1)  # max returns a NaN if there is one
         return tokens.masked_fill(largest.isnan(), -1).int()
     uniforms, temperature, top_k, top_p = (draw[:, None] for draw in draws)
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     largest, greedy = ordered[:, :1], temperature == 0
-    infinite = ~largest.isfinite()  # a NaN comes first
+    infinite = ~largest.isfinite()  # sort puts a NaN first
     gaps = (ordered - largest).masked_fill(infinite, 0.0) / temperature.masked_fill(greedy, 1.0)
     reach = (gaps.exp() * ONE).long().cumsum(dim=-1)  # [S, V]: the weight up to each token
     drawn = (_kept(reach, top_k, top_p).double() * uniforms.double()).floor().long()
@@ -91,7 +91,7 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
 
 
 def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The weight of the tokens that may be drawn: [S, 1]."""
+    """Return the weight of the tokens that may be drawn: [S, 1]."""
     vocab = reach.shape[1]
     likeliest = reach.gather(1, top_k.long().masked_fill(top_k == 0, vocab).clamp(max=vocab) - 1)
     mass = (likeliest.double() * top_p).ceil().long().minimum(likeliest)
@@ -99,23 +99,23 @@ def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """A number in [0, 1) for each (seed of a request, position of the token to sample): float32 [S], 24 random bits."""
+    """Return a number in [0, 1) for each (request's seed, position of the token): float32 [S], 24 random bits."""
     return (_hash(seeds, positions) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def request_seed(seed: int, index: int) -> int:
-    """The seed of a run's request: 64 bits."""
+    """Return the seed of a run's request: 64 bits."""
     return int(_hash(np.array([seed & MASK], dtype=np.uint64), np.array([index]))[0])
 
 
 def _hash(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Number `counters` of the SplitMix64 stream that starts at the mixed seed (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return number `counters` of the SplitMix64 stream from the mixed seed (Steele, Lea, Flood, OOPSLA 2014)."""
     steps = (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     return _mixed(_mixed(seeds) + steps)
 
 
 def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser. Products of arrays wrap at 64 bits without a warning."""
+    """Apply SplitMix64's finaliser. Products of arrays wrap at 64 bits without a warning."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

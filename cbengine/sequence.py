@@ -1,4 +1,4 @@
-"""A request as the engine knows it: the values of its tokens, and where its state lies on the device."""
+"""A request as the engine knows it: the ids of its tokens, and its slot and blocks on the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cbengine.sampling import Sampling, request_seed
 from cbsim.policy.request import RequestSpec
 
 FIRST_SCORE, OTHER_SCORE = 0.0, -1e9
-"""Of the texts of a search before their first output: all are the prompt, and only one of them is to count."""
+"""The scores of beams before their first output: all are the prompt, and only one of them is to count."""
 CARRIED = -1
-"""Stands for a token that the device has sampled and the host has not seen yet."""
+"""The id that stands for a token that the device has sampled and the host has not seen yet."""
 
 
 class Sequence:
-    """Prompt and outputs of one request, and how it is sampled. Outputs are those whose step has landed; later ones may
-    be in flight. `stops` are token ids that end it, but none of its first `least` tokens does. `seed` is its own, or
-    follows from that of `sampling` and its index.
+    """A request's prompt and outputs, and its sampling. Outputs are those whose step has ended; later ones may be in
+    flight. `stops` are token ids that end it, except among its first `least` tokens. `seed` is given, or follows from
+    that of `sampling` and its index.
     """
 
     __slots__ = (
@@ -39,23 +39,23 @@ class Sequence:
         self.stops, self.least = stops, least
         self.seed = request_seed(sampling.seed, spec.index) if seed is None else seed
         self.outputs: list[int] = []
-        self.slot = -1  # line of the device's tables, while it has blocks
+        self.slot = -1  # line of the device's tables; -1 without blocks
         self.blocks = 0  # entries of its block table
-        self.tables: dict[int, int] = {}  # in its place where layers have groups: entries of each one's table
+        self.tables: dict[int, int] = {}  # with layer groups instead: entries of each group's table
         self.over = False
-        self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a text of a search
+        self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a beam
 
     @property
     def stopped(self) -> bool:
-        """Is its last token one that ends it?"""
+        """Whether its last token is one that ends it."""
         return len(self.outputs) > self.least and self.outputs[-1] in self.stops
 
     def forget(self) -> None:
-        """It is over, and will not be read."""
+        """Drop the tokens of a request that has ended and will not be read."""
         self.over, self.prompt, self.outputs = True, self.prompt[:0].copy(), []
 
     def write(self, start: int, into: npt.NDArray[np.int32]) -> None:
-        """Token values from position `start` on; the one that is still in flight is CARRIED."""
+        """Write token ids from position `start` on into `into`; the one that is still in flight is CARRIED."""
         head = self.prompt[start : start + len(into)]
         into[: len(head)] = head
         if len(head) < len(into):
@@ -67,10 +67,10 @@ class Sequence:
             into[len(into) - missing :] = CARRIED
 
     def go_on(self, outputs: list[int], token: int, score: float) -> None:
-        """As a text of a search: it becomes the outputs of a text of it, its own or another, and a token more."""
+        """Continue a beam: take over the outputs of a beam of its search, its own or another, and one token more."""
         self.outputs = [*outputs, token]
         self.score = score
 
     def expect(self, position: int) -> None:
-        """A row will sample the token at `position`: what landed for it or after it before was dropped."""
+        """Drop the outputs from `position` on, since a row will sample the token at `position`."""
         del self.outputs[position - len(self.prompt) :]

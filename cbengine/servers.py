@@ -1,4 +1,4 @@
-"""The engine as the server of a run."""
+"""The engine as the server of a run, behind the interface of `cbsim.runs`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS_COLUMNS = (
 
 
 class Measured:
-    """The engine, as `runs` wants a server."""
+    """An engine behind the server interface of `runs`."""
 
     measured = True
 
@@ -84,12 +84,12 @@ class Measured:
 
 
 def maker(setup: Setup, profiled: int = 0) -> Maker:
-    """What makes the server of a run; `profiled` steps of it are profiled."""
+    """Return the maker of a run's server; `profiled` of its steps are profiled."""
     return partial(Measured, setup, profiled)
 
 
 def tokens_table(texts: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
-    """(request, prompt, output) -> a parquet table of TOKENS_COLUMNS, in order of index."""
+    """Encode (request, prompt, output) rows as a parquet table of TOKENS_COLUMNS, in order of index."""
     rows = sorted(texts, key=lambda row: row[0].index)
     return parquet.encoded(
         TOKENS_COLUMNS,

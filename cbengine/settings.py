@@ -18,16 +18,16 @@ from cbsim.scenario import rows
 from cbsim.scenario.fields import near, shown
 from cbsim.scenario.rows import JsonLine
 
-FILE = "sampling.jsonl"  # of a run directory
+FILE = "sampling.jsonl"  # name of the file in a run directory
 FIELDS = tuple(setting.name for setting in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How the tokens of single requests are chosen, by request id; the other requests have the run's settings. Further
-    samples of a request have that one's, or their own.
+    """Sampling settings of single requests, by request id; the other requests have the run's settings. Further samples
+    of a request have that one's, or their own.
 
-    `path` and `lines` say where each was read.
+    `path` and `lines` locate each in its file.
     """
 
     by_id: Mapping[str, Sampling] = field(default_factory=dict, hash=False)
@@ -41,7 +41,7 @@ class SamplingSettings:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What env.json says of them."""
+        """The entries of env.json."""
         return {"file": str(self.path) if self.path else None, "requests": len(self.by_id)}
 
     def check(self, specs: Collection[RequestSpec]) -> None:
@@ -54,13 +54,13 @@ class SamplingSettings:
                 raise UsageError(f"{source}: id: got {shown(name)}, {expected}")
 
     def file(self) -> bytes:
-        """All of them, with every field, as `read` takes them."""
+        """Return all settings with every field, in the form that `read` takes."""
         lines = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
         return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
 
 
 def read(path: Path, usual: Sampling) -> SamplingSettings:
-    """The settings of a file; `usual` has what its lines leave out. Raises ScenarioError, UsageError."""
+    """Read the settings of a file; `usual` has the fields that lines leave out. Raises ScenarioError, UsageError."""
     by_id: dict[str, Sampling] = {}
     lines: dict[str, int] = {}
     with rows.open_text(path) as file:

@@ -1,4 +1,4 @@
-"""What the commands do: parsed arguments in, the exit status out."""
+"""The engine's commands: each takes parsed arguments and returns an exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cbsim.errors import CHECK_FAILED, OK
 from cbsim.runs import run_command
 from cbsim.scenario import scenario as scenarios
 
-FEW_TOKENS = 16  # of the largest step probed: a calibration up to fewer says next to nothing
+FEW_TOKENS = 16  # if the largest step probed has fewer tokens, a calibration says next to nothing
 FAR_OFF = 0.3  # median error of the kernels' fit; on an idle machine it is about 0.1
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
@@ -59,7 +59,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Measure the coefficients of a model on a device and write them where the simulator can read them."""
+    """Measure the coefficients of a model on a device and write the file that the simulator reads."""
     setup = _setup(arguments)
     name, usual = ("validation", GPU_REACH) if setup.device in ("cuda", "modelled") else ("tiny_cpu", CPU_REACH)
     name = arguments.scenario or name
@@ -81,7 +81,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Compare simulated and measured runs; 3 if a bar is missed. With --again nothing is measured."""
+    """Compare simulated and measured runs; return 3 if a bar is missed. With --again nothing is measured."""
     if arguments.again is not None:
         if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
             raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
@@ -111,7 +111,7 @@ def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) 
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
-    """The device, weights and sampling of `replay` and `calibrate`. Raises UsageError."""
+    """Return the device, weights and sampling of `replay` and `calibrate`. Raises UsageError."""
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.sampling_seed)
     except UsageError as error:

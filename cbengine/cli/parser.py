@@ -1,6 +1,6 @@
 """The command line of `python -m cbengine`: commands, their arguments, exit statuses.
 
-Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed. Nothing heavy is imported before a
+Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed. No heavy module is imported before a
 command is known.
 """
 
@@ -24,12 +24,12 @@ COUNT = whole(1, 10**18)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    """Run a command and return the exit status. A user's mistake is one message on stderr, never a traceback."""
     return run_verb("cbengine", command_line(), VERBS, argv)
 
 
 def command_line() -> Parser:
-    """All commands."""
+    """Return the parser with all commands."""
     about = "Run continuous batching for real, with the simulator's own policies."
     status = "Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed."
     return parser_of("cbengine", about, status, VERBS)

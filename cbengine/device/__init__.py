@@ -1,1 +1,1 @@
-"""Where steps run: here, in a worker process, on modelled kernels, on a GPU."""
+"""The devices that run steps: inline, in a worker process, on modelled kernels, on a GPU."""

@@ -1,7 +1,7 @@
-"""Where steps are computed: what the driver asks of a device, and the two that need no hardware.
+"""The interface between driver and device, and the two devices that need no hardware.
 
 A device has a staging buffer for each step in flight. The driver writes a step into it, launches it, and later waits
-for its tokens, in order. Times are those of the engine's clock: `perf_counter_ns` where a device is real.
+for its tokens, in order. Times are those of the engine's clock: `perf_counter_ns` if a device is real.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from cbsim.policy.plan import StepPlan
 from cbsim.workload import requests
 
 Ints = npt.NDArray[np.int32]
-COMPUTE = 1  # of the lanes H2D, kernels, D2H
+COMPUTE = 1  # index among the lanes H2D, kernels, D2H
 
 
 class DeviceError(ServerError):
-    """A device that failed while a run was under way: out of memory, or a worker that died."""
+    """An error of a device during a run: out of memory, or a worker that died."""
 
 
 class Lanes(NamedTuple):
-    """When a step's copies and kernels ran."""
+    """The times at which a step's copies and kernels ran."""
 
     h2d_start_ns: int
     h2d_end_ns: int
@@ -51,36 +51,36 @@ class EngineDevice(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What env.json says of it."""
+        """The device's entries in env.json."""
 
     def bucket(self, rows: int) -> int:
-        """The size at which a step of so many decoding rows is computed."""
+        """Return the size at which a step of this many decode rows is computed."""
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        """Start the step that staging buffer `slot` holds, after those launched before, and its plan's transfers."""
+        """Start the step in staging buffer `slot`, after those launched before, and its plan's transfers."""
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
-        """Block until that step is done: its results, as `Executor.run` returns them. Raises DeviceError."""
+        """Block until that step is done and return its results as `Executor.run` does. Raises DeviceError."""
 
     def moved(self, until_ns: int | None) -> list[Moved]:
-        """The transfers that are over and were not returned before; to be called after `wait`, while there are any.
-        With a time it may block until then or until a transfer is over, whichever is first. Raises DeviceError.
+        """Return the transfers that have ended and were not returned before; called after `wait` while any are in
+        flight. With a time it may block until then or until a transfer ends, whichever is first. Raises DeviceError.
         """
 
     def close(self) -> None:
-        """Give back everything that was taken. May be called twice."""
+        """Free everything that was allocated. It may be called twice."""
 
 
 def staging(capacity: Capacity, depth: int) -> list[Ints]:
-    """Buffers in ordinary memory."""
+    """Return buffers in ordinary memory."""
     return [np.zeros(capacity.staging, dtype=np.int32) for _ in range(depth)]
 
 
 class Inline:
-    """Computes a step while it is launched, in order: deterministic, nothing overlaps."""
+    """A device that computes a step while it is launched, in order: deterministic, without overlap."""
 
     def __init__(self, executor: Executor, capacity: Capacity, depth: int) -> None:
-        torch.set_num_threads(1)  # the order of sums, and so every last bit, does not depend on the machine
+        torch.set_num_threads(1)  # makes the order of sums, and so every last bit, independent of the machine
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "cpu, inline", "threads": 1}
         self._executor = executor
@@ -106,7 +106,7 @@ class Inline:
         return self._done.pop(slot)
 
     def moved(self, until_ns: int | None) -> list[Moved]:
-        del until_ns  # what has been launched is over
+        del until_ns  # everything launched has ended
         return self._mover.finished()
 
     def close(self) -> None:
@@ -114,12 +114,12 @@ class Inline:
 
 
 class Modelled:
-    """Computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is 0, and the
-    texts of a search take over each other's as the workload declares it.
+    """A device that computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is
+    0, and the beams of a search replace each other as the workload declares.
 
-    For the timing of the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the
-    time it takes is the CPU's own. With `graphs` decoding steps are padded to a captured size, and the CPU launches all
-    others kernel by kernel, as `Cuda` does; else every step is launched in one go, at its own size.
+    It times the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the time it
+    takes is the CPU's own. With `graphs` decode steps are padded to a captured size, and the CPU launches all others
+    kernel by kernel, as `Cuda` does; otherwise every step is launched in one go, at its own size.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Modelled:
         self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
         self._cost, self._clock = cost, clock
         self._sizes = captured_sizes(capacity.rows) if graphs else []
-        self._free = [0, 0, 0]  # when each lane has done what it was given
+        self._free = [0, 0, 0]  # when each lane has finished its work
         self._moves = ModelledMoves(copy_ns)
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
@@ -170,7 +170,7 @@ class Modelled:
 
 
 def _declared(header: Header, plan: StepPlan) -> Ints:
-    """The results of a step that nobody computes."""
+    """Return the declared results of a step, since nothing is computed."""
     results: Ints = np.zeros(header.results, dtype=np.int32)
     if plan.ranked:
         declared = dict(requests.parents(plan))

@@ -1,15 +1,15 @@
-"""What time it is for an engine: the wall's, or that of a machine which does nothing else."""
+"""An engine's clocks: the wall clock, and a clock that stands for a machine without other work."""
 
 from __future__ import annotations
 
 import time
 from typing import Protocol
 
-NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is heard
+NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is noticed
 
 
 class Clock(Protocol):
-    """Nanoseconds since some moment."""
+    """A clock that counts nanoseconds since some moment."""
 
     def now_ns(self) -> int: ...
 
@@ -36,7 +36,7 @@ class WallClock:
 
 
 class CpuClock:
-    """Goes on only while this thread computes, and jumps when it waits: other processes on the machine do not show."""
+    """A clock that advances only while this thread computes, and jumps over waits: other processes do not show."""
 
     def __init__(self) -> None:
         self._skipped_ns = 0
@@ -47,4 +47,4 @@ class CpuClock:
     def wait_until(self, at_ns: int) -> None:
         self._skipped_ns += max(0, at_ns - self.now_ns())
 
-    work_until = wait_until  # the work is made up: that it has been done is all that shows
+    work_until = wait_until  # the work is synthetic: only the time it takes matters

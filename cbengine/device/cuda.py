@@ -6,9 +6,9 @@
     d2h       waits for that; outbound[slot] -> pinned; the CPU blocks on the end of this copy
 
 A step's time on the device is that of its replay or its kernels alone: inputs and tables are written before `start`.
-A slot's buffers are written again only after its step was awaited, and are given back only when everything has ended.
-All other memory is taken and used on the compute stream alone, but for KV that moves (cuda_moves.py). The last sampled
-token of every request stays on the device, so a step never waits for the host to know what it computes on.
+A slot's buffers are written again only after its step was awaited, and are freed only when everything has ended.
+All other memory is allocated and used on the compute stream alone, except for KV transfers (cuda_moves.py). The last
+sampled token of every request stays on the device, so a step never waits for the host to know what it computes on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cbengine.device.warmup import scratch_step, warm_ups
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 
-LOOK_S = 20e-6  # between two looks at transfers, when there is nothing else to do
+LOOK_S = 20e-6  # between two polls of transfers, when there is nothing else to do
 STUCK_S = 60.0  # a step that takes longer than this has hung
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ NOTHING = StepPlan(0)  # the plan of a warm-up, which transfers nothing
 
 
 class Marks(NamedTuple):
-    """Events at the edges of one step's copies and kernels."""
+    """The events at the edges of one step's copies and kernels."""
 
     h2d_start: torch.cuda.Event
     h2d_end: torch.cuda.Event
@@ -58,13 +58,13 @@ class Marks(NamedTuple):
 
     @classmethod
     def new(cls, *, spin: bool) -> Marks:
-        """`spin`: the CPU is kept busy while it waits for a step, and wakes up sooner."""
+        """Create events. With `spin` the CPU is kept busy while it waits for a step, and wakes up sooner."""
         first, second, third, fourth = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=not spin))
 
 
 class Cuda:
-    """`graphs`: capture decode steps. `overlap`: copies have streams of their own. `spin`: wait without sleeping."""
+    """A CUDA GPU. `graphs`: capture decode steps. `overlap`: copies have own streams. `spin`: wait without sleeping."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Cuda:
         random: bool,
         spin: bool = False,
     ) -> None:
-        """Captures every graph that the run may need, and runs every kind of step once. Raises DeviceError."""
+        """Capture every graph that the run may need, and run every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._graphs: dict[int, Graph] = {}
-        self._capture_s = 0.0  # of one graph, the kernels' compilation included
+        self._capture_s = 0.0  # seconds to capture one graph, the kernels' compilation included
         self.staging: list[Ints] = []
         self._pinned: list[Tensor] = []
         self._received: list[Tensor] = []
@@ -90,7 +90,7 @@ class Cuda:
         self._outbound: list[Tensor] = []
         self._marks = [Marks.new(spin=spin) for _ in range(depth + 1)]
         self._launched = 0
-        self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, values that come back, time of launch
+        self._in_flight: dict[int, tuple[Marks, int, int]] = {}  # slot -> events, result values, time of launch
         self._anchor: torch.cuda.Event  # a step's edges are measured from here
         self._timeline: Timeline
         self._moves: CudaMoves
@@ -139,7 +139,7 @@ class Cuda:
     def close(self) -> None:
         if self._watchdog.closed:
             return
-        with suppress(RuntimeError), self._watchdog:  # a GPU that has failed for good has nothing to give back
+        with suppress(RuntimeError), self._watchdog:  # a GPU that has failed for good has nothing to free
             torch.cuda.synchronize()
         self._watchdog.close()
         self._graphs.clear()
@@ -194,7 +194,7 @@ class Cuda:
             self._moves.after_rows(plan, marks.end)
 
     def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
-        """The results of a step whose tables and inputs are in place. `step` may be left out of a graph's."""
+        """Return the results of a step whose tables and inputs are in place. `step` may be None if there is a graph."""
         if graph is not None:
             graph.graph.replay()
             return graph.tokens
@@ -204,7 +204,7 @@ class Cuda:
     # -- before the first one -----------------------------------------------------------------------------------------
 
     def _allocate(self, depth: int) -> None:
-        torch.cuda.empty_cache()  # what is left of putting weights together
+        torch.cuda.empty_cache()  # cached memory left over from building the weights
         size, results, device = self._capacity.staging, self._capacity.results, self._executor.device
         self._pinned = [gpu.pinned(size) for _ in range(depth)]
         self._received = [gpu.pinned(results) for _ in range(depth)]
@@ -218,12 +218,12 @@ class Cuda:
         self._anchor.record(self._h2d)
 
     def _warm_up(self) -> None:
-        """No kernel is compiled and no memory asked for the first time in a run."""
+        """Run every kind of step once, so that no run compiles a kernel or allocates memory for the first time."""
         if self._sizes:
-            gc.collect()  # graphs of runs before must not be destroyed while another one is captured
+            gc.collect()  # graphs of earlier runs must not be destroyed while another one is captured
             pool = torch.cuda.graph_pool_handle()
             began = time.perf_counter()
-            for rows in reversed(self._sizes):  # the smaller ones find room in the largest one's memory
+            for rows in reversed(self._sizes):  # smaller ones reuse the largest one's memory
                 capture = partial(self._capture, rows, pool)
                 self._graphs[rows] = guarded(partial("capturing a decode step of {} requests".format, rows), capture)
             self._capture_s = (time.perf_counter() - began) / len(self._sizes)
@@ -248,28 +248,28 @@ class Cuda:
 
 
 class Timeline:
-    """When a step's copies and kernels ran, on the host's clock.
+    """A mapping of a step's events to times of its copies and kernels on the host's clock.
 
-    Events say how far apart things happened, not when, and the two clocks drift. What ties them is that a step's first
-    copy begins after its launch has, and that its last one is over before the host knows. The mapping is moved when it
-    would break that, by no more than it takes, so it is never wrong by more than launching and waking up take. What the
-    drift within a step has then left out of order is clipped.
+    Events give distances in time, not times, and the two clocks drift. Two facts tie them: a step's first copy begins
+    after its launch has, and its last one ends before the host knows. The mapping is shifted when it would break one of
+    these, by the least amount, so its error never exceeds the time of launching and waking up. What drift within a step
+    then leaves out of order is clipped.
     """
 
     def __init__(self, anchor_ns: int, *, overlap: bool) -> None:
-        """The first edges are counted from `anchor_ns`."""
+        """Count the first edges from `anchor_ns`."""
         self._anchor_ns, self._overlap = anchor_ns, overlap
         self._last = Lanes(*[anchor_ns] * 6)
 
     def at(self, edge: int) -> int:
-        """When something happened, by an event so many nanoseconds behind the H2D copy of the step aligned last; it may
-        have been long before that.
+        """Return the time of an event that is `edge` nanoseconds behind the H2D copy of the step aligned last; it may
+        lie long before that copy.
         """
         return self._anchor_ns + edge
 
     def aligned(self, edges: Sequence[int], launched_ns: int, awaited_ns: int) -> Lanes:
-        """Nanoseconds since the H2D copy of the step before began, an event that is near and before all others, become
-        times: start and end of this step's H2D copy, of its kernels, end of its D2H copy. In order of launch.
+        """Map nanoseconds since the previous step's H2D copy began, an event near and before all others, to times:
+        start and end of this step's H2D copy, of its kernels, end of its D2H copy. Called in order of launch.
         """
         at = [self._anchor_ns + edge for edge in edges]
         shift = max(launched_ns - at[0], 0) or min(awaited_ns - at[-1], 0)
@@ -292,7 +292,7 @@ class Timeline:
 
 
 class Watchdog:
-    """Ends the process when a wait lasts too long: a hung kernel cannot be interrupted."""
+    """A watchdog that ends the process when a wait lasts too long, because a hung kernel cannot be interrupted."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -326,7 +326,7 @@ class Watchdog:
 
 
 def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
-    """What `act` returns. Errors of the GPU's become a DeviceError that says what was being done; others are ours."""
+    """Return what `act` does; turn a GPU's errors into a DeviceError that names the activity, and pass others on."""
     try:
         return act()
     except torch.OutOfMemoryError as error:
@@ -335,11 +335,11 @@ def guarded(doing: Callable[[], str], act: Callable[[], T]) -> T:
         if isinstance(error, DeviceError) or "CUDA" not in str(error):
             raise
         failure = DeviceError(f"the GPU failed in {doing()}: {str(error).strip().splitlines()[0]}")
-    raise failure  # out here nothing holds what had been allocated until then
+    raise failure  # raised here, where nothing refers to the memory allocated until then
 
 
 def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
-    """What was asked for, in torch's words, and what is there."""
+    """Return a message with torch's own words on what was requested, and the memory that is free."""
     size = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
     requested, there = size[1] if size else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
     return f"no memory for {doing}: {requested} asked for, {there}"

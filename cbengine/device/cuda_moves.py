@@ -1,11 +1,11 @@
-"""Transfers of KV on a GPU: those in order on the compute stream, jobs on a stream for each direction, tied by events.
+"""KV transfers on a GPU: those in order on the compute stream, jobs on a stream for each direction, tied by events.
 
-    compute   waits for the jobs that a plan awaits; its moves in order; `ready`; then its rows, `end`
+    compute   waits for the jobs that a plan awaits; its transfers in order; `ready`; then its rows, `end`
     out       waits for `end` of the plan that lists a job to the host; carries its blocks
-    in        waits for `ready` of the plan that lists a job from the host: until then nobody is done with its targets
+    in        waits for `ready` of the plan that lists a job from the host: before it, its targets may be in use
 
-A captured graph holds no move: they are queued before its replay. The CPU waits for none of them; whether one is over
-is asked of its event. Blocks that a job reads or writes are nobody else's until then, which is policy's to see to.
+A captured graph holds no transfer: they are queued before its replay. The CPU waits for none of them; their events are
+queried for completion. Blocks that a job reads or writes have no other user until then, which policy guarantees.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
 @cache
 def transfer_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Streams for KV to the host, and from it, beside the steps: the same in every run of a process."""
+    """Return the streams for KV to and from the host, beside the steps': the same in every run of a process."""
     return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 class QueuedMove(NamedTuple):
-    """A move that the GPU has been given, and the events at its edges."""
+    """A transfer queued on the GPU, and the events at its edges."""
 
     step: int
-    at: int  # which of its plan's
+    at: int  # its index in its plan's transfers
     job: int
     start: torch.cuda.Event
     end: torch.cuda.Event
 
 
 class CudaMoves:
-    """`carrier` makes what carries blocks, one for each stream. Without `overlap` all is on the compute stream."""
+    """A GPU's KV transfers. `carrier` makes a carrier for each stream; without `overlap` all use the compute stream."""
 
     def __init__(self, carrier: Callable[[], Carrier], compute: torch.cuda.Stream, *, overlap: bool) -> None:
         self._compute = compute
         self._out, self._in = transfer_streams() if overlap else (compute, compute)
         self._carriers = {stream: carrier() for stream in (self._compute, self._out, self._in)}
-        self._queued: list[QueuedMove] = []  # and not known to be over
+        self._queued: list[QueuedMove] = []  # not known to have ended
         self._ready = torch.cuda.Event()
 
     def warm_up(self, scratch: int, *, host_tier: bool) -> None:
-        """Every kind of copy once on every stream, with blocks that nobody has: no kernel is loaded in a run."""
+        """Run every kind of copy once on every stream, on unused blocks, so that a run loads no kernel."""
         for stream, carrier in self._carriers.items():
             with torch.cuda.stream(stream):
                 carrier.carry(Direction.COPY, (0,), (scratch,))
@@ -58,8 +58,8 @@ class CudaMoves:
             torch.cuda.synchronize()  # the next one uses the same blocks
 
     def before_rows(self, plan: StepPlan) -> None:
-        """Queue what the rows of a plan have to come after. Copies behind the last move from or to the host are left to
-        `copies`.
+        """Queue the transfers that precede a plan's rows. Device copies after the last transfer from or to the host are
+        left to `copies`.
         """
         for queued in self._queued:
             if queued.job in plan.awaited:
@@ -67,7 +67,7 @@ class CudaMoves:
         self._carry(plan.step, crossing(plan), self._compute)
 
     def copies(self, plan: StepPlan) -> None:
-        """Queue the copies on the device: they are time of the step."""
+        """Queue the copies on the device, whose time counts as the step's."""
         self._carry(plan.step, list(numbered(plan, in_order=True))[len(crossing(plan)) :], self._compute)
         self._ready.record(self._compute)
 
@@ -79,7 +79,7 @@ class CudaMoves:
             self._carry(plan.step, [(at, move)], stream)
 
     def over(self) -> list[QueuedMove]:
-        """The transfers that are over and were not returned before."""
+        """Return the transfers that have ended and were not returned before."""
         over: list[QueuedMove] = []
         left: list[QueuedMove] = []
         for queued in self._queued:
@@ -98,12 +98,12 @@ class CudaMoves:
 
 
 def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Transfer]]:
-    """The moves of a plan that are in order with the steps, or the others, each with its number."""
+    """Return a plan's transfers that are in order with the steps, or else the others, each with its index."""
     return ((at, move) for at, move in enumerate(plan.transfers) if (move.job == IN_ORDER) == in_order)
 
 
 def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:
-    """The moves in order up to the last from or to the host; copies alone lie behind that."""
+    """Return the in-order transfers up to the last one from or to the host; only device copies follow it."""
     listed = list(numbered(plan, in_order=True))
     while listed and listed[-1][1].direction is Direction.COPY:
         listed.pop()

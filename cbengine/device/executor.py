@@ -1,6 +1,6 @@
-"""The state of the model on one device, and the computation of a step on it: everything between two copies.
+"""The model's state on one device, and the computation of a step on it: everything between two copies.
 
-Its owner says when: at once, in a worker process, or on a CUDA stream, where a decode step may be captured as a graph.
+The device decides when: at once, in a worker process, or on a CUDA stream, which may capture a decode step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cbengine.sampling import Draws, sample
 
 
 class Executor:
-    """Block tables and the last sampled token of every slot, beside the model and its cache. Layers that are grouped
-    have a table a group. One slot more than asked for is scratch: it takes what padding rows write. Behind the cache
-    there may be a tier on the host.
+    """An executor holds the block tables and the last sampled token of every slot, beside the model and its cache.
+    Grouped layers have a table for each group. One extra slot is scratch: padding rows write to it. A tier on the host
+    may lie behind the cache.
     """
 
     def __init__(self, model: Model, cache: KvCache, capacity: Capacity, host: HostTier | None = None) -> None:
@@ -38,12 +38,12 @@ class Executor:
 
     @property
     def reach(self) -> int:
-        """Tokens that the longest block table can hold."""
+        """The tokens that the longest block table can hold."""
         return self._tables.shape[2] * self._cache.block_size
 
     @property
     def scratch(self) -> int:
-        """The block that is nobody's."""
+        """The scratch block, which belongs to no request."""
         return self._cache.scratch
 
     @property
@@ -51,24 +51,24 @@ class Executor:
         return self._host is not None
 
     def carrier(self) -> Carrier:
-        """What carries blocks; one for each stream."""
+        """Return a carrier of blocks, one for each stream."""
         return Carrier(self._cache, self._host)
 
     def mover(self) -> InPlace:
-        """What moves KV where the steps themselves are computed in place."""
+        """Return the KV transfers of a device that computes its steps in place."""
         return InPlace(self.carrier())
 
     @torch.inference_mode()
     def update_tables(self, step: Arrays[Tensor]) -> None:
-        """Write what has changed in the block tables; comes before `run`."""
+        """Write the changed entries of the block tables; called before `run`."""
         if len(step.places):
             pages = self._cache.pages
             self._tables.view(-1)[step.places.long()] = step.blocks if pages == 1 else step.blocks * pages
 
     @torch.inference_mode()
     def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
-        """Compute a step: int32 [results], a token of each sampling row, -1 where the logits were not numbers; with
-        beams the arrays of `Ranked`.
+        """Compute a step and return int32 [results]: a token of each sampling row, -1 if its logits were not numbers;
+        with beams the arrays of `Ranked`.
         """
         if not header.rows:
             return step.tokens
@@ -83,15 +83,15 @@ class Executor:
             hidden, slots = hidden[sampling], torch.cat((slots[: header.decodes], slots[step.sampled.long()]))
         if not header.sampling:
             return step.sampled
-        if header.beams:  # the host rewrites texts before the next step, so no token is carried over
+        if header.beams:  # the host rewrites beams before the next step, so no token is carried over
             return rank(self._model.logits(hidden), step.scores.view(torch.float32), header.beams)
         sampled = sample(self._model.logits(hidden), _draws(step) if header.random else None)
         self._last[slots] = sampled.clamp(min=0).long()
         return sampled
 
     def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[list[Rows], Tensor | None]:
-        """What each group of layers needs to know of the rows, and the row of every token (None: row i has token i
-        alone).
+        """Return what each group of layers needs to know of the rows, and the row of every token (None: row i has token
+        i alone).
         """
         slots, kv_tokens, starts = step.slots.long(), step.kv_tokens.long(), step.starts.long()
         owner = None
@@ -127,7 +127,7 @@ class Executor:
 
 
 def _draws(step: Arrays[Tensor]) -> Draws:
-    """What a step's buffer says of its sampling rows."""
-    halves = step.top_p.clone()  # float64 has to lie at an even place, which the buffer's may not be
+    """Return how the sampling rows of a step's buffer draw their tokens."""
+    halves = step.top_p.clone()  # float64 needs 8-byte alignment, which the buffer's may lack
     single = torch.float32
     return Draws(step.uniforms.view(single), step.temperature.view(single), step.top_k, halves.view(torch.float64))

@@ -1,4 +1,4 @@
-"""The GPU of this machine as the system describes it: name, driver, memory, and at what clocks and power it runs."""
+"""The GPU of this machine as the system describes it: name, driver, memory, current clocks and power."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STATE = {
     "temperature_c": "temperature.gpu",
     "throttle_reasons": "clocks_event_reasons.active",
 }
-"""What is noted of a GPU's state, and nvidia-smi's word for it."""
+"""Each recorded property of a GPU's state, and nvidia-smi's name for it."""
 
 
 def pinned(count: int) -> Tensor:
-    """int32 zeros in memory that a GPU copies from and to beside other work."""
+    """Return int32 zeros in pinned memory, which a GPU copies from and to beside other work."""
     return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
 
 def facts() -> dict[str, Any]:
-    """What env.json says of the current CUDA device."""
+    """Return the current CUDA device's entries in env.json."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": properties.name,
@@ -37,19 +37,19 @@ def facts() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Version of the GPU's driver, where the system says it."""
+    """Return the version of the GPU's driver, if the system reports it."""
     versions = _query("driver_version")
     return versions[0] if versions else None
 
 
 def state() -> dict[str, float | str] | None:
-    """Clocks, power, temperature and why the clocks are held back, at this moment; None where nobody says."""
+    """Return the present clocks, power, temperature and throttle reasons; None if the system does not report them."""
     values = _query(*STATE.values())
     return dict(zip(STATE, map(_number, values), strict=True)) if values else None
 
 
 def _query(*fields: str) -> list[str] | None:
-    """nvidia-smi's answers for the current CUDA device."""
+    """Query nvidia-smi about the current CUDA device."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_identity()}"]
     try:
         answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout
@@ -60,7 +60,7 @@ def _query(*fields: str) -> list[str] | None:
 
 
 def _identity() -> str:
-    """What nvidia-smi calls the current device: CUDA_VISIBLE_DEVICES may have renumbered it."""
+    """Return nvidia-smi's id of the current device, since CUDA_VISIBLE_DEVICES may have renumbered it."""
     try:
         return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     except (RuntimeError, AssertionError, AttributeError):

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Graph(NamedTuple):
-    """A captured decode step: what it reads, what it writes."""
+    """A captured decode step: the graph, its inputs, its outputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
@@ -23,17 +23,17 @@ class Graph(NamedTuple):
 
 @cache
 def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """For kernels, copies in, copies out: the same in every run of a process, because cuBLAS keeps a workspace for each
-    stream that it has ever computed on.
+    """Return streams for kernels, copies in and copies out. They are the same in every run of a process, because cuBLAS
+    keeps a workspace for each stream that it has ever computed on.
     """
     return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
 
 
 def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`act` as a graph, and what it returned: tensors that every replay writes again.
+    """Capture `act` as a graph; return it and what `act` returned: tensors that every replay writes again.
 
-    It is run before, on the same stream, so that what happens only once (compiling, loading, workspaces) is not
-    captured; and replayed after, because the first launch of a graph uploads it. Raises what `act` raises.
+    `act` is run before on the same stream, so that what happens only once (compiling, loading, workspaces) is not
+    captured; the graph is replayed after, because its first launch uploads it. Raises what `act` raises.
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -48,7 +48,7 @@ def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) 
                 first = error
                 raise
     except Exception:
-        if first is not None:  # ending the capture fails, too, and says nothing of the cause
+        if first is not None:  # ending the capture then fails, too, and hides the cause
             raise first from None
         raise
     with torch.cuda.stream(stream):

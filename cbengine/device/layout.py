@@ -1,6 +1,6 @@
-"""What a step is to a device: a few int32 arrays, one after the other in one buffer.
+"""The form in which a device receives a step: a few int32 arrays, one after the other in one buffer.
 
-The layout is said here once. Whoever builds a step, copies it, computes it or warms up takes the arrays by name. Table
+The layout is defined here alone; code that builds, copies, computes or warms up a step takes the arrays by name. Table
 updates come last, so that the inputs of a captured graph, which have none, are the head of every step of its size.
 """
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Sliced(Protocol):
-    """A buffer: a numpy array or a tensor."""
+    """A sliceable buffer: a numpy array or a tensor."""
 
     def __getitem__(self, at: Any, /) -> Any: ...
 
@@ -25,7 +25,7 @@ Buffer = TypeVar("Buffer", bound=Sliced)
 
 
 class Arrays(NamedTuple, Generic[T]):
-    """A step's arrays, or something about each of them, in the order in which they lie."""
+    """A step's arrays, or a property of each of them, in the order in which they lie."""
 
     slots: T  # [rows]: each row's line of the block tables
     kv_tokens: T  # [rows]: cached tokens, those of this step included
@@ -36,17 +36,17 @@ class Arrays(NamedTuple, Generic[T]):
     top_p: T  # [2 sampling rows], if random: the bits of a float64
     scores: T  # [sampling rows], if beams: the bits of a float32, of the text so far
     first: T  # [rows], if padded: tokens before it are padding
-    sampled: T  # [further]: the rows behind the decodes that sample
-    tokens: T  # [tokens]: ids; the one that the host has not seen is negative
-    places: T  # [updates]: entries of the block tables, counted through
-    blocks: T  # [updates]: what is written there
+    sampled: T  # [further]: the sampling rows behind the decodes
+    tokens: T  # [tokens]: ids; negative if the host has not seen the token
+    places: T  # [updates]: flat indices into the block tables
+    blocks: T  # [updates]: the blocks written there
 
 
 class Header(NamedTuple):
     """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
-    the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size.
-    `random`: some request of the run draws its tokens, so every row says how; a row may be greedy all the same.
-    `beams`: so many sampling rows after each other are the texts of one search (ranking.py); 0: there is none.
+    the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size. `random`: whether
+    some request of the run draws its tokens, so that every row has settings; a row may still be greedy. `beams`: that
+    many consecutive sampling rows are the beams of one search (ranking.py); 0 without beam search.
     """
 
     rows: int
@@ -66,7 +66,7 @@ class Header(NamedTuple):
 
     @property
     def results(self) -> int:
-        """int32 values that come back: a token of each sampling row, or what a search makes of it."""
+        """The number of int32 values returned: a token of each sampling row, or a beam search's arrays."""
         return self.sampling * (len(Ranked._fields) if self.beams else 1)
 
     @property
@@ -90,17 +90,17 @@ class Header(NamedTuple):
 
     @property
     def size(self) -> int:
-        """int32 values of the whole step."""
+        """The size of the whole step in int32 values."""
         return int(spans(self)[-1].stop)
 
 
 @lru_cache(maxsize=4096)
 def spans(header: Header) -> tuple[slice, ...]:
-    """Where each array lies. Kept, because undisturbed decode steps are alike."""
+    """Return the slice of each array. The result is cached, because undisturbed decode steps are alike."""
     edges = (0, *accumulate(header.lengths))
     return tuple(slice(low, high) for low, high in pairwise(edges))
 
 
 def arrays(buffer: Buffer, header: Header) -> Arrays[Buffer]:
-    """The views of `buffer` that `header` describes."""
+    """Return the views of `buffer` that `header` describes."""
     return Arrays(*[buffer[span] for span in spans(header)])

@@ -1,5 +1,5 @@
-"""Transfers of KV on devices that need no hardware: performed in place, or made to take a cost's time. The rules are
-those of cbsim/policy/transfers.py.
+"""KV transfers on devices that need no hardware: performed in place, or modelled by a cost. The rules are those of
+cbsim/policy/transfers.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from cbengine.model.host_tier import Carrier
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
-CopyNs = Callable[[Direction, int], int]  # how long so many blocks take
+CopyNs = Callable[[Direction, int], int]  # nanoseconds for this many blocks
 NEVER_NS = 1 << 200
 
 
 class Moved(NamedTuple):
-    """A transfer that is over: number `at` of those that the plan of `step` lists; by the engine's clock."""
+    """A transfer that has ended: index `at` in the plan of `step`; times are those of the engine's clock."""
 
     step: int
     at: int
@@ -26,8 +26,8 @@ class Moved(NamedTuple):
 
 
 class InPlace:
-    """Transfers on the processor that computes the steps, which does one thing at a time: those in order come before
-    the rows of their plan, jobs when the rows' result is out. `over` are the transfers that were not reported yet.
+    """Transfers on the processor that computes the steps, which does one thing at a time: those in order precede the
+    rows of their plan, jobs follow the rows' result. `over` are the transfers that were not reported yet.
     """
 
     def __init__(self, carrier: Carrier) -> None:
@@ -35,7 +35,7 @@ class InPlace:
         self._carrier = carrier
 
     def before_rows(self, step: int, transfers: Sequence[Transfer], awaited: Sequence[int]) -> None:
-        del awaited  # none outlasts the step that lists it
+        del awaited  # no job outlasts the step that lists it
         for at, transfer in enumerate(transfers):
             if transfer.job == IN_ORDER:
                 self.perform(step, at, transfer)
@@ -51,29 +51,29 @@ class InPlace:
         self.over.append(Moved(step, at, start, time.perf_counter_ns()))
 
     def finished(self) -> list[Moved]:
-        """The transfers that are over and were not returned before."""
+        """Return the transfers that have ended and were not returned before."""
         over, self.over = self.over, []
         return over
 
 
 class ModelledMoves:
-    """Transfers that take what a cost says: a lane for each direction of the host's link, beside those of the steps'
-    own copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
+    """Transfers that take the time of a cost model: a lane for each direction of the host's link, beside those of the
+    steps' own copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
     """
 
     def __init__(self, copy_ns: CopyNs) -> None:
         self._copy_ns = copy_ns
-        self._free = {Direction.OUT: 0, Direction.IN: 0}  # when each lane has done what it was given
+        self._free = {Direction.OUT: 0, Direction.IN: 0}  # when each lane has finished its work
         self._ends: dict[int, int] = {}  # job -> when its last move ends
         self._moved: list[Moved] = []
 
     @property
     def next_ns(self) -> int:
-        """When the next move is over."""
+        """The time at which the next transfer ends."""
         return min((moved.end_ns for moved in self._moved), default=NEVER_NS)
 
     def before_rows(self, plan: StepPlan, at_ns: int) -> int:
-        """What comes before the rows of a plan that could be run at `at_ns`; returns when they can be."""
+        """Book the transfers before the rows of a plan that could run at `at_ns`; return when the rows can."""
         ready = max([at_ns, *(self._ends.get(job, 0) for job in plan.awaited)])
         for at, move in enumerate(plan.transfers):
             if move.job == IN_ORDER and move.direction is not Direction.COPY:
@@ -84,12 +84,12 @@ class ModelledMoves:
         return ready
 
     def copying_ns(self, plan: StepPlan) -> int:
-        """What the copies on the device take, directly before the rows."""
+        """Return the time of the copies on the device, which come directly before the rows."""
         copies = (one for one in plan.transfers if one.direction is Direction.COPY)
         return sum(self._copy_ns(Direction.COPY, len(one.sources)) for one in copies)
 
     def after_rows(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
-        """Copies and rows of a plan have the compute lane from `start_ns` to `end_ns`."""
+        """Record that a plan's copies and rows have the compute lane from `start_ns` to `end_ns`."""
         for at, move in enumerate(plan.transfers):
             if move.direction is Direction.COPY:
                 until_ns = start_ns + self._copy_ns(move.direction, len(move.sources))
@@ -99,14 +99,14 @@ class ModelledMoves:
                 self._book(plan, at, end_ns)
 
     def finished(self, now_ns: int) -> list[Moved]:
-        """The transfers that are over by now and were not returned before."""
+        """Return the transfers that have ended by now and were not returned before."""
         over = [moved for moved in self._moved if moved.end_ns <= now_ns]
         self._moved = [moved for moved in self._moved if moved.end_ns > now_ns]
         self._ends = {job: end_ns for job, end_ns in self._ends.items() if end_ns > now_ns}
         return over
 
     def _book(self, plan: StepPlan, at: int, ready_ns: int) -> int:
-        """On the lane of its direction; returns when it ends."""
+        """Book a transfer on the lane of its direction; return when it ends."""
         move = plan.transfers[at]
         start = max(ready_ns, self._free[move.direction])
         end = self._free[move.direction] = start + self._copy_ns(move.direction, len(move.sources))

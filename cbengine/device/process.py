@@ -1,8 +1,8 @@
-"""A worker process as a device: real overlap with the driver on two cores, as between a CPU and a GPU.
+"""A worker process as a device, with real overlap with the driver on two cores, as between a CPU and a GPU.
 
-Steps and results cross in shared memory; a pipe carries which buffer and the lengths, and what KV moves with a step
-where any does. No wait is for ever: whoever waits checks every now and then that the other process lives. The worker
-ends when its pipe closes, so it never outlives the driver.
+Steps and results cross in shared memory; a pipe carries the buffer's index, the lengths, and a step's KV transfers if
+it has any. No wait is unbounded: the waiting process checks regularly that the other one lives. The worker ends when
+its pipe closes, so it never outlives the driver.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import Direction, Transfer
 
 PROC = Path("/proc")
-SHARED = 0.05  # of the time that a process wants a core, from which on it counts as not having one
-LOOK_S = 0.2  # how often the other side's life is looked at
+SHARED = 0.05  # share of the time wanted on a core: a process that waits for more counts as having no core of its own
+LOOK_S = 0.2  # interval of checks that the other process lives
 START_S = 120.0  # the longest that a worker may take to load its model
 STEP_S = 600.0  # ... and to answer for a step: a stopped one never does, and no step of a CPU is that long
 Build = Callable[[], Executor]
@@ -39,17 +39,17 @@ Packed = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tup
 
 
 class Process:
-    """`build` makes the executor, in the worker: it must be picklable."""
+    """A worker process. `build` makes the executor in the worker, so it must be picklable."""
 
     def __init__(self, build: Build, capacity: Capacity, depth: int) -> None:
-        """Starts the worker and waits until it is ready. Raises DeviceError."""
+        """Start the worker and wait until it is ready. Raises DeviceError."""
         spawning = multiprocessing.get_context("spawn")
         shared = [spawning.RawArray("i", size) for size in (capacity.staging, capacity.results) * depth]
         views = [np.frombuffer(memory, dtype=np.int32) for memory in shared]
         self.staging, self._results = views[0::2], views[1::2]
-        self._sent: dict[int, tuple[int, int]] = {}  # staging buffer -> (values that come back, when it was sent)
-        self._idle_ns = self._arrived_ns = 0  # end of the last step or move known of, and when its result came
-        self._moved: list[Moved] = []  # over, and not reported yet
+        self._sent: dict[int, tuple[int, int]] = {}  # staging buffer -> (result values, time of sending)
+        self._idle_ns = self._arrived_ns = 0  # end of the last step or transfer known, and when its result came
+        self._moved: list[Moved] = []  # ended, and not reported yet
         self._pipe, far_end = spawning.Pipe()
         self._worker: SpawnProcess = spawning.Process(target=_work, args=(build, shared, far_end), daemon=True)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: an interrupt is the driver's
@@ -77,10 +77,10 @@ class Process:
         begun_ns = time.perf_counter_ns()
         done, start, end, moved = self._receive(STEP_S)
         assert done == slot, (done, slot)
-        if moved:  # all of it before this step's rows, and no time of its lanes
+        if moved:  # all of them before this step's rows, outside its lanes' times
             self._moved += moved
             self._idle_ns = max(self._idle_ns, moved[-1].end_ns)
-        arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to come
+        arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to arrive
         d2h_start = max(end, self._arrived_ns)
         self._arrived_ns = max(arrived, d2h_start)
         lanes = Lanes(max(sent, self._idle_ns), start, start, end, d2h_start, self._arrived_ns)
@@ -88,12 +88,12 @@ class Process:
         return self._results[slot][:count].copy(), lanes
 
     def moved(self, until_ns: int | None) -> list[Moved]:
-        del until_ns  # results say what was over before their rows ran, so the next one says more
+        del until_ns  # results list what ended before their rows ran, so only the next one lists more
         moved, self._moved = self._moved, []
         return moved
 
     def _receive(self, limit_s: float) -> tuple[int, int, int, list[Moved]]:
-        """The worker's next message. A worker that is dead or silent for longer than `limit_s` is an error."""
+        """Return the worker's next message. Raises DeviceError if it is dead, or silent for longer than `limit_s`."""
         waited = 0.0
         while not self._pipe.poll(LOOK_S):
             waited += LOOK_S
@@ -117,7 +117,7 @@ class Process:
         return DeviceError(f"the worker process {how}")
 
     def close(self) -> None:
-        """End the worker. `facts` say how it shared the machine's cores, if it lived until now."""
+        """End the worker. `facts` then include how it shared the machine's cores, if it lived until now."""
         if self._worker.is_alive():
             self.facts |= self._waits.facts()
         self._pipe.close()
@@ -129,7 +129,7 @@ class Process:
 
 
 def _packed(plan: StepPlan) -> Packed:
-    """What a plan transfers, without the requests whose KV it is: step, transfers, jobs to wait for."""
+    """Return a plan's transfers without the requests whose KV it is: step, transfers, jobs to wait for."""
     return plan.step, [(int(t.direction), t.sources, t.targets, t.job) for t in plan.transfers], plan.awaited
 
 
@@ -139,7 +139,7 @@ def _unpacked(packed: Packed) -> tuple[int, list[Transfer], tuple[int, ...]]:
 
 
 def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
-    """The worker: one step after the other until the pipe closes."""
+    """Run the worker: one step after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
     torch.set_num_threads(1)
     try:
@@ -162,7 +162,7 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
                 mover.after_rows(number, transfers)
     except (EOFError, ConnectionError):  # the driver has gone
         return
-    except Exception as error:  # whatever it is, the driver is to say it
+    except Exception as error:  # any error is reported by the driver
         with suppress(ConnectionError):
             pipe.send(f"{type(error).__name__}: {error}")
 
@@ -171,25 +171,25 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
 
 
 class Demand(NamedTuple):
-    """Nanoseconds that a process has computed, and has waited for a core that something else had."""
+    """The nanoseconds that a process has computed, and has waited for a core that something else used."""
 
     computed: int
     waited: int
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Waits:
-    """From now on, how much of the time that each process wants a core it waits for one. `processes`: name to pid."""
+    """A measurement of the share of its wanted time that a process waits for a core. `processes`: name to pid."""
 
     def __init__(self, processes: Mapping[str, int]) -> None:
         self._begun = {(name, pid): _demand(pid) for name, pid in processes.items()}
 
     def shares(self) -> dict[str, float]:
-        """By name, of those processes of which the system says it."""
+        """Return the shares by name, of the processes for which the system reports them."""
         shares = {}
         for (name, pid), before in self._begun.items():
             after = _demand(pid)
@@ -199,8 +199,8 @@ class Waits:
         return shares
 
     def facts(self) -> dict[str, Any]:
-        """The entries of env.json. A notice says if driver and worker did not have a core each: then what a loop gains
-        by overlap cannot be seen.
+        """Return the entries of env.json, with a notice if driver and worker did not have a core each, because a loop's
+        gain from overlap then cannot be seen.
         """
         shares, count = self.shares(), cores()
         facts = {"cores": count, "waited_for_core": {name: round(share, 4) for name, share in shares.items()}}
@@ -213,7 +213,7 @@ class Waits:
 
 
 def _demand(pid: int) -> Demand | None:
-    """Of a process's main thread. None where the system does not say."""
+    """Return the demand of a process's main thread; None if the system does not report it."""
     with suppress(OSError, ValueError, TypeError):
         computed, waited, _ = map(int, (PROC / str(pid) / "schedstat").read_bytes().split())
         return Demand(computed, waited)

@@ -1,4 +1,4 @@
-"""What torch.profiler saw of some steps: every kernel's time, and GPU-active against the events around the steps."""
+"""A torch.profiler profile of some steps: every kernel's time, and GPU-active against the events round the steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """All executions of one kernel. `gap_us`: how long the GPU was idle before them, together."""
+    """A summary of one kernel's executions. `gap_us`: the total idle time of the GPU before them."""
 
     name: str
     launches: int
@@ -39,8 +39,8 @@ class Kernel(NamedTuple):
 
 
 class Profile:
-    """Called after every step, as progress is; profiles `count` of them after the first SKIPPED. `depth` steps are in
-    flight while one is planned.
+    """A profiler called after every step, as progress is; it profiles `count` steps after the first SKIPPED. `depth`
+    steps are in flight while one is planned.
     """
 
     def __init__(self, record: Record, count: int, depth: int) -> None:
@@ -58,35 +58,35 @@ class Profile:
             self.stop()
 
     def _start(self, done: int) -> None:
-        """Starting takes a while, in which a step that is in flight ends: the one after it is the first."""
+        """Start the profiler. A step in flight ends meanwhile, so the first one profiled is the one after it."""
         torch.cuda.synchronize()
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
         self._profiler.start()
         self._first = done + self._ahead
 
     def stop(self) -> None:
-        """End of the run, or of the steps asked for: what is in flight is the last one."""
+        """Stop at the end of the run, or after `count` steps; a step in flight is the last one."""
         if self._profiler is not None and not self._stopped:
             self._stopped = True
-            with suppress(RuntimeError):  # of a GPU that has failed, which has been said
+            with suppress(RuntimeError):  # raised by a GPU that has failed, which is reported elsewhere
                 torch.cuda.synchronize()
                 self._profiler.stop()
 
     @property
     def window(self) -> Steps:
-        """The steps that were profiled, of those that the record has by now."""
+        """The profiled steps among those recorded so far."""
         steps = Steps.of(self._record)
         return Steps(steps.table[self._first : self._first + self._count] if self._profiler else steps.table[:0])
 
     def verdict(self) -> str:
-        """Both figures, over the same steps; a profiled step is slower than others."""
+        """Return GPU-active by events and by profiler over the same steps; profiled steps are slower than others."""
         window = self.window
         if len(window) < 2:
             return f"profile: the run has too few steps ({self._record.step_count}, {SKIPPED} are skipped)"
         return shares(window, self._spans())
 
     def files(self) -> dict[str, bytes]:
-        """The table of kernels, once the profiler has stopped."""
+        """Return the table of kernels, once the profiler has stopped."""
         return {FILE: written(by_kernel(self._spans()))} if self._stopped else {}
 
     def _spans(self) -> list[Span]:
@@ -94,7 +94,7 @@ class Profile:
 
 
 def shares(window: Steps, spans: Sequence[Span]) -> str:
-    """The GPU's active share over two steps or more, by their events and by the kernels seen in that time."""
+    """Return the GPU's active share over two steps or more, by their events and by the kernels seen in that time."""
     span = int(window["compute_end_ns"].max() - window["compute_start_ns"].min())
     busy, reach = union(spans)
     other = f"profiler {busy / reach:.2%}" if reach else "the profiler saw no kernels"
@@ -103,7 +103,7 @@ def shares(window: Steps, spans: Sequence[Span]) -> str:
 
 
 def kernels(events: Iterable[Any]) -> list[Span]:
-    """What ran on the GPU's multiprocessors, of all that a profiler tells, in order of time."""
+    """Return the profiler's spans of kernels on the GPU's multiprocessors, in order of time."""
     spans = [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in events
@@ -115,7 +115,7 @@ def kernels(events: Iterable[Any]) -> list[Span]:
 
 
 def union(spans: Sequence[Span]) -> tuple[float, float]:
-    """(time covered by at least one span, time from the first start to the last end); spans in order of time."""
+    """Return (time covered by at least one span, time from the first start to the last end); spans in order of time."""
     covered, reach = 0.0, float("-inf")
     for _, start, end in spans:
         covered += max(0.0, end - max(start, reach))
@@ -124,7 +124,7 @@ def union(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def by_kernel(spans: Sequence[Span]) -> list[Kernel]:
-    """A line for each kernel, the one that took longest first; spans in order of time."""
+    """Return a line for each kernel, the one that took longest first; spans in order of time."""
     counts: dict[str, list[float]] = {}
     reach = spans[0].start_us if spans else 0.0
     for name, start, end in spans:
@@ -139,7 +139,7 @@ def by_kernel(spans: Sequence[Span]) -> list[Kernel]:
 
 
 def written(lines: Sequence[Kernel]) -> bytes:
-    """As CSV."""
+    """Return the lines as CSV."""
     content = io.StringIO()
     writer = csv.writer(content, lineterminator="\n")
     writer.writerow(Kernel._fields)

@@ -1,4 +1,4 @@
-"""What a GPU does before a run: steps after which nothing is done for the first time. Nothing here needs a GPU."""
+"""The steps that a GPU executes before a run, so that nothing in it is a first time. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cbengine.batch import Capacity
 from cbengine.device.base import Ints
 from cbengine.device.layout import Header, arrays
 
-LEAST_TOKENS = 64  # of a warm-up that mixes prefill and decode; then twice as many, and so on
+LEAST_TOKENS = 64  # query tokens of the least warm-up that mixes prefill and decode; then twice as many, and so on
 
 
 def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> Iterator[tuple[Header, Ints]]:
-    """Steps that between them need every kernel of a run, but for decode steps that were replayed as graphs, and as
-    much memory as its largest step, which comes last: every row samples, and together they have all query tokens there
-    can be, though no row more than the `reach` of a slot.
+    """Yield steps that need every kernel of a run, except for decode steps replayed as graphs, and as much memory as
+    its largest step. That one comes last: every row samples, and the rows have the most query tokens possible, though
+    no row more than the `reach` of a slot.
     """
     most, beams = capacity.rows, capacity.beams
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # twice the rows, half the splits of each
@@ -40,13 +40,13 @@ def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> I
 
 
 def mixed_sizes(budget: int) -> list[int]:
-    """Query tokens of the steps that warm up matrix products: a library loads other kernels for other sizes."""
+    """Return the query tokens of the steps that warm up matrix products: kernels differ with the size."""
     return [LEAST_TOKENS << i for i in range(64) if LEAST_TOKENS << i < budget]
 
 
 def mixed(tokens: int, rows: int, reach: int) -> tuple[int, list[int]]:
-    """(decoding rows, tokens of each chunk) of a step with about so many query tokens: as many decodes as leave half of
-    the tokens and one of the rows to chunks. Few rows or a short reach allow fewer tokens.
+    """Return (decode rows, tokens of each chunk) of a step with about `tokens` query tokens: as many decodes as leave
+    half of the tokens and one of the rows to chunks. Few rows or a short reach allow fewer tokens.
     """
     decodes = min(rows - 1, tokens // 2)
     chunks = min(rows - decodes, max(1, -(-(tokens - decodes) // reach)))
@@ -54,15 +54,15 @@ def mixed(tokens: int, rows: int, reach: int) -> tuple[int, list[int]]:
 
 
 def spread(tokens: int, rows: int, reach: int) -> list[int]:
-    """`tokens` over so many rows, evenly, none above `reach`."""
+    """Distribute `tokens` evenly over this many rows, none above `reach`."""
     return [min(reach, (tokens + i) // rows) for i in range(rows)]
 
 
 def scratch_step(
     chunks: list[int], slot: int, *, decodes: int = 0, random: bool, padded: bool, beams: int = 0
 ) -> tuple[Header, Ints]:
-    """A step on the scratch slot, which nobody reads: decoding rows, then chunks of so many tokens, all the first of
-    their sequences. Every row samples.
+    """Return a step on the scratch slot, whose results are not used: decode rows, then chunks of these tokens, each the
+    first of its sequence. Every row samples.
     """
     counts = [1] * decodes + chunks
     header = Header(

@@ -1,1 +1,1 @@
-"""Probes, calibration, prediction, campaigns: what is measured, and what is made of it."""
+"""Measurements and their use: probes, calibration, prediction, campaigns."""

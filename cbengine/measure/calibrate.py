@@ -1,4 +1,4 @@
-"""Coefficients for the simulator's `fitted` cost model, measured in minutes on short probes."""
+"""A calibration of the simulator's `fitted` cost model: coefficients measured in minutes on short probes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from cbsim.scenario.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
-COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of these terms
+COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns that these terms multiply
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
 EQUAL_TIMES = ("sync_s", "async_s", "difference_s")
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
 CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
-"""Where a curve may have points: dense where captured batch sizes lie, then two to an octave."""
-FEW = 8  # steps between two points of a curve, at least
-ENOUGH = 24  # steps in all
+"""The points that a curve may have: dense where captured batch sizes lie, then two to an octave."""
+FEW = 8  # the least number of steps between two points of a curve
+ENOUGH = 24  # the least number of steps in all
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured: the coefficients as the simulator reads them, and how well each group fits."""
+    """A measurement's coefficients as the simulator reads them, and how well each group fits."""
 
     coefficients: dict[str, Any]
     fits: dict[str, Fit]
@@ -72,7 +72,7 @@ def calibrate(
 
 
 def calibration(table: ProbeTable, layers: int) -> Calibration:
-    """Fit everything. Raises UsageError if the probes were too short for it."""
+    """Fit all coefficients. Raises UsageError if the probes were too short for it."""
     if len(table.lines) < ENOUGH:
         few = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
         raise UsageError(f"calibrate: {few}: give a larger --rows or --longest")
@@ -93,8 +93,8 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
 
 
 def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
-    """Terms of the kernels' time. Steps whose kernels waited for their launches say nothing of it; of a step that was
-    replayed with nothing before it, what equal steps take less when they are launched ahead was waiting for the launch.
+    """Fit the kernels' time. Steps whose kernels waited for their launches are left out. The wait of a step replayed
+    with none before it is subtracted: it is the time by which equal steps launched ahead are shorter.
     """
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
@@ -117,8 +117,8 @@ def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
 
 
 def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
-    """A weight for each step, such that every kind of step counts alike, however often it came: kinds are octaves of
-    query tokens and of context, with chunks or without.
+    """Return a weight for each step, such that every kind of step counts alike, however often it came: kinds are
+    octaves of query tokens and of context, with chunks or without.
     """
     cells = np.column_stack([np.log2(tokens + 1).round(), np.log2(context + 1).round(), chunks > 0])
     _, which, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
@@ -127,7 +127,7 @@ def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
 
 
 def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
-    """Those of `allowed` up to which FEW more steps lie, and the largest size that was measured."""
+    """Return those of `allowed` up to which FEW more steps lie, and the largest size that was measured."""
     largest, chosen, below = int(counted.max()), [], 0.0
     for size in allowed:
         if size < largest and np.count_nonzero((counted > below) & (counted <= size)) >= FEW:
@@ -139,18 +139,18 @@ def points(counted: Floats, allowed: Sequence[int]) -> list[int]:
 
 
 def hats(counted: Floats, at: Sequence[int]) -> list[Floats]:
-    """The weight of each point in what lies between: 1 there, 0 at its neighbours, 1 beyond the ends."""
+    """Return each point's weights in linear interpolation: 1 at the point, 0 at its neighbours, 1 beyond the ends."""
     return [np.interp(counted, at, unit_vector) for unit_vector in np.eye(len(at))]
 
 
 def _rounded(nanoseconds: float) -> float:
-    """In seconds, to six digits."""
+    """Convert nanoseconds to seconds with six digits."""
     return float(f"{nanoseconds / 1e9:.6g}")
 
 
 def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dict[str, Any]:
-    """Write the coefficient file, and the steps that it rests on beside it; returns what the file holds. Raises
-    UsageError if that cannot be done.
+    """Write the coefficient file, and beside it the steps that it is fitted to; return the file's content. Raises
+    UsageError if that is impossible.
     """
     git, equal = environment.git_state(), measured.table.equal
     origin = {
@@ -171,7 +171,7 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
 
 
 def refit(path: Path, layers: int) -> dict[str, Any]:
-    """Derive a coefficient file again from the steps beside it; returns what it holds. Raises UsageError."""
+    """Derive a coefficient file again from the steps beside it; return its content. Raises UsageError."""
     try:
         steps = ProbeTable.of(pq.read_table(steps_of(path)))
         coefficients = read_whole(path).checked(Coefficients)
@@ -186,21 +186,21 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
 
 
 def settings(base: Scenario, device: str) -> str:
-    """Fingerprint of what coefficients depend on besides names: shape, block size, graphs, kernels that are made up."""
+    """Return a fingerprint of what coefficients depend on but names: shape, block size, graphs, modelled kernels."""
     cost = base.cost.model_dump(mode="json") if "modelled" in device else None
     shape = base.model.model_dump(mode="json")
     if not base.model.qkv_bias:
-        del shape["qkv_bias"]  # a file probed before there was such a field keeps its fingerprint
+        del shape["qkv_bias"]  # a file from before this field existed keeps its fingerprint
     parts = [shape, base.block_size, base.graph_padding, cost]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def check_settings(path: Path, base: Scenario, device: str) -> None:
-    """Raises UsageError if a coefficient file was probed with other settings than these."""
+    """Raise UsageError if a coefficient file was probed with other settings than these."""
     try:
         known = documents.read(path).data["calibrated"].get("settings", "")
     except (ScenarioError, KeyError, TypeError, AttributeError):
-        return  # that it is no calibration is said when it is read as one
+        return  # reading it as a calibration reports that it is none
     if known and known != settings(base, device):
         raise UsageError(
             f"{path}: was probed with another model, block size or cost than this call's: name another --out"
@@ -223,18 +223,18 @@ RANGE = ("rows", "tokens", "context_tokens")
 
 
 def _range(table: ProbeTable) -> dict[str, int]:
-    """The largest sizes that were measured."""
+    """Return the largest sizes that were measured."""
     columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
     return {name: int(table.column(column).max()) for name, column in columns.items()}
 
 
 def steps_of(path: Path) -> Path:
-    """Where the measured steps of a coefficient file lie."""
+    """Return the path of a coefficient file's measured steps."""
     return path.with_name(f"{path.name.removesuffix('.yaml').removesuffix('.fitted')}.probes.parquet")
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file that is to be written when all is measured. Raises UsageError if it could not be."""
+    """Make the folder of a file to be written after all measurements. Raises UsageError if the file is not writable."""
     with access(path, UsageError, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()

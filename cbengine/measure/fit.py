@@ -1,9 +1,9 @@
-"""Measured steps in, coefficients out: least squares with no coefficient below zero.
+"""A least-squares fit of coefficients to measured steps, with no coefficient below zero.
 
-Every step counts by its error relative to what the fit before predicts, so that short steps matter as much as long ones
-and the sum over many comes out right (relative to what was measured, it would come out too small). A step that the
-operating system disturbed is an outlier and left out: more than OUTLIER times the median error away, and by more than
-SYSTEMATIC, which may well be the form's own fault and has to be borne.
+A step's error is relative to what the previous fit predicts, so that short steps matter as much as long ones and the
+sum over many is unbiased (relative to the measured times, it would come out too small). A step that the operating
+system disturbed is an outlier and left out: its error exceeds OUTLIER times the median error, and SYSTEMATIC, below
+which the form itself may be at fault and the error is kept.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`coefficients` of a linear form through `used` of `steps` measured steps. Errors are shares of the measured time:
-    the median and the 95th percentile over all steps, and that of the sum.
+    """The `coefficients` of a linear form through `used` of `steps` measured steps. Errors are shares of the measured
+    time: the median and the 95th percentile over all steps, and that of the sum.
     """
 
     coefficients: tuple[float, ...]
@@ -33,7 +33,7 @@ class Fit:
     total_error: float
 
     def errors(self) -> dict[str, float]:
-        """As a coefficient file says it."""
+        """Return the errors in a coefficient file's fields."""
         shares = {"median": self.median_error, "p95": self.p95_error, "total": self.total_error}
         return {"steps": self.steps, "used": self.used} | {name: round(value, 5) for name, value in shares.items()}
 
@@ -43,8 +43,8 @@ class Fit:
 
 
 def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fit:
-    """Coefficients c >= 0 such that features @ c is about `measured`. features [steps, terms], measured [steps] > 0,
-    weights [steps]: how much a step's squared error counts, 1 without.
+    """Return coefficients c >= 0 such that features @ c is about `measured`. Shapes: features [steps, terms], measured
+    [steps] > 0, weights [steps]: the weight of a step's squared error, 1 by default.
     """
     assert len(features) == len(measured)
     root = np.ones(len(measured)) if weights is None else np.sqrt(weights)
@@ -69,7 +69,7 @@ def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fi
 
 
 def non_negative(matrix: Floats, target: Floats) -> Floats:
-    """Least squares with x >= 0 (Lawson and Hanson's active set, 1974). Columns are scaled to one length first."""
+    """Solve least squares with x >= 0 (Lawson and Hanson's active set, 1974), columns scaled to one length."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     a = matrix / scale
@@ -86,7 +86,7 @@ def non_negative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _inside(a: Floats, target: Floats, x: Floats, passive: npt.NDArray[np.bool_]) -> Floats:
-    """The unconstrained optimum of the passive set, approached until a coordinate would become negative."""
+    """Move from `x` towards the unconstrained optimum of the passive set until a coordinate would become negative."""
     while True:
         trial = np.zeros_like(x)
         trial[passive] = np.linalg.lstsq(a[:, passive], target, rcond=None)[0]

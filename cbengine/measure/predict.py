@@ -1,14 +1,14 @@
-"""Simulated against measured: calibrate on short probes, predict workloads that no probe has seen, run them.
+"""A comparison of simulation and engine: calibrate on short probes, predict workloads that no probe contains, run them.
 
     OUT/<device>/provenance.json                         device, driver, versions, commit
     OUT/<device>/calibration/<model>-<scheduler>.fitted.yaml, .probes.parquet
-    OUT/<device>/validation/<case>/case.json             what it is, the rate of its arrivals
+    OUT/<device>/validation/<case>/case.json             the case, the rate of its arrivals
     OUT/<device>/validation/<case>/measured/<run>        one or more of each loop
     OUT/<device>/validation/<case>/simulated/<run>       one of each loop, and the scenario they come from
 
-What has been measured is not measured again: a call goes on where another stopped. What is predicted is derived anew
-from the probes' steps that lie there, and `again` does only that: a better fit or simulator needs no device. The
-simulator is started as a user would start it, on the same scenario with the calibrated coefficients in it.
+Measured runs are not measured again: a call continues where another stopped. Predictions are derived anew from the
+probes' recorded steps, and `again` does only that: a better fit or simulator needs no device. The simulator is started
+as a user would start it, on the same scenario with the calibrated coefficients in it.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, shown
 from cbsim.scenario.scenario import Scenario
 
-CAPACITY_REQUESTS = 4  # times the case's: all at once, so long a queue that its ends do not matter
-LEFT_OUT = ("timeline.json.gz", "figures")  # of a run: both can be drawn again from its tables
-ABSURD = 0.25  # on a CPU whose own speed wanders a makespan off by more is an error of ours
+CAPACITY_REQUESTS = 4  # times the case's requests: all at once, a queue so long that its ends do not matter
+LEFT_OUT = ("timeline.json.gz", "figures")  # parts of a run that can be made again from its tables
+ABSURD = 0.25  # on a CPU, whose own speed varies, only a makespan error above this is a defect of ours
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictOptions:
-    """`predict`, parsed: where, on what, with which changes to every case, how often."""
+    """The parsed options of `predict`: output folder, device, changes to every case, number of runs."""
 
     device: build.DeviceName
     out: Path
@@ -65,7 +65,7 @@ class PredictOptions:
 
 
 class CaseFile(Frozen):
-    """case.json: what a case is, and what was decided for it when it was measured."""
+    """The content of case.json: the case, and what was determined when it was measured."""
 
     name: str
     group: str
@@ -81,7 +81,7 @@ class CaseFile(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class ScoredCase:
-    """A case and how near its runs are."""
+    """A case and the scores of its runs."""
 
     case: str
     scores: Sequence[Score]
@@ -94,15 +94,15 @@ def predict(
     chosen = suite.chosen(names, options.device)
     folder = options.out / provenance.slug(options.device)
     session = _Session(options, folder, maker, progress)
-    for case in chosen:  # what cannot be is refused before anything is measured
+    for case in chosen:  # impossible cases are refused before anything is measured
         session.scenario(*case.overrides)
     provenance.begin(folder / "provenance.json", options.device)
     return [ScoredCase(case.name, session.case(case)) for case in chosen]
 
 
 def again(names: Sequence[str], folder: Path, progress: Progress) -> list[ScoredCase]:
-    """Predict the cases that were measured into this folder once more, from what lies there. Raises UsageError for one
-    that is no such folder, and for a name that is none of its cases or groups.
+    """Predict again the cases that were measured into this folder, from its files alone. Raises UsageError for a folder
+    without cases, and for a name that is none of its cases or groups.
     """
     scored = []
     for name, case in _measured_cases(names, folder).items():
@@ -118,7 +118,7 @@ def again(names: Sequence[str], folder: Path, progress: Progress) -> list[Scored
 
 
 def _measured_cases(names: Sequence[str], folder: Path) -> dict[str, CaseFile]:
-    """The cases in a folder, of these names and groups if there are any. Raises UsageError."""
+    """Return the cases in a folder, filtered by names and groups if there are any. Raises UsageError."""
     folders = sorted(path for path in (folder / "validation").glob("*/") if path.is_dir())
     cases = {path.name: case for path in folders if (case := _case_file(path / "case.json"))}
     known = {key for name, case in cases.items() for key in (name, case.group)}
@@ -133,7 +133,7 @@ def _measured_cases(names: Sequence[str], folder: Path) -> dict[str, CaseFile]:
 
 
 def _both(file: Path) -> Scenario:
-    """What a run served, under both loops. Raises UsageError."""
+    """Return the scenario of a run, under both loops. Raises UsageError."""
     try:
         return scenarios.load(str(file), ["loop.mode=both"])
     except ScenarioError as error:
@@ -143,7 +143,7 @@ def _both(file: Path) -> Scenario:
 def _predict(
     folder: Path, case: CaseFile, ready: Scenario, coefficients: Mapping[str, Any], progress: Progress
 ) -> list[Score]:
-    """Simulate a case, and the other points of its curve; how near it is to what was measured."""
+    """Simulate a case, and the other points of its curve; return the scores against what was measured."""
     curve = {}
     if case.curve is not None and not case.injected_ms:
         curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
@@ -157,13 +157,13 @@ def _write_case(folder: Path, case: CaseFile) -> None:
 
 
 def _gain(scenario: Scenario) -> float:
-    """What the asynchronous loop gains, simulated and forgotten; warnings have been shown for the case itself."""
+    """Return the simulated speed-up of the asynchronous loop. The case itself has already shown the warnings."""
     with TemporaryDirectory() as folder:
         return bars.speed_up(simulated(scenario, Path(folder) / "run", lambda _: None))
 
 
 class _Session:
-    """One call of `predict`: its options, and the coefficients fitted so far."""
+    """A call of `predict`: its options, and the coefficients fitted so far."""
 
     def __init__(
         self, options: PredictOptions, folder: Path, maker: Callable[[Setup], Maker], progress: Progress
@@ -177,7 +177,7 @@ class _Session:
         self._progress(f"{case.name}: {case.about}")
         known, ready = _case_file(folder / "case.json"), self.scenario(*case.overrides)
         rate = known.rate_per_s if known and case.load is not None else None
-        if rate is not None:  # what was measured with before
+        if rate is not None:  # the rate of the earlier measurements
             case, ready = self._arriving(case, rate)
         for loop in scenarios.loops(ready):  # runs of another scenario are refused before anything is written
             _complete(folder / "measured", loop, ready)
@@ -192,7 +192,7 @@ class _Session:
         return _predict(folder, described, ready, coefficients, self._progress)
 
     def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:
-        """The case with random arrivals at so many requests a second."""
+        """Return the case with Poisson arrivals at this rate, in requests a second."""
         arrivals = f"workload.arrivals={{kind: poisson, rate_per_s: {rate}}}"
         case = replace(case, overrides=(*case.overrides, arrivals))
         return case, self.scenario(*case.overrides)
@@ -202,7 +202,7 @@ class _Session:
         return build.adapted(scenario, self._setup)
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
-        """Coefficients of the model and the family of schedulers; probes that were run before are used again."""
+        """Return the coefficients of the model and the family of schedulers; earlier probes are used again."""
         file = _coefficient_file(self._folder, ready)
         if file.name not in self._fitted:
             self._fitted[file.name] = self._calibrated(file, ready)
@@ -226,7 +226,7 @@ class _Session:
         return calibrate.write(file, measured, probed, device)
 
     def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], folder: Path) -> float:
-        """Requests a second of a case under load: its share of the capacity, simulated."""
+        """Return a loaded case's arrival rate in requests a second: its share of the simulated capacity."""
         assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
             raise UsageError(
@@ -239,8 +239,8 @@ class _Session:
         return float(f"{case.load * summary['requests_per_s']:.4g}")
 
     def _measure(self, case: SuiteCase, ready: Scenario, out: Path) -> None:
-        """As many runs of each loop as were asked for, less those that are there. Forth and back, so that a machine
-        that becomes slower does so for both loops.
+        """Measure the missing runs of each loop. The loops' order alternates, so that a machine that becomes slower
+        does so for both.
         """
         setup = replace(self._setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
         loops = scenarios.loops(ready)
@@ -254,7 +254,7 @@ class _Session:
 
 
 def _coefficient_file(folder: Path, ready: Scenario) -> Path:
-    """The file of a model and a family of schedulers."""
+    """Return the coefficient file of a model and a family of schedulers."""
     parts = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
     return folder / "calibration" / f"{'-'.join(parts)}.fitted.yaml"
 
@@ -281,11 +281,11 @@ def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) 
     )
 
 
-# -- what lies there --------------------------------------------------------------------------------------------------
+# -- recorded runs ----------------------------------------------------------------------------------------------------
 
 
 def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
-    """Whole runs of this loop. Raises UsageError for one of another scenario."""
+    """Return the complete runs of this loop. Raises UsageError for one of another scenario."""
     complete = [path for path, summary in _runs(out) if summary["loop"] == loop]
     for path in complete:
         if _served(_both(path / "scenario.resolved.yaml")) != _served(ready):
@@ -294,19 +294,19 @@ def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
 
 
 def _served(scenario: Scenario) -> dict[str, Any]:
-    """What a scenario says of a measured run: not which of both loops, and not the simulated CPU's cost."""
+    """Return what a measured run depends on in its scenario: neither the loop's mode nor the simulated CPU's cost."""
     return scenario.model_dump(mode="json", exclude={"loop": {"mode"}, "cost": {"cpu"}})
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Whole run directories with their summaries, in the order in which they were made."""
+    """Yield complete run directories with their summaries, in the order in which they were made."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not (path / directory.MARKER).exists():
             yield path, _summary(path / "summary.json")
 
 
 def _summary(file: Path) -> dict[str, Any]:
-    """The summary of a run, as far as it is scored. Raises UsageError."""
+    """Return the summary of a run, with checked scores. Raises UsageError."""
     summary = read_json(file, UsageError)
     if summary.get("loop") not in ("sync", "async"):
         raise UsageError(f"{file}: loop is {shown(summary.get('loop'))}, expected sync or async")
@@ -319,14 +319,14 @@ def _summary(file: Path) -> dict[str, Any]:
 
 
 def _case_file(file: Path) -> CaseFile | None:
-    """The content of a case.json; None if there is none. Raises UsageError."""
+    """Return the content of a case.json; None if there is none. Raises UsageError."""
     if not file.exists():
         return None
     return Document(str(file), None, read_json(file, UsageError), error_type=UsageError).checked(CaseFile)
 
 
 def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Summaries of the measured runs, by loop."""
+    """Return the summaries of the measured runs, by loop."""
     by_loop: dict[str, list[dict[str, Any]]] = {}
     for _, summary in _runs(folder):
         by_loop.setdefault(summary["loop"], []).append(summary)
@@ -334,7 +334,7 @@ def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _trim(path: Path) -> None:
-    """Without what is large and can be made again."""
+    """Remove the parts of a run that are large and can be made again."""
     for name in LEFT_OUT:
         rest = path / name
         shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
@@ -344,7 +344,7 @@ def _trim(path: Path) -> None:
 
 
 def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
-    """The scenario with what was measured in it, and the injected work in the phase that was made longer."""
+    """Return the scenario with the measured coefficients, and the injected work in the phase that was made longer."""
     cpu: dict[str, Any] = {name: dict(terms) for name, terms in coefficients["cpu"].items()}
     cpu["prepare"]["base_s"] += injected_ms / 1e3
     data = scenario.model_dump(mode="json")
@@ -353,7 +353,7 @@ def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms
 
 
 def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, Any]:
-    """Summaries by loop, from `python -m cbsim run` on a scenario file that stays beside `out`. What was there goes."""
+    """Run `python -m cbsim run` on a scenario file kept beside `out`, and return summaries by loop. Old results go."""
     file = out.with_name(f"{out.name}.yaml")
     shutil.rmtree(out, ignore_errors=True)
     provenance.write(file, scenarios.dump(scenario).encode(), ServerError)
@@ -373,7 +373,7 @@ def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, An
 
 
 def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[str, Score]]:
-    """The bars that were missed; of a CPU under real timing only an absurd makespan."""
+    """Return the bars that were missed; on a CPU under real timing only an absurd makespan error."""
     scores = [(scored.case, score) for scored in cases for score in scored.scores]
     if absurd_only:
         return [
@@ -383,7 +383,7 @@ def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[st
 
 
 def table(cases: Sequence[ScoredCase]) -> str:
-    """The scores as a Markdown table."""
+    """Return the scores as a Markdown table."""
     rows = [
         "| workload | loop | metric | simulated | measured | error | repeats | bar |",
         "|---|---|---|---:|---:|---:|---:|---|",

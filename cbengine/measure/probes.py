@@ -1,9 +1,9 @@
-"""Short runs that show what a step costs: which, and the table of their steps.
+"""Short runs that measure what a step costs: their choice, and the table of their steps.
 
 A probe is a scenario of its own, run by the engine with the synchronous loop. Its prompts and outputs have all lengths,
-so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: what it did and how
-long its kernels, its copies and each CPU phase took. Some probes run with two steps in flight, too: the kernels of a
-step that was launched ahead do not wait for the CPU, so their times are the kernels' own.
+so that one run passes through many batch sizes, contexts and chunks. Every step gives one line: its content and the
+time of its kernels, its copies and each CPU phase. Some probes also run with two steps in flight: the kernels of a step
+launched ahead do not wait for the CPU, so their times are the kernels' own.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
-SETTLING = 3  # first steps of a run, which find caches cold
-KEYS = ("padded_tokens", "rows", "context_tokens")  # steps that are equal in these are of one kind
-SHORTEST = 8  # tokens of the longest sequence and of the largest step, at least
-SPREAD = 1.2  # of the logarithm of prompts: many short ones and some as long as may be
+SETTLING = 3  # first steps of a run, in which caches are cold
+KEYS = ("padded_tokens", "rows", "context_tokens")  # steps that are equal in these columns are of one kind
+SHORTEST = 8  # the least number of tokens of the longest sequence and of the largest step
+SPREAD = 1.2  # of the logarithm of prompt lengths: many short ones and some as long as allowed
 Ints = npt.NDArray[np.int64]
 Kinds = dict[tuple[int, ...], list[int]]
 
 
 class Reach(NamedTuple):
-    """How far the probes go: requests in a step, tokens of a sequence, query tokens of a step, KV tokens of all."""
+    """The limits of the probes: requests in a step, tokens of a sequence, query tokens of a step, KV tokens of all."""
 
     rows: int
     longest: int
@@ -55,7 +55,7 @@ GPU_REACH, CPU_REACH = Reach(256, 8192, 8192, 300_000), Reach(32, 320, 128, 5000
 
 
 class Probe(NamedTuple):
-    """A short run: prompts of `low` to `prompt` tokens, outputs of up to so many, `chunk` query tokens a step."""
+    """A short run: prompts of `low` to `prompt` tokens, outputs of up to `output`, `chunk` query tokens a step."""
 
     about: str
     requests: int
@@ -64,13 +64,13 @@ class Probe(NamedTuple):
     prompt: int
     output: int
     chunk: int
-    ahead: bool = False  # run with two steps in flight, too
+    ahead: bool = False  # also run with two steps in flight
 
 
 class ProbeStep(NamedTuple):
-    """A step of a probe: what it did, its size, and nanoseconds."""
+    """A step of a probe: its content and size, and times in nanoseconds."""
 
-    tokens: int  # computed, padding included, as are decodes
+    tokens: int  # computed, padding and decodes included
     chunks: int
     prefill_tokens: int
     cached: int
@@ -83,7 +83,7 @@ class ProbeStep(NamedTuple):
     changes: int  # decoding requests that got a block, left or ended
     read: int  # KV tokens, as the step table counts them
     eager: bool  # launched kernel by kernel
-    bound: bool  # and so slowly that the kernels waited for it
+    bound: bool  # launched so slowly that the kernels waited
     schedule: int
     prepare: int
     launch: int
@@ -95,11 +95,11 @@ class ProbeStep(NamedTuple):
 
 
 class EqualStepTimes(NamedTuple):
-    """Kinds of decode steps that both loops ran, and the median over them of the kernels' seconds in each.
+    """A comparison of equal decode steps that both loops ran: the median kernel times in seconds over their kinds.
 
     A step's time begins at an event before its kernels. If the GPU is idle there, as with one step in flight, it waits,
-    within that time, for the CPU to hand over the rest of the launch; if a step is launched while the one before it
-    runs, nothing is waited for. So the difference is what synchronous kernel times are too long by.
+    within that time, for the CPU to issue the rest of the launch; a step launched while the one before it runs does not
+    wait. The difference is therefore what synchronous kernel times are too long by.
     """
 
     steps: int
@@ -117,8 +117,8 @@ class EqualStepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ProbeTable:
-    """A line for each step of all probes, the gaps between steps that followed each other at once, how long a graph
-    took to capture, and how equal steps of both loops compare.
+    """A table with a line for each step of all probes, the gap between consecutive steps, how long a graph took to
+    capture, and how equal steps of both loops compare.
     """
 
     lines: list[ProbeStep] = field(default_factory=list)
@@ -127,11 +127,11 @@ class ProbeTable:
     equal: EqualStepTimes | None = None
 
     def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """Steps of the synchronous loop. `sizes` are those with a graph; none: every step is launched in one go."""
+        """Add steps of the synchronous loop. `sizes` are the captured ones; if empty, each step is one launch."""
         self.lines += _lines(plans, steps, sizes)
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """Steps of the asynchronous loop: those that were launched ahead and in one go."""
+        """Add the steps of the asynchronous loop that were launched ahead and in one go."""
         ahead = _lines(plans, steps, sizes, launched_ahead(steps))
         self.lines += [line._replace(ahead=True) for line in ahead if not line.eager]
 
@@ -139,13 +139,13 @@ class ProbeTable:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
 
     def alone(self) -> ProbeTable:
-        """The steps of the synchronous loop, on which the CPU's times rest."""
+        """Return the table of the synchronous loop's steps, to which the CPU's times are fitted."""
         return ProbeTable([line for line in self.lines if not line.ahead])
 
     @classmethod
     def of(cls, table: pa.Table) -> ProbeTable:
-        """From what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
-        older = {"ahead"} - set(table.column_names)  # files lack it
+        """Read what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
+        older = {"ahead"} - set(table.column_names)  # columns that older files lack
         names = [name for name in ProbeStep._fields if name not in older]
         columns = [table.column(name).to_pylist() for name in names]
         for name, values in zip(names, columns, strict=True):
@@ -156,14 +156,14 @@ class ProbeTable:
         return cls([ProbeStep(*values) for values in zip(*columns, strict=True)])
 
     def arrow(self) -> pa.Table:
-        """For a file, so that other terms can be fitted without measuring again."""
+        """Return a table for a file, so that other terms can be fitted without measuring again."""
         return pa.table({name: [getattr(line, name) for line in self.lines] for name in ProbeStep._fields})
 
 
 def _lines(
     plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
 ) -> list[ProbeStep]:
-    """A line for each of these steps (all), but for the first ones and empty ones."""
+    """Return a line for each of the chosen steps (by default all), except for the first ones and empty ones."""
     columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
     chosen = np.ones(len(steps), dtype=bool) if which is None else which
     rows = zip(plans[SETTLING:], steps.table[SETTLING:], chosen[SETTLING:], strict=True)
@@ -196,13 +196,13 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep
 
 
 def room(base: Scenario) -> int:
-    """Tokens that the cache of a scenario holds, less what blocks that are not full may waste."""
+    """Return the tokens that a scenario's cache holds, less what partly filled blocks may waste."""
     options = base.options("sync")
     return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
 
 
 def probes(reach: Reach, *, quick: bool) -> list[Probe]:
-    """What is run to see steps of all kinds up to `reach`."""
+    """Return the probes that cover steps of all kinds up to `reach`."""
     rows, longest, tokens, _ = reach
     assert min(longest, tokens) >= SHORTEST
     output = min(longest // 2, 48 if quick else 192)
@@ -248,7 +248,7 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Calla
 
 
 def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Steps, dict[str, Any]]:
-    """Plans and steps of a run, and what the device says of itself."""
+    """Return the plans and steps of a run, and the device's facts."""
     plans: list[StepPlan] = []
     engine, device = build.engine(ready, loop, generators.build(ready), setup, on_plan=plans.append)
     try:
@@ -259,7 +259,7 @@ def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Step
 
 
 def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
-    """Nanoseconds from the kernels of one step to those of the next, where the next one had been launched by then."""
+    """Return the nanoseconds from one step's kernels to the next one's, where that had been launched in time."""
     ends, starts = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
     middle = steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
     gaps: npt.NDArray[np.int64] = (starts - ends)[steps["launch_end_ns"][1:] < middle]
@@ -267,8 +267,8 @@ def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
 
 
 def _scenario(base: Scenario, probe: Probe) -> Scenario:
-    """The probe on the model, the device and the kind of scheduler of `base`, with a cache that always suffices. Raises
-    UsageError for a probe beyond what a scenario may be.
+    """Return the probe as a scenario on `base`'s model, device and kind of scheduler, with a cache that always
+    suffices. Raises UsageError for a probe beyond what a scenario may be.
     """
     size = base.block_size
     blocks = probe.slots * (-(-(probe.prompt + probe.output) // size) + 2) + 2
@@ -310,14 +310,14 @@ def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
 
 
 def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:
-    """Which steps had been launched as a whole before the kernels of the one before them ended."""
+    """Return which steps had been launched as a whole before the kernels of the one before them ended."""
     ahead = np.zeros(len(steps), dtype=bool)
     ahead[1:] = steps["launch_end_ns"][1:] < steps["compute_end_ns"][:-1]
     return ahead
 
 
 def _add_decodes(kinds: Kinds, steps: Steps, which: npt.NDArray[np.bool_]) -> None:
-    """Nanoseconds of the kernels of decode steps, by what the steps computed."""
+    """Add the nanoseconds of decode steps' kernels, by the steps' content."""
     decodes = (steps["prefill_tokens"] == 0) & (steps["rows"] > 0) & (np.arange(len(steps)) >= SETTLING)
     chosen = decodes & which
     keys = zip(*(steps[name][chosen].tolist() for name in KEYS), strict=True)

@@ -1,4 +1,4 @@
-"""Where and by what something was measured: device, driver, versions, commit."""
+"""The provenance of a measurement: device, driver, versions, commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cbsim.record.environment import git_state, packages
 
 
 def begin(path: Path, device: str) -> None:
-    """Record where something is measured, unless there is a record. Raises UsageError."""
+    """Record a measurement's provenance, unless there is a record. Raises UsageError."""
     if not path.exists():
         write_json(path, {**facts(device), "commands": []})
 
@@ -31,14 +31,14 @@ def write_json(path: Path, content: Mapping[str, Any], error: type[UserError] = 
 
 
 def write(path: Path, content: bytes, error: type[UserError] = UsageError) -> None:
-    """Write a file whole, since a later call rests on it, and make its folder. Raises `error`."""
+    """Write a file atomically, since later calls depend on it, and make its folder. Raises `error`."""
     with access(path, error, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
 
 
 def facts(device: str) -> Mapping[str, Any]:
-    """Device, driver, versions and commit."""
+    """Return device, driver, versions and commit."""
     return {
         "device": torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({device}): no GPU was measured",
         "cuda": torch.version.cuda if device == "cuda" else None,
@@ -50,7 +50,7 @@ def facts(device: str) -> Mapping[str, Any]:
 
 
 def slug(device: str) -> str:
-    """The folder of a device: `h100-80gb-hbm3`, or `cpu-process`."""
+    """Return the folder name of a device: `h100-80gb-hbm3`, or `cpu-process`."""
     if device != "cuda":
         return f"cpu-{device}"
     parts = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())

@@ -1,7 +1,7 @@
-"""The workloads on which simulated and measured runs are compared. No probe of the calibration has seen them.
+"""The workloads on which simulated and measured runs are compared. No probe of the calibration contains them.
 
-A case says how its scenario differs from its device's base. The same kinds of workload exist for a GPU, with real
-models, and for a CPU with a tiny one; the modelled device takes the GPU's.
+A case is a list of changes to its device's base scenario. The same kinds of workload exist for a GPU, with real models,
+and for a CPU with a tiny one; the modelled device uses the GPU's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cbengine.errors import UsageError
 @dataclass(frozen=True, slots=True)
 class SuiteCase:
     """A workload. `injected_ms` of CPU work are added to the phase `prepare` of every step. `load`: requests arrive at
-    random, at this share of what the synchronous loop can serve. `curve`: it is a point of what the asynchronous loop
-    gains over the injected work.
+    random, at this share of the synchronous loop's capacity. `curve`: the case is a point on the curve of the
+    asynchronous loop's gain over the injected work.
     """
 
     name: str
@@ -35,7 +35,7 @@ REQUESTS = "workload.requests={}".format
 FIFO = "scheduler={{name: transformers_fifo, max_requests_per_batch: {}, max_batch_tokens: {}}}".format
 SMALL = "model=llama-3.2-1b"
 INJECTED_MS = (0, 2, 5, 10)
-PREDICTED_MS = (0.5, 1, 1.5, 3, 4, 6, 7, 8, 9)  # of a curve, simulated only: it may turn between measured points
+PREDICTED_MS = (0.5, 1, 1.5, 3, 4, 6, 7, 8, 9)  # simulated only: a curve may turn between measured points
 
 
 def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") -> SuiteCase:
@@ -109,17 +109,17 @@ def _tiny() -> list[SuiteCase]:
 
 
 def base(device: str) -> str:
-    """The scenario that the cases of a device change."""
+    """Return the scenario that a device's cases change."""
     return "tiny_cpu" if device == "process" else "validation"
 
 
 def cases(device: str) -> dict[str, SuiteCase]:
-    """The workloads of a device by name, in the order in which they are run."""
+    """Return a device's workloads by name, in the order in which they are run."""
     return {case.name: case for case in (_tiny() if device == "process" else _gpu())}
 
 
 def chosen(names: Sequence[str], device: str) -> list[SuiteCase]:
-    """The cases of these names and groups; all, if none is named. Raises UsageError for a name that is neither."""
+    """Return the cases of these names and groups, by default all. Raises UsageError for a name that is neither."""
     known = cases(device)
     groups = dict.fromkeys(case.group for case in known.values())
     for name in names:

@@ -1,4 +1,4 @@
-"""What a decoder of the Llama family is made of: a model's shape, and what only its weights' config.json says."""
+"""The architecture of a decoder of the Llama family: a model's shape, and the fields that only config.json has."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class RopeScaling:
 
 
 class Architecture(ModelShape):
-    """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward. What a
-    scenario's shape does not say is by default what is taken where no weights are given: unscaled rotary positions.
+    """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward. Defaults of
+    fields that a scenario's shape lacks are those of a run without weights: unscaled rotary positions.
     """
 
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     end_tokens: tuple[int, ...] = ()
-    """Ids that end a text."""
+    """The ids that end a text."""

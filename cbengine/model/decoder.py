@@ -1,4 +1,4 @@
-"""The transformer: embeddings, decoder layers and output layer of the Llama family. It knows rows, not requests."""
+"""The transformer: embeddings, decoder layers and output layer of the Llama family. It handles rows, not requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cbengine.model.ops import Ops, Rows
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer; what is multiplied by the same input is one matrix."""
+    """The weights of one decoder layer; matrices with the same input are joined into one."""
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]: queries, keys, values
@@ -45,8 +45,8 @@ class Model:
         self.rotation = rotation(architecture, positions).to(self.embedding.device)
 
     def forward(self, tokens: Tensor, cache: KvCache, *by_group: Rows) -> Tensor:
-        """Ids [T] -> what the output layer is multiplied by, [T, hidden]; the final norm is applied. Writes `cache`.
-        There are rows for each group of layers; they differ in tables and cache positions.
+        """Map ids [T] to the output layer's input, [T, hidden], after the final norm. Writes `cache`. There are rows
+        for each group of layers; they differ in tables and cache slots.
         """
         eps, ops, residual = self.architecture.norm_eps, self.ops, embedding(tokens, self.embedding)
         norms_after = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
@@ -62,14 +62,14 @@ class Model:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows [S, hidden] of what `forward` returned -> float32 [S, vocab]."""
+        """Map rows [S, hidden] of what `forward` returned to float32 [S, vocab]."""
         return linear(hidden, self.head).float()
 
 
 def rotation(architecture: Architecture, positions: int) -> Tensor:
-    """Cosines and sines of every position and pair of a head: float32 [positions, 2, head_dim / 2], on the CPU.
+    """Return cosines and sines of every position and pair of a head: float32 [positions, 2, head_dim / 2], on the CPU.
 
-    Computed in float32 as transformers does: its rounding of the angles is part of what models are trained with.
+    They are computed in float32 as in transformers, because models are trained with its rounding of the angles.
     """
     exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
     frequencies = 1.0 / architecture.rope_theta**exponents
@@ -80,7 +80,7 @@ def rotation(architecture: Architecture, positions: int) -> Tensor:
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`).
+    """Return Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`).
 
     A wave that turns more than high_freq_factor times over the original context stays, one that turns less than
     low_freq_factor times is stretched by `factor`; in between the two are mixed, linearly in the number of turns.

@@ -1,5 +1,5 @@
-"""KV on the host: the memory of a tier behind the cache, and what carries blocks inside the cache and between the two.
-Who owns a block or a place is policy's.
+"""The KV of a host tier behind the cache, and the carrier that copies blocks inside the cache and between the two.
+Policy decides which request owns a block of either.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cbsim.policy.transfers import Direction
 
 
 class HostTier:
-    """`blocks`: [host_blocks, 2, layers, block_size, kv_heads, head_dim] in the host's memory, zeros at first. Keys and
-    values of a block lie together, all layers of them, so that one copy takes a block over a GPU's link; for that the
-    memory is `pinned`. Raises DeviceMemoryError.
+    """A host tier, `blocks`: [host_blocks, 2, layers, block_size, kv_heads, head_dim] in host memory, zeros at first. A
+    block's keys and values of all layers are contiguous, so that one copy transfers a block over a GPU's link; for that
+    the memory is `pinned`. Raises DeviceMemoryError.
     """
 
     def __init__(
@@ -34,28 +34,28 @@ class HostTier:
 
     @staticmethod
     def bytes_for(architecture: Architecture, host_blocks: int, block_size: int, dtype: torch.dtype) -> int:
-        """What so many blocks hold."""
+        """Return the bytes of this many blocks."""
         values = architecture.layers * block_size * architecture.kv_heads * architecture.head_dim
         return 2 * host_blocks * values * dtype.itemsize
 
 
 def pinned_size(size: int) -> int:
-    """What that takes where it is pinned: torch rounds up to a power of two."""
+    """Return the bytes that this size takes in pinned memory: torch rounds up to a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def too_large(host_blocks: int, size: int) -> str:
-    """The beginning of an error: how large a tier was asked for. Each scheduler has a name of its own for it."""
+    """Return the beginning of an error: the size requested of a tier. Each scheduler has its own name for it."""
     return f"scheduler: got a host tier of {host_blocks:,} blocks, which takes {size:,} bytes of the host"
 
 
 class Carrier:
-    """Carries whole blocks, one after the other; between cache and host each goes through one staging block beside the
-    cache. On a GPU everything is queued on the current stream and nobody waits. The staging block is used again for
-    every block, so all work of one carrier has to be on one stream.
+    """A carrier copies whole blocks, one after the other; between cache and host each passes through one staging block
+    beside the cache. On a GPU everything is queued on the current stream, without waiting. Every block uses the same
+    staging block, so all work of one carrier has to be on one stream.
 
     Between cache and host a block takes three copies, two of them beside the cache. The CPU queues each, and the link
-    rests during those two. What that costs has not been measured.
+    is idle during those two. The cost of that has not been measured.
     """
 
     def __init__(self, cache: KvCache, host: HostTier | None) -> None:
@@ -66,7 +66,7 @@ class Carrier:
 
     @torch.inference_mode()
     def carry(self, direction: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """`sources[i]` to `targets[i]`, in this order."""
+        """Copy block `sources[i]` to `targets[i]`, in this order."""
         act = (self._copy, self._out, self._in)[direction]
         for source, target in zip(sources, targets, strict=True):
             act(source, target)

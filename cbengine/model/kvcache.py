@@ -1,4 +1,4 @@
-"""The tensors that hold keys and values: blocks of tokens, a layer after the other. Who owns a block is policy's."""
+"""The tensors that hold keys and values: blocks of tokens, a layer after the other. Policy decides who owns a block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cbsim.policy.groups import LayerGroup
 
 
 class DeviceMemoryError(UsageError):
-    """A device cannot hold what a run needs; the message says how much that is and which field asks for it."""
+    """A device cannot hold what a run needs; the message states the bytes and the field that requests them."""
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What torch could still allocate on a GPU, blocks it keeps for reuse included; None where nobody can say."""
+    """Return the bytes that torch can still allocate on a GPU, its cached ones included; None if unknown."""
     if device.type != "cuda":
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -25,16 +25,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def pages_of(architecture: Architecture, groups: Sequence[LayerGroup]) -> int:
-    """Layers whose KV of some tokens is one block: all of them, or as many as the largest group has."""
+    """Return the number of layers whose KV is in one block: all of them, or as many as the largest group has."""
     return max((len(group.layers) for group in groups), default=architecture.layers)
 
 
 class KvCache:
-    """`keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with groups of
-    layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], a block so many `pages` as the largest group has
-    layers, whichever group it is given to.
+    """A KV cache, `keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with
+    groups of layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], where a block has as many `pages` as
+    the largest group has layers, whichever group uses it.
 
-    The block after the last belongs to nobody: rows that only pad a step read and write it. Raises DeviceMemoryError.
+    The last block is scratch: rows that only pad a step read and write it. Raises DeviceMemoryError.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class KvCache:
         dtype: torch.dtype,
         groups: Sequence[LayerGroup] = (),
     ) -> int:
-        """What a cache of so many blocks takes, its scratch block included."""
+        """Return the bytes of a cache with this many blocks, its scratch block included."""
         tokens = pages_of(architecture, groups) * (num_blocks + 1) * block_size
         return 2 * tokens * architecture.kv_heads * architecture.head_dim * dtype.itemsize
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """The number of tokens in a block."""
         return self.keys.shape[-3]
 
     def group(self, layer: int) -> int:
-        """Whose block tables a layer has."""
+        """Return the group whose block tables a layer uses."""
         return self._spots[layer][0] if self._spots else 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """One layer's (keys, values): views, [pages, block_size, kv_heads, head_dim]. Its keys of block b are in page
-        b * `pages`: those of a group's later layers begin so much later.
+        """Return one layer's (keys, values): views, [pages, block_size, kv_heads, head_dim]. Its keys of block b are in
+        page b * `pages`; the views of a group's later layers begin that many pages later.
         """
         if not self._spots:
             return self.keys[index], self.values[index]
@@ -95,7 +95,7 @@ class KvCache:
         return self.keys[at:], self.values[at:]
 
     def block(self, index: int) -> tuple[Tensor, Tensor]:
-        """All of one block, (keys, values): views, [layers or pages, block_size, kv_heads, head_dim]."""
+        """Return all of one block, (keys, values): views, [layers or pages, block_size, kv_heads, head_dim]."""
         if not self._spots:
             return self.keys[:, index], self.values[:, index]
         pages = slice(index * self.pages, (index + 1) * self.pages)
@@ -110,7 +110,7 @@ class KvCache:
 
 
 def _spots(groups: Sequence[LayerGroup], layers: int) -> list[tuple[int, int]]:
-    """The group of every layer, and its index in it."""
+    """Return the group of every layer, and its index in it."""
     spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
     assert sorted(spots) == list(range(layers)), "every layer is of one group"
     return [spots[layer] for layer in range(layers)]

@@ -1,5 +1,5 @@
-"""What the model asks of a device: norms, rotation with the cache write, paged attention, the gate; and what a step's
-rows look like to it. `TorchOps` is the plain reference, right everywhere; kernels for GPUs answer the same protocol.
+"""The model's operations on a device: norms, rotation with the cache write, paged attention, the gate; and the rows of
+a step as they see them. `TorchOps` is the plain reference, right everywhere; GPU kernels implement the same protocol.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cbsim.policy.groups import FULL, Attention, Sight
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The ragged batch of one step. Query tokens of all rows lie one after the other, T in all, R rows.
+    """A step's ragged batch. Query tokens of all rows lie one after the other, T in all, R rows.
 
     The first `decodes` rows have one query token each; the others have `longest` at most. Integer tensors are int32 on
-    the device unless noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys
-    and values included, so its query token i sees the cache up to position kv_tokens - queries + i. Entries of a table
-    that no query token of the layer sees may name any block.
+    the device unless noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys and
+    values included, so its query token i sees the cache up to position kv_tokens - queries + i. Entries of a table that
+    no query token of the layer sees may name any block.
     """
 
     tables: Tensor  # [slots, width]: block table of every slot
@@ -31,17 +31,17 @@ class Rows:
     kv_places: Tensor  # [T] int64: block * block_size + offset where its key and value go
     decodes: int
     longest: int
-    first: Tensor | None = None  # [R]: cached tokens before it are padding, seen by themselves only
+    first: Tensor | None = None  # [R]: cached tokens before it are padding, each seen by itself only
 
 
 class Ops(Protocol):
-    """Everything but matrix products. T query tokens, Hq query heads, Hk key-value heads, D width of a head."""
+    """The operations but matrix products. T query tokens, Hq query heads, Hk key-value heads, D width of a head."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm over the last dimension, computed in float32."""
+        """Return the RMS norm over the last dimension, computed in float32."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual). `residual` may be overwritten."""
+        """Return (norm of x + residual, x + residual). `residual` may be overwritten."""
 
     def rotate_and_cache(
         self,
@@ -53,19 +53,19 @@ class Ops(Protocol):
         values: Tensor,
         rows: Rows,
     ) -> Tensor:
-        """Norm and rotate queries and keys (halves rotated, as transformers does), put keys and values into the cache.
+        """Norm and rotate queries and keys (halves rotated, as transformers does), write keys and values to the cache.
         Returns the queries [T, Hq, D].
         """
 
     def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
-        """Causal attention over what a layer sees of the paged cache, scaled by D^-0.5: [T, Hq, D]."""
+        """Compute causal attention over what a layer sees of the paged cache, scaled by D^-0.5: [T, Hq, D]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] -> [T, I]: silu of the first half times the second."""
+        """Map [T, 2 I] to [T, I]: silu of the first half times the second."""
 
 
 class TorchOps:
-    """Plain torch on any device. Attention gathers each row's pages: right, and slow on a GPU."""
+    """A plain torch implementation on any device. Attention gathers each row's pages: right, and slow on a GPU."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -106,13 +106,13 @@ class TorchOps:
             at = torch.arange(reach - (high - low), reach, device=queries.device)
             assert not first or sees.sight is not Sight.CHUNKED, "parts are counted from the first cached token"
             lowest = _lowest(at, sees)
-            begin = int(lowest[0]) if high > low else 0  # before it nobody sees anything: it may be NaN
+            begin = int(lowest[0]) if high > low else 0  # no query sees what is before it: it may be NaN
             seen = torch.arange(begin, reach, device=queries.device)
             block, offset = rows.tables[slot, seen // block_size].long(), seen % block_size
             k = keys[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
             v = values[block, offset].repeat_interleave(group, dim=1).transpose(0, 1)
             mask = (seen <= at[:, None]) & (seen >= lowest[:, None])
-            mask &= (seen >= first) | (seen == at[:, None])  # padding sees itself: finite
+            mask &= (seen >= first) | (seen == at[:, None])  # padding sees itself, so that its outputs are finite
             q = queries[low:high].transpose(0, 1)
             out[low:high] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
         return out
@@ -123,13 +123,13 @@ class TorchOps:
 
 
 def _lowest(at: Tensor, sees: Attention) -> Tensor:
-    """The first position that a query token at each of these sees, whatever is padding."""
+    """Return the first position that a query token at each of these sees, padding ignored."""
     if sees.sight is Sight.SLIDING:
         return (at - sees.span + 1).clamp(min=0)
     return at - at % sees.span if sees.sight is Sight.CHUNKED else torch.zeros_like(at)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The halves of each head rotated against each other: x [T, heads, D], cos and sin [T, 1, D / 2]."""
+    """Return x with the halves of each head rotated: x [T, heads, D], cos and sin [T, 1, D / 2]."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

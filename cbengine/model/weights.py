@@ -1,4 +1,4 @@
-"""Weights under the names and shapes that Hugging Face gives them: drawn from a seed, or read from a folder."""
+"""The weights under the names and shapes of Hugging Face: drawn from a seed, or read from a folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
 
-DTYPE_FIELDS = ("dtype", "torch_dtype")  # of config.json: tensors are converted to the type of the run
+DTYPE_FIELDS = ("dtype", "torch_dtype")  # fields of config.json; tensors are converted to the type of the run
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has ten
-SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts stand still, at 2 rounding decides what they say
+SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts repeat themselves, at 2 rounding decides them
 READABLE = ("F64", "F32", "F16", "BF16")
 MODELLED: dict[str, object] = {  # fields of config.json that must be absent, null or this
     "hidden_act": "silu",
@@ -37,11 +37,11 @@ MODELLED: dict[str, object] = {  # fields of config.json that must be absent, nu
 
 
 class WeightsError(UsageError):
-    """A folder of weights that cannot be used: which file, which field or tensor, what it is, what it should be."""
+    """An unusable folder of weights: the message names file, field or tensor, its value and what is expected."""
 
 
 def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, by name. Matrices are [outputs, inputs]; tied embeddings have no `lm_head`."""
+    """Return the shape of every tensor, by name. Matrices are [outputs, inputs]; tied embeddings have no `lm_head`."""
     a = architecture
     queries, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     biases = {"self_attn.q_proj": (queries,), "self_attn.k_proj": (kv,), "self_attn.v_proj": (kv,)}
@@ -70,13 +70,13 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Weights that no one trained, as `expected` lists them; each follows from the seed, its name and shape, and the
-    kind of device. Raises DeviceMemoryError.
+    """Draw the weights that `expected` lists; each follows from the seed, its name and shape, and the kind of device.
+    Raises DeviceMemoryError.
 
     Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those that end a branch are
     divided by the root of the number of branches, so that the residual stream ends at about 1 however deep the model
     is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text follows from its context
-    more than from its last token and does not stand still.
+    more than from its last token and does not repeat itself.
     """
     _fits(architecture, dtype, device)
     tensors = {}
@@ -89,10 +89,10 @@ def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: to
 
 
 def _spread(name: str, shape: tuple[int, ...], branches: int) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's values."""
+    """Return the mean and standard deviation of a tensor's values."""
     part, kind = name.split(".")[-2:]
     if kind == "bias":
-        return 0.0, 0.1  # every text changes; at 0.3 many with tied embeddings stand still
+        return 0.0, 0.1  # no text repeats itself; at 0.3 many with tied embeddings do
     gain = SHARPNESS if part in ("q_proj", "k_proj", "q_norm", "k_norm") else 1.0
     if len(shape) == 1:
         return gain, 0.1
@@ -113,8 +113,8 @@ def _fits(architecture: Architecture, dtype: torch.dtype, device: torch.device) 
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, dict[str, Tensor]]:
-    """A model as transformers saves it: config.json and safetensors, in one file or many. Raises WeightsError for what
-    is broken or not modelled, DeviceMemoryError if it does not fit.
+    """Load a model as transformers saves it: config.json and safetensors, in one file or many. Raises WeightsError for
+    what is broken or not modelled, DeviceMemoryError if it does not fit.
     """
     described = architecture(folder)
     shapes, tensors = expected(described), {}
@@ -132,7 +132,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Archit
 
 
 def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """Which file has which tensor: all that are expected, and nothing that we would have to ignore."""
+    """Return the file of each tensor: all that are expected, and none that would be ignored."""
     source, files = _listed(folder)
     missing = [name for name in shapes if name not in files]
     if missing:
@@ -146,7 +146,7 @@ def _files(folder: Path, architecture: Architecture, shapes: dict[str, tuple[int
 
 
 def _listed(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """The file that lists a folder's tensors, and which file has which."""
+    """Return the file that lists a folder's tensors, and the file of each tensor."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists():
         with _opened(single) as file:
@@ -160,7 +160,7 @@ def _listed(folder: Path) -> tuple[Path, dict[str, Path]]:
 
 
 def _beside(index: Path, tensor: str, name: str) -> Path:
-    if Path(name).name != name or too_long(name) or not name.isprintable():  # so is half a character
+    if Path(name).name != name or too_long(name) or not name.isprintable():  # lone surrogates are not printable either
         raise WeightsError(
             f"{index}: weight_map.{tensor}: got {shown(name)}, expected the name of a file in this folder"
         )
@@ -178,7 +178,7 @@ def _check(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
-    if path.exists() and not path.is_file():  # it may never end, or never begin
+    if path.exists() and not path.is_file():  # a device or pipe may block, or never end
         raise WeightsError(f"{path}: cannot be read: it is not a regular file")
     try:
         with safe_open(path, framework="pt") as file:
@@ -188,7 +188,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of such a folder. Raises WeightsError."""
+    """Return the object in a file of such a folder. Raises WeightsError."""
     return files.read_json(path, WeightsError, MOST_JSON_BYTES)
 
 
@@ -196,8 +196,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def architecture(folder: Path) -> Architecture:
-    """What a folder's config.json says, with transformers' defaults where it says nothing; called by the folder's name.
-    Raises WeightsError.
+    """Return the architecture in a folder's config.json, named after the folder, with transformers' defaults for absent
+    fields. Raises WeightsError.
     """
     path = folder / "config.json"
     fields = {k: v for k, v in read_json(path).items() if k not in DTYPE_FIELDS}
@@ -216,7 +216,7 @@ def architecture(folder: Path) -> Architecture:
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    """Theta and scaling, from `rope_scaling` and beside it, or from transformers 5's `rope_parameters`."""
+    """Return theta and scaling, from `rope_scaling` and beside it, or from transformers 5's `rope_parameters`."""
     theta = config.real("rope_theta", 10_000.0)
     rope = config.part("rope_scaling") or config.part("rope_parameters")
     if rope is None:
@@ -238,7 +238,7 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Tokens that end a text by generation_config.json, which may name more than config.json. Raises WeightsError."""
+    """Return the end tokens in generation_config.json, which may list more than config.json. Raises WeightsError."""
     path = folder / "generation_config.json"
     return frozenset(_end_tokens(Config(path, read_json(path), WeightsError)) if path.exists() else ())
 

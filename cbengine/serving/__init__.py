@@ -1,1 +1,1 @@
-"""The engine behind an endpoint: an event loop that clients talk to, and a thread that serves them."""
+"""The engine behind an endpoint: an event loop that clients connect to, and a thread that serves them."""

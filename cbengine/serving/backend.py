@@ -1,4 +1,4 @@
-"""A real engine behind the front end: requests go to its thread by post, tokens and ends come back once a step."""
+"""The engine as a backend of the front end: requests go to its thread, tokens and ends come back once a step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from cbsim.scenario.scenario import Scenario
 
 
 class EngineBackend(SessionBackend):
-    """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises what making
-    an engine does.
+    """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises the errors of
+    building an engine.
 
-    A stop token among the first `min_tokens` tokens is a token like others: the engine masks no logits. A seed makes
-    a request's draws its own: the same again in any session.
+    A stop token among the first `min_tokens` tokens is an ordinary token: the engine masks no logits. A request's seed
+    fixes its draws: they are the same in any session.
     """
 
-    timing = None  # it keeps no deadlines
+    timing = None  # the engine keeps no deadlines
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class EngineBackend(SessionBackend):
         return self._stamp() / NS
 
     def _stamp(self) -> int:
-        """Nanoseconds since `run` began."""
+        """Return the nanoseconds since `run` began."""
         return 0 if self._loop is None else self._server.clock.now_ns() - self._server.start_ns
 
     @property
     def load(self) -> Load:
-        """A request that has not ended and does not run waits, on the way to the engine or there."""
+        """The load of the engine; requests that have neither ended nor run count as waiting, on the way there, too."""
         load = self._reporter.load
         return replace(load, waiting=max(0, len(self._streams) - load.running))
 
@@ -89,7 +89,7 @@ class EngineBackend(SessionBackend):
         self._post.send(Left(spec, at_ns))
 
     def _sequence(self, stream: Stream, at_ns: int) -> Sequence:
-        """A request as the engine takes it. Raises UsageError."""
+        """Return a request in the engine's form. Raises UsageError."""
         if self.dead or self._post.closed:
             raise UsageError(self.dead or "the server takes no more requests")
         generation = stream.generation
@@ -103,7 +103,7 @@ class EngineBackend(SessionBackend):
         return Sequence(spec, prompt, sampling, stops, generation.min_tokens, seed)
 
     def _prompt(self, generation: Generation) -> Ids:
-        """Its tokens, checked. Raises UsageError."""
+        """Return its checked tokens. Raises UsageError."""
         ids, tokens, most = generation.prompt, generation.max_tokens, self.max_model_len
         if not ids:
             raise UsageError("prompt: has no token, expected at least one")
@@ -117,7 +117,7 @@ class EngineBackend(SessionBackend):
     # -- the engine's thread
 
     async def run(self) -> None:
-        """Cancelled, it ends the engine after the step under way, as a server that cannot go on."""
+        """Run the engine's thread to its end; when cancelled, end it after the step under way, as a failed server."""
         self._loop = asyncio.get_running_loop()
         self._server.start_ns = self._server.clock.now_ns()
         thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -132,11 +132,11 @@ class EngineBackend(SessionBackend):
         self._post.close()
 
     def release(self) -> None:
-        """Give back the device's memory, whether it has run or not."""
+        """Free the device's memory, whether the engine has run or not."""
         self._server.engine.close()
 
     def _serve(self) -> None:
-        """The work of the thread."""
+        """Run the engine; the body of its thread."""
         problem: str | None = None
         try:
             self._server.run(self._reporter.on_step)
@@ -144,7 +144,7 @@ class EngineBackend(SessionBackend):
             problem = f"stuck: {stop}"
         except (ServerError, PolicyError) as stop:
             problem = str(stop)
-        except Exception as defect:  # whatever it is, it ends the streams
+        except Exception as defect:  # any error ends the streams
             traceback.print_exc(file=sys.stderr)
             problem = f"{type(defect).__name__}: {defect}"
         self._call(partial(self._ended, problem))
@@ -153,20 +153,20 @@ class EngineBackend(SessionBackend):
         self._call(partial(self._heard, happened))
 
     def _call(self, callback: partial[None]) -> None:
-        """By the loop, if it still runs."""
+        """Call back in the event loop, unless it has been closed."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)
 
-    # -- called by the loop
+    # -- called in the event loop
 
     def _ended(self, problem: str | None) -> None:
-        """The engine has ended; `problem` says why, if not in order."""
+        """End all streams after the engine has ended; `problem` states the cause unless it ended in order."""
         self._fail(problem, self._stamp())
         self._over.set()
 
     def _heard(self, happened: Happened) -> None:
-        """Pass on what belongs to streams that were not given up."""
+        """Pass on the reports of streams that were not cancelled."""
         streams, at_ns = self._streams, happened.at_ns
         for step in happened.steps:
             for spec, cached_tokens in step.admitted:

@@ -1,4 +1,4 @@
-"""`cbengine serve`: a real engine behind the endpoint, until a signal."""
+"""The command `cbengine serve`: an engine behind the endpoint, until a signal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cbsim.scenario.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of an engine's session besides scenario and device. Without a name clients use that of the model's
-    folder, or the scenario's; the tokenizer is that of its folder, then that of the model's, then ours.
+    """The options of an engine's session besides scenario and device. The default name is that of the weights' folder,
+    or the scenario's. The default tokenizer is that of the weights' folder, then ours.
     """
 
     command: str
@@ -31,7 +31,7 @@ class EngineOptions:
 
 
 def serve(scenario: Scenario, setup: Setup, engine: EngineOptions, options: ServeOptions) -> int:
-    """Serve clients; the exit status. Raises what making an engine does, EndpointError, RunError."""
+    """Serve clients and return the exit status. Raises the errors of building an engine, EndpointError, RunError."""
     check_host(options.host, options.settings)  # before a model is loaded
     backend = opened(scenario, setup, engine)
     try:
@@ -41,8 +41,8 @@ def serve(scenario: Scenario, setup: Setup, engine: EngineOptions, options: Serv
 
 
 def opened(scenario: Scenario, setup: Setup, engine: EngineOptions) -> EngineBackend:
-    """A session without requests so far, of a scenario with one loop. Random weights have the vocabulary of the
-    tokenizer. Raises what making an engine does, EndpointError, UsageError.
+    """Return a session without requests so far, of a scenario with one loop. Random weights have the vocabulary of the
+    tokenizer. Raises the errors of building an engine, EndpointError, UsageError.
     """
     server.check(scenario, setup)
     tokenizer = open_tokenizer(engine.tokenizer or setup.weights)

@@ -1,4 +1,4 @@
-"""Messages of the event loop to the engine's thread: requests, clients that left, and that no request follows."""
+"""Messages of the event loop to the engine's thread: requests, cancellations, and the end of requests."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cbsim.runs.inbox import NEVER_NS
 
 
 class Left(NamedTuple):
-    """A client that gave its request up, and when (ns since the start)."""
+    """A client's cancellation of its request, and its time (ns since the start)."""
 
     spec: RequestSpec
     at_ns: int
 
 
 class Post:
-    """Letters from one thread to another, in order, without a lock: one appends, the other takes. A thread that waits
-    for them sleeps until there are some.
+    """A queue of messages from one thread to another, in order, without a lock: one appends, the other takes. A thread
+    that waits for messages sleeps until there are some.
     """
 
     def __init__(self) -> None:
-        self.closed = False  # after the letters that are there no request comes
+        self.closed = False  # no request follows the messages in the queue
         self.stopped = False  # the reader is to end at once
         self._letters: deque[Sequence | Left] = deque()
         self._news = threading.Event()
@@ -44,20 +44,20 @@ class Post:
         self._news.set()
 
     def take(self) -> list[Sequence | Left]:
-        """The letters that have come."""
+        """Return and remove the messages in the queue."""
         letters = []
         while self._letters:
             letters.append(self._letters.popleft())
         return letters
 
     def wait(self, seconds: float | None) -> None:
-        """Return when something was sent since the last wait, or the time is over. None: it never is."""
+        """Wait until something is sent since the last wait, or the time is over; None: without a limit."""
         self._news.wait(seconds)
         self._news.clear()
 
 
 class WokenClock(WallClock):
-    """The machine's clock, for an engine that is woken by its post."""
+    """A wall clock for an engine whose waits end when its post receives a message."""
 
     def __init__(self, post: Post) -> None:
         self._post = post

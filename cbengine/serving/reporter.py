@@ -17,8 +17,8 @@ from cbsim.runs.inbox import Inbox
 
 
 class Planned(NamedTuple):
-    """A step that has been launched: its query tokens, requests that its plan preempted, and those that it admitted,
-    with the tokens that the cache had.
+    """A step that has been launched: its query tokens, the number of requests that its plan preempted, and the admitted
+    requests with their cached tokens.
     """
 
     tokens: int
@@ -28,7 +28,7 @@ class Planned(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request that is over, why (Stream.finish), its error if there was one, and how often it was preempted."""
+    """A request that has ended: the reason (Stream.finish), its error if any, and its number of preemptions."""
 
     spec: RequestSpec
     finish: str
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """The news at `at_ns`: steps that are over, tokens that they brought, requests that have ended."""
+    """A report at `at_ns`: steps that have ended, the tokens that they emitted, requests that have ended."""
 
     at_ns: int
     steps: list[Planned]
@@ -46,40 +46,40 @@ class Happened(NamedTuple):
 
 
 class Reporter:
-    """Stands between the engine and its post, in the engine's thread: feeds the inbox, hears of plans and tokens, and
-    is the client whose requests end. `report` is called once a step, and once for what polls have ended.
+    """A link between engine and post, in the engine's thread: it feeds the inbox, receives plans and tokens, and is the
+    client whose requests end. `report` is called once a step, and once for requests that polls ended.
     """
 
     def __init__(self, post: Post, report: Callable[[Happened], None]) -> None:
-        self.open: list[RequestSpec] = []  # no request is known before it comes
+        self.open: list[RequestSpec] = []  # no request is known before it arrives
         self.cancels: list[tuple[int, RequestSpec]] = []
         self._post, self._report = post, report
         self._coming: dict[RequestSpec, Sequence] = {}  # on their way to the engine
-        self._emitted: dict[RequestSpec, int] = {}  # of requests that are not over: tokens that were reported
+        self._emitted: dict[RequestSpec, int] = {}  # tokens reported, by request that has not ended
         self._planned: deque[Planned] = deque()
         self._landed: list[RequestSpec] = []
         self._ended: list[RequestSpec] = []
         self._steps = 0
 
     def serve(self, engine: Engine) -> None:
-        """Report of this engine from now on. Its load is seen by its own thread, for others to read."""
+        """Attach the engine to report on. Its own thread updates `load`, for others to read."""
         self._engine = engine
         self.load = Load.of(engine.scheduler)
 
     # -- called by the engine
 
     def begin(self, spec: RequestSpec) -> Sequence:
-        """The text of a request that arrives."""
+        """Return the sequence of a request that arrives."""
         return self._coming.pop(spec)
 
     def feed(self, inbox: Inbox) -> None:
-        """Put into the inbox what has come. Requests that are over cannot be given up. ServerError ends a run."""
+        """Put arrivals, and cancellations of requests that have not ended, into the inbox. ServerError ends a run."""
         self.load = Load.of(self._engine.scheduler)
         if self._ended:
             self._report(Happened(self._engine.now_ns, [], [], self._ends()))
         if self._post.stopped:
             raise ServerError("interrupted")
-        closed = self._post.closed  # before the letters are taken: all of them have come by then
+        closed = self._post.closed  # read before the messages are taken: all of them have arrived by then
         for letter in self._post.take():
             if isinstance(letter, Sequence):
                 self._coming[letter.spec], self._emitted[letter.spec] = letter, 0
@@ -90,7 +90,7 @@ class Reporter:
             inbox.news = None
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """A request is over, for whatever reason; none follows it."""
+        """Note that a request has ended, for whatever reason; none follows it."""
         del now_ns
         self._ended.append(spec)
         return []
@@ -102,12 +102,12 @@ class Reporter:
         self._planned.append(Planned(plan.work.tokens, preempted, self._engine.now_ns, admitted))
 
     def on_token(self, spec: RequestSpec, token: int) -> None:
-        """It has come back; whether it counts is known when its step has been applied."""
+        """Note that a token has arrived; whether it is emitted is known when its step has been applied."""
         del token
         self._landed.append(spec)
 
     def on_step(self, now_ns: int) -> None:
-        """Called after every step, and while the engine waits."""
+        """Report the steps that have ended; called after every step, and while the engine waits."""
         steps, self._steps = self._engine.record.step_count - self._steps, self._engine.record.step_count
         if steps:
             over = [self._planned.popleft() for _ in range(steps)]
@@ -118,8 +118,8 @@ class Reporter:
     # -- reports
 
     def _new(self, spec: RequestSpec) -> list[int]:
-        """Its tokens that count and were not reported. Of a request that runs those after the last one seen may be
-        dropped; of one that was given up no more are reported.
+        """Return a request's emitted tokens that were not reported. While it runs, those after the last one seen may be
+        dropped; a cancelled request has no more.
         """
         if spec not in self._emitted:
             return []
@@ -132,7 +132,7 @@ class Reporter:
         return ended
 
     def _end(self, spec: RequestSpec) -> Ended:
-        """Why it ended. Its text is not kept."""
+        """Return how a request ended, and drop its text."""
         record, sequence = self._engine.record, self._engine.sequences[spec]
         del self._emitted[spec]
         sequence.forget()

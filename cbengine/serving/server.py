@@ -1,4 +1,4 @@
-"""The engine of a session: requests come while it runs, and sizes follow from limits instead of a workload."""
+"""The engine of a session: requests arrive while it runs, and sizes follow from limits instead of a workload."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check(scenario: Scenario, setup: Setup) -> None:
 
 
 class EngineServer:
-    """An engine that serves what its post brings, as a session wants a server. `workload` is empty. Raises what
-    `build.assembled` does.
+    """An engine that serves the requests of its post, behind a session's server interface. `workload` is empty. Raises
+    the errors of `build.assembled`.
     """
 
     measured = True
@@ -83,5 +83,5 @@ class EngineServer:
             self.engine.close()
 
     def files(self) -> Mapping[str, bytes]:
-        """A session keeps the log of its requests, and not what they said."""
+        """Return no files: a session keeps the log of its requests, not their text."""
         return {}

@@ -1,1 +1,1 @@
-"""The model's operations as Triton kernels: attention over paged caches, and the small ones fused."""
+"""The model's operations as Triton kernels: attention over paged caches, and fused small operations."""

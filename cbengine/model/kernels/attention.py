@@ -22,16 +22,16 @@ from cbengine.model.ops import Rows
 from cbsim.policy.groups import FULL, Attention, Sight
 
 LOG2_E = 1.4426950408889634
-LEAST_PART = 256  # cached tokens: a shorter part costs more in partial answers than it gains in parallel reads
+LEAST_PART = 256  # cached tokens: a shorter part costs more in partial outputs than it gains in parallel reads
 NARROW = (Sight.SLIDING, Sight.CHUNKED)
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # registers of a multiprocessor
 LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut: query rows (tokens times heads of a group) of a program, cached tokens of an iteration,
-    warps, stages; and how many programs a multiprocessor must have registers for, at the least.
+    """The tiling of a kernel: query rows (tokens times heads of a group) of a program, cached tokens of an iteration,
+    warps, stages; and the least number of programs that a multiprocessor must have registers for.
     """
 
     queries: int
@@ -42,14 +42,14 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch options; fused multiply-adds by name, since Triton's default differs between versions."""
+        """The launch options; fused multiply-adds are explicit, since Triton's default differs between versions."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         if self.programs > 1:
-            options["maxnreg"] = REGISTERS // (self.programs * self.warps * 32) // 8 * 8  # handed out in eights
+            options["maxnreg"] = REGISTERS // (self.programs * self.warps * 32) // 8 * 8  # allocated in eights
         return options
 
 
-# By (bytes an element, head_dim); narrower heads take the entry of 64. Loading the block table takes pipeline stages of
+# Keys: (bytes an element, head_dim); narrower heads take that of 64. Loading the block table takes pipeline stages of
 # its own, so 5 stages are two buffers of keys and values with a whole iteration to fill one, 3 or 4 stages none.
 DECODE = {
     (2, 64): Tiles(16, 64, 4, 5, 6),  # 38 KB shared: six programs keep a multiprocessor's memory queue full
@@ -66,14 +66,14 @@ PREFILL = {
 
 
 def fitted(cut: Tiles | None, table: Mapping[tuple[int, int], Tiles], queries: Tensor, kv_heads: int) -> Tiles:
-    """`cut`, or else the entry of `table` for these queries; one token's heads of a group always fit into a program."""
+    """Return `cut` or `table`'s entry for these queries; one token's heads of a group always fit into a program."""
     _, heads, width = queries.shape
     tiles = cut or table[queries.element_size(), max(width, min(w for _, w in table))]
     return replace(tiles, queries=max(tiles.queries, triton.next_power_of_2(heads // kv_heads)))
 
 
 class Sizes(NamedTuple):
-    """What an attention kernel is compiled for, passed as one constant."""
+    """The compile-time constants of an attention kernel, passed as one value."""
 
     kv_heads: int
     group: int  # query heads that share a key-value head
@@ -83,12 +83,12 @@ class Sizes(NamedTuple):
     n: int  # cached tokens of a tile
     padded: bool  # rows may begin with padding
     sliding: int = 0  # tokens that a query sees, its own the last; 0: all
-    chunk: int = 0  # tokens of the parts, of which a query sees its own; 0: all
+    chunk: int = 0  # tokens of the chunks, of which a query sees its own; 0: all
 
 
 @triton.jit
 def _lowest(at, sliding: tl.constexpr, chunk: tl.constexpr):
-    """The first position that a query at `at` sees, whatever is padding."""
+    """Return the first position that a query at `at` sees, padding ignored."""
     if sliding > 0:
         return tl.maximum(at - sliding + 1, 0)
     elif chunk > 0:  # noqa: RET505 - one of them is compiled
@@ -109,7 +109,7 @@ def _fold(
     sizes: tl.constexpr,
     masked: tl.constexpr,  # some query may not see all of the tile
 ):
-    """`state` with one tile of cached tokens folded into the running softmax."""
+    """Return `state` with one tile of cached tokens folded into the running softmax."""
     acc, top, total = state
     keys, values, table = cache
     floor, end, sees, first = bounds
@@ -152,7 +152,7 @@ def _fold(
 
 @triton.jit
 def _attend(q, cache, low, whole, clear, bounds, scale, sizes: tl.constexpr):
-    """(answers [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
+    """Compute (outputs [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
 
     `low` <= `whole` <= `clear` are multiples of n; every query sees everything from the second to the third.
     """
@@ -170,13 +170,13 @@ def _attend(q, cache, low, whole, clear, bounds, scale, sizes: tl.constexpr):
     for tile in range(low, bounds[1], sizes.n):
         state = _fold(q, state, cache, tile, bounds, scale, sizes, True)
     acc, top, total = state
-    total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum that weighs nothing
+    total = tl.where(total > 0, total, 1.0)  # nothing seen: zeros, with a log-sum of no weight
     return acc / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def _part(reach, splits, cached: tl.constexpr, least: tl.constexpr):
-    """Cached tokens in one part of a row: whole tiles, and no more parts than pay."""
+    """Return the cached tokens in one part of a row: whole tiles, and no more parts than pay off."""
     return tl.maximum(tl.cdiv(tl.cdiv(reach, splits), cached) * cached, least)
 
 
@@ -197,7 +197,7 @@ def _decode(
     sizes: tl.constexpr,
     least: tl.constexpr,
 ):
-    """One part of a row's cached tokens, for a key-value head and the query heads that share it."""
+    """Compute one part of a row's cached tokens, for a key-value head and the query heads that share it."""
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)  # a token's heads together
     splits = tl.num_programs(2)
     reach = tl.load(kv_tokens + row)
@@ -218,7 +218,7 @@ def _decode(
     clear = start + (end - start) // sizes.n * sizes.n
     whole = tl.minimum(tl.maximum(tl.cdiv(floor, sizes.n) * sizes.n, start), clear)
     answer, log_sum = _attend(q, cache, start, whole, clear, bounds, scale, sizes)
-    if part >= reach - begin:  # the only part is the answer, and the reduction skips the row
+    if part >= reach - begin:  # the only part is the output, and the reduction skips the row
         tl.store(out + spots, answer.to(out.dtype.element_ty), mask=real[:, None])
     else:
         index = ((row * sizes.kv_heads + head) * splits + split) * sizes.group + g
@@ -240,7 +240,7 @@ def _join(
     sliding: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """The parts of a row weighed by their sums into the answer of one query head."""
+    """Combine the parts of a row, weighted by their sums, into the output of one query head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     reach = tl.load(kv_tokens + row)
     reach -= _lowest(tl.maximum(reach - 1, 0), sliding, chunk) // n * n  # the parts begin with a tile
@@ -274,7 +274,7 @@ def _prefill(
     scale,
     sizes: tl.constexpr,
 ):
-    """Query tokens of a row, m // group of them, for a key-value head and the query heads that share it."""
+    """Compute m // group query tokens of a row, for a key-value head and the query heads that share it."""
     tokens: tl.constexpr = sizes.m // sizes.group
     row, head = decodes + tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
@@ -312,8 +312,8 @@ def decode(
     scratch: tuple[Tensor, Tensor],
     sees: Attention = FULL,
 ) -> object:
-    """Write the answers of the first `rows.decodes` query tokens. `splits` is a power of two; where it is above one,
-    the float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
+    """Write the outputs of the first `rows.decodes` query tokens. `splits` is a power of two; if it is above one, the
+    float32 scratch holds decodes * Hq * splits vectors of D, and as many numbers. Returns the compiled kernel.
     """
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
     compiled_for = sizes(cut, queries, keys, rows, sees)
@@ -336,7 +336,7 @@ def decode(
 def prefill(
     queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles, sees: Attention = FULL
 ) -> object:
-    """Write the answers of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
+    """Write the outputs of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
     the compiled kernel.
     """
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
@@ -350,7 +350,7 @@ def prefill(
 
 
 def sizes(cut: Tiles, queries: Tensor, keys: Tensor, rows: Rows, sees: Attention = FULL) -> Sizes:
-    """What a kernel with these tiles is compiled for."""
+    """Return the compile-time constants of a kernel with these tiles."""
     (_, heads, width), (_, block_size, kv_heads, _) = queries.shape, keys.shape
     padded, sliding, chunk = rows.first is not None, *(sees.span * (sees.sight is kind) for kind in NARROW)
     assert not (padded and chunk), "parts are counted from the first cached token"

@@ -17,13 +17,13 @@ from cbengine.model.ops import Rows
 
 WIDTHS = (16, 32, 64, 128)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-NORM_ELEMENTS = 512  # a warp: 16 a thread, two loads of 16 bytes in bf16
-HEADS = 8  # of a token in one program: enough programs for a batch of 32, two warps with 16-byte loads at D = 128
-GATE_ELEMENTS = 1024  # a program of four warps: one 16-byte load a thread in bf16
+NORM_ELEMENTS = 512  # elements of a warp: 16 a thread, two loads of 16 bytes in bf16
+HEADS = 8  # heads of a token in one program: enough programs for a batch of 32, two warps with 16-byte loads at D = 128
+GATE_ELEMENTS = 1024  # elements of a program of four warps: one 16-byte load a thread in bf16
 
 
 class UnsupportedShapeError(UsageError):
-    """A head width or a type that the kernels were not written for; `TorchOps` takes them all."""
+    """A head width or a type that the kernels do not support; `TorchOps` supports them all."""
 
 
 def check(keys: Tensor) -> None:
@@ -36,13 +36,13 @@ def check(keys: Tensor) -> None:
 
 @triton.jit
 def _normed(wide, mean, weight, eps, dtype: tl.constexpr):
-    """`wide` times the inverse root of its mean square, rounded, then times `weight`."""
+    """Return `wide` times the inverse root of its mean square, rounded, then times `weight`."""
     return ((wide * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def _rms_norm(x, residual, weight, out, eps, hidden: tl.constexpr, span: tl.constexpr, added: tl.constexpr):
-    """One vector of `hidden` elements: out = norm(x), or residual += x and out = norm(residual)."""
+    """Normalise one vector of `hidden` elements: out = norm(x), or residual += x and out = norm(residual)."""
     i = tl.arange(0, span)
     inside = i < hidden
     at = tl.program_id(0).to(tl.int64) * hidden + i
@@ -73,7 +73,7 @@ def _rotate_and_cache(
     many: tl.constexpr,  # heads in a program
     normed: tl.constexpr,
 ):
-    """Some heads of one token, as pairs of halves: queries to `queries`, keys and values to the token's place."""
+    """Rotate some heads of one token, as pairs of halves: queries to `queries`, keys and values to the cache."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * many + tl.arange(0, many)
     i = tl.arange(0, half)
@@ -110,7 +110,7 @@ def _rotate_and_cache(
 
 @triton.jit
 def _silu_mul(gate_up, out, inner: tl.constexpr, span: tl.constexpr):
-    """A span of one vector: silu of its first half, rounded, times its second half."""
+    """Compute a span of one vector: silu of its first half, rounded, times its second half."""
     i = tl.program_id(1) * span + tl.arange(0, span)
     inside = i < inner
     row = tl.program_id(0).to(tl.int64)
@@ -122,7 +122,7 @@ def _silu_mul(gate_up, out, inner: tl.constexpr, span: tl.constexpr):
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x over its last dimension, or of x + residual, which is left in `residual`."""
+    """Return the norm of x over its last dimension, or of x + residual, which then replaces `residual`."""
     hidden = x.shape[-1]
     span = triton.next_power_of_2(hidden)
     assert all(t.is_contiguous() for t in (x, residual) if t is not None)
@@ -144,7 +144,7 @@ def rotate_and_cache(
     values: Tensor,
     rows: Rows,
 ) -> Tensor:
-    """The rotated queries [T, Hq, D]; keys and values go to `rows.kv_places` of the caches."""
+    """Return the rotated queries [T, Hq, D]; write keys and values to `rows.kv_places` of the caches."""
     check(keys)
     kv_heads, width = keys.shape[2:]
     every = qkv.shape[1] // width
@@ -160,7 +160,7 @@ def rotate_and_cache(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 I] -> [T, I]: silu of the first half times the second."""
+    """Map [T, 2 I] to [T, I]: silu of the first half times the second."""
     inner = gate_up.shape[-1] // 2
     assert gate_up.is_contiguous()
     out = torch.empty((len(gate_up), inner), dtype=gate_up.dtype, device=gate_up.device)

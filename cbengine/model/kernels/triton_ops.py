@@ -12,16 +12,16 @@ from cbengine.model.kernels.fused import check
 from cbengine.model.ops import Rows
 from cbsim.policy.groups import FULL, Attention
 
-PARTS_PER_MULTIPROCESSOR = 6  # decode programs wanted: two waves at head_dim 128, of which three fit at a time
-MOST_SPLITS = 64  # the reduction holds that many partial answers of a head in registers
+PARTS_PER_MULTIPROCESSOR = 6  # decode programs to aim for: two waves at head_dim 128, of which three fit at a time
+MOST_SPLITS = 64  # the reduction holds this many partial outputs of a head in registers
 
 
 class TritonOps:
-    """Triton's answer to the protocol `Ops`, for one stream: its scratch memory is shared by all calls.
+    """A Triton implementation of the protocol `Ops`, for one stream: its scratch memory is shared by all calls.
 
     A row of few heads is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are
     busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
-    Tiles and the number of splits, a power of two, are for measuring others than those chosen here.
+    Explicit tiles and numbers of splits, a power of two, are for measuring alternatives to the defaults.
     """
 
     rotate_and_cache = staticmethod(fused.rotate_and_cache)
@@ -41,7 +41,7 @@ class TritonOps:
             )
         self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
         self._decode, self._prefill, self._given_splits = decode, prefill, splits
-        self.launched: object = None  # attention's last kernel as Triton compiled it: who measures asks its registers
+        self.launched: object = None  # attention's last kernel as Triton compiled it, for measuring its registers
         self._scratch: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,12 +65,12 @@ class TritonOps:
         return out
 
     def _splits(self, programs: int) -> int:
-        """The least power of two that makes `programs` enough to fill the device, hence under twice as many."""
+        """Return the least power of two that makes `programs` fill the device, hence under twice as many."""
         return self._given_splits or min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
 
     def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
-        """Partial answers and log-sums of any split batch of this group and head width; kept for good, since captured
-        graphs go on writing there. Only splits that were asked for can take more `programs` than twice those wanted.
+        """Return partial outputs and log-sums for any split batch of this group and head width, never freed since
+        captured graphs write to them. Only an explicit number of splits needs more `programs` than twice the target.
         """
         _, heads, width = queries.shape
         vectors = max(2 * self._parts, programs) * (heads // kv_heads)
