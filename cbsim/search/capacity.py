@@ -1,12 +1,10 @@
-"""The most load that a server holds within conditions: an interval, and why it is not more.
+"""The capacity of a server: an interval of the largest load at which conditions hold, and what limits it.
 
-The search for a capacity: which load is looked at next, and when it is enough.
+The search starts at the scenario's load. It doubles and halves the load until one load is decided to hold and a larger
+one to fail; then it halves the gap by ratio. If the middle of the gap remains undecided, the gaps beside the undecided
+loads are halved, so that both ends of the answer are decided probes.
 
-Loads are doubled and halved from the scenario's until one is decided to hold and a larger one to fail; then the gap is
-halved by ratio. Where its middle stays undecided the gaps beside what is undecided are halved, so that both ends of the
-answer are decided probes.
-
-`cbsim capacity`: what a person sees of a search while it works, and the answer.
+`cbsim capacity` prints each probe as it is made, then the answer.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.store import Runs, Store
 
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
-"""What a sentence of cbsim.runs.binding is about, in a word; what else keeps requests waiting is the queue."""
+"""A word for the subject of a sentence of cbsim.runs.binding; any other cause of waiting is called the queue."""
 
 
 class Limit(NamedTuple):
-    """Why the first load fails that does: a word, and what its first run says of itself."""
+    """The reason why the least failing load fails: a word, and the sentences of its first run's binding."""
 
     word: str
     sentences: tuple[str, ...]
@@ -43,11 +41,11 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Capacity:
-    """What a search found. It prints as the lines that the command ends with.
+    """The result of a search for a capacity. Its string is the last lines that the command prints.
 
-    `holds` is the last load that holds, `fails` the first that does not: with probability `terms.confidence` the load
-    where the conditions cease to hold lies between them. Either is None if no load that was tried does. `probes` stand
-    in order of load.
+    `holds` is the largest load that holds, `fails` the least that fails: with probability `terms.confidence` the load
+    where the conditions cease to hold lies between them. Each is None if no load tried qualifies. `probes` are in
+    order of load.
     """
 
     name: str
@@ -57,26 +55,26 @@ class Capacity:
     holds: Value | None
     fails: Value | None
     width: float | None
-    """How many times the load of `holds` that of `fails` is, less 1."""
+    """The ratio of the load of `fails` to that of `holds`, less 1."""
     probes: tuple[Probe, ...]
     binds: Limit | None
     disorder: tuple[str, ...]
-    """Where a larger load does better than a smaller one: then there is no single capacity."""
+    """Pairs of loads of which the larger does better than the smaller: then there is no single capacity."""
     notices: tuple[str, ...]
-    """Why the answer is less than what was requested, and percentiles that runs are too short for."""
+    """Reasons why the answer is less than what was requested, and percentiles that runs are too short for."""
 
     @property
     def replicates(self) -> int:
-        """Runs of all probes."""
+        """The number of runs of all probes."""
         return sum(each.replicates for each in self.probes)
 
     @property
     def requests(self) -> int:
-        """Requests of all probes that count."""
+        """The number of requests of all probes whose latencies count."""
         return sum(each.requests for each in self.probes)
 
     def numbers(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the fields that `--json` prints."""
         return {
             "name": self.name,
             "loop": self.loop,
@@ -117,7 +115,7 @@ class Capacity:
 
 
 def _limit(fails: Probe) -> Limit:
-    """Of the first load that fails."""
+    """Return the limit that the least failing load shows."""
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
     causes = [cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals"]
@@ -125,8 +123,8 @@ def _limit(fails: Probe) -> Limit:
 
 
 def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
-    """Where a larger load is decided to hold and a smaller one to fail, or a metric's intervals say that a larger load
-    does better. `probes` in order of load.
+    """Return a sentence for each pair of loads of which the larger is decided to hold and the smaller to fail, or the
+    larger is better by a metric's intervals. `probes` are in order of load.
     """
     pairs = [
         f"{less.value:g} fails and {more.value:g}, which is more load, holds"
@@ -143,12 +141,12 @@ def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
 
 
 MOST_DOUBLINGS = 10
-SMALL = 4  # a gap beside what is undecided is small if it is so many times smaller than the width
+SMALL = 4  # a gap beside undecided loads is small if it is at most the width divided by this
 Hear = Callable[[Probe], None]
 
 
 class Search:
-    """The probes made so far, and which is next."""
+    """The state of a search: the probes made so far, from which the next load follows."""
 
     def __init__(self, over: Over, terms: Terms, runs: Runs, hear: Hear) -> None:
         self._over, self._terms, self._runs, self._hear = over, terms, runs, hear
@@ -157,28 +155,28 @@ class Search:
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """In order of load."""
+        """The probes in order of load."""
         return tuple(sorted(self._made.values(), key=lambda each: self._over.load(each.value)))
 
     @property
     def fails(self) -> Probe | None:
-        """The least load that is decided to fail."""
+        """The probe of the least load that is decided to fail."""
         return next((each for each in self.probes if each.holds is False), None)
 
     @property
     def holds(self) -> Probe | None:
-        """The largest load below it that is decided to hold."""
+        """The probe of the largest load below `fails` that is decided to hold."""
         below = self.probes if self.fails is None else self.probes[: self.probes.index(self.fails)]
         return next((each for each in reversed(below) if each.holds), None)
 
     def bracket(self) -> None:
-        """Find a load that fails and one that holds. Raises what a look at the scenario itself raises."""
+        """Find a load that fails and one that holds. Raises what the probe of the scenario's own load raises."""
         self._look(self._over.start)
         self._scale(2.0, lambda: self.fails)
         self._scale(0.5, lambda: self.holds)
 
     def _scale(self, factor: float, end: Callable[[], Probe | None]) -> None:
-        """Multiply the load by `factor` until there is an `end`, or no further load."""
+        """Multiply the load by `factor` until `end` returns a probe, or there is no further load."""
         value, times = self._over.start, 0
         while end() is None:
             scaled = self._over.times(value, factor)
@@ -193,7 +191,7 @@ class Search:
             value, times = scaled, times + 1
 
     def _problem(self, value: Value) -> str | None:
-        """Why there is no scenario with such a load."""
+        """Return why no scenario can have this load; None if one can."""
         try:
             self._over.scenario(value, 0)
         except ScenarioError as error:
@@ -201,7 +199,7 @@ class Search:
         return None
 
     def narrow(self) -> None:
-        """Bring both ends together until they are near enough, or nothing between them can be decided."""
+        """Narrow the gap until its ends are within the width, or no load between them can be decided."""
         while (ends := self.ends) is not None and self._over.ratio(*ends) - 1 > self._terms.width:
             value = self._next(*ends)
             if value is None or len(self._made) == MOST_PROBES:
@@ -211,12 +209,12 @@ class Search:
 
     @property
     def ends(self) -> tuple[Value, Value] | None:
-        """The loads that the answer lies between, when there are both."""
+        """The values that hold and fail, between which the answer lies; None unless both are known."""
         holds, fails = self.holds, self.fails
         return None if holds is None or fails is None else (holds.value, fails.value)
 
     def beyond(self) -> None:
-        """Look at half the least load and at twice the largest, once: it changes no answer, but may show a disorder."""
+        """Probe half the least load and twice the largest, one look each: the answer stays, but disorder may show."""
         if self.ends is None:
             return
         for outermost, factor in zip((self.probes[0], self.probes[-1]), (0.5, 2.0), strict=True):
@@ -236,7 +234,7 @@ class Search:
         return [each.value for each in self.probes if loads[0] < self._over.load(each.value) < loads[1]]
 
     def _next(self, low: Value, high: Value) -> Value | None:
-        """The middle of the gap, or of the larger one beside what is undecided in it; None if those are small."""
+        """Return the middle of the gap, or of the larger gap beside its undecided loads; None if those are small."""
         undecided = self._undecided(low, high)
         if not undecided:
             return self._over.between(low, high)
@@ -258,8 +256,8 @@ class Search:
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
-    """The capacity of a scenario of one loop. `hear` is called with each probe. Raises ScenarioError, CheckError for
-    what cannot be searched, RunError for a run that failed.
+    """Return the capacity of a scenario of one loop. `hear` is called with each probe. Raises ScenarioError, CheckError
+    if the field or a condition is unfit for a search, RunError if a run fails.
     """
     over = Over(scenario, field)
     steps = Search(over, terms, runs, hear)
@@ -283,7 +281,7 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
 
 
 def _few(probes: Sequence[Probe]) -> list[str]:
-    """Percentiles that runs are too short for."""
+    """Return a notice for each percentile that runs are too short for."""
     names = dict.fromkeys(name for each in probes for name in each.few)
     least = min(each.requests // each.replicates for each in probes)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
@@ -291,7 +289,7 @@ def _few(probes: Sequence[Probe]) -> list[str]:
 
 
 def _equal(probes: Sequence[Probe]) -> list[str]:
-    """Whether replicates are all the same, so that the confidence says nothing."""
+    """Return a notice if replicates are all the same, so that the confidence is meaningless."""
     known = [at for each in probes for at in each.intervals]
     still = known and all(at.low == at.high for at in known)
     return ["replicates are equal: nothing in them is random, another seed changes nothing"] if still else []
@@ -301,9 +299,9 @@ VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:
-    """Search, print each probe as it is made, then the answer. The exit status."""
+    """Search for a capacity, printing each probe as it is made, then the answer. Return the exit status."""
     with closing(executor):
-        Over(scenario, field)  # what cannot be searched is told before anything is printed
+        Over(scenario, field)  # raise the errors of an unfit field before anything is printed
         runs = Runs(Store(store, identity.code()), executor)
         if not as_json:
             conditions = " and ".join(check.rule for check in terms.conditions)
@@ -317,7 +315,7 @@ def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Exe
 
 
 def _printer(terms: Terms, field: str) -> Hear:
-    """Prints a line a probe, before the first one a header."""
+    """Return a function that prints a line per probe, and a header before the first one."""
     metrics = [check.metric for check in terms.conditions]
     headers = [[field.rpartition(".")[2], "runs", "requests", "", *metrics]]
 
@@ -338,6 +336,6 @@ def _aligned(cells: list[str]) -> str:
 
 
 def _shown(at: Interval, metric: str) -> str:
-    """A mean and its interval in the form of the metric."""
+    """Return a mean and its interval as text in the metric's form."""
     mean, low, high = (catalogue.METRICS[metric].shown(value) for value in (at.mean, max(at.low, 0.0), at.high))
     return f"{mean} [{low}, {high}]"

@@ -1,8 +1,6 @@
-"""The terms of a capacity: conditions, and how sure an answer has to be.
+"""A probe of a capacity search: one load, with replicates until every condition is decided or their limit is reached.
 
-The field of a workload that a capacity is sought over: its values, from less load to more.
-
-One load: replicates are run until every condition is decided, or there are as many as there may be.
+Terms hold the conditions and the confidence that an answer needs; Over is the workload's field that sets the load.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from cbsim.stats.intervals import Interval, doublings
 from cbsim.sweeps.store import Run, Runs
 
 FIRST = 4
-"""Replicates of the first look; each look has twice as many as the one before."""
+"""Replicates of the first interim analysis, called a look; each look has twice as many as the one before."""
 MOST_PROBES = 20
-"""Loads that a search looks at. The error is spread over them."""
+"""The most loads that a search probes. The error probability is divided among them."""
 SHARE = "slo.attainment"
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What has to hold, and how sure that has to be. `replicates` of a load are the most; `width` is how far apart, by
-    ratio less 1, the loads that hold and fail may be; `warmup` as in Task. Raises ScenarioError.
+    """The conditions and the precision of a search. `replicates` is the limit per load; `width` is the largest ratio,
+    less 1, of the load that fails to the one that holds; `warmup` is that of Task. Raises ScenarioError.
     """
 
     conditions: tuple[Check, ...]
@@ -53,20 +51,20 @@ class Terms:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many replicates it is looked whether a load is decided."""
+        """The numbers of replicates after which a load is tested for a decision (interim analyses)."""
         return doublings(FIRST, self.replicates)
 
     @property
     def tail(self) -> float:
-        """How often an interval may lie wholly beside what is meant, on either side: looks, conditions and loads that
-        a search can have share the error, so that no decision of a search is wrong with probability `confidence`.
+        """The probability, on either side, that an interval misses the true mean. The looks, conditions and loads of a
+        search share the error, so that with probability `confidence` no decision of a search is wrong.
         """
         return (1 - self.confidence) / (MOST_PROBES * len(self.looks) * len(self.conditions))
 
 
 def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precision: Any) -> Terms:
-    """The terms for a scenario of one loop: conditions on metrics, the share of requests that keep its `slo`, and
-    `precision` as in Terms. Raises CheckError, ScenarioError.
+    """Return the terms for a scenario of one loop: `slo` are conditions on metrics, `goodput` the share of requests
+    that must keep the scenario's `slo`, `precision` other fields of Terms. Raises CheckError, ScenarioError.
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
@@ -85,7 +83,7 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
 
 
 def _goodput(share: str) -> Check:
-    """A share of requests as a condition. That all of them do can never be sure."""
+    """Return a share of requests as a condition. A share of 1 is refused, as no sample can prove it."""
     check = parse(f"{SHARE}>={share}", "--goodput")
     if not 0 < check.bound < 1:
         bound = "must be > 0 and < 1, such as 99%"
@@ -95,13 +93,13 @@ def _goodput(share: str) -> Check:
 
 RATE = "workload.arrivals.rate_per_s"
 LESS_IS_MORE = ("workload.time_scale", "workload.arrivals.think_s", "workload.arrivals.burstiness")
-"""Fields that mean less load when they grow. With all others load rises."""
+"""Fields for which a larger value means less load. For all others it means more."""
 
-Value = float  # of the field; whole ones are ints
+Value = float  # a value of the searched field; an int if the field holds whole numbers
 
 
 class Over:
-    """A number of a scenario's workload. Raises ScenarioError if it is none, or none that can be doubled."""
+    """The workload's field that a search varies. Raises ScenarioError if it is no number or not above 0."""
 
     def __init__(self, scenario: Scenario, field: str) -> None:
         self.field, self.falls, self._base = field, field in LESS_IS_MORE, scenario
@@ -114,30 +112,30 @@ class Over:
 
     @property
     def whole(self) -> bool:
-        """Are its values whole numbers?"""
+        """True if the field's values are whole numbers."""
         return isinstance(self.start, int)
 
     def scenario(self, value: Value, replicate: int) -> Scenario:
-        """The one with that value and that seed after the scenario's own. Raises ScenarioError."""
+        """Return the scenario with this value, its seed increased by `replicate`. Raises ScenarioError."""
         changes = [f"{self.field}={json.dumps(value)}", f"seed={self._base.seed + replicate}"]
         return scenario_of(self._base, changes)
 
     def load(self, value: Value) -> float:
-        """Larger where there is more to do."""
+        """Return the load of a value: the value, or its inverse if a larger value means less load."""
         return 1 / value if self.falls else value
 
     def times(self, value: Value, factor: float) -> Value | None:
-        """The value with `factor` times the load; None if there is none."""
+        """Return the value with `factor` times the load; None if there is none."""
         scaled = self._rounded(value / factor if self.falls else value * factor)
         return scaled if scaled > 0 and scaled != value else None
 
     def between(self, low: Value, high: Value) -> Value | None:
-        """The middle of the two by ratio; None if nothing lies between."""
+        """Return the geometric mean of two values; None if no value lies between them."""
         middle = self._rounded(math.sqrt(low * high))
         return middle if min(low, high) < middle < max(low, high) else None
 
     def ratio(self, low: Value, high: Value) -> float:
-        """How many times the load of `low` that of `high` is."""
+        """Return the ratio of the load of `high` to that of `low`."""
         return self.load(high) / self.load(low)
 
     def _rounded(self, value: float) -> Value:
@@ -145,7 +143,7 @@ class Over:
 
 
 def _value(scenario: dict[str, Any], field: str) -> Any:
-    """The value of a dotted field. Raises ScenarioError if there is none or it is no load."""
+    """Return the value of a dotted field. Raises ScenarioError if it does not exist or is not part of the workload."""
     head, *rest = field.split(".")
     if head != "workload" or not rest:
         bound = f"expected a number of the workload, such as {RATE}"
@@ -165,8 +163,8 @@ LOST = ("refused", FAILED, "unfinished", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A load and what is known of it. `holds` is None while that is undecided; `reason` says why it fails, or what is
-    undecided. `requests` are those that count, of all replicates. `limits`: what limits its first run.
+    """A load and its estimates. `holds` is None while undecided; `reason` states why it fails, or which conditions are
+    undecided. `requests` counts those of all replicates whose latencies count. `limits` is what limits its first run.
     """
 
     value: Value
@@ -179,12 +177,12 @@ class Probe:
     few: tuple[str, ...] = ()  # percentiles that its runs are too short for
 
     def undecided(self, terms: Terms) -> list[tuple[Check, Interval]]:
-        """The conditions whose bound lies in the interval."""
+        """Return the conditions whose bound lies inside their metric's interval, with that interval."""
         pairs = zip(terms.conditions, self.intervals, strict=True)
         return [(check, at) for check, at in pairs if intervals.decided(check, at) is None]
 
     def numbers(self, terms: Terms) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the fields that `--json` prints."""
         values = [
             {"condition": check.rule, **interval._asdict()}
             for check, interval in zip(terms.conditions, self.intervals, strict=False)
@@ -194,9 +192,9 @@ class Probe:
 
 
 def probe(over: Over, value: Value, terms: Terms, runs: Runs) -> Probe:
-    """Look at one load. Replicate r has the seed r after the scenario's, at all loads: common random numbers.
+    """Probe one load. Replicate r has the scenario's seed plus r at all loads: common random numbers.
 
-    Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if one fails.
+    Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if a run fails.
     """
     for made in looked_at(over, value, terms, runs):
         undecided = [] if made.holds is not None else made.undecided(terms)
@@ -206,7 +204,7 @@ def probe(over: Over, value: Value, terms: Terms, runs: Runs) -> Probe:
 
 
 def _hopeless(check: Check, at: Interval, replicates: int, terms: Terms) -> bool:
-    """Would the bound still lie in the interval of all replicates if the mean moved by two of its standard errors?"""
+    """True if the interval of all replicates would contain the bound even if the mean moved by two standard errors."""
     if not at.low < at.mean < at.high:
         return False
     most = terms.replicates
@@ -216,7 +214,7 @@ def _hopeless(check: Check, at: Interval, replicates: int, terms: Terms) -> bool
 
 
 def looked_at(over: Over, value: Value, terms: Terms, runs: Runs) -> Iterator[Probe]:
-    """What is known after each look."""
+    """Yield the probe as known after each look."""
     known: list[Run] = []
     for size in terms.looks:
         scenarios = [over.scenario(value, replicate) for replicate in range(len(known), size)]
@@ -240,7 +238,7 @@ def _judged(value: Value, runs: Sequence[Run], terms: Terms) -> Probe:
 
 
 def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float) -> Interval:
-    """Of the mean over replicates. Raises CheckError if a run has no such metric."""
+    """Return the interval of a metric's mean over replicates. Raises CheckError if a run lacks the metric."""
     values = [value for summary in summaries if (value := check.value(summary)) is not None]
     if len(values) < len(summaries):
         raise CheckError(f"--slo {check.rule!r}: the runs have no {check.metric}", field=check.metric)
@@ -252,14 +250,14 @@ def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float)
 
 
 def _lost(summaries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Requests that were not served, in words; those that a client gave up are not meant."""
+    """Return the counts of requests that were not served, as text; cancelled ones are not included."""
     counts = {status: sum(summary["requests_by_status"][status] for summary in summaries) for status in LOST}
     sent = sum(summary["requests"] for summary in summaries)
     return ", ".join(f"{count:,} of {sent:,} requests {status}" for status, count in counts.items() if count) or None
 
 
 def _few(terms: Terms, summaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Percentiles of conditions that a run has too few values for."""
+    """Return the percentiles among the conditions' metrics for which some run has too few values."""
     names = []
     for metric in dict.fromkeys(check.metric for check in terms.conditions):
         head, _, statistic = metric.partition(".")

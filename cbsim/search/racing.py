@@ -1,12 +1,12 @@
 """The best of several candidates by replicates at common random numbers, in rounds, with a bound on being wrong.
 
-All candidates get a few replicates. Then those go that break a condition for sure, and those that are worse for sure
-than the leader: the best mean among those that keep all conditions for sure. The others get as many replicates again.
+All candidates get a few replicates. Then a candidate is dropped if it surely breaks a condition, or is surely worse
+than the leader: the best mean among those that surely keep all conditions. The others get as many replicates again.
 
-A candidate goes if an interval of Student's t says so: of the mean of a condition's metric, or of the mean paired
-difference to the leader. Call the best of those that truly keep the conditions b. What is said at the end can be false
-only if an interval misses its mean that compares b with one of the other K - 1, or a candidate with one of C
-conditions, in one of L rounds. These are L (K - 1 + K C) intervals, whoever leads when, so each has the confidence
+The test is an interval of Student's t: of the mean of a condition's metric, or of the mean paired difference to the
+leader. Let b be the best of those that truly keep the conditions. The final answer can be wrong only if an interval
+misses its mean that compares b with one of the other K - 1, or a candidate with one of C conditions, in one of L
+rounds. These are L (K - 1 + K C) intervals, whichever candidate leads, so each has the confidence
 1 - (1 - confidence) / (L (K - 1 + K C)) (Bonferroni), and all of them hold at once with `confidence`.
 """
 
@@ -25,11 +25,11 @@ FIRST = 5
 IN, WORSE, BREAKS, FAILED = "in", "worse", "breaks", "failed"
 Numbers = Mapping[str, float]
 Measure = Callable[[Sequence[int], range], Mapping[int, Sequence[Numbers | str]]]
-"""Candidates and replicates: the metrics of each run, or the reason why there are none, in order of the replicates."""
+"""A function of candidates and replicates: each run's metrics or failure reason, in order of the replicates."""
 
 
 class Goal(NamedTuple):
-    """What is best, what has to hold, with which confidence, and after how many replicates at most: 2 or more."""
+    """The objective, the conditions, the confidence of the answer, and the largest number of replicates (2 or more)."""
 
     metric: Objective
     slo: Sequence[Check]
@@ -38,25 +38,25 @@ class Goal(NamedTuple):
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """Replicates that a candidate has after each."""
+        """The number of replicates that a candidate has after each round."""
         return intervals.doublings(FIRST, self.most)
 
     def each(self, candidates: int) -> float:
-        """The confidence of an interval."""
+        """Return the confidence of each interval (Bonferroni)."""
         count = candidates - 1 + candidates * len(self.slo)
         return intervals.each(self.confidence, len(self.rounds) * count)
 
 
 @dataclass(slots=True)
 class Trial:
-    """What is known of a candidate. `why` says more of a verdict: the condition, or the reason of a failure."""
+    """The runs and the verdict of a candidate. `why` is the condition that it breaks, or the reason of its failure."""
 
     runs: list[Numbers] = field(default_factory=list)
     verdict: str = IN
     why: str = ""
 
     def add(self, runs: Sequence[Numbers | str], metric: str) -> None:
-        """What became of its next replicates."""
+        """Append the runs of the next replicates; drop the candidate if one failed or lacks the metric."""
         for run in runs:
             if isinstance(run, str) or metric not in run:
                 self.drop(FAILED, run if isinstance(run, str) else f"the run has no {metric}")
@@ -67,7 +67,7 @@ class Trial:
         self.verdict, self.why = verdict, why
 
     def values(self, metric: str) -> list[float]:
-        """Of the runs that have the metric."""
+        """Return the metric's values of the runs that have it."""
         return [run[metric] for run in self.runs if metric in run]
 
     def mean(self, metric: str) -> float:
@@ -76,8 +76,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a search. `best` is the candidate with the best mean of those left that keep all conditions, by their
-    means at least; `sure` if it is for sure that it keeps them. `confidence` is that of each interval.
+    """The result of a search. `best` is the remaining candidate with the best mean among those that keep all
+    conditions, at least by their means; `sure` if it keeps them for sure. `confidence` is that of each interval.
     """
 
     goal: Goal
@@ -88,32 +88,32 @@ class Outcome:
 
     @property
     def left(self) -> list[int]:
-        """Candidates that may be the best: one of them is, with the confidence of the goal."""
+        """The candidates that were not dropped: one of them is the best, with the confidence of the goal."""
         return [i for i, trial in enumerate(self.trials) if trial.verdict == IN]
 
     @property
     def won(self) -> bool:
-        """Is one left, and sure to keep the conditions?"""
+        """True if a single candidate is left and surely keeps the conditions."""
         return self.sure and len(self.left) == 1
 
     @property
     def second(self) -> int | None:
-        """The least behind the best of those that were not found to break a condition."""
+        """The candidate that is least behind the best, among those not found to break a condition."""
         behind = [i for i, trial in enumerate(self.trials) if i != self.best and trial.verdict in (IN, WORSE)]
         return min(behind, key=self.behind, default=None)
 
     def behind(self, other: int) -> float:
-        """By how much the best is better than another, over the replicates that both have."""
+        """Return by how much the best is better than another, over the replicates that both have."""
         return self.goal.metric.sign * self.against(other).mean
 
     def against(self, other: int) -> Paired:
-        """The best one against another, over the replicates that both have."""
+        """Compare the best one with another, over the replicates that both have."""
         assert self.best is not None
         return difference(self.trials[self.best], self.trials[other], self.goal.metric.name, self.confidence)
 
 
 def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
-    """Find the best of so many candidates, called 0, 1, ..."""
+    """Find the best of `candidates` candidates, numbered 0, 1, ..."""
     trials = [Trial() for _ in range(candidates)]
     confidence = goal.each(candidates)
     done = 0
@@ -133,7 +133,9 @@ def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
 
 
 def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
-    """Drop what breaks a condition or is worse than the leader; the leader, if one keeps all conditions for sure."""
+    """Drop candidates that break a condition or are worse than the leader; return the leader, or None if none is sure
+    to keep all conditions.
+    """
     sure = []
     for i, trial in enumerate(trials):
         if trial.verdict != IN:
@@ -154,7 +156,7 @@ def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
 
 
 def _decided(trials: Sequence[Trial], leader: int | None, goal: Goal, confidence: float) -> bool:
-    """Are all that are left the leader, or the same as the leader in every replicate?"""
+    """True if every remaining candidate is the leader or equals it in every replicate."""
     left = [i for i, trial in enumerate(trials) if trial.verdict == IN]
     if leader is None:
         return not left
@@ -162,12 +164,12 @@ def _decided(trials: Sequence[Trial], leader: int | None, goal: Goal, confidence
 
 
 def _best(trials: Sequence[Trial], among: Sequence[int], metric: Objective) -> int | None:
-    """The best mean; of equal ones the first."""
+    """Return the candidate with the best mean, the first of equal ones; None if `among` is empty."""
     return max(among, key=lambda i: metric.sign * trials[i].mean(metric.name), default=None)
 
 
 def difference(trial: Trial, other: Trial, metric: str, confidence: float) -> Paired:
-    """Of two candidates, over the replicates that both have."""
+    """Compare two candidates over the replicates that both have."""
     ours, theirs = (dict(enumerate(each.values(metric))) for each in (trial, other))
     compared = paired.paired(ours, theirs, confidence)
     assert compared is not None
@@ -175,7 +177,7 @@ def difference(trial: Trial, other: Trial, metric: str, confidence: float) -> Pa
 
 
 def _holds(check: Check, trial: Trial, confidence: float) -> bool | None:
-    """Does a condition hold of a candidate's mean? Of a run that has no such metric none does."""
+    """Return whether a condition holds for a candidate's mean, None if unsure; False if a run lacks the metric."""
     values = trial.values(check.metric)
     return intervals.holds(check, values, confidence) if len(values) == len(trial.runs) else False
 

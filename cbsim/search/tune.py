@@ -42,7 +42,7 @@ EVEN, SURE = 0.5, 1 - 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """What a search over settings found. `candidates` and the trials of `outcome` are in one order."""
+    """The result of a search over settings. `candidates` and the trials of `outcome` are in one order."""
 
     scenario: str
     fields: Sequence[str]
@@ -56,7 +56,7 @@ class Tuned:
 
     @property
     def won(self) -> bool:
-        """Are they the best with the confidence of the goal, and not only by their mean?"""
+        """True if these settings are the best with the confidence of the goal, not only by their mean."""
         return self.outcome.won
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Tuned:
         return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
 
     def called(self, candidate: int) -> str:
-        """What a candidate sets."""
+        """Return the label of a candidate: the settings of its knobs."""
         return label(self.settings(candidate)) if self.fields else "as it is"
 
     def settings(self, candidate: int) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ class Tuned:
 
 
 def parse_knobs(written: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Fields and their values, from `FIELD=A..B`, `FIELD=A..B:STEP` or `FIELD=VALUE,VALUE`. Raises ScenarioError."""
+    """Parse fields and values from `FIELD=A..B`, `FIELD=A..B:STEP` or `FIELD=VALUE,VALUE`. Raises ScenarioError."""
     knobs: dict[str, Sequence[Any]] = {}
     for knob in written:
         name, equals, values = (part.strip() for part in knob.partition("="))
@@ -114,8 +114,8 @@ def candidates(
     knobs: Mapping[str, Sequence[Any]],
     goal: Goal,
 ) -> list[Point]:
-    """Every value of a knob with every one of the others, under each loop of the scenario. Raises ScenarioError, that
-    tells of all that cannot be built, or of a metric that no run will have.
+    """Return each combination of the knobs' values, under each loop of the scenario. Raises a ScenarioError that lists
+    all that cannot be built, or names a metric that no run will have.
     """
     if "seed" in knobs:
         raise ScenarioError("seed is no knob: replicates take seeds of their own", field="seed")
@@ -148,7 +148,7 @@ def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
 
 
 def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
-    """The metrics of candidates' replicates: of runs that the store has, and of the rest, which are made and kept."""
+    """Return a function that gives the metrics of candidates' replicates; it makes and stores the missing runs."""
 
     def of(point: Point) -> Numbers | str:
         if runs.store.holds(point.key, (SUMMARY,)):
@@ -164,7 +164,7 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
 
 
 def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress | None = None) -> Tuned:
-    """Search among points for the best. `progress` shows the runs of each round. Raises RunError, Interrupted."""
+    """Search for the best of the points. `progress` shows the runs of each round. Raises RunError, Interrupted."""
     with closing(executor):
         runs = Runs(Store(store, identity.code()), executor, progress)
         outcome = search(len(of), measure(of, runs), goal)
@@ -177,7 +177,7 @@ def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progr
 
 
 def study(tuned: Tuned) -> Report:
-    """The report of a search, candidate by candidate."""
+    """Return the report of a search, with a table row per candidate."""
     outcome, goal = tuned.outcome, tuned.outcome.goal
     conditions = f" with {' and '.join(check.rule for check in goal.slo)}" if goal.slo else ""
     most = "most" if goal.metric.sign > 0 else "least"
@@ -255,7 +255,7 @@ def _table(tuned: Tuned) -> Table:
 
 
 def _rank(tuned: Tuned, i: int) -> tuple[int, float]:
-    """The best one, those that are left, those that are worse, by how far they are behind; then all that are out."""
+    """Return a sort key: candidates left, best first, then worse ones, each by how far behind; then the others."""
     outcome, trial = tuned.outcome, tuned.outcome.trials[i]
     behind = 0.0
     if outcome.best is not None and trial.runs:
@@ -273,7 +273,7 @@ def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
 
 
 def _note(tuned: Tuned, i: int) -> str:
-    """What a row says of its candidate."""
+    """Return the verdict that a candidate's table row shows."""
     outcome = tuned.outcome
     trial = outcome.trials[i]
     if trial.verdict in (BREAKS, FAILED):

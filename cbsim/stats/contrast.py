@@ -1,4 +1,4 @@
-"""`cbsim contrast`: what one field of a sweep changes, all else equal, by paired replicates."""
+"""`cbsim contrast`: the effect of one field of a sweep, all else equal, by paired replicates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DIRECTIONS = {1: "More is better.", -1: "Less is better.", 0: "Neither more nor 
 
 
 class Terms(NamedTuple):
-    """How to compare: the confidence with which all intervals hold at once, and the width that `needed` is for."""
+    """The confidence with which all intervals hold at once, and the relative half-width that `needed` aims at."""
 
     confidence: float
     precision: float
 
 
 class Compared(NamedTuple):
-    """A configuration against the one that differs from it in the field alone."""
+    """A configuration compared with the one that differs from it in the field alone."""
 
     metric: Objective
     configuration: Configuration
@@ -36,7 +36,7 @@ class Compared(NamedTuple):
 
 
 def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Objective], terms: Terms) -> Report:
-    """All configurations against those whose `by` is `against`, by default the first value. Raises ScenarioError."""
+    """Compare all configurations with those whose `by` is `against`, by default the first. Raises ScenarioError."""
     sweep.check_field(by)
     for metric in metrics:
         sweep.check(metric.name)
@@ -81,7 +81,7 @@ def _reference(sweep: Replicated, by: str, against: str | None) -> Any:
 
 
 def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Configuration, Configuration]]:
-    """Every configuration, and the one that differs from it in `by` alone, which is `reference`."""
+    """Pair every configuration with the one that differs from it in `by` alone, whose value there is `reference`."""
 
     def elsewhere(of: Configuration) -> tuple[Any, ...]:
         return tuple(value for name, value in of.settings.items() if name != by)
@@ -115,7 +115,7 @@ def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, 
 
 
 def _verdict(metric: Objective, difference: Paired) -> str:
-    """Without a direction that is better, only that there is a difference."""
+    """Return the verdict on a difference; a metric without a better direction gets only more, less or the same."""
     if difference.none:
         return "the same"
     if difference.sign and not metric.sign:
@@ -124,7 +124,7 @@ def _verdict(metric: Objective, difference: Paired) -> str:
 
 
 def _relative(difference: Paired, metric: Objective) -> list[str]:
-    """The difference and its interval: as shares of the reference, or in the metric's unit if that is 0."""
+    """Return the difference and its interval as shares of the reference, or in the metric's unit if that is 0."""
     whole = abs(difference.second)
     ends = (difference.mean, *((difference.low, difference.high) if difference.known else (None, None)))
     return ["-" if end is None else f"{end / whole:+.2%}" if whole else metric.shown(end) for end in ends]

@@ -1,4 +1,4 @@
-"""Intervals of means over replicates, by Student's t, conditions on them, and how sure each of several has to be.
+"""Intervals of means over replicates, by Student's t, conditions on them, and the confidence that each interval needs.
 
 The distribution function is the finite sum of Abramowitz and Stegun, 26.7.3 and 26.7.4; beyond MOST_SUMMED degrees
 the quantile is their expansion from the normal one, 26.7.5, whose error is below 1e-8 of it there.
@@ -18,7 +18,7 @@ MOST_SUMMED = 200
 
 
 class Interval(NamedTuple):
-    """A mean, and how far it may lie from the one that is meant."""
+    """A sample mean and the bounds of its confidence interval."""
 
     mean: float
     low: float
@@ -29,9 +29,9 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: Sequence[float], confidence: float) -> Interval:
-    """With this confidence the mean of what the values are drawn from lies in the interval, if that is about normal.
+    """Return the interval that contains the mean of the values' distribution, about normal, with this confidence.
 
-    One value says nothing of its spread: its interval is endless.
+    A single value gives no spread: its interval is infinite.
     """
     assert values
     mean = fmean(values)
@@ -42,17 +42,17 @@ def t_interval(values: Sequence[float], confidence: float) -> Interval:
 
 
 def shown_interval(values: Sequence[float], confidence: float) -> Interval:
-    """The interval of a mean where one value is shown as a point."""
+    """Return the interval of a mean; that of a single value is the value itself."""
     return t_interval(values, confidence) if len(values) > 1 else Interval(values[0], values[0], values[0])
 
 
 def holds(check: Check, values: Sequence[float], confidence: float) -> bool | None:
-    """Does a condition hold of the mean of its metric? None if the interval has both; without a value it fails."""
+    """Return whether a condition holds for its metric's mean; None if the interval contains both, False if no value."""
     return decided(check, shown_interval(values, confidence)) if values else False
 
 
 def decided(check: Check, at: Interval) -> bool | None:
-    """Does a condition hold wherever in the interval the mean lies? None if it does so in a part of it."""
+    """Return whether a condition holds in the whole interval; None if it holds only in a part of it."""
     _, low, high = at
     if check.compare == "==":
         return True if low == high == check.bound else None if low <= check.bound <= high else False
@@ -61,14 +61,14 @@ def decided(check: Check, at: Interval) -> bool | None:
 
 
 def each(confidence: float, count: int) -> float:
-    """The confidence that each of so many intervals needs, so that all of them hold at once with `confidence`
-    (Bonferroni: whatever they have to do with each other).
+    """Return the confidence that each of `count` intervals needs so that all of them hold at once with `confidence`
+    (Bonferroni: however they depend on each other).
     """
     return 1 - (1 - confidence) / max(1, count)
 
 
 def doublings(first: int, most: int) -> tuple[int, ...]:
-    """Replicates after each look at them: `first`, twice as many each time, at last `most`."""
+    """Return the numbers of replicates after each look: `first`, twice as many each time, finally `most`."""
     sizes = [first]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
@@ -76,25 +76,25 @@ def doublings(first: int, most: int) -> tuple[int, ...]:
 
 
 def of_all(count: int, tail: float) -> Interval:
-    """Of a share when all of `count` trials met it: Clopper and Pearson's, one-sided."""
+    """Return the interval of a share that all of `count` trials met: Clopper and Pearson's, one-sided."""
     return Interval(1.0, tail ** (1 / count) if count else 0.0, 1.0)
 
 
 def half_width(deviation: float, count: int, confidence: float) -> float:
-    """Of the interval of a mean of `count` values with this standard deviation."""
+    """Return half the width of the interval of a mean of `count` values with this standard deviation."""
     return t_quantile((1 + confidence) / 2, count - 1) * deviation / math.sqrt(count)
 
 
 @lru_cache(maxsize=4096)
 def t_quantile(probability: float, degrees: int) -> float:
-    """What Student's t with so many degrees of freedom stays below with this probability, which is between 0 and 1."""
+    """Return the quantile of Student's t with `degrees` degrees of freedom at a probability between 0 and 1."""
     assert 0 < probability < 1, probability
     assert degrees >= 1, degrees
     if probability < 0.5:
         return -t_quantile(1 - probability, degrees)
     if degrees > MOST_SUMMED:
         return _expanded(NormalDist().inv_cdf(probability), degrees)
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
+    low, high = 0.0, math.pi / 2  # bounds of the angle whose tangent is t / sqrt(degrees)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, degrees) < 2 * probability - 1 else (low, middle)
@@ -102,7 +102,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """The probability that |t| is below tan(angle) sqrt(degrees)."""
+    """Return the probability that |t| is below tan(angle) sqrt(degrees)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)
@@ -113,7 +113,7 @@ def _within(angle: float, degrees: int) -> float:
 
 
 def _expanded(x: float, degrees: int) -> float:
-    """From a quantile of the normal distribution."""
+    """Return a quantile of Student's t expanded from `x`, the quantile of the normal distribution."""
     terms: tuple[float, ...] = (
         (x**3 + x) / 4,
         (5 * x**5 + 16 * x**3 + 3 * x) / 96,

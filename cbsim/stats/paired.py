@@ -1,8 +1,8 @@
-"""Two points of a sweep compared by the replicates that have the same random numbers.
+"""Two points of a sweep compared by paired replicates, which have the same random numbers.
 
-What a seed does to both goes out of their difference, so its interval is narrower than that of two runs that have
-nothing in common: by the gain, the variance that unpaired runs would have over that of the pairs. A difference of less
-than a millionth counts as none: runs of equal decisions differ by nanoseconds.
+The effect that a seed has on both points cancels in their difference, so its interval is narrower than that of
+independent runs. The gain is the variance of unpaired differences over that of the pairs. A relative difference below
+a millionth counts as none: runs of equal decisions differ by nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING = 1e-6
 
 
 class Paired(NamedTuple):
-    """The first against the second: mean of their differences, and its interval, endless with a single pair."""
+    """The first point minus the second: the mean of their differences, and its interval, infinite for a single pair."""
 
     pairs: int
     first: float
@@ -32,22 +32,22 @@ class Paired(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 if the interval is above zero, -1 if it is below, 0 if that cannot be told."""
+        """The sign of the difference: 1 if the interval is above zero, -1 if it is below, 0 if it contains zero."""
         return (self.low > 0) - (self.high < 0)
 
     @property
     def none(self) -> bool:
-        """Is every difference none?"""
+        """True if every difference counts as none."""
         return self.deviation == self.mean == 0
 
     @property
     def known(self) -> bool:
-        """Has it an interval?"""
+        """True if the interval is finite."""
         return isfinite(self.high - self.low)
 
     def needed(self, precision: float, confidence: float) -> int | None:
-        """The pairs after which half the interval is no wider than this share of the second one's mean, if differences
-        go on to vary as they do; None if no number is known that is enough.
+        """Return the number of pairs after which half the interval is at most this share of the second point's mean,
+        if differences keep their deviation; None if no sufficient number is known.
         """
         if self.deviation is None or not self.second:
             return None
@@ -64,7 +64,7 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], confidence: 
 
 
 def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
-    """The variance of differences of unpaired runs over that of the pairs; None if that is unknown or 0."""
+    """Return the variance of unpaired differences over that of the pairs; None if the latter is unknown or 0."""
     ours, theirs, differences = _pairs(first, second)
     if len(ours) < 2 or not (of_pairs := variance(differences)):
         return None
@@ -72,15 +72,15 @@ def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | Non
 
 
 def _pairs(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[list[float], list[float], list[float]]:
-    """The values of the seeds that both have, in order, and their differences."""
+    """Return the values of the seeds that both have, in order of the seeds, and their differences."""
     seeds = sorted(first.keys() & second.keys())
     ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
     return ours, theirs, [0.0 if isclose(a, b, rel_tol=NOTHING) else a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def enough(deviation: float, half: float, confidence: float) -> int | None:
-    """The fewest values with this deviation whose mean has an interval no wider than twice `half`; None if more than
-    MOST_NEEDED.
+    """Return the smallest number of values with this deviation whose mean has an interval no wider than twice `half`;
+    None if it is above MOST_NEEDED.
     """
     counts = range(2, MOST_NEEDED + 1)
     at = bisect_left(counts, True, key=lambda count: half_width(deviation, count, confidence) <= half)

@@ -1,8 +1,8 @@
-"""`cbsim pareto`: which points of a sweep no other dominates in two metrics, and how sure that is.
+"""`cbsim pareto`: the points of a sweep that no other dominates in two metrics, with the confidence of each verdict.
 
 A configuration is dominated if one on the frontier is better in both metrics, or better in one and the same in the
-other. Means over replicates decide which are on the frontier; the rest are dominated for sure only if the intervals of
-the paired differences say so, and otherwise perhaps on it.
+other. Means over replicates decide which are on the frontier. The others are dominated if the intervals of the paired
+differences show it, and are perhaps on the frontier if not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Question(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a configuration stands."""
+    """The verdict on a configuration, with its intervals and mean cost."""
 
     configuration: Configuration
     verdict: str
@@ -53,7 +53,7 @@ class Standing(NamedTuple):
 
 
 def frontier(sweep: Replicated, question: Question) -> list[Standing]:
-    """Where each configuration stands, in the order of the sweep. Raises ScenarioError if no run has a metric."""
+    """Return each configuration's standing, in the order of the sweep. Raises ScenarioError if no run has a metric."""
     for name in (question.x.name, question.y.name, *(check.metric for check in question.where)):
         sweep.check(name)
     standings = [_eligible(each, question) for each in sweep.configurations]
@@ -62,7 +62,7 @@ def frontier(sweep: Replicated, question: Question) -> list[Standing]:
 
 
 def _eligible(configuration: Configuration, question: Question) -> Standing:
-    """A configuration that may be on the frontier, for all that the conditions say."""
+    """Return a configuration's standing by the conditions alone: on the frontier, perhaps, out, or no runs."""
     values = [list(configuration.values(metric.name).values()) for metric in question[:2]]
     if not all(values):
         return Standing(configuration, MISSING)
@@ -75,7 +75,7 @@ def _eligible(configuration: Configuration, question: Question) -> Standing:
 
 
 def _best(standings: Sequence[Standing], question: Question) -> list[Standing]:
-    """Those that none dominates by means."""
+    """Return the standings that no other dominates by their means."""
 
     def good(each: Standing) -> tuple[float, float]:
         return question.x.sign * each.x[0], question.y.sign * each.y[0]
@@ -88,7 +88,7 @@ def _best(standings: Sequence[Standing], question: Question) -> list[Standing]:
 
 
 def _compared(standing: Standing, best: Sequence[Standing], question: Question) -> Standing:
-    """Dominated by one of the best, the same as one of them, one of them, or none of these."""
+    """Return the standing as dominated by one of the best, unchanged if it is or equals one of them, else perhaps."""
     for other in best:
         differences = [_difference(other, standing, metric, question) for metric in question[:2]]
         lows = [low for low, _ in differences]
@@ -100,7 +100,7 @@ def _compared(standing: Standing, best: Sequence[Standing], question: Question) 
 
 
 def _difference(other: Standing, standing: Standing, metric: Objective, question: Question) -> tuple[float, bool]:
-    """How much better the other one is for sure, by its mean if there is a single pair; and if they are the same."""
+    """Return by how much the other is surely better (by its mean with a single pair), and whether they are the same."""
     ours, theirs = (each.configuration.values(metric.name) for each in (other, standing))
     difference = paired.paired(ours, theirs, question.confidence)
     if difference is None:
@@ -113,7 +113,7 @@ def _difference(other: Standing, standing: Standing, metric: Objective, question
 
 
 def study(sweep: Replicated, question: Question, *, all_places: bool = False) -> Report:
-    """The frontier as a table, best x first, and drawn; with `all_places` the table has what is dominated, too."""
+    """Return the report of the frontier: a chart, and a table, best x first; `all_places` lists every configuration."""
     standings = frontier(sweep, question)
     standings.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
     listed = [each for each in standings if all_places or each.verdict in (FRONTIER, PERHAPS)]
@@ -150,7 +150,7 @@ def _table(listed: Sequence[Standing], fields: Sequence[str], question: Question
 
 
 def _numbers(standings: Sequence[Standing]) -> dict[int, int]:
-    """Of the points of the frontier in table and figure, by their id."""
+    """Return the numbers of the frontier's points in table and figure, by the id of the standing."""
     return {id(each): n for n, each in enumerate((each for each in standings if each.verdict == FRONTIER), start=1)}
 
 

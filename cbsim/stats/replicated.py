@@ -21,24 +21,24 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A point of a sweep without its seed: what it sets, and the metrics of its runs that are done, by seed."""
+    """A point of a sweep without its seed: its settings, and the metrics of its completed runs by seed."""
 
     settings: Mapping[str, Any]
     runs: Mapping[int, Numbers]
 
     def values(self, metric: str) -> dict[int, float]:
-        """Of a metric, by seed, where a run has it."""
+        """Return the values of a metric by seed, of the runs that have it."""
         return {seed: numbers[metric] for seed, numbers in self.runs.items() if metric in numbers}
 
     def label(self, fields: Sequence[str]) -> str:
-        """What it sets of these fields, in a few words."""
+        """Return the settings of these fields as a short label."""
         return label({name: self.settings[name] for name in fields}) or "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """`fields` are what axes set, `loop` among them; `metrics` what at least one run has; `lacking` counts the points
-    that are not done.
+    """A sweep's table. `fields` are those that axes set, `loop` among them; `metrics` those that at least one run has;
+    `lacking` counts the points that are not done.
     """
 
     path: Path
@@ -53,12 +53,12 @@ class Replicated:
         return [name for name in self.fields if len({each.settings[name] for each in self.configurations}) > 1]
 
     def check(self, metric: str) -> None:
-        """Raises ScenarioError if no run has the metric."""
+        """Raise ScenarioError if no run has the metric."""
         if metric not in self.metrics:
             raise ScenarioError(f"{self.path}: no run has {metric}", file=self.path, field=metric)
 
     def check_field(self, name: str) -> None:
-        """Raises ScenarioError unless the field changes."""
+        """Raise ScenarioError unless the field differs between configurations."""
         changing = self.changing
         if name not in changing:
             expected = f"expected one of {', '.join(changing)}"
@@ -68,7 +68,7 @@ class Replicated:
 
 
 def read(path: Path) -> Replicated:
-    """The configurations of a table that `cbsim sweep` wrote. Raises ScenarioError if it is none."""
+    """Read the configurations of a table that `cbsim sweep` wrote. Raises ScenarioError if it is not such a table."""
     table = _opened(path)
     names = table.column_names
     fields, metrics = names[: names.index("seed")], names[names.index("reason") + 1 :]
@@ -97,7 +97,7 @@ def _unfit(path: Path, reason: str) -> ScenarioError:
 
 
 def _mistake(table: pa.Table) -> str | None:
-    """Why it is not the table of a sweep."""
+    """Return why this is not the table of a sweep; None if it is."""
     names = table.column_names
     if missing := [name for name in ABOUT if name not in names]:
         return f"has no column {', '.join(missing)}"
@@ -127,7 +127,7 @@ def _configurations(
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """Settings in a few words: fields by the last part of their names where that tells them apart."""
+    """Return settings as a short label: fields are named by the last part of their names where that is unique."""
     last = [_last(name) for name in settings]
     names = [part if last.count(part) == 1 else name for name, part in zip(settings, last, strict=True)]
     return ", ".join(f"{name}={shown(value)}" for name, value in zip(names, settings.values(), strict=True))
@@ -139,5 +139,5 @@ def _last(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a field."""
+    """Return a field's value as text."""
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,1 +1,1 @@
-"""Many runs: sweeps over fields, kept in a store and resumed, on the cores of a machine or of a cluster."""
+"""Sweeps: many runs over the values of fields, kept in a store and resumed, on a machine's cores or a Ray cluster."""

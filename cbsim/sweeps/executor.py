@@ -1,4 +1,4 @@
-"""Where tasks are done: here, in processes of this machine or on a Ray cluster; what follows when a worker dies."""
+"""Executors of tasks: this process, processes of this machine, or a Ray cluster; and retries when a worker dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario.fields import shown
 from cbsim.sweeps.work import Made, Task, work
 
-AHEAD = 2  # tasks a process is given at most, so that none waits for its next
+AHEAD = 2  # tasks submitted per process at most, so that no process waits for its next one
 MOST_JOBS = 1024
 MOST_LOST = 10
 DIED = "the process that worked on it died, twice: killed, or out of memory"
@@ -27,43 +27,43 @@ GIVEN_UP = f"{MOST_LOST} machines that worked on it were lost"
 
 
 class Executor(Protocol):
-    """Does tasks in any order. Each comes back once, whatever happens to the process that works on it."""
+    """An executor completes tasks in any order and returns each exactly once, even if its worker process dies."""
 
     @property
     def about(self) -> str:
-        """Where it works, in a few words."""
+        """A short description of the processes or machines that it uses."""
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """What became of the tasks, as they are done. They are taken from `tasks` when a process is free."""
+        """Yield each task's outcome on completion. A task is taken from `tasks` when a process is free."""
 
     def close(self) -> None:
-        """End everything at once; what is under way is lost. May be called twice."""
+        """Stop all workers at once; tasks under way are lost. A second call does nothing."""
 
 
 class Gone(Enum):
-    """Why a task came back undone."""
+    """The reason why a task was not completed: its process died, or its machine was lost."""
 
     PROCESS = "the process that worked on it died"
     MACHINE = "the machine did, or what it had made was lost with it"
 
 
 class Workers(Protocol):
-    """Processes that work on tasks, one task a process."""
+    """A pool of processes that work on tasks, one task per process at a time."""
 
     @property
     def room(self) -> int:
-        """So many tasks may be under way now, at least 1. It may change at any time."""
+        """The number of tasks that may be under way now, at least 1. It may change at any time."""
 
     def give(self, task: Task) -> None: ...
 
     def take(self) -> tuple[str, Made | Gone]:
-        """The key of a task that is done or came back, and what became of it. Waits for it."""
+        """Wait for the next task that was completed or lost; return its key and its outcome."""
 
 
 def each(tasks: Iterable[Task], workers: Workers) -> Iterator[Made]:
-    """What became of the tasks, as they are done. One whose process dies is done again when nothing else is under way:
-    after all others, or when there are as many of its kind as there is room; it fails if its process dies again. One
-    whose machine is lost is not to blame, and is done again at once, but not for ever.
+    """Yield each task's outcome on completion. A task whose process died is repeated while no other task is under way:
+    after all others, or once `room` such tasks are waiting; if its process dies again, the task fails. A task whose
+    machine was lost is not at fault: it is repeated at once, and fails after MOST_LOST lost machines.
     """
     waiting, suspects = iter(tasks), deque[Task]()
     flying, lost = dict[str, Task](), Counter[str]()
@@ -94,7 +94,7 @@ def each(tasks: Iterable[Task], workers: Workers) -> Iterator[Made]:
 
 
 class Here:
-    """One after the other, in this process."""
+    """An executor that runs the tasks one after the other in this process."""
 
     about = "this process"
 
@@ -102,12 +102,12 @@ class Here:
         return map(work, tasks)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no process is open."""
 
 
 class Processes:
-    """So many processes, each a fresh interpreter. When one dies the whole pool does, and all that was under way comes
-    back undone.
+    """A pool of `jobs` processes, each a fresh interpreter. When one dies, the whole pool is lost, and every task under
+    way is returned as not completed.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -118,11 +118,11 @@ class Processes:
         self._flying: dict[Future[Made], tuple[str, ProcessPoolExecutor]] = {}
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """As Executor, and as each."""
+        """Yield each task's outcome on completion, with the retries of the function `each`."""
         return each(tasks, self)
 
     def give(self, task: Task) -> None:
-        """As Workers."""
+        """Submit a task, starting the pool if there is none."""
         if self._pool is None:
             spawned = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._jobs, spawned, initializer=_begin)
@@ -134,7 +134,7 @@ class Processes:
         self._flying[future] = task.key, self._pool
 
     def take(self) -> tuple[str, Made | Gone]:
-        """As Workers."""
+        """Wait for the next task that was completed or lost; close the pool if it is broken."""
         done, _ = wait(self._flying, return_when=FIRST_COMPLETED)
         future = done.pop()
         key, pool = self._flying.pop(future)
@@ -146,7 +146,7 @@ class Processes:
             return key, Gone.PROCESS
 
     def close(self) -> None:
-        """As Executor: the processes are ended, not waited for."""
+        """Terminate the processes without waiting for their tasks."""
         pool, self._pool = self._pool, None
         if pool is not None:
             working = list((pool._processes or {}).values())
@@ -156,7 +156,7 @@ class Processes:
 
 
 def _begin() -> None:
-    """In a new process: its parent decides on its end, and it ends with the parent."""
+    """Initialise a worker process: it ignores SIGINT, which its parent handles, and exits when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -164,8 +164,8 @@ def _begin() -> None:
 
 
 def executor(jobs: int, ray: str | None = None, *, apart: bool = False) -> Executor:
-    """One job is this process unless it is to be `apart`, several are others; `ray` is a cluster's address. Raises
-    ScenarioError, RunError.
+    """Return the executor for `jobs` processes, or for the Ray cluster at address `ray`. One job runs in this process,
+    unless `apart` requires another. Raises ScenarioError, RunError.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int) or not 1 <= jobs <= MOST_JOBS:
         bound = f"expected a whole number from 1 to {MOST_JOBS}"

@@ -1,4 +1,4 @@
-"""What makes two runs the same: the resolved scenario, the code that computes them, and the data that they read."""
+"""The identity of a run: a key over its resolved scenario, the code that computes it, and the data that it reads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
 
 ROOMS = ("policy", "kv", "schedulers", "scenario", "workload", "cost", "machine", "runs", "record", "metrics")
-"""The rooms that a number of a run follows from; drawing, measurements and command lines leave it alone."""
+"""The packages that determine a run's numbers; drawing, measurements and command lines do not affect them."""
 LABELS = ("name", "question")
-"""Fields of a scenario that no number follows from."""
+"""Fields of a scenario that do not affect any number."""
 
 
 @cache
 def code() -> str:
-    """The state of the code: a hash of the sources of those rooms. Equal wherever the same code is installed."""
+    """Return the state of the code: a hash of the sources in ROOMS, equal wherever the same code is installed."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
@@ -31,7 +31,7 @@ def code() -> str:
 
 
 def key(scenario: Scenario, warmup: float = 0.0) -> str:
-    """Names a run of one loop: equal where everything is that its numbers follow from. `warmup` as in Task."""
+    """Return the key of a run of one loop; it is equal if all inputs of its numbers are. `warmup` is that of Task."""
     fields = scenario.model_dump(mode="json", exclude=set(LABELS))
     files = {field: _content(field, path) for field, path in _paths(fields)}
     parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
@@ -39,7 +39,7 @@ def key(scenario: Scenario, warmup: float = 0.0) -> str:
 
 
 def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """The files and folders that a scenario names, by dotted field: what stands in fields called `path`."""
+    """Yield (dotted field, path) for every file or folder that a scenario names in a field called `path`."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in parts:
         if name == "path" and isinstance(part, str):
@@ -49,7 +49,7 @@ def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _content(field: str, path: str) -> str:
-    """A hash of a data file, or of all tables whose names begin so. Raises ScenarioError if there is none."""
+    """Return a hash of a data file, or of all cost tables at a path prefix. Raises ScenarioError if there is none."""
     if field.startswith("cost."):
         tables = catalog.tables(path)
         files = sorted(tables.rglob("*") if tables.is_dir() else tables.parent.glob(f"{tables.name}*"))
@@ -64,14 +64,14 @@ def _content(field: str, path: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
-    """Of a file in one state."""
+    """Return the SHA-256 of a file; its modification time and size serve as the key of the cached result."""
     del changed_ns, size
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 
 
 def _policy(scenario: Scenario) -> str | None:
-    """A hash of the modules that define a scheduler which is not ours."""
+    """Return a hash of the modules that define a scheduler of the user; None for one of this project."""
     if scenario.scheduler.name in registry.OURS:
         return None
     kind = scenario.kind

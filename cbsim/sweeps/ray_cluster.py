@@ -1,4 +1,4 @@
-"""A Ray cluster works on tasks. Its nodes need cbsim and the data, not the store: files come back as bytes."""
+"""Tasks on a Ray cluster. Its nodes need cbsim and the data but not the store: files are returned as bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from cbsim.sweeps.executor import AHEAD, Gone, each
 from cbsim.sweeps.work import Made, Task
 
 CLIENT = "ray://"
-REACHED_S = 3.0  # for a machine to answer
-JOINED_S, CLIENT_S = 4.0, 60.0  # for its cluster to take us; with a client's address it starts a process for us first
-SLOWER = 4  # or so many times what it took to load Ray, on a machine that has no time for us
-PATIENCE = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": "1" for name in ("INITIAL", "MAX")}  # which is tried thrice
+REACHED_S = 3.0  # timeout for the machine to accept a connection
+JOINED_S, CLIENT_S = 4.0, 60.0  # timeouts for joining; for a client address the cluster first starts a process
+SLOWER = 4  # on a busy machine the joining timeout is this multiple of the time that loading Ray took
+PATIENCE = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": "1" for name in ("INITIAL", "MAX")}  # Ray tries three times
 DRIVER = "cbsim.sweeps.ray_driver"
 NO_ANSWER = "no Ray cluster answers there"
 NO_NODE = f"{NO_ANSWER}, or this machine is not one of its nodes; from others: {CLIENT}HOST:10001"
@@ -33,8 +33,8 @@ LOST = "the connection to the cluster is lost; the same command goes on where it
 
 
 class RayCluster:
-    """The nodes of the cluster at `address`: `auto`, HOST:PORT, or ray://HOST:PORT. They may come and go. Raises
-    ScenarioError if there is none, RunError if it is lost or a node of it has other code or data.
+    """The executor on the cluster at `address`: `auto`, HOST:PORT, or ray://HOST:PORT. Nodes may join and leave.
+    Raises ScenarioError if there is no cluster, RunError if it is lost or one of its nodes has other code or data.
     """
 
     def __init__(self, address: str) -> None:
@@ -51,22 +51,22 @@ class RayCluster:
 
     @property
     def room(self) -> int:
-        """As Workers. A cluster without a CPU may get one, and has to hear that it is needed."""
+        """The number of tasks that may be under way; not 0 without CPUs, as pending tasks make a cluster add some."""
         return AHEAD * max(1, self._cpus)
 
     def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """As Executor, and as each."""
+        """Yield each task's outcome on completion, with the retries of `executor.each`."""
         return each(tasks, self)
 
     def give(self, task: Task) -> None:
-        """As Workers."""
+        """Send a task to the driver process. Raises RunError if the connection is lost."""
         try:
             self._join().send((task.key, pickle.dumps(task)))
         except OSError as error:
             raise RunError(f"--ray {self._address}: {LOST}") from error
 
     def take(self) -> tuple[str, Made | Gone]:
-        """As Workers."""
+        """Wait for the next task that was completed or lost; meanwhile keep the number of CPUs up to date."""
         while True:
             match self._receive(self._join()):
                 case "cpus", cpus:
@@ -81,14 +81,14 @@ class RayCluster:
                     raise RunError(f"--ray {self._address}: {problem}")
 
     def close(self) -> None:
-        """As Executor. The driver hears of it and ends by itself; with it ends what is under way."""
+        """Close the connection, upon which the driver process exits by itself and ends the tasks under way."""
         driver, pipe, self._driver, self._pipe = self._driver, self._pipe, None, None
         if driver is not None and pipe is not None:
             pipe.close()
             threading.Thread(target=driver.wait, daemon=True).start()
 
     def _join(self) -> Connection[Any, Any]:
-        """The connection to the process that speaks with the cluster."""
+        """Return the connection to the driver process, starting that process if there is none."""
         if self._pipe is not None:
             return self._pipe
         self._reach()
@@ -121,7 +121,7 @@ class RayCluster:
         return self._pipe
 
     def _reach(self) -> None:
-        """Raises ScenarioError if nothing listens at the address."""
+        """Raise ScenarioError if nothing listens at the address."""
         if self._address != "auto":
             host, _, port = self._address.removeprefix(CLIENT).rpartition(":")
             try:
@@ -130,7 +130,7 @@ class RayCluster:
                 raise self._error(NO_ANSWER) from error
 
     def _receive(self, pipe: Connection[Any, Any]) -> tuple[Any, ...]:
-        """The next message of the driver."""
+        """Return the next message of the driver. Raises RunError if the connection is lost."""
         try:
             message: tuple[Any, ...] = pipe.recv()
         except (EOFError, OSError):

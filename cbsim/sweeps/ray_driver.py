@@ -1,12 +1,12 @@
-"""A process that speaks with a Ray cluster: `python -m cbsim.sweeps.ray_driver ADDRESS CODE FD`. Ray prints what it
-likes, waits long for a cluster that is not there, and ends its process when the cluster's head is gone: so it has its
-own. Over the connection FD come tasks as (key, pickled Task), until it ends; what is known goes back:
+"""The driver process of a Ray cluster: `python -m cbsim.sweeps.ray_driver ADDRESS CODE FD`. Ray has a process of its
+own because it prints, waits long for a missing cluster, and ends its process when the cluster's head node is gone.
+Tasks arrive over the connection FD as (key, pickled Task) until it is closed; these messages are sent back:
 
     ("begun",)                        Ray is loaded
-    ("cpus", n)                       the cluster's, at first and whenever they change
-    ("made", key, pickled Made)
-    ("died" | "lost", key)            the process or the machine that worked on it is gone
-    ("wrong", problem)                no cluster, or one that cannot work on these tasks
+    ("cpus", n)                       the cluster's CPUs, once at the start and whenever they change
+    ("made", key, pickled Made)       a task was completed
+    ("died" | "lost", key)            the process or the machine that worked on the task is gone
+    ("wrong", problem)                there is no cluster, or it cannot work on these tasks
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 import ray
 from ray import exceptions as gone
 
-ASK_S = 1.0  # how often the cluster is asked for its size, at most
+ASK_S = 1.0  # the shortest time between two queries of the cluster's size
 DIED = (gone.WorkerCrashedError, gone.OutOfMemoryError)
 LOST = (gone.NodeDiedError, gone.LocalRayletDiedError, gone.ObjectLostError)
 Message = tuple[Any, ...]
 
 
 def work_there(code: str, key: str, packed: bytes) -> tuple[bool, Any]:
-    """In a process of the cluster: (True, pickled Made); or (False, why this machine cannot work on such tasks)."""
+    """Run a task in a process of the cluster; return (True, pickled Made), or (False, why this node cannot run it)."""
     try:
         from cbsim.sweeps import identity, work
 
@@ -49,7 +49,7 @@ def work_there(code: str, key: str, packed: bytes) -> tuple[bool, Any]:
 
 
 class Driver:
-    """Takes tasks from the pipe to the cluster. What comes back goes to the queue; None if there is no more to come."""
+    """A bridge that submits tasks from the pipe to the cluster and queues the messages to send back; None ends them."""
 
     def __init__(self, code: str, pipe: Connection[Any, Any]) -> None:
         self.out: SimpleQueue[Message | None] = SimpleQueue()
@@ -97,7 +97,7 @@ def _line(problem: object) -> str:
 
 
 def main(address: str, code: str, descriptor: str) -> None:
-    """Until the connection ends. Then Ray ends what is under way."""
+    """Serve the connection until it is closed; then shut Ray down, which ends the tasks under way."""
     pipe: Connection[Any, Any] = Connection(int(descriptor))
     pipe.send(("begun",))
     try:

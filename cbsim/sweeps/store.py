@@ -1,11 +1,11 @@
-"""Where the runs of sweeps are kept: a folder that several sweeps may share, also at the same time.
+"""The store of the runs of sweeps: a folder that several sweeps may share, also at the same time.
 
-    runs/<code>/<key>/        a run directory: what its scenario, code and data give; there whole or not at all
-    failed/<code>/<key>.json  why a run failed, until one of that key is made
+    runs/<code>/<key>/        a run directory, identified by its scenario, code and data; complete or absent
+    failed/<code>/<key>.json  why a run failed, until a run with that key succeeds
     <name>.parquet            the table of a sweep
 
-A run is written under another name and renamed when all of it is there. Runs of another state of the code stay where
-they are and count for nothing.
+A run is written under a temporary name and renamed once it is complete. Runs of another state of the code are kept but
+not used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from cbsim.sweeps.work import BINDS, Made, Task
 
 SUMMARY = "summary.json"
 PART = ".part-"
-STALE_S = 24 * 3600.0  # older parts are of sweeps that were killed
+STALE_S = 24 * 3600.0  # older temporary directories were left by sweeps that were killed
 
 
 class Store:
-    """A folder of runs. `code` is the state of the code that they are of. Raises RunError if it cannot be written."""
+    """A folder of runs made by the code in state `code`. Raises RunError if it cannot be written."""
 
     def __init__(self, path: Path, code: str) -> None:
         self.path, self.code = path, code
@@ -49,24 +49,24 @@ class Store:
 
     @property
     def other_states(self) -> dict[str, int]:
-        """Runs of other states of the code, by state."""
+        """The number of runs made by each other state of the code."""
         states = [folder for folder in self._runs.parent.iterdir() if folder.is_dir() and folder.name != self.code]
         return {folder.name: sum(1 for _ in folder.iterdir()) for folder in sorted(states)}
 
     def keys(self) -> set[str]:
-        """Runs that are there."""
+        """Return the keys of all stored runs."""
         return {folder.name for folder in self._runs.iterdir() if not folder.name.startswith(".")}
 
     def run(self, key: str) -> Path:
-        """The directory of a run."""
+        """Return the directory of a run."""
         return self._runs / key
 
     def holds(self, key: str, files: tuple[str, ...]) -> bool:
-        """Is the run there, with all these files?"""
+        """True if the run is stored with all these files."""
         return all((self.run(key) / name).is_file() for name in files)
 
     def keep(self, made: Made) -> None:
-        """What became of a task: its run, or why there is none."""
+        """Store the outcome of a task: its run, or the reason why it failed."""
         with access(self.path, RunError, "written"):
             if made.reason is None:
                 self._put(made.key, made.files)
@@ -74,7 +74,7 @@ class Store:
                 write_whole(self._failed / f"{made.key}.json", (json.dumps({"reason": made.reason}) + "\n").encode())
 
     def _put(self, key: str, files: Mapping[str, bytes]) -> None:
-        """Keep a run. One that is there stays, unless it has fewer files: they say the same."""
+        """Store a run. A stored one of the same key is equal, so only one that lacks some of the files is replaced."""
         part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
         for name, content in files.items():
             (part / name).parent.mkdir(exist_ok=True)
@@ -88,23 +88,23 @@ class Store:
         except OSError:
             if not self.run(key).is_dir():
                 raise
-            shutil.rmtree(part)  # another sweep was first
+            shutil.rmtree(part)  # another sweep stored this run first
         shutil.rmtree(old, ignore_errors=True)
         (self._failed / f"{key}.json").unlink(missing_ok=True)
 
     def reason(self, key: str) -> str | None:
-        """Why a run failed; None if that is not known."""
+        """Return the reason why a run failed; None if no failure is stored."""
         with suppress(OSError, ValueError, KeyError):
             return str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
         return None
 
     def summary(self, key: str) -> dict[str, Any]:
-        """The summary of a run that is there. Raises RunError if it cannot be read."""
+        """Return the summary of a stored run. Raises RunError if it cannot be read."""
         summary: dict[str, Any] = self.read(key, SUMMARY)
         return summary
 
     def read(self, key: str, name: str) -> Any:
-        """A JSON file of a run that is there. Raises RunError if it cannot be read."""
+        """Return the content of a JSON file of a stored run. Raises RunError if it cannot be read."""
         path = self.run(key) / name
         try:
             content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
@@ -121,27 +121,27 @@ def _not_finite(constant: str) -> None:
 
 
 class Progress:
-    """How far the runs are that a store lacked, as a line on stderr: points done and failed, points a second, the time
-    left; nothing if `silent`.
+    """A progress line on stderr for the runs that a store lacked: points done and failed, points a second, the time
+    left. Nothing is printed if `silent`.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
 
     def begin(self, total: int) -> None:
-        """So many are made now."""
+        """Start the count for `total` runs."""
         self._total, self._done, self._failed, self._written = total, 0, 0, 0
         self._line = ProgressLine(5.0)
 
     def __call__(self, made: Made) -> None:
-        """One is made, and in the store."""
+        """Count a run that was made and stored, and refresh the line when it is due."""
         self._done += 1
         self._failed += made.reason is not None
         if self._line.due:
             self._write()
 
     def end(self) -> None:
-        """All are, or the work was interrupted."""
+        """Write the last line, after all runs or an interruption."""
         if self._done != self._written:
             self._write(last=True)
 
@@ -155,14 +155,14 @@ class Progress:
 
 
 class Run(NamedTuple):
-    """What is known of a run: its summary, and what limits it."""
+    """The summary of a run, and sentences that state what limits it."""
 
     summary: Mapping[str, Any]
     limits: Sequence[str]
 
 
 class Runs:
-    """The runs of a store, and the executor that makes those that it lacks. `made` counts these."""
+    """The runs of a store, and the executor that makes the missing ones. `made` counts the runs made."""
 
     def __init__(self, store: Store, executor: Executor, progress: Progress | None = None) -> None:
         self.store, self.executor, self._progress = store, executor, progress or Progress(silent=True)
@@ -174,9 +174,9 @@ class Runs:
         files: tuple[str, ...] = (SUMMARY,),
         hear: Callable[[Made], object] = lambda _: None,
     ) -> None:
-        """Make the runs of which the store has not all `files`, and keep each, or why it failed.
+        """Make the runs of which the store lacks any of `files`, and store each, or the reason why it failed.
 
-        `hear` is called with each that was made; what it raises ends the work. Raises RunError, Interrupted.
+        `hear` is called with each outcome; an exception that it raises ends the work. Raises RunError, Interrupted.
         """
         lacking = {task.key: task for task in tasks if not self.store.holds(task.key, files)}
         self._progress.begin(len(lacking))
@@ -192,7 +192,7 @@ class Runs:
             self._progress.end()
 
     def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
-        """The runs of these scenarios, in their order; `warmup` as in Task. Raises RunError if one fails."""
+        """Return the runs of these scenarios in order; `warmup` is that of Task. Raises RunError if one fails."""
         tasks = [Task(identity.key(each, warmup), each, "summary", warmup, limits=True) for each in scenarios]
         seeds = {task.key: task.scenario.seed for task in tasks}
 

@@ -1,6 +1,6 @@
-"""A sweep: its points are built, those that the store lacks are run, and a table of all of them is written.
+"""A sweep: builds its points, runs those that the store lacks, and writes a table of all of them.
 
-A point is a resolved scenario of one loop. All are built before one runs.
+A point is a resolved scenario of one loop. All points are built before the first one runs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from cbsim.sweeps.table import Row
 from cbsim.sweeps.work import Made, Task
 from cbsim.workload import generators
 
-LARGEST_SEED = 2**63 - 1  # that a table holds
+LARGEST_SEED = 2**63 - 1  # the largest integer that a column of the table holds
 MOST_LISTED, MOST_REASONS = 20, 10
-"""Mistakes and failures that are listed; points that have the same one count as one."""
+"""The largest number of mistakes and of failures listed; points with the same one count once."""
 FILES: dict[Keep, tuple[str, ...]] = {
     "summary": ("summary.json",),
     "tables": ("summary.json", "steps.parquet", "requests.parquet"),
     "all": ("summary.json", "steps.parquet", "requests.parquet", "timeline.json.gz"),
 }
 Shard = tuple[int, int]
-"""(i, n): every n-th point from the i-th on, counted from 1: the part of a sweep that a machine does."""
+"""(i, n): the part of a sweep that one machine runs: every n-th point from the i-th on, counted from 1."""
 Variants = Callable[[Sequence[str]], Scenario]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run: what its axes set, its place among the replicates, and the scenario of one loop that follows."""
+    """A run of a sweep: the fields that its axes set, its replicate's index, its scenario of one loop, and its key."""
 
     settings: Settings
     replicate: int
@@ -56,7 +56,7 @@ class Point:
 
 
 def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
-    """The scenarios that overrides make of one: of its fields, of a file from the folder `base`, or of a name."""
+    """Return a function from overrides to scenarios; `source` has fields, a file relative to `base`, or a name."""
     if isinstance(source, Mapping):
         return scenarios.Variants(Document("scenario", None, dict(source)), base)
     beside = base / source
@@ -64,7 +64,7 @@ def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
 
 
 def of(sweep: SweepFile, base: Path) -> list[Point]:
-    """All points of a sweep, in its order. Raises ScenarioError that lists every point that cannot be built."""
+    """Return all points of a sweep in order. Raises a ScenarioError that lists every point that cannot be built."""
     make, always = variants(sweep.scenario, base), overrides(sweep.set)
     points: list[Point] = []
     mistakes: dict[str, list[str]] = {}
@@ -80,13 +80,13 @@ def of(sweep: SweepFile, base: Path) -> list[Point]:
 
 
 def again(point: Point, replicate: int) -> Point:
-    """A point of replicate 0 as another one: what differs is the seed."""
+    """Return another replicate of a point of replicate 0; only the seed differs."""
     scenario = point.scenario.model_copy(update={"seed": point.scenario.seed + replicate})
     return Point(point.settings, replicate, scenario, identity.key(scenario))
 
 
 def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point]:
-    """The loops of one point."""
+    """Return one point per loop of a scenario. Raises ScenarioError if the seed is above LARGEST_SEED."""
     seed = scenario.seed + replicate
     if seed > LARGEST_SEED:
         bound = f"must be <= {LARGEST_SEED:,} with its replicates"
@@ -100,7 +100,7 @@ def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point
 
 
 def _summary_of(mistakes: Mapping[str, Sequence[str]], name: str) -> str:
-    """Every mistake once, with the points that make it."""
+    """Return a message that lists every mistake once, with the points that make it."""
     count = sum(map(len, mistakes.values()))
     if count == 1:
         return f"sweep {name}: {next(iter(mistakes.values()))[0]}: {next(iter(mistakes))}"
@@ -116,14 +116,14 @@ def _first(labels: Sequence[str]) -> str:
 
 
 def check_workloads(points: Iterable[Point]) -> None:
-    """Raises ScenarioError if a workload cannot be built, which reads its data."""
+    """Build every workload, which reads its data. Raises ScenarioError if one cannot be built."""
     for point in {point.scenario.workload: point for point in points}.values():
         generators.build(point.scenario)
 
 
 @dataclass(frozen=True, eq=False)
 class Swept:
-    """What a sweep gives. `table` has a row a point; `path` is its file."""
+    """The outcome of a sweep. `table` has a row per point; `path` is its file."""
 
     name: str
     rows: Sequence[Row]
@@ -135,7 +135,7 @@ class Swept:
 
     @property
     def failed(self) -> dict[str, list[Point]]:
-        """The points that failed, by the reason."""
+        """The points that failed, by reason."""
         failed: dict[str, list[Point]] = {}
         for row in self.rows:
             if row.reason is not None:
@@ -155,7 +155,7 @@ class Swept:
 
 
 class Sweep:
-    """The points of a file, and the store that keeps their runs. Raises ScenarioError, RunError."""
+    """A sweep: the points of a file, and the store of their runs. Raises ScenarioError, RunError."""
 
     def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1)) -> None:
         self.file = file
@@ -172,8 +172,8 @@ class Sweep:
         hear: Callable[[Made], object] = lambda _: None,
         progress: Progress | None = None,
     ) -> Swept:
-        """Make the runs that are missing, and the table. `hear` is called with each when it is in the store; what it
-        raises ends the sweep, which can go on later. The table is written then, too. Raises RunError, Interrupted.
+        """Make the missing runs, and the table. `hear` is called with each outcome once it is stored; an exception that
+        it raises ends the sweep, after the table is written; the sweep can be resumed. Raises RunError, Interrupted.
         """
         tasks = (Task(point.key, point.scenario, self.file.keep) for point in self.missing)
         try:
@@ -184,7 +184,7 @@ class Sweep:
         return swept
 
     def now(self) -> Swept:
-        """What there is of it: its table is written. Raises RunError."""
+        """Write the table of the runs that the store has now, and return the sweep's outcome. Raises RunError."""
         there = self.store.keys()
         rows = [self._row(point, point.key in there) for point in self.points]
         swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet")
@@ -198,7 +198,7 @@ class Sweep:
 
 
 def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool) -> int:
-    """Do what is missing of a sweep, print what came out. The exit status: 1 if a point failed or none was made."""
+    """Make the missing runs of a sweep and print its outcome. Return the exit status: 1 if a point failed, else 0."""
     file, base = sweep_file.read(path)
     sweep = Sweep(file, base, store, shard)
     silent = quiet or as_json

@@ -1,6 +1,6 @@
-"""A sweep file: a scenario, the fields that change, and what is kept of each run.
+"""A sweep file: a scenario, the axes along which its fields change, and the files that are kept of each run.
 
-The axes of a sweep: which values its fields take, together or each with each.
+The fields of one axis take their values together; axes multiply.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Range(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        """In rising order."""
+        """Return the values in rising order."""
         step, count = _grid(self.high - self.low, self.step, self.count)
         return tuple(_number(self.low + i * step) for i in range(count))
 
@@ -69,7 +69,7 @@ class LogRange(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        """In rising order."""
+        """Return the values in rising order."""
         octaves, factor = _octaves(self.low, self.high), self.factor
         each, count = _grid(octaves, math.log2(factor) if factor else None, self.count)
         if factor:
@@ -89,7 +89,7 @@ def _check(low: float, high: float, name: str, each: float | None, count: int | 
 
 
 def _grid(span: float, each: float | None, count: int | None) -> tuple[float, int]:
-    """The distance of values over a span, and how many there are, from one of the two."""
+    """Return the distance of values over a span and their number, given one of the two."""
     if count is not None:
         return span / (count - 1), count
     assert each is not None
@@ -97,12 +97,12 @@ def _grid(span: float, each: float | None, count: int | None) -> tuple[float, in
 
 
 def _octaves(low: float, high: float) -> float:
-    """How often `low` doubles on its way to `high`."""
+    """Return the number of doublings from `low` to `high`."""
     return math.log2(high) - math.log2(low)
 
 
 def _number(value: float) -> float:
-    """Without the last digits, which are the arithmetic's; whole ones as whole numbers, which some fields want."""
+    """Round to 12 digits, which drops rounding errors; a whole number becomes an int, as some fields require."""
     rounded = float(f"{value:.12g}")
     return int(rounded) if rounded.is_integer() else rounded
 
@@ -128,13 +128,13 @@ class Ranged(Frozen):
 
 
 def _values(name: str, values: Any) -> tuple[Any, ...]:
-    """What stands behind a field of an axis: a list, or a rule. A single value is a list of it."""
-    if isinstance(values, range | set) or hasattr(values, "tolist"):  # of a program
+    """Return the values of an axis's field, given as a list, a rule or a single value."""
+    if isinstance(values, range | set) or hasattr(values, "tolist"):  # passed by a program
         values = values.tolist() if hasattr(values, "tolist") else list(values)
     if isinstance(values, list | tuple):
         if not values:
             raise complaint("got an empty list, needs at least 1 entry", name)
-        return tuple(value.item() if hasattr(value, "item") else value for value in values)  # numbers of numpy
+        return tuple(value.item() if hasattr(value, "item") else value for value in values)  # NumPy scalars
     if not (isinstance(values, Mapping) and values.keys() & {"range", "log"}):
         return (values,)
     try:
@@ -155,7 +155,7 @@ class Axis(Frozen):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """As it is written."""
+        """Return the schema of the written form, where the fields stand beside each other."""
         rule = handler(Ranged.__pydantic_core_schema__)
         points = {"type": "array", "minItems": 1, "items": {"type": "object"}}
         return {
@@ -170,7 +170,7 @@ class Axis(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _fields_by_name(cls, data: Any) -> Any:
-        """`{a: [1, 2], b: [3, 4]}` is written, `{fields: {...}}` is meant."""
+        """Convert the written form `{a: [1, 2], b: [3, 4]}` to `{fields: {...}}`."""
         if not isinstance(data, Mapping):
             raise complaint("expected fields and their values, or points")
         if "points" not in data:
@@ -192,18 +192,18 @@ class Axis(Frozen):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that it sets."""
+        """The fields that this axis sets."""
         return tuple(dict.fromkeys((*self.fields, *(name for point in self.points for name in point))))
 
     def settings(self) -> Sequence[Settings]:
-        """What it sets, point by point."""
+        """Return the settings of each point of this axis."""
         if self.points:
             return self.points
         return [dict(zip(self.fields, values, strict=True)) for values in zip(*self.fields.values(), strict=True)]
 
 
 def _axes(data: Any) -> Any:
-    """A list of axes. Fields without a list multiply: each is an axis."""
+    """Return the axes as a sequence. Fields in a mapping multiply: each becomes an axis of its own."""
     if isinstance(data, Mapping) and "points" not in data:
         return tuple({name: values} for name, values in data.items())
     return (data,) if isinstance(data, Mapping) else as_tuple(data)
@@ -275,7 +275,7 @@ class SweepFile(Frozen):
         return tuple(name for axis in self.axes for name in axis.names)
 
     def settings(self) -> Iterator[tuple[Settings, int]]:
-        """What each point sets beside `set`, and its replicate. The last axis changes first."""
+        """Yield each point's settings, without those of `set`, and its replicate. The last axis changes fastest."""
         modes = [{"loop.mode": mode} for mode in self.loop] or [{}]
         for parts in product(*(axis.settings() for axis in self.axes), modes):
             settings = {name: value for part in parts for name, value in part.items()}
@@ -284,12 +284,12 @@ class SweepFile(Frozen):
 
 
 def overrides(settings: Settings) -> list[str]:
-    """Settings as `--set` takes them. Raises ScenarioError for a value that no file could hold."""
+    """Return settings in the form of `--set`. Raises ScenarioError for a value that a YAML file cannot hold."""
     return [f"{name}={json.dumps(value, default=partial(_plain, name))}" for name, value in settings.items()]
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value of numpy as one of Python."""
+    """Convert a NumPy scalar to a Python value. Raises ScenarioError for any other object."""
     try:
         return value.item()
     except (AttributeError, ValueError):
@@ -298,14 +298,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read(path: Path) -> tuple[SweepFile, Path]:
-    """A sweep file, and the folder that its paths begin at. Raises ScenarioError."""
+    """Read a sweep file; return it and the folder to which its paths are relative. Raises ScenarioError."""
     document = documents.read(path)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
     return document.checked(SweepFile), path.parent
 
 
 def load(source: Any) -> tuple[SweepFile, Path]:
-    """A sweep as a caller has it: a file, or its fields. Raises ScenarioError."""
+    """Return a sweep given as a file or its fields, and the folder of its paths. Raises ScenarioError."""
     if isinstance(source, Mapping):
         return parse(source), Path()
     if isinstance(source, str | Path):
@@ -314,5 +314,5 @@ def load(source: Any) -> tuple[SweepFile, Path]:
 
 
 def parse(data: Mapping[str, Any]) -> SweepFile:
-    """A sweep from plain values. Raises ScenarioError."""
+    """Parse a sweep from plain values. Raises ScenarioError."""
     return Document("sweep", None, dict(data)).checked(SweepFile)

@@ -1,4 +1,4 @@
-"""The table of a sweep: a row a point, what it set, what became of it, and every metric by its dotted name."""
+"""The table of a sweep: a row per point, with its settings, its status, and every metric by its dotted name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE, FAILED, MISSING = "done", "failed", "missing"
 
 
 class Row(NamedTuple):
-    """A point and what became of it; a summary only if it is done, a reason only if it failed."""
+    """A point and its outcome: a summary only if it is done, a reason only if it failed."""
 
     point: Point
     summary: Mapping[str, Any] | None
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
-    """Every metric of a run, and two that belong to a whole system: its tokens/s a GPU, and a user's: 1 / mean TPOT."""
+    """Return every metric of a run, and two of the whole system: tokens/s per GPU, and per user, 1 / mean TPOT."""
     metrics = quantities(summary)
     metrics[PER_GPU] = metrics["output_tokens_per_s"] / point.scenario.gpus
     if metrics.get("tpot_s.mean"):
@@ -44,8 +44,8 @@ def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> pa.Table:
-    """`loop`, the fields that axes set, `seed`, `replicate`, `key`, `status`, `reason`, then the metrics; null where a
-    run has none.
+    """Return the columns `loop`, the fields that axes set, `seed`, `replicate`, `key`, `status`, `reason`, then the
+    metrics; a value that a run does not have is null.
     """
     points = [row.point for row in rows]
     columns: dict[str, Any] = {"loop": [point.loop for point in points]}
@@ -60,18 +60,18 @@ def table(rows: Sequence[Row]) -> pa.Table:
 
 
 def _axes(point: Point) -> dict[str, Any]:
-    """What its axes set, but loop and seed, which have columns of their own."""
+    """Return the settings of a point without loop and seed, which have columns of their own."""
     return {name: value for name, value in point.settings.items() if name not in ("loop.mode", "seed")}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
-    """A column a name, null where a row has none."""
+    """Return a column per name, null in a row without that name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: array([row.get(name) for row in rows]) for name in names}
 
 
 def _typed(values: Sequence[Any]) -> pa.Array:
-    """Values of one field: as they are if they are of one type, else as JSON."""
+    """Return the values of one field as a column: unchanged if of one type, mixed numbers as floats, else as JSON."""
     types = {type(value) for value in values if value is not None}
     if types == {int, float}:
         return pa.array([None if value is None else float(value) for value in values])
@@ -81,7 +81,7 @@ def _typed(values: Sequence[Any]) -> pa.Array:
 
 
 def write(made: pa.Table, path: Path) -> None:
-    """Write it, whole or not at all. Raises RunError."""
+    """Write a table atomically. Raises RunError."""
     content = BytesIO()
     pq.write_table(made, content, compression="zstd")
     with access(path, RunError, "written"):

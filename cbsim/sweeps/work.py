@@ -1,6 +1,6 @@
-"""The work of one point: a run, in any process of any machine; what comes back are the files of its directory.
+"""The work of one point: a run, in any process of any machine, which returns the files of the run's directory.
 
-The start of a run, when the server is still empty, says nothing of its load: latencies of the requests after it.
+At the start of a run the server is still empty, so the latencies of the first requests can be left out (`warmup`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
 
 BINDS = "binds.json"
-COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the point's directory
+COMMAND = "python -m cbsim run scenario.resolved.yaml"  # to be run in the point's directory
 
 
 class Task(NamedTuple):
-    """A run to be made, and what is kept of it."""
+    """A run to be made, and which of its files to keep."""
 
     key: str
     scenario: Scenario
     keep: Keep
-    warmup: float = 0.0  # the share of requests, those that arrive first, whose latencies do not count
-    limits: bool = False  # keep what limits the run, too: a list of sentences
+    warmup: float = 0.0  # the share of requests, in order of arrival, whose latencies do not count
+    limits: bool = False  # whether to keep also what limits the run, as a list of sentences
 
 
 class Made(NamedTuple):
-    """What became of a task: the files of its directory by name, or the reason why there are none."""
+    """The outcome of a task: the files of its run directory by name, or the reason why there are none."""
 
     key: str
     files: Mapping[str, bytes]
@@ -55,7 +55,7 @@ class Made(NamedTuple):
 
 
 def work(task: Task) -> Made:
-    """Make the run. Nothing that a run can raise leaves this function: it is the reason why it failed."""
+    """Make the run. An exception of the run is not raised but returned as the reason of the failure."""
     begun = time.perf_counter()
     try:
         scenario = task.scenario
@@ -70,7 +70,7 @@ def work(task: Task) -> Made:
 
 @cache
 def _process() -> dict[str, Any]:
-    """Asked once a process."""
+    """Return the environment of this process, determined once."""
     return environment.of_process()
 
 
@@ -97,7 +97,7 @@ def _json(value: Mapping[str, Any] | list[str]) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Why a run failed, in a line; with the place in our code if nobody but us can be at fault."""
+    """Return in one line why a run failed, with the place in the code if the cause is a bug of this project."""
     if isinstance(error, DeadlockError):
         return f"stuck: {error}"
     if isinstance(error, UserError | PolicyError):
@@ -111,8 +111,8 @@ def _reason(error: Exception) -> str:
 
 
 def without(result: Result, share: float, command: str) -> Result:
-    """The run, its latencies and SLO of requests that arrive when that share of all has, or later. `command` made it
-    without this window.
+    """Return the run with latencies and SLO of only those requests that arrive after the first `share` of all.
+    `command` is the one that made the run without this window.
     """
     arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
     if not len(arrivals_ns):
