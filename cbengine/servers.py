@@ -13,19 +13,10 @@ from cbengine.device import gpu
 from cbengine.device.profile import Profile
 from cbengine.settings import FILE as SETTINGS_FILE
 from cbsim.policy.request import RequestSpec
-from cbsim.record import parquet
-from cbsim.record.columns import Column
+from cbsim.record import columns, parquet
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
-
-TOKENS_FILE = "tokens.parquet"
-TOKENS_COLUMNS = (
-    Column("index", "id", "number in the workload"),
-    Column("id", "text", "name in the workload", "string"),
-    Column("prompt", "id", "token ids of its prompt", "list<int32>"),
-    Column("output", "id", "token ids that it was told", "list<int32>"),
-)
 
 
 class Measured:
@@ -77,7 +68,7 @@ class Measured:
         files = self._profile.files() if self._profile else {}
         if self._saves:
             texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-            files[TOKENS_FILE] = tokens_table(texts)
+            files[columns.TOKENS_FILE] = tokens_table(texts)
         if self._requests.by_id:
             files[SETTINGS_FILE] = self._requests.file()
         return files
@@ -89,10 +80,10 @@ def maker(setup: Setup, profiled: int = 0) -> Maker:
 
 
 def tokens_table(texts: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
-    """Encode (request, prompt, output) rows as a parquet table of TOKENS_COLUMNS, in order of index."""
+    """Encode (request, prompt, output) rows as a parquet table of columns.TOKENS, in order of index."""
     rows = sorted(texts, key=lambda row: row[0].index)
     return parquet.encoded(
-        TOKENS_COLUMNS,
+        columns.TOKENS,
         {
             "index": [spec.index for spec, _, _ in rows],
             "id": [spec.id for spec, _, _ in rows],

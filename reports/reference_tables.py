@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cbengine import servers
 from cbsim.metrics import catalogue
 from cbsim.record import columns, optional_tables
 from cbsim.scenario import catalog, scenario
@@ -21,7 +20,7 @@ COLUMNS = {
     "steps.parquet": columns.STEPS,
     "requests.parquet": columns.REQUESTS,
     **optional_tables.TABLES,
-    servers.TOKENS_FILE: servers.TOKENS_COLUMNS,
+    columns.TOKENS_FILE: columns.TOKENS,
 }
 METRICS = ("distributions", "numbers", "sweeps")
 SIGNS = {

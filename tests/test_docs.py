@@ -17,14 +17,13 @@ import pytest
 import cbsim
 from analysis.cli import parser as analysis
 from analysis.statistics.trust import RULES
-from cbengine import servers
 from cbengine.cli.parser import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
 from cbsim.conformance.check import traces
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.metrics import SAMPLES_NEEDED
-from cbsim.record import optional_tables, parquet
+from cbsim.record import columns, optional_tables, parquet
 from cbsim.record.record import TransferLog
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.serving import PRESETS
@@ -277,7 +276,7 @@ def test_a_file_s_own_columns_are_the_page_s(runs: list[Path], measured: Path) -
     """
     for name in ("steps.parquet", "requests.parquet"):
         assert in_file(runs[0] / name) == in_file(measured / name) == table_rows(name, DIRECTORY)
-    assert in_file(measured / servers.TOKENS_FILE) == table_rows(servers.TOKENS_FILE, DIRECTORY)
+    assert in_file(measured / columns.TOKENS_FILE) == table_rows(columns.TOKENS_FILE, DIRECTORY)
 
 
 def test_units_are_those_that_the_page_explains() -> None:

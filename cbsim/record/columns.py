@@ -119,3 +119,12 @@ PARENTS = (
 
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps
 RECORDED = tuple(column for column in REQUESTS if column.name not in FOLLOWING)
+
+TOKENS_FILE = "tokens.parquet"
+TOKENS = (
+    Column("index", "id", "number in the workload"),
+    Column("id", "text", "name in the workload", "string"),
+    Column("prompt", "id", "token ids of its prompt", "list<int32>"),
+    Column("output", "id", "token ids that it was told", "list<int32>"),
+)
+"""The tokens of a measured run's requests, where they are saved."""

@@ -23,9 +23,9 @@ from support.engine.calls import call, derived
 from support.engine.served import LOOPS, SCHEDULERS, named
 
 from cbengine import build, settings
-from cbengine.servers import TOKENS_FILE
 from cbsim.cli import parser as simulator
 from cbsim.record import directory
+from cbsim.record.columns import TOKENS_FILE
 from cbsim.runs import reading
 from cbsim.scenario import scenario
 
