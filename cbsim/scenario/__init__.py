@@ -1,1 +1,1 @@
-"""What is asked: a YAML file becomes one frozen Scenario; the only defaults, the only validation."""
+"""Scenarios: a YAML file becomes one frozen Scenario. Only this room has defaults and validates what a user wrote."""

@@ -15,12 +15,12 @@ SCENARIOS = INSTALLED if INSTALLED.is_dir() else ROOT / "scenarios"
 
 
 def names(folder: str = "") -> list[str]:
-    """Names that `scenario` or `shape` finds, in order. Calibrations (`*.fitted.yaml`) are named by their path."""
+    """Return the names that `scenario` or `shape` finds, in order. Calibrations (`*.fitted.yaml`) are named by path."""
     return sorted(path.stem for path in (SCENARIOS / folder).glob("*.yaml") if not path.stem.endswith(".fitted"))
 
 
 def scenario(name_or_path: str | Path) -> Path:
-    """The scenario file meant: a path, or the name of one that comes with the project."""
+    """Return the scenario file at a path, or of a name that comes with the project. Raises ScenarioError."""
     path = Path(name_or_path)
     if too_long(str(path)):
         raise ScenarioError(f"{cut(str(path), 60)}: {PATH_BOUND}", file=path, bound=PATH_BOUND)
@@ -34,8 +34,8 @@ def scenario(name_or_path: str | Path) -> Path:
 
 
 def shape(folder: str, name: str, base: Path | None = None) -> Path:
-    """The file of a model (`models`) or of a GPU (`hardware`): a name, or a path from the folder `base` or the current
-    one. A model may also be a config.json, or a folder that holds one.
+    """Return the file of a model (`models`) or a GPU (`hardware`) by its name, or its path from the folder `base` or
+    the current one. A model may also be a config.json, or a folder that holds one.
     """
     if too_long(name):
         raise ScenarioError(f"got {shown(name)}, {PATH_BOUND}", value=name, bound=PATH_BOUND)
@@ -63,13 +63,13 @@ def _named(folder: str, name: str, noun: str) -> Path:
 
 
 def data_folders() -> list[Path]:
-    """Where data files are looked for when they do not lie beside the scenario."""
+    """Return the folders searched for data files that do not lie beside the scenario."""
     folder = os.environ.get("CBSIM_DATA")
     return [*([Path(folder)] if folder else []), ROOT.parent / "shared" / "data"]
 
 
 def tables(path: str) -> Path:
-    """The folder of kernel tables that a scenario names, or how their file names begin. Raises ScenarioError."""
+    """Return the path of a scenario's kernel tables: a folder, or a prefix of file names. Raises ScenarioError."""
     candidates = [Path(path), *(folder / path for folder in data_folders())]
     for candidate in candidates:
         if candidate.is_dir() or begins_a_name(candidate, "_"):
@@ -78,7 +78,7 @@ def tables(path: str) -> Path:
 
 
 def begins_a_name(path: Path, further: str = "") -> bool:
-    """Is there a file whose name begins like that of `path`, then `further`? No letter of it is a wildcard."""
+    """True if a file's name begins with the name of `path` and `further`, literally: without wildcards."""
     try:
         return any(file.name.startswith(path.name + further) for file in path.parent.iterdir())
     except (OSError, ValueError):  # no such folder
@@ -86,7 +86,7 @@ def begins_a_name(path: Path, further: str = "") -> bool:
 
 
 def data(path: str, field: str = "workload.path") -> Path:
-    """The data file that a scenario names. Raises ScenarioError with all paths looked at."""
+    """Return the data file that a scenario names. Raises ScenarioError with all paths that were tried."""
     candidates = [folder / path for folder in data_folders()]  # an absolute path stays what it is
     for candidate in candidates:
         if candidate.is_file():

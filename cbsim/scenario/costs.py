@@ -286,7 +286,7 @@ class FittedSettings(Coefficients):
 
 
 def coefficients(path: Path) -> dict[str, Any]:
-    """The coefficients in a file, checked. Raises ScenarioError."""
+    """Read and check the coefficients in a file. Raises ScenarioError, or ValueError if the file cannot be read."""
     try:
         document = read_whole(path)
     except ScenarioError as error:
@@ -298,12 +298,12 @@ SEAL = "# SHA-256 of all below: "
 
 
 def sealed(content: str) -> str:
-    """`content` below a line that tells whether it is whole: a part of a coefficient file reads as a file, too."""
+    """Return `content` below a line with its checksum: a part of a coefficient file would also read as a file."""
     return f"{SEAL}{hashlib.sha256(content.encode()).hexdigest()}\n{content}"
 
 
 def read_whole(path: Path) -> documents.Document:
-    """A coefficient file. Raises ScenarioError, also if it is sealed and not what it was; one by hand needs no seal."""
+    """Read a coefficient file. Raises ScenarioError, also if its seal does not match; one by hand needs no seal."""
     document = documents.read(path)
     _, seal, rest = path.read_text(encoding="utf-8").partition(SEAL)
     if seal and sealed(rest.partition("\n")[2]) != seal + rest:
@@ -316,7 +316,7 @@ def read_whole(path: Path) -> documents.Document:
 
 
 def _anchored(path: str, info: ValidationInfo) -> str:
-    """Tables beside the scenario file: their absolute path, as with other data."""
+    """Return the absolute path of tables that lie beside the scenario file, as for other data; else `path`."""
     base = (info.context or {}).get("base")
     beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
     return str(beside.resolve()) if beside is not None and catalog.begins_a_name(beside) else path
@@ -425,7 +425,7 @@ class TableSettings(Frozen):
 
 
 def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that calibrated terms give a table cost: their values for its GPUs, card and version."""
+    """Return the fields that calibrated terms give a table cost: their values for its GPUs, card and version."""
     file = terms.load(name)
     system = Path(str(data.get("path", ""))).name
     engine, tensor = data.get("engine"), data.get("tensor_parallel", 1)

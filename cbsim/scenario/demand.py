@@ -1,5 +1,5 @@
-"""The workload part of a scenario: what is sent to the server, and when. Only its form; a reader or generator of
-cbsim/workload makes the requests.
+"""The workload part of a scenario: what is sent to the server, and when. Only its fields are here; a reader or
+generator of cbsim/workload makes the requests.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ Quantiles = Annotated[
 
 
 class LengthTable(Frozen):
-    """Quantiles at equal steps from the least to the most. Requests are in groups of equal size by their prompts, and
-    `output_tokens` holds the quantiles of each group, that of the shortest prompts first.
+    """A table of length quantiles at equal steps from the least to the most. Requests are grouped by their prompts into
+    groups of equal size; `output_tokens` holds the quantiles of each, that of the shortest prompts first.
     """
 
     name: str
@@ -141,12 +141,12 @@ class LengthTable(Frozen):
 
 
 def length_table(name: str) -> LengthTable:
-    """The distribution of that name, or in the file of that path. Raises ScenarioError."""
+    """Read the distribution of that name, or in the file of that path. Raises ScenarioError."""
     return documents.read(catalog.shape(LENGTH_TABLES, name)).checked(LengthTable)
 
 
 def _known_table(value: Any) -> Any:
-    """The name of a distribution as the catalog has it."""
+    """Return the name of a distribution as the catalog spells it."""
     known = catalog.names(LENGTH_TABLES)
     for name in known if isinstance(value, str) else ():
         if bare(name) == bare(value):
@@ -262,7 +262,7 @@ Scale = Annotated[Real, Field(gt=0)]
 
 
 class Trace(Frozen):
-    """What all traces have."""
+    """A recorded file of requests: the fields that all traces share."""
 
     path: DataPath
     """The file: beside the scenario, or below $CBSIM_DATA or the project's data folder."""
@@ -271,7 +271,7 @@ class Trace(Frozen):
 
 
 class Timed(Trace):
-    """A trace that says when its requests arrived."""
+    """A trace with arrival times."""
 
     time_scale: Scale = 1.0
     """All times of the trace are multiplied by it: 2 halves the load."""
@@ -367,6 +367,6 @@ OPEN_WORKLOADS = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and
 
 
 def is_open(workload: Mapping[str, Any]) -> bool:
-    """Do the requests of a workload, by its fields, come whether or not the server keeps up, over time?"""
+    """True if a workload, given by its fields, is open: arrivals over time that do not depend on the server."""
     arrivals = (workload.get("arrivals") or {}).get("kind")
     return workload.get("kind") in OPEN_WORKLOADS or arrivals in OPEN_ARRIVALS

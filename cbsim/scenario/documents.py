@@ -1,6 +1,6 @@
-"""YAML files as users write them: read as plain values, and traced back to a line when something in them is wrong.
+"""YAML files as users write them: read as plain values, whose errors are traced back to a line.
 
-YAML of bounded size: a short text cannot become many values, nor a deep one, whatever its aliases expand to.
+Their size is bounded: a short text can become neither many values nor a deep one, whatever its aliases expand to.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cbsim.scenario.fields import cut, near, shown
 Part = TypeVar("Part", bound=BaseModel)
 PathParts = tuple[str | int, ...]
 MOST_COMPLAINTS = 20
-"""Mistakes of one file that are told at once."""
+"""Most mistakes of one file that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The values of one YAML file, and its nodes, which know their lines; None if they were not read from YAML, but may
-    all stand in the line `at`. `overrides` are (path, text as given); mistakes raise `error_type`.
+    """The values of one YAML file, and its nodes, which know their lines. Values not read from YAML have no nodes and
+    may all be from the line `at`. `overrides` are (path, text as given); mistakes raise `error_type`.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Document:
     error_type: type[UserError] = ScenarioError
 
     def line(self, path: PathParts) -> int | None:
-        """Line, from 1, of the key that `path` leads to or of the nearest one around it; None if there is none."""
+        """Return the line, from 1, of the key at `path` or of the nearest one around it; None if there is none."""
         node, line = self.root, self.at
         for part in path:
             child = _child(node, part)
@@ -54,14 +54,14 @@ class Document:
         return line
 
     def checked(self, part: type[Part], base: Path | None = None) -> Part:
-        """The values as what they should be; paths in them begin at `base`. Raises `error_type`."""
+        """Return the values validated as a `part`; paths in them are relative to `base`. Raises `error_type`."""
         try:
             return part.model_validate(self.data, context={"base": base})
         except ValidationError as error:
             raise self.explain(error) from None
 
     def explain(self, error: ValidationError, most: int = MOST_COMPLAINTS) -> UserError:
-        """The same errors in our words, one line each; of a file with many lines the first one will do."""
+        """Return the error in our wording, a line for each of at most `most` mistakes and one for the number left."""
         entries = [dict(entry) for entry in error.errors(include_url=False)]
         complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
         if len(entries) > most > 1:
@@ -69,7 +69,7 @@ class Document:
         return self.error("\n".join(complaints), _path(entries[0]), wording(entries[0]))
 
     def error(self, message: str, path: PathParts, reason: str) -> UserError:
-        """`message` as an error of the field at `path`, of which `reason` says what is wrong."""
+        """Return `message` as an error of the field at `path`; `reason` is what is wrong with it."""
         value: Any = self.data
         for part in path:
             inside = isinstance(value, dict) and part in value
@@ -90,7 +90,7 @@ class Document:
         return f"{where}: {dotted}: {reason}" if dotted else f"{where}: {reason}"
 
     def where(self, path: PathParts) -> str:
-        """The override that wrote `path`, or file and line."""
+        """Return the override that set `path`, or else file and line."""
         for written, override in reversed(self.overrides):
             if path[: len(written)] == written or (path and written[: len(path)] == path):
                 return f"--set {cut(override)}"
@@ -99,7 +99,7 @@ class Document:
 
 
 def _child(node: Node | None, part: str | int) -> tuple[Node, Node] | None:
-    """Key and value of a mapping's field, in which those merged come first; an entry of a list twice; or None."""
+    """Return key and value of a mapping's field (merged ones come first), or an entry of a list twice, or None."""
     if isinstance(node, MappingNode):
         return next(((key, value) for key, value in reversed(node.value) if key.value == str(part)), None)
     if isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
@@ -108,14 +108,14 @@ def _child(node: Node | None, part: str | int) -> tuple[Node, Node] | None:
 
 
 def _path(entry: dict[str, Any]) -> PathParts:
-    """Where in the document an entry of a ValidationError is."""
+    """Return the path of an entry of a ValidationError in the document."""
     path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
     field = entry.get("ctx", {}).get("field")
     return (*path, field) if field else path
 
 
 def wording(entry: dict[str, Any]) -> str:
-    """What is wrong with a value and what would be right, from one entry of a ValidationError."""
+    """Return what is wrong with a value and what is expected, from one entry of a ValidationError."""
     kind, ctx, got = entry["type"], entry.get("ctx", {}), f"got {shown(entry['input'])}"
     if kind == "complaint":
         return str(ctx["message"])
@@ -155,7 +155,7 @@ _EXPECTED = {
 
 
 def read(path: Path) -> Document:
-    """The YAML file at `path`, which must hold fields."""
+    """Read the YAML file at `path`, which must hold fields. Raises ScenarioError."""
     root, data = _parsed(read_text(path, most_bytes=MOST_BYTES), str(path))
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: got {shown(data)}, expected fields such as `name: value`")
@@ -163,12 +163,12 @@ def read(path: Path) -> Document:
 
 
 def parse(content: str, source: str, *, lines: bool = True) -> Any:
-    """Plain values of YAML 1.2 text, so that 1e6 is a number. Errors name the source, and the line if `lines`."""
+    """Parse YAML 1.2 text, in which 1e6 is a number, to plain values. Errors name the source, the line if `lines`."""
     return _parsed(content, source, lines=lines)[1]
 
 
 def _parsed(content: str, source: str, *, lines: bool = True) -> tuple[Node | None, Any]:
-    """Nodes and values of a text; None is what an empty one holds."""
+    """Return the nodes and values of a text; both are None for an empty one."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer, yaml.Constructor = BoundedComposer, PlainConstructor
     try:
@@ -186,7 +186,7 @@ def _parsed(content: str, source: str, *, lines: bool = True) -> tuple[Node | No
 
 
 def write(values: dict[str, Any]) -> str:
-    """Block-style YAML of plain values, keys in the order given."""
+    """Return block-style YAML of plain values, keys in the order given."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -198,22 +198,22 @@ def write(values: dict[str, Any]) -> str:
 
 
 def split(dotted: str) -> PathParts:
-    """`a.0.b` -> ("a", 0, "b")."""
+    """Split a dotted path: `a.0.b` -> ("a", 0, "b")."""
     return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
 
 
 MOST_BYTES = 500_000
-"""Of a file."""
+"""Largest YAML file, bytes."""
 MOST_VALUES = 12_000
-"""Keys and values of a file, its aliases written out; a text counts as one more for every 100 characters."""
+"""Most keys and values of a file, its aliases written out; a text counts as one more for every 100 characters."""
 MOST_DEPTH = 40
-"""Values inside each other."""
+"""Deepest nesting of values."""
 TAGS = {"str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge"}
 NAMES = {"int": "a whole number of at most 4,300 digits", "float": "a number", "bool": "true or false"}
 
 
 class BoundedComposer(Composer):
-    """Counts values and their depth while it reads, an alias as what it stands for."""
+    """A composer that counts values and their depth while it reads, an alias as what it stands for."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
@@ -249,7 +249,7 @@ class BoundedComposer(Composer):
 
 
 class PlainConstructor(SafeConstructor):
-    """Makes plain values only, and knows the line of one that cannot be made."""
+    """A constructor of plain values only, whose errors have the line of the value."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         tag = str(node.tag)

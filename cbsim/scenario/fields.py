@@ -1,6 +1,6 @@
-"""What every part of a scenario is made of: frozen values, whole numbers, unions found by a name, errors of a user.
+"""Base types of a scenario's parts: frozen values, whole numbers, unions selected by a name, errors of a user.
 
-What the strings below a class's fields say of them: read from its source when a schema is made, and not before.
+The strings below a class's fields describe them; they are read from its source when a schema is made, not before.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ MOST_HINTS = 8
 
 
 def bare(name: str) -> str:
-    """A name without case and separators: `H100 SXM` is `h100sxm`."""
+    """Return a name without case and separators: `H100 SXM` is `h100sxm`."""
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")
 
 
 def either(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Join names as `a, b or c`."""
     *rest, last = names
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def near(word: object, known: Iterable[str]) -> str:
-    """`; did you mean a, b or c?`: all known words that begin with the given one, or that contain it, else the most
-    similar one and one about as similar. Nothing if there is none.
+    """Return `; did you mean a, b or c?`: all known words that begin with the given one, or that contain it, else the
+    most similar one and one about as similar. Returns an empty string if there is none.
     """
     names, part = list(known), bare(str(word)[:100])
     begin = [name for name in names if part and bare(name).startswith(part)]
@@ -63,7 +63,7 @@ def _similar(word: object, known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as a user would recognise it, in at most 60 characters."""
+    """Return a value as a user would recognise it, in at most 60 characters."""
     try:
         line = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
     except ValueError:  # Python writes no number of more than 4300 digits
@@ -72,29 +72,29 @@ def shown(value: object) -> str:
 
 
 def cut(line: str, most: int = 200) -> str:
-    """A user's own words in one line of at most so many characters."""
+    """Return a user's text as one printable line of at most `most` characters."""
     short = line if len(line) <= most else f"{line[: most - 3]}..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in short)
 
 
 def check_strings(name: str, values: object) -> None:
-    """Raises ScenarioError unless the values of the argument `name` are strings in a list or tuple."""
+    """Raise ScenarioError unless the values of the argument `name` are strings in a list or tuple."""
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, str) for one in values):
         raise ScenarioError(f"{name}: got {shown(values)}, expected a list of texts", field=name, value=values)
 
 
 def complaint(message: str, field: str = "") -> PydanticCustomError:
-    """An error at `field` of the value being validated, or at the value itself, in our own words."""
+    """Return an error at `field` of the value being validated, or at the value itself, in our own words."""
     return PydanticCustomError("complaint", "{message}", {"message": message, "field": field})
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple; anything else as it is."""
+    """Return a list as a tuple; any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class Form(BaseModel):
-    """An object in a file that another tool wrote: fields that are not declared are left alone, none is converted."""
+    """An object in a file that another tool wrote: undeclared fields are ignored, no value is converted."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -107,13 +107,13 @@ Pair = Annotated[tuple[Natural, Natural], BeforeValidator(as_tuple)]
 
 
 class Frozen(BaseModel):
-    """A part of a scenario: no unknown fields, no silent conversions, nothing changes once it is made."""
+    """A part of a scenario: no unknown fields, no silent conversions, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The fields with the words below them. For pydantic to read these takes a tenth of a second at every start."""
+        """Add the fields' docstrings. If pydantic read them itself, every start would take a tenth of a second more."""
         made = handler(schema)
         fields = handler.resolve_ref_schema(made).get("properties", {})
         texts = documented(cls)
@@ -136,7 +136,7 @@ def _hint(key: object, fields: list[str]) -> str:
 
 
 LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30
-"""Beyond these no quantity of a run can lie; arithmetic on what is allowed does not overflow."""
+"""Bounds of every quantity of a run; arithmetic on what is allowed does not overflow."""
 
 
 def _integral(value: Any) -> Any:
@@ -180,7 +180,7 @@ DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
 
 
 class By:
-    """In the annotation of a union of parts: finds the member by the value of one field, which names each of them."""
+    """A mark in the annotation of a union of parts: the value of one field selects the member."""
 
     def __init__(self, field: str) -> None:
         self.field = field
@@ -193,14 +193,14 @@ class By:
         return core_schema.no_info_before_validator_function(self._checked, union_schema)
 
     def member(self, name: str) -> type[BaseModel] | None:
-        """The member of this name, or None if there is none."""
+        """Return the member of this name, or None if there is none."""
         return self.members.get(name)
 
     def _tag(self, value: Any) -> str:
         return _tag(self.members[value[self.field] if isinstance(value, dict) else getattr(value, self.field)])
 
     def _checked(self, value: Any) -> Any:
-        """`value`, if it says which member it is."""
+        """Return `value` if it is a member or its field names one. Raises PydanticCustomError."""
         if isinstance(value, tuple(set(self.members.values()))):
             return value
         allowed = ", ".join(self.members)
@@ -215,12 +215,12 @@ class By:
 
 
 class ByKey:
-    """In the annotation of a union: each part has one field, whose name is the key that finds it; any other value is
-    `otherwise`, a member that is no part.
+    """A mark in the annotation of a union: each part has one field, whose name selects it; any other value is of the
+    first member, which is no part and which messages call `otherwise`.
     """
 
     def __init__(self, otherwise: str) -> None:
-        self.otherwise = otherwise  # what messages call it
+        self.otherwise = otherwise  # the first member's name in messages
         self.members: dict[str, type[Frozen]] = {}
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -244,7 +244,7 @@ class ByKey:
 
 
 def _tag(member: type[BaseModel]) -> str:
-    """Looks like <this>, so that error paths can leave it out."""
+    """Return a member's tag. It looks like <this>, so that error paths can leave it out."""
     return f"<{member.__name__}>"
 
 
@@ -254,7 +254,7 @@ def _names(member: type[BaseModel], field: str) -> tuple[str, ...]:
 
 @cache
 def documented(described: Any) -> Mapping[str, str]:
-    """The docstring under each field of a class and of those it inherits; none where its source is not at hand."""
+    """Return the docstring below each field of a class and its bases; none where the source is not available."""
     texts: dict[str, str] = {}
     for part in reversed(described.__mro__):
         try:

@@ -16,8 +16,8 @@ from cbsim.scenario.fields import By, Frozen, cut, shown
 
 
 class Defaults:
-    """The fields that a file leaves out, which `make` gives once one of them is needed; of parts whose kind an override
-    has changed there are none.
+    """The values of fields that a file leaves out. `make` is called once one of them is needed; parts whose kind an
+    override has changed have none.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
@@ -25,7 +25,7 @@ class Defaults:
         self._changed: list[PathParts] = []
 
     def at(self, path: PathParts) -> Any:
-        """The value at `path`, None if there is none."""
+        """Return the value at `path`, or None if there is none."""
         if any(path[: len(changed)] == changed for changed in self._changed):
             return None
         return copy.deepcopy(_at(self._make(), path))
@@ -37,9 +37,9 @@ class Defaults:
 def apply(
     document: Document, overrides: Sequence[str], part: type[Frozen], make: Callable[[], dict[str, Any]], base: Path
 ) -> Document:
-    """The document of a `part` with the overrides applied in order, those that choose a kind before the rest.
+    """Return the document of a `part` with the overrides applied in order, those that choose a kind before the rest.
 
-    What the file leaves out on the way to a field is taken from the defaults, unless its kind has changed.
+    Parts of the path to a field that the file leaves out are taken from the defaults, unless their kind has changed.
     """
     written = [(*parsed(override), override) for override in overrides]
     written.sort(key=lambda entry: union_at(part, entry[0]) is None)
@@ -56,7 +56,7 @@ def apply(
 
 
 def union_at(part: type[Frozen], path: PathParts) -> By | None:
-    """The union whose kind the field at `path` of a `part` chooses; None if it chooses none."""
+    """Return the union whose kind the field at `path` of a `part` chooses; None if it chooses none."""
     members: list[type[BaseModel]] = [part]
     union: By | None = None
     for name in path[:-1]:
@@ -67,7 +67,7 @@ def union_at(part: type[Frozen], path: PathParts) -> By | None:
 
 
 def parsed(override: str) -> tuple[PathParts, Any]:
-    """Path and value of `a.b=c`; the value is YAML."""
+    """Return path and value of `a.b=c`; the value is YAML. Raises ScenarioError."""
     dotted, equals, value = override.partition("=")
     if not equals or not all(dotted.strip().split(".")):
         bound = "expected field=value, such as kv_cache.block_size=32"
@@ -76,7 +76,7 @@ def parsed(override: str) -> tuple[PathParts, Any]:
 
 
 def assign(data: Any, defaults: Defaults, path: PathParts, value: Any, override: str) -> None:
-    """Set `path` in `data`, taking what is missing on the way from `defaults`."""
+    """Set `path` in `data`, taking missing parts of the path from `defaults`. Raises ScenarioError."""
     for depth, step in enumerate(path):
         if isinstance(data, list):
             if not (isinstance(step, int) and step < len(data)):

@@ -1,4 +1,4 @@
-"""A model's shape from the config.json of Hugging Face's transformers. What is not modelled is refused by name."""
+"""A model's shape from the config.json of Hugging Face's transformers. Anything not modelled is an error by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbsim.scenario.fields import By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
-"""The model types that are read, and what transformers takes for absent `num_key_value_heads`. None: the heads."""
+"""The supported model types, and transformers' default of `num_key_value_heads`. None: the heads."""
 WHOLE, SLIDING = "full_attention", "sliding_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 UNSUPPORTED = {
@@ -30,12 +30,12 @@ UNSUPPORTED = {
     "mlp_only_layers": "all layers must have experts",
     "compression_config": "read the original's config.json, and set the model's types in the scenario",
 }
-"""Patterns of fields that must be absent, null, false or empty, and why."""
+"""Patterns of fields that must be absent, null, false or empty, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The fields of a JSON object in a file; each is asked for by what it must be. Null is absent."""
+    """The fields of a JSON object in a file, read by the type that each must have. Null counts as absent."""
 
     where: Path | str
     fields: dict[str, Any]
@@ -75,8 +75,8 @@ class Config:
 
 
 def shape(path: Path) -> dict[str, Any]:
-    """The fields of ModelShape that config.json gives, with transformers' defaults where it says nothing. Of a model of
-    several media it is the text model that counts. Raises ScenarioError.
+    """Return the fields of ModelShape that config.json gives, with transformers' defaults for absent ones. The shape of
+    a model of several media is that of its text model. Raises ScenarioError.
     """
     config = Config(path, read_json(path, most_bytes=MOST_BYTES))
     language = config.part("text_config")
@@ -87,7 +87,7 @@ def shape(path: Path) -> dict[str, Any]:
 
 
 def fields_of(config: Config) -> dict[str, Any]:
-    """The fields of ModelShape but its name. Raises the error of `config`."""
+    """Return the fields of ModelShape except its name. Raises the error of `config`."""
     for field, value in config.fields.items():
         reason = next((why for pattern, why in UNSUPPORTED.items() if re.fullmatch(pattern, field)), None)
         if reason and value not in (None, False, [], {}):
@@ -119,7 +119,7 @@ def fields_of(config: Config) -> dict[str, Any]:
 
 
 def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
-    """What the layers see, if that is not the whole sequence in all of them: as many entries as repeat."""
+    """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing."""
     most = config.whole("max_position_embeddings")
     window, usual = _windows(config, kind, layers, most)
     types = config.fields.get("layer_types") or usual
@@ -133,7 +133,7 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
 
 
 def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, list[str]]:
-    """Tokens of a window, and what transformers takes for absent `layer_types`. Qwen's windows are off unless switched
+    """Return the tokens of a window, and transformers' default of `layer_types`. Qwen's windows are off unless switched
     on; a null `sliding_window` is none.
     """
     if kind.startswith("qwen"):
@@ -145,13 +145,13 @@ def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, li
 
 
 def _repeated(pattern: list[str]) -> list[str]:
-    """The shortest beginning that, repeated, gives the whole."""
+    """Return the shortest beginning that, repeated, gives the whole."""
     sizes = range(1, len(pattern) + 1)
     return next(pattern[:n] for n in sizes if all(one == pattern[i % n] for i, one in enumerate(pattern)))
 
 
 def _experts(config: Config, kind: str) -> dict[str, int]:
-    """Width of the feed-forward layers, and the experts if these are some."""
+    """Return the width of the feed-forward layers, and the numbers of experts if the model has experts."""
     if kind != "qwen3_moe":
         return {"intermediate": config.whole("intermediate_size")}
     if config.whole("decoder_sparse_step", 1) != 1:
@@ -165,7 +165,7 @@ def _experts(config: Config, kind: str) -> dict[str, int]:
 
 
 def _dtype(config: Config) -> str:
-    """`dtype` of transformers 5, `torch_dtype` of older ones; bfloat16 if neither is there."""
+    """Return `dtype` of transformers 5 or `torch_dtype` of older versions; bfloat16 if neither is present."""
     field = "dtype" if config.fields.get("dtype") is not None else "torch_dtype"
     value = config.fields.get(field)
     if value is not None and value not in DTYPES:
@@ -174,7 +174,7 @@ def _dtype(config: Config) -> str:
 
 
 def _name(path: Path) -> str:
-    """The folder's name; that of the repository in a Hugging Face cache, models--WHO--NAME/snapshots/COMMIT."""
+    """Return the folder's name; in a Hugging Face cache, models--WHO--NAME/snapshots/COMMIT, the repository's."""
     folder = path.absolute().parent  # not resolved: the cache's files are links
     if path.name != "config.json":
         return path.stem
@@ -189,7 +189,7 @@ LEFT = re.compile(
     | .*(vision|visual|multi_modal).*          # not counted at all""",
     re.VERBOSE,
 )
-"""Names of modules that a shape leaves in the model's dtype: what is no matrix of a layer, and what chooses experts."""
+"""Names of modules that a shape leaves in the model's dtype: those that are no matrix of a layer, and the router."""
 
 
 def _outside_layers(name: str) -> str:
@@ -204,7 +204,7 @@ Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
 class Fp8(Form):
-    """Weights and activations of 8 bits, with a scale a tensor or a block: the scales are not counted."""
+    """An fp8 scheme: weights and activations of 8 bits, a scale a tensor or a block; the scales are not counted."""
 
     quant_method: Literal["fp8"]
     fmt: Literal["e4m3"] | None = None
@@ -218,7 +218,7 @@ class Fp8(Form):
 
 
 class Int4(Form):
-    """GPTQ and AWQ."""
+    """A GPTQ or AWQ scheme: weights of 4 bits."""
 
     quant_method: Literal["gptq", "awq"]
     bits: Literal[4]
@@ -233,14 +233,14 @@ class Int4(Form):
 
 
 class Float8(Form):
-    """Numbers of 8 bits."""
+    """A floating-point type of 8 bits."""
 
     type: Literal["float"]
     num_bits: Literal[8]
 
 
 class Whole4(Form):
-    """Weights of 4 bits, in groups."""
+    """A whole-number type of 4 bits, for weights in groups of 128."""
 
     type: Literal["int"]
     num_bits: Literal[4]
@@ -248,7 +248,7 @@ class Whole4(Form):
 
 
 class Scheme(Form):
-    """fp8 weights and activations of all linear layers, or their int4 weights alone."""
+    """A scheme of all linear layers: fp8 weights and activations, or int4 weights alone."""
 
     targets: Annotated[list[Literal["Linear"]], Field(min_length=1, max_length=1)]
     weights: Annotated[Float8 | Whole4, By("type")]
@@ -280,13 +280,13 @@ class Compressed(Form):
 
 
 class Quantized(Form):
-    """What a config.json says of quantization. What is not modelled is refused."""
+    """The quantization of a config.json. Anything not modelled is an error."""
 
     quantization_config: Annotated[Fp8 | Compressed | Int4, By("quant_method")]
 
 
 def quantized_types(config: Config) -> dict[str, str]:
-    """weights_dtype, and kv_dtype if it is quantized too; nothing for a model that is not. Raises config's error."""
+    """Return weights_dtype, and kv_dtype if quantized too; nothing for an unquantized model. Raises config's error."""
     if not config.fields.get("quantization_config"):
         return {}
     document = Document(str(config.where), None, config.fields, error_type=config.error)

@@ -1,7 +1,7 @@
-"""Rows of text files, CSV and JSON lines. What cannot be used is an error that names file, line and field; none is
-dropped and none repaired. Blank lines say nothing and are passed over.
+"""Rows of text files, CSV and JSON lines. An invalid row is an error that names file, line and field; none is dropped
+or repaired. Blank lines are skipped.
 
-Does a workload fit the memory of this machine? Asked before it is taken; of a file's rows, while they are read.
+A workload must fit the memory of this machine: checked before it is taken; for a file's rows, while they are read.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Form, shown
 
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
-"""Characters of a line, and of a file that is one document: a small gzipped file may hold more than memory does."""
-LOOK_ROWS = 50_000  # so often it is asked whether so many still fit the memory
+"""Most characters of a line, and of a file that is one document: a small gzipped file may not fit the memory."""
+LOOK_ROWS = 50_000  # rows between two checks that they still fit the memory
 POSITIVE = "a whole number >= 1"
 F = TypeVar("F", bound=Form)
 
 
 def bad(path: Path, line: int, field: str, value: object, expected: str) -> ScenarioError:
-    """What is wrong with a field of a line."""
+    """Return the error of a field of a line."""
     message = f"{path}:{line}: {field}: got {shown(value)}, expected {expected}"
     return ScenarioError(message, file=path, line=line, field=field, value=value, bound=expected)
 
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[str]]:
-    """The file to read, perhaps gzipped. Raises ScenarioError for one that cannot be."""
+    """Open a file, perhaps gzipped, to read. Raises ScenarioError if it cannot be read."""
     with lines_of(path) as file:
         try:
             yield file
@@ -44,7 +44,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
 
 
 def bounded(path: Path, file: IO[str]) -> Iterator[str]:
-    """The lines of a file as they are. Raises ScenarioError for one that is too long, or if there are too many."""
+    """Yield the lines of a file unchanged. Raises ScenarioError if one is too long or if there are too many."""
     number = 0
     while line := file.readline(MOST_LINE + 1):
         number += 1
@@ -56,7 +56,7 @@ def bounded(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def document(path: Path, file: IO[str]) -> str:
-    """All of a file that is not read line by line. Raises ScenarioError if it is too large."""
+    """Return the content of a file that is not read line by line. Raises ScenarioError if it is too large."""
     content = file.read(MOST_DOCUMENT + 1)
     if len(content) > MOST_DOCUMENT:
         raise ScenarioError(f"{path}: must have at most {MOST_DOCUMENT:,} characters", file=path)
@@ -64,8 +64,8 @@ def document(path: Path, file: IO[str]) -> str:
 
 
 class CsvTable:
-    """A CSV file with a header, by columns: those asked for, or picked once the header is known. `line` is the line of
-    the row that was read last.
+    """A CSV file with a header, by columns: those in `columns`, or picked once the header is known. `line` is the line
+    of the row that was read last.
     """
 
     def __init__(self, path: Path, file: IO[str], columns: Sequence[str] = ()) -> None:
@@ -79,7 +79,7 @@ class CsvTable:
         self.pick(columns)
 
     def pick(self, columns: Iterable[str]) -> None:
-        """Rows shall have these cells. All are columns of the header."""
+        """Select the cells that `rows` yields. All are columns of the header."""
         self.columns = tuple(columns)
         self._positions = [self.header.index(column) for column in self.columns]
 
@@ -88,7 +88,7 @@ class CsvTable:
         return self._reader.line_num
 
     def rows(self, limit: int | None) -> Iterator[list[str]]:
-        """The wanted cells of each row, at most `limit` of them."""
+        """Yield the selected cells of each row, for at most `limit` rows. Raises ScenarioError."""
         width, positions = len(self.header), self._positions
         for row in islice((row for row in self._reader if row), limit):
             if len(row) != width:
@@ -99,21 +99,21 @@ class CsvTable:
         return bad(self.path, self.line, self.columns[column], value, expected)
 
     def count(self, column: int, cell: str) -> int:
-        """A whole number >= 1."""
+        """Return a cell as a whole number >= 1. Raises ScenarioError."""
         cell = cell.strip()
         if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
             raise self.bad(column, cell, POSITIVE)
         return value
 
     def whole(self, column: int, cell: str) -> int:
-        """A whole number."""
+        """Return a cell as a whole number. Raises ScenarioError."""
         digits = cell.strip().removeprefix("-")
         if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12:
             raise self.bad(column, cell, "a whole number")
         return int(cell)
 
     def number(self, column: int, cell: str) -> float:
-        """A finite number >= 0."""
+        """Return a cell as a finite number >= 0. Raises ScenarioError."""
         try:
             value = float(cell)
         except ValueError:
@@ -134,7 +134,7 @@ class JsonLine(NamedTuple):
         return bad(self.path, self.number, field, self.values.get(field), expected)
 
     def checked(self, form: type[F]) -> F:
-        """The object as what it should be. Raises ScenarioError."""
+        """Return the object validated as a `form`. Raises ScenarioError."""
         try:
             return form.model_validate(self.values)
         except ValidationError as error:
@@ -142,14 +142,14 @@ class JsonLine(NamedTuple):
 
 
 def lines(path: Path, file: IO[str]) -> Iterator[JsonLine]:
-    """The JSON objects of a file, one a line."""
+    """Yield the JSON objects of a file, one a line. Raises ScenarioError."""
     for number, line in enumerate(bounded(path, file), 1):
         if line.strip():
             yield json_line(path, number, line)
 
 
 def json_line(path: Path, number: int, line: str) -> JsonLine:
-    """The JSON object of a line. Raises ScenarioError."""
+    """Return the JSON object of a line. Raises ScenarioError."""
     values = parsed_json(line, f"{path}:{number}")
     if not isinstance(values, dict):
         raise bad(path, number, "row", values, "a JSON object")
@@ -157,12 +157,12 @@ def json_line(path: Path, number: int, line: str) -> JsonLine:
 
 
 REQUEST_BYTES = 1300
-"""Of a request in a run: what was asked, its progress, its rows of the tables; about that."""
+"""Approximate memory of a request in a run, bytes: its specification, its progress, its rows of the tables."""
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_memory(requests: int, samples: int = 1) -> None:
-    """Raises ScenarioError if so many requests of so many samples need more memory than is free."""
+    """Raise ScenarioError if so many requests of so many samples need more memory than is free."""
     each, free = samples * REQUEST_BYTES, free_bytes()
     needed = requests * each
     if free is not None and needed > free:
@@ -173,7 +173,7 @@ def check_memory(requests: int, samples: int = 1) -> None:
 
 
 def check_rows(path: Path, rows: int) -> None:
-    """Raises ScenarioError if a run of so many requests, those read from a file until now, needs more than is free."""
+    """Raise ScenarioError if a run of the `rows` read from a file so far needs more memory than is free."""
     needed, free = rows * REQUEST_BYTES, free_bytes()
     if free is not None and needed > free:
         bound = f"must be <= {free // REQUEST_BYTES:,} at {REQUEST_BYTES:,} bytes each: {free / 1e9:.1f} GB are free"
@@ -182,7 +182,7 @@ def check_rows(path: Path, rows: int) -> None:
 
 
 def free_bytes() -> int | None:
-    """What this process can still take, the least of what the system says; None where it does not."""
+    """Return the bytes that this process can still allocate, the least of the system's limits; None if unknown."""
     known = [_available(), _left_in_group()]
     return min((value for value in known if value is not None), default=None)
 
@@ -196,7 +196,7 @@ def _available() -> int | None:
 
 
 def _left_in_group() -> int | None:
-    """Of a container's share."""
+    """Return the free bytes of a container's share; None without a limit."""
     try:
         most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # none, or `max`

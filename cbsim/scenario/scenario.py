@@ -1,8 +1,8 @@
-"""A scenario file becomes one frozen value: every default written out, every rule checked, every error in plain words.
+"""A scenario file as one frozen value: every default written out, every rule checked, every error in plain words.
 
 Nothing else in the project has defaults of its own or checks what a user wrote.
 
-A scenario as a caller has it: by name, in a file, or as fields.
+A caller gives a scenario by name, in a file, or as fields.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from cbsim.schedulers.vllm.settings import VllmSettings
 __all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "write_schemas"]
 
 MOST_BLOCKS = 10_000_000
-"""Blocks that are kept track of one by one; more would only cost memory."""
+"""Most blocks of a cache: they are tracked one by one, so more would only cost memory."""
 
 SIZED_BY = {"model", "hardware", "scheduler", "kv_cache", "cost"}
 """Fields that the scheduler's sizes follow from."""
 
 LEAST_MEMORY_BYTES = 100_000_000
-"""No device has less; who writes less has written another unit."""
+"""Least memory of a device; a smaller number must have another unit."""
 
 
 class Scenario(Frozen):
@@ -75,7 +75,7 @@ class Scenario(Frozen):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Scenario:
-        """What one part of a scenario makes of another one's fields."""
+        """Check the rules between parts of the scenario."""
         gpus, model, least, memory_bytes = self.gpus, self.model, self.kind.least_block_size, self.hardware.memory_bytes
         if self.block_size < least:
             family = self.scheduler.name.partition("_")[0]
@@ -98,7 +98,7 @@ class Scenario(Frozen):
 
     @property
     def kind(self) -> Kind:
-        """The scheduler that the settings are of."""
+        """The kind of the scheduler."""
         return registry.find(self.scheduler.name)
 
     @property
@@ -107,8 +107,8 @@ class Scenario(Frozen):
         return self.kind.block_size if self.kv_cache.block_size is None else self.kv_cache.block_size
 
     def options(self, loop: str) -> Options:
-        """All options of the scheduler in a loop, sizes solved from memory where they are not given: solved once, then
-        remembered. Raises ScenarioError if the model does not fit or sizes contradict each other.
+        """Return all options of the scheduler in a loop, sizes solved from memory where they are not given: solved
+        once, then cached. Raises ScenarioError if the model does not fit or sizes contradict each other.
         """
         if loop not in self._options:
             self._options[loop] = _solved_options(self, loop)
@@ -116,11 +116,11 @@ class Scenario(Frozen):
 
     @cached_property
     def _options(self) -> dict[str, Options]:
-        """By loop."""
+        """The options solved so far, by loop."""
         return {}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Scenario:
-        """A copy with other fields; sizes are solved again if they follow from one of these."""
+        """Return a copy with other fields; sizes are solved again if they follow from one of these."""
         copy = super().model_copy(update=update, deep=deep)
         if SIZED_BY & set(update or ()):
             copy.__dict__.pop("_options", None)
@@ -128,7 +128,7 @@ class Scenario(Frozen):
 
     @property
     def graph_padding(self) -> str:
-        """Rule by which step shapes are padded to captured ones: transformers, vllm, cbengine or none."""
+        """The rule that pads step shapes to captured ones: transformers, vllm, cbengine or none."""
         graphs = self.loop.cuda_graphs
         if not graphs.enabled:
             return "none"
@@ -136,12 +136,12 @@ class Scenario(Frozen):
 
 
 def loops(scenario: Scenario) -> tuple[str, ...]:
-    """The serving loops to run, by name: `sync` has one step in flight, `async` two."""
+    """Return the names of the serving loops to run: `sync` has one step in flight, `async` two."""
     return ("sync", "async") if scenario.loop.mode == "both" else (scenario.loop.mode,)
 
 
 def depth(loop: str) -> int:
-    """Steps in flight of a loop called by its name."""
+    """Return the steps in flight of a loop, by its name."""
     return {"sync": 1, "async": 2}[loop]
 
 
@@ -149,31 +149,31 @@ def depth(loop: str) -> int:
 
 
 def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
-    """The scenario in a file, or the one of that name that comes with the project. Raises ScenarioError.
+    """Load the scenario in a file, or the one of that name that comes with the project. Raises ScenarioError.
 
-    Each override is `field=value` with a dotted field and a YAML value; where the file leaves out what the field
-    belongs to, the defaults stand for it. An override of a `name` or `kind` turns that part into another one and drops
-    the fields of the file that the other one does not have.
+    Each override is `field=value` with a dotted field and a YAML value; where the file leaves out the part that the
+    field belongs to, its defaults are used. An override of a `name` or `kind` replaces that part by another kind and
+    drops the fields of the file that this kind does not have.
     """
     return variants(path_or_name)(overrides)
 
 
 def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
-    """The scenario that plain values describe; `where` is what messages call their place. Overrides as for `load`.
+    """Return the scenario that plain values describe; `where` is their name in messages. Overrides as for `load`.
 
     Raises ScenarioError.
     """
-    return Variants(Document(where, None, data), Path())(overrides)  # nobody wrote its lines
+    return Variants(Document(where, None, data), Path())(overrides)  # there is no file with lines
 
 
 class Variants:
-    """The scenarios that a file and overrides make; the file is read once. `base` is where its paths begin."""
+    """The scenarios of a file under different overrides; the file is read once. Its paths are relative to `base`."""
 
     def __init__(self, document: Document, base: Path) -> None:
         self._document, self._base = document, base
 
     def __call__(self, overrides: Sequence[str] = ()) -> Scenario:
-        """One of them. Raises ScenarioError."""
+        """Return the scenario with these overrides. Raises ScenarioError."""
         document = self._document
         if overrides:
             document = apply(document, overrides, Scenario, lambda: self._defaults, self._base)
@@ -183,7 +183,7 @@ class Variants:
 
     @cached_property
     def _defaults(self) -> dict[str, Any]:
-        """Every field's value if the file alone is a scenario, else the defaults of the parts that have one."""
+        """The value of every field if the file alone is a scenario, else the defaults of the parts that have one."""
         try:
             return self._document.checked(Scenario, self._base).model_dump(mode="json")
         except ScenarioError:
@@ -193,7 +193,7 @@ class Variants:
 
 
 def variants(path_or_name: str | Path) -> Variants:
-    """Those of the scenario in a file, or of the one of that name that comes with the project. Raises ScenarioError."""
+    """Read the scenario in a file, or of a name that comes with the project, as Variants. Raises ScenarioError."""
     path = catalog.scenario(path_or_name)
     document = documents.read(path)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
@@ -201,7 +201,7 @@ def variants(path_or_name: str | Path) -> Variants:
 
 
 def dump(scenario: Scenario) -> str:
-    """The scenario as YAML with every default written out; loading it gives an equal scenario."""
+    """Return the scenario as YAML with every default written out; loading it gives an equal scenario."""
     return documents.write(scenario.model_dump(mode="json"))
 
 
@@ -219,7 +219,7 @@ def _check_sizes(scenario: Scenario, document: Document) -> None:
 
 
 def site(scenario: Scenario, loop: str) -> sizing.Place:
-    """What sizes follow from: model, GPU and cache, and the steps in flight."""
+    """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     cache = scenario.kv_cache
     return sizing.Place(
         scenario.model,
@@ -249,8 +249,8 @@ def _solved_options(scenario: Scenario, loop: str) -> Options:
 
 
 def solved(scenario: Scenario) -> list[tuple[str, str]]:
-    """What the scenario leaves open and what it comes to, as (values, where they come from): settings of the scheduler
-    that are null and the cache, for the loop with most steps in flight. Raises ScenarioError.
+    """Return the values solved for what the scenario leaves open, as (values, their source): settings of the scheduler
+    that are null, and the cache, for the loop with most steps in flight. Raises ScenarioError.
     """
     loop = loops(scenario)[-1]
     options, rules = scenario.options(loop), sources(scenario.scheduler, site(scenario, loop))
@@ -267,7 +267,7 @@ def solved(scenario: Scenario) -> list[tuple[str, str]]:
 
 
 def solved_lines(scenario: Scenario) -> str:
-    """The same as text, a line for each; empty if nothing was left open."""
+    """Return `solved` as text, a line for each entry; empty if nothing was left open."""
     lines = [f"{values}: {reason}" for values, reason in solved(scenario)]
     return "\n".join(["solved  " + lines[0], *("        " + line for line in lines[1:])]) if lines else ""
 
@@ -276,7 +276,7 @@ def solved_lines(scenario: Scenario) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a scenario file, a description on every field."""
+    """Return the JSON schema of a scenario file, with a description of every field."""
     return _schema(Scenario)
 
 
@@ -288,7 +288,7 @@ KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "e
 
 
 def _standard(node: Any) -> Any:
-    """A schema with bounds under JSON Schema's own keywords: pydantic leaves its own where a validator comes first."""
+    """Return a schema with JSON Schema's keywords for bounds: pydantic keeps its own where a validator comes first."""
     if isinstance(node, list):
         return [_standard(item) for item in node]
     if not isinstance(node, dict):
@@ -317,7 +317,7 @@ def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingPro
 
 
 def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str] = ()) -> Scenario:
-    """The scenario meant. Raises ScenarioError."""
+    """Return the scenario that `source` is, names, or describes, with overrides. Raises ScenarioError."""
     check_strings("overrides", overrides)
     if isinstance(source, Scenario):
         return parse(source.model_dump(mode="json"), "scenario", overrides) if overrides else source

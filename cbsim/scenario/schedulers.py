@@ -1,6 +1,6 @@
-"""The `scheduler` of a scenario: found by its name, its settings checked like every other part of the file.
+"""The `scheduler` of a scenario: looked up by its name, its settings checked like every other part of the file.
 
-A kind's settings are a plain dataclass (policy/kind.py); what pydantic needs to check one is derived from it here.
+A kind's settings are a plain dataclass (policy/kind.py); the pydantic model that checks them is derived from it here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cbsim.schedulers.registry import Kind, KindError
 
 
 class BySchedulerName(By):
-    """How pydantic meets the settings of a scheduler: in from fields or settings, out as fields."""
+    """A mark by which pydantic reads a scheduler's settings from fields or settings, and writes them as fields."""
 
     def member(self, name: str) -> type[Frozen] | None:
         try:
@@ -40,7 +40,7 @@ class BySchedulerName(By):
 
 
 def settings(value: Any) -> Settings:
-    """The settings that a part of a scenario describes."""
+    """Return the settings that a part of a scenario describes. Raises PydanticCustomError."""
     if isinstance(value, Settings):
         return value
     if not isinstance(value, dict):
@@ -55,7 +55,7 @@ def settings(value: Any) -> Settings:
 
 
 def plain(value: Settings) -> dict[str, Any]:
-    """Settings as fields of a file."""
+    """Return settings as fields of a file."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -91,17 +91,17 @@ def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
 
 
 def model_of(kind: Kind) -> type[Frozen]:
-    """What checks the settings of a kind. Kinds that share their settings share it."""
+    """Return the pydantic model that checks the settings of a kind; kinds with the same settings share it."""
     ours = [name for name, other in registry.OURS.items() if other.settings is kind.settings]
     return _model(kind.settings, tuple(ours))  # type: ignore[arg-type]
 
 
 def _name(names: tuple[str, ...]) -> Any:
-    return Literal[names] if names else str  # a user's own kind is called as it was found
+    return Literal[names] if names else str  # a user's own kind has the name by which it was found
 
 
 def checked_type(hint: Any) -> Any:
-    """A setting's annotation as pydantic checks it: whole numbers may be written 1e6, bounds become constraints."""
+    """Return a setting's annotation for pydantic: whole numbers may be written 1e6, bounds become constraints."""
     if get_origin(hint) is Annotated:
         annotated, *marks = get_args(hint)
         annotated = checked_type(annotated)

@@ -1,4 +1,4 @@
-"""The serving part of a scenario beside its scheduler: KV cache, loop, limits. Names are the originals' own."""
+"""The serving parts of a scenario besides its scheduler: KV cache, loop, limits. Names are the originals' own."""
 
 from __future__ import annotations
 

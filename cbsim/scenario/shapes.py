@@ -1,4 +1,4 @@
-"""What a model and a GPU are to the simulator: the few numbers that memory and time follow from."""
+"""Models and GPUs in the simulator: the few numbers that memory and time follow from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _sight(seen: str) -> str:
     return seen
 
 
-MOST_DIFFERENT = 10_000  # layers of which each is looked at
+MOST_DIFFERENT = 10_000  # most layers, if each is computed by itself
 SIGHT = "full|(sliding|chunked) [1-9][0-9]{0,8}"
 Seen = Annotated[str, AfterValidator(_sight)]
 """What a layer sees: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS` (its part)."""
@@ -89,18 +89,18 @@ class ModelShape(Frozen):
 
     @property
     def sees_all(self) -> bool:
-        """Does every layer see the whole sequence?"""
+        """Whether every layer sees the whole sequence."""
         return all(seen == "full" for seen in self.attention)
 
     @property
     def layer_attention(self) -> tuple[Attention, ...]:
-        """What each layer sees."""
+        """The part of the sequence that each layer sees."""
         pattern = self.pattern
         return tuple(pattern[layer % len(pattern)] for layer in range(self.layers))
 
     @property
     def pattern(self) -> tuple[Attention, ...]:
-        """`attention` as policies have it."""
+        """The entries of `attention` as policies use them."""
         return tuple(sight(seen) for seen in self.attention)
 
     @property
@@ -109,30 +109,30 @@ class ModelShape(Frozen):
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer: q, k, v, o; gate, up and down of every expert; what chooses experts."""
+        """Number of weights in one layer's matrices: q, k, v, o; gate, up and down of every expert; the router."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one layer's experts; 0 for a dense model."""
+        """Number of weights of one layer's experts; 0 for a dense model."""
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
     def expert_bytes(self) -> int:
-        """Weights of all layers' experts."""
+        """Bytes of the weights of all layers' experts."""
         return self.matrix_bytes(self.layers * self.expert_parameters)
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
         biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
         return self.layers * self.layer_parameters + embeddings + norms + biases
 
     def matrix_bytes(self, weights: int) -> int:
-        """What so many weights of the layers' matrices take."""
+        """Return the bytes of so many weights of the layers' matrices."""
         if self.weights_dtype in GROUPED:
             size, group = GROUPED[self.weights_dtype]
             return weights * size // group
@@ -140,23 +140,23 @@ class ModelShape(Frozen):
 
     @property
     def weight_bytes(self) -> int:
-        """What chooses experts is not quantized, nor are embedding, output layer, norms and biases."""
+        """Bytes of all weights. Router, embedding, output layer, norms and biases are not quantized."""
         matrices = self.layers * (self.layer_parameters - self.hidden * self.experts)
         return self.matrix_bytes(matrices) + (self.parameters - matrices) * self.dtype_bytes
 
     def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
-        """Weights on one GPU of `tensor` that share every layer and of `ranks` that share the experts."""
+        """Return the bytes of weights on one GPU of `tensor` that share every layer and `ranks` that share experts."""
         experts = self.expert_bytes
         return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype or self.dtype]
 
 
 def sight(seen: str) -> Attention:
-    """What a layer sees, as a scenario says it."""
+    """Parse the part of the sequence that a layer sees, from a scenario's text."""
     kind, _, span = seen.partition(" ")
     return Attention(Sight(kind), int(span or 0))
 
@@ -199,7 +199,7 @@ _Shape = TypeVar("_Shape", ModelShape, Hardware)
 
 
 def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) -> _Shape:
-    """The model or GPU called `name`, or in the file of that path. Raises ScenarioError."""
+    """Load the model or GPU of that name, or in the file of that path. Raises ScenarioError."""
     path = catalog.shape(folder, name, base)
     config = shape is ModelShape and path.suffix == ".json"
     document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
@@ -207,17 +207,17 @@ def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) 
 
 
 def model(name: str, base: Path | None = None) -> ModelShape:
-    """The model of that name or path. Raises ScenarioError."""
+    """Load the model of that name or path. Raises ScenarioError."""
     return load("models", ModelShape, name, base)
 
 
 def hardware(name: str, base: Path | None = None) -> Hardware:
-    """The GPU of that name or path. Raises ScenarioError."""
+    """Load the GPU of that name or path. Raises ScenarioError."""
     return load("hardware", Hardware, name, base)
 
 
 def named(field: str, name: str, base: Path | None) -> ModelShape | Hardware:
-    """What `name` means in a scenario's field `model` or `hardware`."""
+    """Load the shape that `name` stands for in a scenario's field `model` or `hardware`. Raises ScenarioError."""
     return model(name, base) if field == "model" else hardware(name, base)
 
 

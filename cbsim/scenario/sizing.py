@@ -1,7 +1,7 @@
-"""How many cache blocks fit a GPU's memory by vLLM's rule, and the site that schedulers solve their sizes on.
+"""The number of cache blocks that fit a GPU's memory by vLLM's rule, and the site that schedulers solve sizes on.
 
-vLLM takes what a trial run leaves free; the trial run is estimated here. Rules of other systems stand with their
-schedulers.
+vLLM uses the memory that a trial run leaves free; the trial run is estimated here. Rules of other systems are with
+their schedulers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Step(NamedTuple):
 
 
 def activation_bytes(model: ModelShape, step: Step) -> int:
-    """Estimated peak of a step: hidden states, queries, keys and values, the feed-forward's two inputs and its product;
-    then the sampler's copies of the logits.
+    """Estimate the peak bytes of a step: hidden states, queries, keys and values, the feed-forward's two inputs and its
+    product; then the sampler's copies of the logits.
     """
     states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
     return step.tokens * states * model.dtype_bytes + LOGIT_COPIES * step.requests * model.vocab * 4
@@ -45,8 +45,8 @@ def fit_vllm(
     tensor: int = 1,
     layers: int | None = None,
 ) -> int:
-    """Blocks of all layers, or of so many, in `fraction` of the memory beside weights and a step's peak, on each of
-    `tensor` GPUs that share weights and heads (activations are counted whole). Raises ScenarioError.
+    """Return the blocks of all layers, or of `layers`, in `fraction` of the memory beside weights and a step's peak, on
+    each of `tensor` GPUs that share weights and heads (activations are counted whole). Raises ScenarioError.
     """
     peak = activation_bytes(model, step) + VLLM_RUNTIME_BYTES
     left = int(hardware.memory_bytes * fraction) - model.shard_bytes(tensor) - peak
@@ -59,7 +59,7 @@ def fit_vllm(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a scheduler's sizes come from: `policy.kind.Site` for a model on `tensor` GPUs. `num_blocks`: as given."""
+    """The `policy.kind.Site` of a model on `tensor` GPUs, on which sizes are solved. `num_blocks`: as given."""
 
     model: ModelShape
     hardware: Hardware

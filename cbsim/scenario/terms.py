@@ -1,14 +1,14 @@
 """Calibrated terms of the `table` cost model: scenarios/terms/<name>.yaml, made by `cbsim calibrate-terms`.
 
-A term is called by its field of the scenario's cost, or by the field and what it is for: `reduce_s@4` holds for 4 GPUs,
-`large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is what client,
-HTTP and tokenizer add to TTFT.
+A term is named by its field of the scenario's cost, or by the field and its scope: `reduce_s@4` holds for 4 GPUs,
+`large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is the time that
+client, HTTP and tokenizer add to TTFT.
 
-How sure a prediction is: the residuals of predictions that were made without the point's own curve.
+The uncertainty of a prediction follows from residuals of predictions that were made without the point's own curve.
 
 The interval of a prediction is its value times the exponentials of two order statistics of residuals: those of curves
-of as long prompts in proportion to outputs, if there are enough, else of all. With n residuals the ends are the k-th
-smallest and largest, k = floor(0.1 (n + 1)): a new residual that is like these falls beyond each with probability
+with prompts as long in proportion to outputs, if there are enough, else of all. With n residuals the ends are the k-th
+smallest and largest, k = floor(0.1 (n + 1)): a new residual of the same distribution falls beyond each with probability
 k / (n + 1), 10 % at most.
 """
 
@@ -48,7 +48,7 @@ class Term(Frozen):
 
 
 class Residual(Frozen):
-    """How far a prediction was off that was made without the point's curve."""
+    """The error of a prediction that was made without the point's curve."""
 
     users: Whole
     """Concurrent requests."""
@@ -59,7 +59,7 @@ class Residual(Frozen):
 
 
 class Curve(Frozen):
-    """Points that differ in concurrency only, and what the others say of them."""
+    """A set of points that differ in concurrency only, with the terms and residuals of a fit to the other curves."""
 
     prompt: Whole
     """Nominal tokens of a prompt."""
@@ -72,7 +72,7 @@ class Curve(Frozen):
 
 
 class Range(Frozen):
-    """What the points were that terms were calibrated on."""
+    """The range of the points that terms were calibrated on."""
 
     backend: str
     """vllm, trtllm or sglang."""
@@ -94,7 +94,7 @@ class Range(Frozen):
     """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
-        """How a server differs from those. `users`: None without a closed loop."""
+        """Return the differences of a server from the calibrated ones. `users`: None without a closed loop."""
         differences = []
         if backend != self.backend:
             differences.append(f"engine {backend}")
@@ -112,7 +112,7 @@ class Range(Frozen):
 
 
 class TermsFile(Range):
-    """Terms of servers of one engine and one kind of model, and how well they predict."""
+    """A file of terms of servers of one engine and one kind of model, with the errors of their predictions."""
 
     name: str
     """What the file is called."""
@@ -129,7 +129,7 @@ class TermsFile(Range):
 
     @model_validator(mode="after")
     def _whole(self) -> TermsFile:
-        """Every term is known, and within its interval; those without a curve are the same ones."""
+        """Check that every term is known and within its interval, and that every curve has the same terms."""
         for name, term in self.terms.items():
             if name.partition("@")[0] not in FIELDS:
                 raise complaint(f"got {name}, expected one of {', '.join(FIELDS)}{near(name, FIELDS)}", "terms")
@@ -143,8 +143,8 @@ class TermsFile(Range):
         return self
 
     def resolved(self, tensor: int, system: str, version: str, curve: str | None = None) -> dict[str, float]:
-        """The terms that hold for so many GPUs of a card and a version of the engine, by field; of a curve that they
-        were calibrated on, those without it.
+        """Return the terms that hold for so many GPUs of a card and a version of the engine, by field; for a `curve`
+        that they were calibrated on, those fitted without it.
         """
         left_out = self.curves.get(curve or "")
         values = left_out.terms if left_out else {name: term.value for name, term in self.terms.items()}
@@ -152,8 +152,8 @@ class TermsFile(Range):
 
 
 def resolve(terms: Mapping[str, T], tensor: int, system: str, version: str) -> dict[str, T]:
-    """The terms that hold for so many GPUs of a card and a version of the engine, by field; where none of a field does,
-    its last one: of most GPUs, the newest version.
+    """Return the terms that hold for so many GPUs of a card and a version of the engine, by field; where no term of a
+    field does, its last one: that of most GPUs, the newest version.
     """
     fits: dict[str, T] = {}
     last: dict[str, T] = {}
@@ -166,7 +166,7 @@ def resolve(terms: Mapping[str, T], tensor: int, system: str, version: str) -> d
 
 
 def load(name: str) -> TermsFile:
-    """Those of that name. Raises ScenarioError."""
+    """Load the terms of that name. Raises ScenarioError."""
     known = catalog.names(FOLDER)
     if name not in known:
         bound = f"one of {', '.join(known) or 'none'}"
@@ -180,21 +180,21 @@ def load(name: str) -> TermsFile:
 
 @lru_cache(maxsize=1)
 def every() -> Sequence[TermsFile]:
-    """All that come with the project."""
+    """Return all files of terms that come with the project."""
     return tuple(load(name) for name in catalog.names(FOLDER))
 
 
 def dump(file: TermsFile) -> str:
-    """The file as YAML; loading it gives an equal one."""
+    """Return the file as YAML; loading it gives an equal one."""
     return documents.write(file.model_dump(mode="json"))
 
 
-TAIL = 0.1  # beyond each end of an 80 % interval
-ENOUGH = 15  # residuals
+TAIL = 0.1  # share beyond each end of an 80 % interval
+ENOUGH = 15  # residuals that an interval of like curves needs
 
 
 class Interval(NamedTuple):
-    """A factor of the prediction from `low` to `high`, by so many residuals."""
+    """An interval of the factor of measured over predicted, `low` to `high`, from so many residuals."""
 
     low: float
     high: float
@@ -207,8 +207,8 @@ class Interval(NamedTuple):
 def interval(
     file: TermsFile, metric: str, lengths: tuple[int, int] | None = None, without: str | None = None
 ) -> Interval | None:
-    """80 % of measured over predicted `metric`, ttft or tpot, by all curves but `without`; by those alike if there are
-    enough, for requests of known `lengths`, of prompt and output. None with too few.
+    """Return the 80 % interval of measured over predicted `metric`, ttft or tpot, by all curves but `without`; with
+    `lengths` of prompt and output, by curves like them if there are enough. None with too few residuals.
     """
     rest = [curve for hash_, curve in file.curves.items() if hash_ != without]
     alike = [curve for curve in rest if lengths and _kind(curve.prompt, curve.output) == _kind(*lengths)]
@@ -217,7 +217,7 @@ def interval(
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
-    """Left-out points within the interval that the other curves give, and all of them."""
+    """Return the number of left-out points within the interval that the other curves give, and of all of them."""
     within = total = 0
     for hash_, curve in file.curves.items():
         known = interval(file, metric, (curve.prompt, curve.output), hash_)
@@ -228,7 +228,7 @@ def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
 
 
 def _kind(prompt: int, output: int) -> int:
-    """-1: outputs are much longer, 0: alike, 1: prompts are."""
+    """Return -1 if outputs are at least 4 times as long as prompts, 1 if prompts are, else 0."""
     return (prompt >= 4 * output) - (output >= 4 * prompt)
 
 
