@@ -1,1 +1,1 @@
-"""The schedulers: a folder a family, a file a scheduler; the registry finds them by name."""
+"""The schedulers: one folder for each family, one file for each scheduler; the registry finds them by name."""

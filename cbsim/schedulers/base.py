@@ -1,4 +1,4 @@
-"""What schedulers have in common that is no rule: a plain pool, cancellations, results, a refusal's message."""
+"""The common part of all schedulers that is no rule: a plain pool, cancellations, results, a refusal's message."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class SchedulerBase:
         return self.decoding.complete(plan, result, self._finish)
 
     def _finish(self, request: Request, reason: Finish) -> None:
-        """End a request, wherever it is."""
+        """End a request, whether it waits or runs."""
         raise NotImplementedError
 
 
 def plain_pool(options: Options, observer: Observer = NULL_OBSERVER) -> BlockPool:
-    """A pool of the cache's blocks, of which those without content are taken first."""
+    """Return a pool of the cache's blocks, of which those without content are taken first."""
     free = FreeQueue(range(options.num_blocks), unhashed_first=True)
     return BlockPool(options.block_size, options.num_blocks, free, observer)
 
 
 def too_large(tokens: int, needed: int, blocks: int) -> str | None:
-    """Why a request of so many tokens can never be served, if it needs more blocks than the cache has."""
+    """Return why a request of `tokens` tokens can never be served, or None if the cache has the blocks it needs."""
     return f"{tokens} tokens need {needed} blocks, the cache has {blocks}" if needed > blocks else None

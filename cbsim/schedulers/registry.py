@@ -1,4 +1,4 @@
-"""The one place where schedulers are found: ours by name, a user's own by entry point or as `package.module:KIND`."""
+"""The registry of schedulers: ours by name, a user's own by entry point or as `package.module:KIND`."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ OURS: dict[str, Kind] = {
     )
 }
 GROUP = "cbsim.schedulers"
-"""Entry points of this group name a `SchedulerKind` each."""
+"""The group of entry points that name a `SchedulerKind` each."""
 
 
 class KindError(ValueError):
-    """A scheduler that is not there, or is none. The text says what was looked for and what went wrong."""
+    """A scheduler that is missing, or is none. The message gives the name looked for and what went wrong."""
 
 
 def find(name: str) -> Kind:
-    """The scheduler of that name. Raises KindError."""
+    """Return the scheduler of that name. Raises KindError."""
     if name in OURS:
         return OURS[name]
     if ":" in name:
@@ -58,13 +58,13 @@ def find(name: str) -> Kind:
 
 
 def names() -> list[str]:
-    """Every scheduler that has a name: ours, then those of installed packages."""
+    """Return the names of all schedulers: ours, then those of installed packages."""
     installed = {entry.name for entry in entry_points(group=GROUP)}
     return [*OURS, *sorted(installed - OURS.keys())]
 
 
 def kinds() -> dict[str, Kind]:
-    """Every scheduler that has a name. Raises KindError for an installed one that cannot be loaded."""
+    """Return every scheduler that has a name. Raises KindError for an installed one that cannot be loaded."""
     return {name: find(name) for name in names()}
 
 
@@ -74,7 +74,7 @@ def _loaded(entry: EntryPoint) -> Kind:
         kind: Any = import_module(module)
         for part in attribute.split("."):
             kind = getattr(kind, part)
-    except Exception as error:  # it is somebody else's code
+    except Exception as error:  # a user's own code may raise anything
         raise KindError(f"{entry.value!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(kind, SchedulerKind):
         raise KindError(f"{entry.value!r} is a {type(kind).__name__}, expected a SchedulerKind")

@@ -1,1 +1,1 @@
-"""The five schedulers of Sarathi-Serve, and what they share."""
+"""The five schedulers of Sarathi-Serve, and their common parts."""

@@ -23,13 +23,13 @@ from cbsim.schedulers.sarathi.settings import (
 
 
 class Chunking(Protocol):
-    """How many tokens of a prompt a step takes."""
+    """A rule for the number of prompt tokens that a step computes."""
 
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int: ...
 
 
 def read_begun(policy: Chunking, serve: SarathiServe, step: Step) -> None:
-    """Chunks of the prompts that are half read."""
+    """Add chunks of the prompts that are partly computed."""
     for request in serve.unread():
         tokens = policy.chunk(serve, request, step)
         if tokens:
@@ -37,7 +37,7 @@ def read_begun(policy: Chunking, serve: SarathiServe, step: Step) -> None:
 
 
 def admit_chunks(policy: Chunking, serve: SarathiServe, step: Step) -> None:
-    """Requests from the queue, each with the first chunk of its prompt."""
+    """Admit requests from the queue, each with the first chunk of its prompt."""
     while request := serve.head(step):
         tokens = policy.chunk(serve, request, step)
         if not tokens:
@@ -46,10 +46,10 @@ def admit_chunks(policy: Chunking, serve: SarathiServe, step: Step) -> None:
 
 
 class Sarathi:
-    """Chunks of prompts beside all requests that decode.
+    """The policy that puts chunks of prompts beside all decoding requests.
 
-    A step has `chunk_size` tokens: those of decoding requests first, then of prompts half read, then of the queue. So
-    no request that decodes ever waits for a prompt.
+    A step has `chunk_size` tokens: those of decoding requests first, then of prompts partly computed, then of the
+    queue. So no decoding request ever waits for a prompt.
     """
 
     def __init__(self, settings: SarathiSettings) -> None:
@@ -63,13 +63,13 @@ class Sarathi:
             admit_chunks(self, serve, step)
 
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
-        """Tokens of a prompt that the step has room for; that may depend on how much of the prompt has been read."""
+        """Return the prompt tokens that the step has room for; may depend on how much of the prompt is computed."""
         stage = min(serve.done(request) // self._stage_tokens, len(self._sizes) - 1)
         return max(0, min(serve.left(request), self._sizes[stage] - step.tokens))
 
 
 class Orca:
-    """Iteration-level batching: whole prompts beside those who decode, the longest sequence reserved for each.
+    """Iteration-level batching: whole prompts beside decoding requests, the longest sequence reserved for each.
 
     Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022). No table grows,
     so no request is preempted.
@@ -82,7 +82,7 @@ class Orca:
 
 
 class FasterTransformer:
-    """A batch decodes until its last request has ended, or the next one is admitted.
+    """Batches that decode until their last request has ended, or the next one is admitted.
 
     The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
     computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
@@ -97,7 +97,7 @@ class FasterTransformer:
 
 
 class VllmV0:
-    """vLLM as it began: steps of whole prompts go before steps that decode.
+    """The first vLLM: steps of whole prompts go before steps that decode.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023): blocks
     are taken as they are needed, preemption is by recompute. While prompts fit, no request decodes. Prompts have
@@ -119,7 +119,7 @@ class VllmV0:
 
 
 class SimpleChunking:
-    """Chunks of prompts alone, in steps that take turns with steps that decode. `decodes`: the next step decodes."""
+    """Chunks of prompts alone, in steps that alternate with decode steps. `decodes`: the next step decodes."""
 
     def __init__(self, settings: SimpleChunkingSettings) -> None:
         self._size = settings.chunk_size
@@ -127,7 +127,7 @@ class SimpleChunking:
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         if not self.decodes:
-            read_begun(self, serve, step)  # or else the queue is admitted from
+            read_begun(self, serve, step)  # if none is partly computed, the queue is admitted from
             if not step.prompts:
                 admit_chunks(self, serve, step)
             if step.prompts or step.taken:

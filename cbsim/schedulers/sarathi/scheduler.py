@@ -1,9 +1,9 @@
-"""What the schedulers of Sarathi-Serve have in common: queues, blocks, preemption; a policy of each chooses.
+"""The common scheduler of Sarathi-Serve's policies: queues, blocks, preemption; a policy chooses the rows.
 
 Rules as in microsoft/sarathi-serve, restated and checked line by line against traces of the real code. A request takes
-blocks for all of its known tokens when it is let in; who decodes takes a block when one is due, from the last in line
-if none is free. Or every request takes the blocks of the longest sequence, and nobody is ever preempted. With several
-pipeline stages a request with a row in flight is passed over.
+blocks for all of its known tokens when it is admitted; a decoding request takes a block when one is due, from the last
+in line if none is free. Or every request takes the blocks of the longest sequence, and none is ever preempted. With
+several pipeline stages a request with a row in flight is passed over.
 
 The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
 """
@@ -30,11 +30,11 @@ class Step:
     __slots__ = ("again", "batched", "decodes", "preempts", "prompts", "taken", "tokens")
 
     def __init__(self) -> None:
-        self.prompts: dict[Request, Chunk] = {}  # rows that read prompts; they come first
+        self.prompts: dict[Request, Chunk] = {}  # rows of prompts; they come first
         self.decodes: dict[Request, Chunk] = {}
-        self.batched = 0  # rows of those who decode together
+        self.batched = 0  # rows of the decode batch
         self.tokens = 0
-        self.taken = False  # somebody was taken from the queue
+        self.taken = False  # a request was taken from the queue
         self.preempts = False
         self.again = False  # if it stays without rows, another may have some
 
@@ -44,10 +44,10 @@ class Step:
 
 
 class Policy(Protocol):
-    """Who runs, and how far."""
+    """A rule that chooses the requests that run, and their tokens."""
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
-        """Put rows into the step."""
+        """Add rows to the step."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -64,7 +64,7 @@ class SarathiServe(SchedulerBase):
         self.running: dict[Request, None] = {}
         self.waiting: deque[Request] = deque()
         self._watermark = watermark_blocks(o.num_blocks) if self._grows else 0
-        self._in_line = True  # those that run stand in order of arrival and of admission
+        self._in_line = True  # running requests are in order of arrival and of admission
         self._rows: dict[Request, int] = {}  # with stages: the step of a request's last row
 
     def refusal(self, spec: RequestSpec) -> str | None:
@@ -88,7 +88,7 @@ class SarathiServe(SchedulerBase):
         return None if step.empty else self.commit(step)
 
     def attempt(self) -> Step:
-        """A pass of the policy, perhaps without rows."""
+        """Return a step that the policy has filled; it may be without rows."""
         step = Step()
         self.policy.choose(self, step)
         return step
@@ -103,29 +103,29 @@ class SarathiServe(SchedulerBase):
         return plan
 
     def done(self, request: Request) -> int:
-        """Tokens of a request that have been read."""
+        """Return the computed tokens of a request."""
         return request.computed
 
     def left(self, request: Request) -> int:
-        """Tokens that it has to read until its next output."""
+        """Return the tokens that a request has to compute until its next output."""
         return request.target - self.done(request)
 
     def may_run(self, request: Request) -> bool:
-        """May it get a row: its last token is not in flight, and with stages nothing of it?"""
+        """True if a request may get a row: its last token is not in flight, and with stages none of its rows is."""
         if self.staged and self._rows.get(request, -1) >= self.decoding.batched.updated:
             return False
         return request.scheduled < request.limit
 
     def unread(self) -> list[Request]:
-        """Those that run and have prompt left, as they stand."""
+        """Return the running requests with prompt left, in their order."""
         unread_prompts = [r for r in self.decoding.unbatched if r.status is Status.PREFILL and self.may_run(r)]
         if self._in_line:
             return sorted(unread_prompts, key=by_order) if len(unread_prompts) > 1 else unread_prompts
         return [request for request in self.running if request in unread_prompts]
 
     def decode(self, step: Step) -> None:
-        """A token for everybody who has read their prompt, first come, first served: one by one, unless nobody can lack
-        a block.
+        """Plan a token for every request whose prompt is computed, first come, first served: one by one, unless none
+        can lack a block.
         """
         if self._undisturbed():
             step.batched = self.decoding.go_on()
@@ -135,7 +135,7 @@ class SarathiServe(SchedulerBase):
             self._walk(step)
 
     def _undisturbed(self) -> bool:
-        """Would one by one give all members their rows, in their order, and leave everybody in place?"""
+        """True if planning one by one would give all members their rows, in order, and leave the line as it is."""
         decoding, last = self.decoding, self.decoding.batched.max_order
         if self.staged or not self._in_line or (self._grows and not decoding.has_blocks(spare=1)):
             return False
@@ -146,7 +146,7 @@ class SarathiServe(SchedulerBase):
         return True
 
     def _walk(self, step: Step) -> None:
-        """Who runs, in order of arrival. Those with prompt left stand behind the others from now on."""
+        """Plan running requests in order of arrival; those with prompt left go behind the others."""
         line = sorted(self.running, key=_arrival)
         decoding: list[Request] = []
         reading: list[Request] = []
@@ -173,7 +173,7 @@ class SarathiServe(SchedulerBase):
         self._in_line = all(a.order < b.order and _arrival(a) <= _arrival(b) for a, b in pairwise(self.running))
 
     def preempt(self, request: Request, step: Step) -> None:
-        """It loses its blocks, and is the next to be let in. With stages it loses what is in flight; else that is
+        """Preempt a request; it is the next to be admitted. With stages its rows in flight are dropped; else they are
         delivered before another step is planned, so this one is not tried again.
         """
         members = self.decoding.batched
@@ -184,11 +184,11 @@ class SarathiServe(SchedulerBase):
         self.waiting.appendleft(request)
 
     def read(self, request: Request, tokens: int, step: Step) -> None:
-        """A row of so many tokens of a prompt, for which blocks are there."""
+        """Add a row of `tokens` tokens of a prompt whose blocks are there."""
         self._place(request, tokens, (), step)
 
     def head(self, step: Step) -> Request | None:
-        """The head of the queue, if there is a seat and room for all that it has."""
+        """Return the head of the queue, or None if there is no slot or no room for all of its tokens."""
         if not self.waiting or len(self.running) >= self.options.max_num_seqs:
             return None
         request = self.waiting[0]
@@ -198,7 +198,7 @@ class SarathiServe(SchedulerBase):
         return self.pool.blocks_for(request.target if self._grows else self.options.max_model_len)
 
     def admit(self, request: Request, tokens: int, step: Step) -> None:
-        """The head of the queue runs, with a row of its first tokens."""
+        """Admit the head of the queue, with a row of its first tokens."""
         step.taken = True
         self.waiting.popleft()
         self.decoding.admit(request)

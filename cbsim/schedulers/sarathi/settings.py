@@ -1,4 +1,4 @@
-"""Settings of the schedulers of Sarathi-Serve, and what becomes of them on a machine."""
+"""Settings of Sarathi-Serve's schedulers, and the sizes that follow from them on a machine."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ServeSettings(Settings):
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens that prompts may have in a step; None: any."""
+        """The most tokens that prompts may have in a step, or None for no limit."""
         return None
 
     @property
     def probe_tokens(self) -> int:
-        """Query tokens of the step that sizes memory."""
+        """The query tokens of the step that sizes memory."""
         return self.step_tokens or PROFILE_TOKENS
 
 
@@ -130,7 +130,7 @@ class SarathiSettings(ServeSettings):
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """By stage: equally spaced from high to low, cut to whole tokens, rounded half to even; or the only one."""
+        """The chunk size of each stage: equally spaced from high to low, cut to whole tokens, rounded half to even."""
         low, high, stages = self.low_chunk_size, self.high_chunk_size, self.chunk_schedule_stages
         if not self.enable_dynamic_chunking_schedule or low is None or high is None or stages is None:
             return (self.chunk_size,)
@@ -140,7 +140,7 @@ class SarathiSettings(ServeSettings):
 
     @property
     def stage_tokens(self) -> int:
-        """Prompt tokens that a stage of the schedule stretches over."""
+        """The prompt tokens that a stage of the schedule covers."""
         return -(-(self.chunk_schedule_max_tokens or 1) // (self.chunk_schedule_stages or 1))
 
 
@@ -163,7 +163,7 @@ class ServeOptions(Generic[S]):
 
     @classmethod
     def of(cls, settings: S, *, block_size: int, num_blocks: int, max_model_len: int) -> ServeOptions[S]:
-        """The settings with these sizes."""
+        """Return the settings with these sizes."""
         return cls(
             settings=settings,
             block_size=block_size,
@@ -178,7 +178,7 @@ class ServeOptions(Generic[S]):
 
     @property
     def limits(self) -> Limits:
-        """Prompts' tokens, or a token of every request that runs. With any prompts the longest sequence is reserved."""
+        """The limits: prompts' tokens, or one a running request. With any prompts the longest is reserved."""
         slots, tokens = self.max_num_seqs, self.max_batched_tokens
         if tokens is None:
             return Limits(slots=slots, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))
@@ -186,13 +186,13 @@ class ServeOptions(Generic[S]):
 
 
 def watermark_blocks(num_blocks: int) -> int:
-    """Blocks that admission leaves free where sequences grow."""
+    """Return the blocks that admission leaves free where sequences grow."""
     return int(WATERMARK * num_blocks)
 
 
 def resolve(settings: S, site: Site) -> ServeOptions[S]:
-    """A cache beside a step of `probe_tokens`, and the longest sequence. Raises SettingsError if that is reserved for
-    each and the cache does not hold it.
+    """Return the options: a cache beside a step of `probe_tokens`, and the longest sequence. Raises SettingsError if
+    that is reserved for each and the cache does not hold it.
     """
     return _sized(settings, site, settings.probe_tokens)
 
@@ -210,7 +210,7 @@ def _sized(settings: S, site: Site, tokens: int) -> ServeOptions[S]:
 
 
 def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:
-    """A step has whole prompts. Who is preempted is read again in one step, so no sequence is longer than a step."""
+    """Return the options. A preempted request is recomputed in one step: no sequence is longer than a step."""
     longest = settings.max_model_len or site.max_position
     tokens = min(settings.max_batched_tokens or longest, longest)
     options = _sized(settings, site, tokens)

@@ -1,4 +1,4 @@
-"""SGLang's prefill batch while it is put together: its budgets, and what admission foresees."""
+"""A prefill batch of SGLang while it is built: its budgets, and the room that admission reserves."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cbsim.schedulers.sglang.queue import CLIP, Entry
 from cbsim.schedulers.sglang.settings import SglangOptions
 
 NO_LIMIT = 1 << 60
-NO_ROOM, NOT_NOW = -1, 0  # why a request is not let in
-Finishing = tuple[float, int]  # a request: what it has left to write, what it holds by now
+NO_ROOM, NOT_NOW = -1, 0  # why a request is not admitted
+Finishing = tuple[float, int]  # of a request: the tokens it has left to write, the tokens it occupies
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Prefill:
-    """`total` are the tokens promised to those that run and are let in, `current` those written at once; both have to
-    stay below what the cache has room for. `inputs` and `chunk` are the query tokens left.
+    """The budgets of a prefill batch. `total` are the tokens reserved for running and taken requests, `current` those
+    written at once; both must stay below what the cache has room for. `inputs`, `chunk`: query tokens left.
     """
 
     def __init__(self, options: SglangOptions, ratio: float, batch: dict[Request, Entry], most: float) -> None:
-        """`batch` are those that decode; all in all they are owed `most` at most."""
+        """Start with the decoding requests `batch`, for which at most `most` tokens are reserved in all."""
         self._options = options
         mixed = len(batch) if options.mixes else 0
         self.inputs = options.max_prefill_tokens - mixed
@@ -33,11 +33,11 @@ class Prefill:
         self._page, self._ratio, self._batch, self._mixed = options.block_size, ratio, batch, mixed
         self._charges: list[float] = []
         self._total: float | None = None
-        self._finishing: list[Finishing] | None = None  # soonest first, once asked
+        self._finishing: list[Finishing] | None = None  # soonest first, once computed
 
     @property
     def total(self) -> float:
-        """Summed up only when asked, and always in the same order: it is no whole number."""
+        """The tokens reserved, summed only when read and always in the same order, because it is no whole number."""
         if self._total is None:
             owed = 0.0
             for entry in self._batch.values():
@@ -53,11 +53,11 @@ class Prefill:
             self._total += tokens
 
     def has_room(self, tokens: int, room: int) -> bool:
-        """Is there more room than for what was promised and so many tokens?"""
+        """True if there is room for more than `tokens` tokens beside those reserved."""
         return tokens < room - self.bound or tokens < room - self.total
 
     def returns(self, entry: Entry) -> None:
-        """One that decodes gives way, and is about to leave the batch."""
+        """Record that a decoding request is preempted and about to leave the batch."""
         assert self._total is not None, "summed up when it was in it"
         self._charge(-entry.owes(self._ratio))
         self.preempted.append(entry)
@@ -73,7 +73,7 @@ class Prefill:
         return self.has_room(0, room) and room > self.current
 
     def take(self, entry: Entry, tokens: int) -> None:
-        """It computes so many tokens. If these are all, what it may write is reserved."""
+        """Take a request with `tokens` tokens. If these are all that it has to compute, reserve what it may write."""
         entry.extent = tokens
         self.taken.append(entry)
         paged = self.paged(tokens)
@@ -85,14 +85,14 @@ class Prefill:
         self.chunk -= paged
 
     def next_chunk(self, room: int) -> int:
-        """Most tokens of the prompt in the middle. It has to go on, whatever is promised to others."""
+        """Return the most tokens of the partly computed prompt. It has to go on, whatever is reserved for others."""
         if self.has_room(self.chunk, room):
             return self.chunk
         fits = min(self.chunk, int(room - self.total))
         return fits if fits > 0 else self.chunk
 
     def extent(self, entry: Entry, running: Iterable[Entry], room: int, *, cuts: bool) -> int:
-        """Tokens of a request that the batch may compute, or why it has to wait. `cuts`: no prompt is in the middle."""
+        """Return a request's tokens in the batch, or why it waits. `cuts`: no prompt is partly computed."""
         o, todo = self._options, entry.todo
         if o.prefill_max_requests is not None and len(self.taken) >= o.prefill_max_requests:
             return NOT_NOW
@@ -110,7 +110,7 @@ class Prefill:
         return max(self.chunk // self._page * self._page, NOT_NOW)
 
     def lasts(self, entry: Entry, running: Iterable[Entry], room: int) -> bool:
-        """Is there memory until all have written what they may, if those end first who have least left?"""
+        """True if memory lasts until all have written what they may, if those with the least left end first."""
         needed = self.paged(entry.todo) + self._page
         if needed > room - self.current or needed > room - self.total:
             return False
@@ -124,7 +124,7 @@ class Prefill:
         return True
 
     def _line(self, entry: Entry, running: Iterable[Entry]) -> list[Finishing]:
-        """All in the order of their ends, this one among them."""
+        """Return all requests in the order of their ends, this one among them."""
         if self._finishing is None:
             line = [self._end(other) for other in (entry, *running, *self.taken)]
             self._finishing = sorted([end for end in line if end[0] > 0], key=_left)
@@ -134,7 +134,7 @@ class Prefill:
         return self._finishing
 
     def behind(self, line: list[Finishing]) -> int:
-        """Where in a line somebody goes who ends after all others."""
+        """Return the index in a line for a request that ends after all others."""
         return len(line)
 
     def _end(self, entry: Entry) -> Finishing:
@@ -148,8 +148,8 @@ def _left(end: Finishing) -> float:
 
 
 def giving_way(candidates: list[Entry], needed: float, ratio: float) -> list[Entry]:
-    """As many of these as it takes to come by the tokens needed, least urgent first, of equals the last one queued;
-    nobody if all of them are not enough.
+    """Return enough of the candidates to free the tokens needed, least urgent first, of equals the last one queued;
+    none if all of them are not enough.
     """
     victims: list[Entry] = []
     for entry in sorted(candidates, key=_least_urgent):

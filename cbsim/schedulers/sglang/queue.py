@@ -1,4 +1,4 @@
-"""Who waits at SGLang's server, what admission knows of them, and in which order they are looked at."""
+"""SGLang's queue of waiting requests, what admission knows of them, and the order in which they are considered."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from cbsim.policy.request import Request
 from cbsim.schedulers.sglang.settings import SglangOptions
 
 CACHE_AWARE = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
-CLIP = 4096  # of the outputs that a request may write, so many count at most
-LOOKED_UP = 128  # most requests that wait for lpm and hrrn to look at them, or whose prefixes are kept recent
-LOOKS = 32  # from one look at the queue that keeps prefixes recent to the next
+CLIP = 4096  # the most outputs of a request that are counted
+LOOKED_UP = 128  # most waiting requests for which lpm and hrrn look up prefixes, or whose prefixes are kept recent
+LOOKS = 32  # passes over the queue from one that keeps prefixes recent to the next
 SortKey = Callable[["Entry"], tuple[Any, ...]]
-SHARED = 32  # leading tokens from which on one request waits for another's KV
+SHARED = 32  # leading tokens from which on a request waits for another's KV
 
 
 class Entry:
-    """A request. `max_new` outputs are allowed; with 0 one is sampled all the same. The less `rank`, the more urgent.
-    `queued`: number of the last time that it was queued; `seen`: prefill tokens processed by then. `node` ends what
-    was matched of it last, `matched` tokens for the order of the queue. `late`: it waits for another one's KV.
-    `todo` tokens are to be computed before it decodes, `extent` of them in the batch. `whole`: all that it may write is
-    kept free for it.
+    """A request in SGLang's terms. `max_new` outputs are allowed; with 0 one is sampled all the same. The less `rank`,
+    the more urgent. `queued`: number of the last time that it was queued; `seen`: prefill tokens processed by then.
+    `node` ends what was matched of it last, `matched` tokens for the order of the queue. `late`: it waits for another
+    one's KV. `todo` tokens are to be computed before it decodes, `extent` of them in the batch. `whole`: all that it
+    may write is kept free for it.
     """
 
     __slots__ = (
@@ -52,13 +52,13 @@ class Entry:
         self.node = root
 
     def owes(self, ratio: float) -> float:
-        """Tokens kept free for what it may still write."""
+        """Return the tokens kept free for what the request may still write."""
         left = min(self.max_new - self.request.seen, CLIP)
         return left if self.whole else left * ratio
 
 
 class WaitingQueue:
-    """The requests that wait, in the order in which they are looked at."""
+    """The waiting requests, in the order in which they are considered."""
 
     def __init__(self, options: SglangOptions, pool: RadixPool) -> None:
         self.entries: list[Entry] = []
@@ -94,7 +94,7 @@ class WaitingQueue:
         self.entries = [entry for entry in self.entries if entry.request is not request]
 
     def sort(self) -> None:
-        """Before each batch that may be a prefill."""
+        """Sort the queue before each batch that may be a prefill."""
         entries, policy = self.entries, self._policy
         if policy in ("lpm", "hrrn") and len(entries) > LOOKED_UP:
             policy = ""
@@ -108,8 +108,8 @@ class WaitingQueue:
             self._keep_recent()
 
     def _match_all(self) -> None:
-        """What the tree has of each, the last token included. Who has little, and shares much with one before it, is
-        late: it would compute what that one is about to.
+        """Match every request with the tree, the last token included. A request with a short match that shares much
+        with one before it is late: it would compute what that one is about to.
         """
         size, noted = self._pool.block_size, set[int]()
         for entry in self.entries:
@@ -129,14 +129,14 @@ class WaitingQueue:
         self._looks += 1
 
     def _response(self, entry: Entry) -> tuple[int, float, str]:
-        """hrrn: the tokens that it has waited for, a token of its own; nothing to compute, no time to wait."""
+        """Return hrrn's key: nothing to compute first, then tokens waited for per own token, late ones last."""
         name, todo = entry.request.spec.id, entry.request.spec.prompt_tokens - entry.matched
         if entry.late:
             return 2, 0.0, name
         return (1, -(self.processed - entry.seen) / todo, name) if todo > 0 else (0, 0.0, name)
 
     def _depth_first(self) -> list[Entry]:
-        """Down the tree, into the child first under which most wait; whose text ends at a node comes after those."""
+        """Return the requests depth first: first the child with the most requests, those that end at a node last."""
         here: dict[Node, list[Entry]] = {}
         weight: dict[Node, int] = {}
         for entry in self.entries:
@@ -158,7 +158,7 @@ class WaitingQueue:
         return order
 
     def reserve(self, todo: int, budget: int) -> int:
-        """shortest-prefill-first: most tokens of a chunk that has so many to go, beside the shorter ones that wait."""
+        """Return the most tokens of a chunk of `todo`, beside shorter waiting requests, for shortest-prefill-first."""
         size, reserved = self._pool.block_size, 0
         if self._options.schedule_policy != "shortest-prefill-first" or budget < 2 * size:
             return budget
@@ -176,7 +176,7 @@ def _work(entry: Entry) -> int:
 
 
 def by_outputs(entries: Sequence[Entry], *, ranked: bool) -> list[Entry]:
-    """Who keeps its place longest when memory runs out, first."""
+    """Return the entries in the order in which they keep their place when memory runs out, longest first."""
     return sorted(
         entries,
         key=lambda e: (-e.rank if ranked else 0, e.request.seen, -e.request.spec.prompt_tokens),

@@ -1,9 +1,9 @@
 """SGLang 0.5.23's scheduler: prefill batches before decode batches, a radix tree for a cache, retraction.
 
 Rules as in the real scheduler (text, one group of full-attention layers, no speculation), restated and checked line by
-line against its traces. A request is let in if what it computes and may write fits beside what those that run are
+line against its traces. A request is admitted if what it computes and may write fits beside what running requests are
 expected to write: a share of what they may, which falls as they decode, and rises when memory runs out and some are
-retracted. `full` shuts admission until somebody leaves. The original's defects are not shared; docs/policies.md lists
+retracted. `full` stops admission until a request leaves. The original's defects are not shared; docs/policies.md lists
 them, and what proves the rules puts them back.
 """
 
@@ -38,15 +38,15 @@ class SglangScheduler(SchedulerBase):
         super().__init__(o, Decoding(self.pool, self.keys, together=True, observer=observer))
         self.waiting = WaitingQueue(o, self.pool)
         self.running: dict[Request, Entry] = {}  # from admission to release
-        self.batch: dict[Request, Entry] = {}  # those of them that decode, in order
-        self.chunked: Entry | None = None  # the one in the middle of its prompt
-        self._counted = [0, 0]  # output tokens that these may write, CLIP at most: of a share, and whole
+        self.batch: dict[Request, Entry] = {}  # the running requests that decode, in order
+        self.chunked: Entry | None = None  # the request whose prompt is partly computed
+        self._counted = [0, 0]  # outputs that these may write, at most CLIP each: of a share, and whole
         self.full = False
         self.ratio = o.first_ratio
         self._least_ratio, self._ratio_decay = o.least_ratio, o.ratio_decay
         self.hold = 0  # passes without a prefill to come
-        self.launched: list[Entry] = []  # of the pass before, if it was a prefill
-        self._departed = False  # has somebody left the batch since the pass before?
+        self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
+        self._departed = False  # whether a request has left the batch since the pass before
 
     def make_pool(self, observer: Observer) -> RadixPool:
         o = self.options
@@ -58,7 +58,7 @@ class SglangScheduler(SchedulerBase):
 
     @property
     def room(self) -> int:
-        """Tokens that the cache could hold beside what is read now."""
+        """The tokens that the cache could hold beside those in use."""
         return self.pool.free * self.pool.block_size
 
     # -- arrivals -----------------------------------------------------------------------------------------------------
@@ -81,20 +81,20 @@ class SglangScheduler(SchedulerBase):
         self.waiting.push(Entry(request, max_new, rank, whole=self.reserves(spec), root=self.pool.tree.root))
 
     def rest(self) -> None:
-        """All was over: passes went by without work."""
+        """Reset the ratio after a time without requests, in which passes went by without work."""
         self.ratio, self.hold = self.options.first_ratio, 0
 
     def outputs(self, spec: RequestSpec) -> int:
-        """Output tokens that a request may write."""
+        """Return the output tokens that a request may write."""
         return self.options.outputs(spec.prompt_tokens, spec.max_tokens)
 
     def reserves(self, spec: RequestSpec) -> bool:
-        """Is all that it may write kept free for it?"""
+        """True if all that the request may write is kept free for it."""
         del spec
         return self.options.ignore_eos
 
     def cancel(self, spec: RequestSpec) -> None:
-        """Who decodes gets one more token; that its rows are of no use shows with their result."""
+        """Cancel a request. A decoding one gets one more token; its rows count as wasted with their result."""
         request = self.requests.get(spec)
         if request is None:
             return
@@ -108,7 +108,7 @@ class SglangScheduler(SchedulerBase):
             self.decoding.defer_abort(request)
 
     def _give_up(self, request: Request) -> None:
-        """It ends, and nothing more of it enters the tree."""
+        """End a request, and insert nothing more of it in the tree."""
         del self.running[request]
         self.pool.release(request, returns=True)
         self.decoding.end(request, Finish.ABORTED, keeps_blocks=True)
@@ -116,7 +116,7 @@ class SglangScheduler(SchedulerBase):
     # -- one pass -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """With nothing in flight, what a pass leaves for the next ones to find is found at once."""
+        """Plan a step. With nothing in flight, the passes that would follow an empty one are made at once."""
         plan = self.one_pass()
         more = self.hold + 1
         while plan is None and more and not self.in_flight:
@@ -126,12 +126,12 @@ class SglangScheduler(SchedulerBase):
 
     @property
     def in_flight(self) -> bool:
-        """Is there a batch whose result is not known?"""
+        """Whether there is a batch whose result is not known."""
         members = self.decoding.batched
         return members.planned > members.updated
 
     def one_pass(self) -> StepPlan | None:
-        """What is found to do in one turn of the loop."""
+        """Return the plan of one turn of the loop, or None."""
         if self.chunked is not None:
             request = self.chunked.request
             self.decoding.exchange(request, self.pool.merge(request, request.computed // self.pool.block_size))
@@ -146,7 +146,7 @@ class SglangScheduler(SchedulerBase):
         return plan
 
     def _merge(self) -> None:
-        """Those whose prompts the pass before computed decode from now on."""
+        """Add the requests of the last prefill to the decode batch."""
         launched, self.launched = self.launched, []
         staying = [entry for entry in launched if entry.request.status is Status.DECODE]
         if len(staying) < len(launched) or self._departed or (staying and not self.batch):
@@ -158,14 +158,14 @@ class SglangScheduler(SchedulerBase):
 
     @property
     def most(self) -> float:
-        """Tokens that those that decode are owed at most; one for rounding, because these are fractions."""
+        """The most tokens reserved for decoding requests; one is added for rounding, because these are fractions."""
         share, whole = self._counted
         return share * self.ratio + whole + 1
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def _slots(self, running: int) -> int:
-        """Requests that a batch may take, of which so many have a place already."""
+        """Return how many requests a batch may take, of which `running` have a slot already."""
         most = self.options.max_running_requests
         return min(most - len(self.batch), max(0, most - len(self.running) + running))
 
@@ -189,7 +189,7 @@ class SglangScheduler(SchedulerBase):
         return self._launch(prefill) if prefill.taken else None
 
     def _continue(self, entry: Entry, prefill: Prefill) -> bool:
-        """The next chunk of a prompt comes first, whatever is promised to others; False if there is no memory."""
+        """Add the next chunk of a prompt, whatever is reserved for others; return False if there is no memory."""
         request, size = entry.request, self.pool.block_size
         entry.todo = request.uncomputed
         tokens = min(entry.todo, prefill.next_chunk(self.room), self.waiting.reserve(entry.todo, prefill.chunk))
@@ -201,7 +201,7 @@ class SglangScheduler(SchedulerBase):
         return True
 
     def _admit(self, prefill: Prefill) -> None:
-        """The queue in order: nobody is passed over."""
+        """Admit the queue in order; none is passed over."""
         o, taken, running = self.options, prefill.taken, len(prefill.taken)
         for entry in self.waiting.entries:
             if prefill.spent:
@@ -217,7 +217,7 @@ class SglangScheduler(SchedulerBase):
                 return
 
     def _admit_one(self, entry: Entry, prefill: Prefill) -> int:
-        """Tokens of a request that the batch computes, or why it has to wait."""
+        """Return the tokens of a request that the batch computes, or why it has to wait."""
         pool, request = self.pool, entry.request
         entry.node = pool.match(entry.key, request.target - 1)
         entry.todo = request.target - entry.node.end * pool.block_size
@@ -232,7 +232,7 @@ class SglangScheduler(SchedulerBase):
         return tokens
 
     def _preempt(self, entry: Entry, prefill: Prefill) -> bool:
-        """Less urgent ones, least urgent first, give way until a request fits; nobody does if that is not enough."""
+        """Preempt less urgent requests, least urgent first, until a request fits; none if that is not enough."""
         needed = self.extend_tokens(entry) + min(entry.max_new, CLIP) - (self.room - prefill.total)
         less = entry.rank + self.options.priority_scheduling_preemption_threshold
         victims = giving_way([e for e in self.batch.values() if e.rank > less], needed, self.ratio)
@@ -245,7 +245,7 @@ class SglangScheduler(SchedulerBase):
         return True
 
     def extend_tokens(self, entry: Entry) -> int:
-        """Tokens that a request computes if it is let in."""
+        """Return the tokens that a request computes if it is admitted."""
         return entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
 
     def _launch(self, prefill: Prefill) -> StepPlan:
@@ -270,7 +270,7 @@ class SglangScheduler(SchedulerBase):
         return plan
 
     def _mix(self, rows: dict[Request, Chunk]) -> None:
-        """Those that decode ride along, if there is room for them; else they sit this step out."""
+        """Add rows for the decoding requests, if there is room for them; else they sit this step out."""
         if self._take_out():
             self.full = False
         if self.batch and self._fits(self.batch):
@@ -307,19 +307,19 @@ class SglangScheduler(SchedulerBase):
         return self._plan({request: self._row(request, 1) for request in self.batch})
 
     def _take_out(self) -> bool:
-        """Those whose last token is in flight decode no more. Are there any?"""
+        """Remove requests whose last token is in flight from the batch. Return True if there are any."""
         ending = [r for r in self.decoding.unbatched if r in self.batch and r.scheduled >= r.limit]
         for request in ending:
             self.leave_batch(request)
         return bool(ending)
 
     def leave_batch(self, request: Request) -> None:
-        """It decodes no more."""
+        """Remove a request from those that decode."""
         entry = self.batch.pop(request)
         self._counted[entry.whole] -= min(entry.max_new, CLIP)
 
     def _fits(self, requests: Collection[Request]) -> bool:
-        """Is there a page for each that needs one for its next token, if need be after evictions?"""
+        """True if each request that needs a page for its next token can get one, if need be after evictions."""
         pool = self.pool
         if len(self.decoding.batched) == len(requests):
             pages = self.decoding.due_blocks()
@@ -329,7 +329,7 @@ class SglangScheduler(SchedulerBase):
         return pages <= pool.ready
 
     def _retract(self) -> None:
-        """Those with the fewest outputs give their memory back, until the others have enough."""
+        """Retract the requests with the fewest outputs, until the others have enough memory."""
         self.decoding.split()
         line = by_outputs(list(self.batch.values()), ranked=self.options.retraction_policy == "priority")
         retracted: list[Entry] = []
@@ -347,13 +347,13 @@ class SglangScheduler(SchedulerBase):
             self.waiting.push(entry)
 
     def stranded(self, entry: Entry) -> list[Entry]:
-        """The last one that decodes has no room, for a prompt in the middle holds it. It gives way to that."""
+        """Preempt the last decoding request: there is no room, for a partly computed prompt occupies it."""
         assert self.chunked is not None, (entry.request.spec.id, "does not fit an empty cache")
         self._set_back(entry, 0)
         return [entry]
 
     def _set_back(self, entry: Entry, remaining: int) -> None:
-        """It loses its memory and has to wait again; there is to be room for the `others` that go on."""
+        """Preempt a request; it waits again. Make room for the `remaining` ones that go on."""
         self.leave_batch(entry.request)
         del self.running[entry.request]
         self.decoding.preempt(entry.request, drop_in_flight=True)
@@ -368,7 +368,7 @@ class SglangScheduler(SchedulerBase):
         return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
 
     def check(self) -> None:
-        """Raise AssertionError unless pages, members and places in the batch are accounted for."""
+        """Raise AssertionError unless pages, members and slots of the batch are accounted for."""
         self.decoding.check()
         assert len(self.running) + len(self.waiting) == len(self.requests), "requests that neither wait nor run"
         assert self.batch.keys() <= self.running.keys(), "decodes and does not run"

@@ -1,4 +1,4 @@
-"""Settings of SGLang's server, and what it makes of those left open."""
+"""Settings of SGLang's server, and its choices for those left open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cbsim.policy.loop import Limits
 FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.14, 600  # SGLANG_INIT_NEW_TOKEN_RATIO and its kin
 TOO_LONG = 5  # a prompt has to leave more of the longest sequence than this
 GIB = 1 << 30
-CHUNKS = ((20, 2048), (60, 4096), (160, 8192))  # GPUs with less than so many GiB, their chunk
+CHUNKS = ((20, 2048), (60, 4096), (160, 8192))  # (GiB, chunk): the chunk on a GPU with less memory
 LARGEST_CHUNK = 16384
 
 
@@ -93,7 +93,7 @@ class SglangSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangOptions(SglangSettings):
-    """All sizes solved. A block is a page; every one of `num_blocks` can be used."""
+    """The settings with all sizes solved. A block is a page; every one of `num_blocks` can be used."""
 
     block_size: int
     num_blocks: int
@@ -102,7 +102,7 @@ class SglangOptions(SglangSettings):
     context_length: int
 
     def __post_init__(self) -> None:
-        """Recorded schedulers have settings of their own."""
+        """Skip the checks of the settings: recorded schedulers have sizes of their own."""
 
     @property
     def pool_tokens(self) -> int:
@@ -110,11 +110,11 @@ class SglangOptions(SglangSettings):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence, the last one not counted."""
+        """The tokens of a sequence, the last one not counted."""
         return min(self.context_length, self.pool_tokens) - 1
 
     def outputs(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Output tokens that a request may write: as many of its limit as fit a sequence and an empty cache."""
+        """Return the output tokens that a request may write: up to its limit, a sequence and an empty cache."""
         page = self.block_size
         paged = -(-prompt_tokens // page) * page
         most = max(0, min(max_tokens, self.longest - prompt_tokens - 1))
@@ -163,8 +163,8 @@ def _chunk(settings: SglangSettings, site: Site) -> int:
 
 
 def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
-    """Chunk by the GPU, the cache beside a full step, slots by the cache. The cache is sized by vLLM's rule in place of
-    mem_fraction_static, for a step of the largest prefill batch.
+    """Return the options: chunk by the GPU, the cache beside a full step, slots by the cache. The cache is sized by
+    vLLM's rule in place of mem_fraction_static, for a step of the largest prefill batch.
     """
     chunk, size = _chunk(settings, site), site.block_size
     message = f"got {chunk}, must be a multiple of the page, kv_cache.block_size ({size})"

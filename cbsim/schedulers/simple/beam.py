@@ -1,12 +1,11 @@
 """Beam search with iteration-level batching, as `generate(num_beams=k)` searches, on paged blocks.
 
-A request is k texts. One of them reads the prompt but for its last token; then all compute that token and every one
-after it, side by side in each step, and the k best continuations of all k texts are what they go on with: a result says
-whose text each beam took over. What texts have in common lies in shared blocks; the last block of a text that several
-go on with is copied.
-
-Requests are admitted first come, first served, if the cache has room for k whole texts that share nothing: so none is
-preempted. The next step's tables follow from a result, so no step is planned ahead of one, in either loop.
+A request is k texts. One of them computes the prompt but for its last token; then all compute that token and every one
+after it, side by side in each step, and go on with the k best continuations of all k texts: a result names the text
+that each beam took over. What texts have in common lies in shared blocks; the last block of a text that several go on
+with is copied. Requests are admitted first come, first served, if the cache has room for k whole texts that share
+nothing: so none is preempted. The next step's tables follow from a result, so no step is planned ahead of one, in
+either loop.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class BeamPool(BlockPool):
         return len(table)
 
     def fork(self, request: Request, beam: Request, computed: int) -> int | None:
-        """A beam gets a table of its own for what a request has computed. Returns the block that it has to copy."""
+        """Give a beam a table of its own for what a request has computed. Return the block that it has to copy."""
         whole, table = computed // self.block_size, self.tables[request]
         self.tables[beam] = table[:whole]
         self._enter(table[:whole])
@@ -71,12 +70,12 @@ class BeamPool(BlockPool):
         return table[whole]
 
     def exchange(self, beams: Sequence[Request], parents: Sequence[Request], computed: int) -> list[Exchanged]:
-        """Beam i goes on with the text of parents[i], of which `computed` tokens are computed: all tables hold just
-        these. Returns those whose tables hold something else now.
+        """Let beam i go on with the text of parents[i], of which `computed` tokens are computed: all tables hold just
+        these. Return the beams whose tables have changed.
         """
         whole, rest = divmod(computed, self.block_size)
         before = {beam: self.tables[beam] for beam in beams}
-        keeper: dict[Request, Request] = {}  # of a text: the beam that keeps the block that is written to
+        keeper: dict[Request, Request] = {}  # for each text: the beam that keeps the block that is written to
         for i, beam in enumerate(beams):
             if beam is parents[i] or parents[i] not in keeper:
                 keeper[parents[i]] = beam
@@ -94,17 +93,17 @@ class BeamPool(BlockPool):
                 self.grow(beam, 1)
             own, now = before[beam], self.tables[beam]
             entries = [(at, block) for at, block in enumerate(now) if block != own[at]]
-            if entries or copied is not None:  # the block to copy to may be the one that it had
+            if entries or copied is not None:  # the target of the copy may be the block that it had
                 exchanged.append(Exchanged(beam, entries, copied))
         return exchanged
 
     def _enter(self, blocks: Sequence[int]) -> None:
-        """These are in one table more."""
+        """Count one more table for each of these blocks."""
         for block in blocks:
             self._users[block] = self._users.get(block, 0) + 1
 
     def _leave(self, blocks: Sequence[int]) -> None:
-        """These are in one table less; those that are in none are free."""
+        """Count one table less for each of these blocks; free those that are in none."""
         freed: list[int] = []
         for block in blocks:
             users = self._users[block] - 1
@@ -128,11 +127,11 @@ class BeamPool(BlockPool):
 
 
 class Search:
-    """The texts of one request. `beams[0]` reads the prompt; `forked`: the others have taken it over."""
+    """The texts of one request. `beams[0]` computes the prompt; `forked`: the others have taken it over."""
 
     def __init__(self, first: Request, blocks: int) -> None:
         self.beams = [first]
-        self.blocks = blocks  # that all of them together can come to hold
+        self.blocks = blocks  # the most blocks that all of them together can have
         self.forked = False
 
 
@@ -145,9 +144,9 @@ class BeamScheduler(SchedulerBase):
         super().__init__(options, Decoding(self.pool))
         self.options = options
         self.waiting: deque[Request] = deque()
-        self.searches: list[Search] = []  # that have been let in
+        self.searches: list[Search] = []  # those that have been admitted
         self._search: dict[Request, Search] = {}
-        self._scheduled = 0  # blocks, to those let in
+        self._scheduled = 0  # blocks reserved for admitted requests
 
     @property
     def running(self) -> list[Request]:
@@ -162,7 +161,7 @@ class BeamScheduler(SchedulerBase):
         return None
 
     def _whole(self, spec: RequestSpec) -> int:
-        """Blocks of all texts of a request at their end; the last tokens are never computed."""
+        """Return the blocks of all texts of a request at their end; the last tokens are never computed."""
         return self.options.num_beams * self.pool.blocks_for(spec.prompt_tokens + spec.max_tokens - 1)
 
     def add(self, spec: RequestSpec) -> None:
@@ -177,7 +176,7 @@ class BeamScheduler(SchedulerBase):
         self.waiting.append(request)
 
     def cancel(self, spec: RequestSpec) -> None:
-        """The texts of a request are given up together."""
+        """Cancel all texts of a request together."""
         request = self.requests.get(spec)
         if request is not None:
             for beam in list(self._search[request].beams):
@@ -213,7 +212,7 @@ class BeamScheduler(SchedulerBase):
     def _go_on(
         self, search: Search, left: int, rows: dict[Request, Chunk], ranked: list[tuple[RequestSpec, ...]]
     ) -> int:
-        """Rows of a request, and so many tokens of the step: some of its prompt, or one of each text."""
+        """Add rows of at most `left` tokens: some of the prompt, or one of each text. Return their tokens."""
         first = search.beams[0]
         tokens = min(first.uncomputed - 1, left)
         if tokens:
@@ -234,7 +233,7 @@ class BeamScheduler(SchedulerBase):
         rows[request] = self.decoding.row(request, tokens, blocks)
 
     def _fork(self, search: Search) -> None:
-        """The prompt is read but for its last token: every text begins with that."""
+        """Start every text with the last token of the prompt, once all the others are computed."""
         search.forked = True
         first = search.beams[0]
         for beam in search.beams[1:]:
@@ -258,10 +257,10 @@ class BeamScheduler(SchedulerBase):
         return outcome
 
     def _exchange(self, plan: StepPlan, parents: dict[RequestSpec, RequestSpec]) -> None:
-        """Texts that go on with another's."""
+        """Exchange the tables of texts that go on with another's."""
         for group in plan.ranked:
             if parents.keys().isdisjoint(group) or any(spec not in self.requests for spec in group):
-                continue  # all as they were, or over
+                continue  # no text changed, or some have ended
             beams = [self.requests[spec] for spec in group]
             origins = [self.requests[parents.get(spec, spec)] for spec in group]
             for exchanged in self.pool.exchange(beams, origins, beams[0].computed):

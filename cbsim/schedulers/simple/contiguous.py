@@ -1,9 +1,9 @@
 """Iteration-level batching on a contiguous cache: all that a request may need is one piece, reserved at admission.
 
-So the caches of Orca's and FasterTransformer's servers were kept before they were paged; `orca` and
-`faster_transformer` are those servers' rules as Sarathi-Serve states them, on paged blocks. Here every running request
-decodes in every step; then prompts that were begun go on, then the queue is admitted from, while a slot, tokens of the
-step and a piece are there. Whoever does not fit stops those behind it. Nothing is shared.
+The servers of Orca and FasterTransformer kept their caches so before they were paged; `orca` and `faster_transformer`
+are those servers' rules as Sarathi-Serve states them, on paged blocks. Here every running request decodes in every
+step; then prompts that were begun go on, then the queue is admitted from, while a slot, tokens of the step and a piece
+are there. A request that does not fit stops those behind it. Nothing is shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cbsim.schedulers.simple.settings import ContiguousOptions, ContiguousSettin
 
 
 class Contiguous:
-    """With all of the cache that a request may need."""
+    """The rule that reserves all of the cache that a request may need."""
 
     def __init__(self, options: ContiguousOptions) -> None:
         self.options = o = options
@@ -35,7 +35,7 @@ class Contiguous:
         return None
 
     def piece(self, spec: RequestSpec) -> int:
-        """Blocks that a request reserves."""
+        """Return the blocks that a request reserves."""
         return self.pool.blocks_for(reserved_tokens(self.options.reserve, spec, self.options.max_model_len))
 
     def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
@@ -50,7 +50,7 @@ class Contiguous:
         return rows
 
     def _admit(self, fcfs: Fcfs, rows: dict[Request, Chunk], left: int) -> None:
-        """The queue, head first: none is passed over."""
+        """Admit the queue, head first: none is passed over."""
         chunked = self.options.enable_chunked_prefill
         while fcfs.waiting and left and len(fcfs.running) < self.options.max_num_seqs:
             request = fcfs.waiting[0]
@@ -63,7 +63,7 @@ class Contiguous:
 
 
 def _turn(request: Request) -> tuple[bool, int]:
-    """Who decodes, then prompts of which a part was read; each in order of admission."""
+    """Sort decoding requests first, then partly computed prompts; each in order of admission."""
     return request.status is Status.PREFILL, request.order
 
 

@@ -1,7 +1,7 @@
 """First come, first served, all reserved: the scheduler that tgi, dynamic_padded and contiguous have in common.
 
-A request that is admitted holds blocks for all that it may write until its end, so none grows and none is preempted.
-What is left is a rule: which requests join, and who gets a row.
+An admitted request has blocks for all that it may write until its end, so none grows and none is preempted. What is
+left is a rule: which requests join, and which get a row.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from cbsim.schedulers.base import SchedulerBase
 
 
 class Rule(Protocol):
-    """Which waiting requests join, and who gets a row."""
+    """A rule for which waiting requests join, and which requests get a row."""
 
     @property
     def pool(self) -> BlockPool:
         """The KV cache."""
 
     def refusal(self, spec: RequestSpec) -> str | None:
-        """Why a request can never be served, or None."""
+        """Return why a request can never be served, or None."""
 
     def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
-        """The rows of the next step, beside those that `go_on` counted; joining requests have been admitted."""
+        """Return the rows of the next step, beside those that `go_on` counted; joining requests have been admitted."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Fcfs(SchedulerBase):
-    """A queue, the requests that run in order of admission, and a rule."""
+    """A scheduler of a queue, the running requests in order of admission, and a rule."""
 
     def __init__(self, options: Options, rule: Rule) -> None:
         super().__init__(options, Decoding(rule.pool, together=True))
@@ -61,12 +61,12 @@ class Fcfs(SchedulerBase):
         return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
 
     def go_on(self) -> int:
-        """Everybody in the decode batch gets a token. Returns how many they are."""
+        """Plan a token for every request of the decode batch. Return their number."""
         self.decodes = self.decoding.go_on()
         return self.decodes
 
     def admit(self, tokens: int, blocks: list[int]) -> Chunk:
-        """The head of the queue runs: a row of its first tokens. `blocks` are those that it has been given."""
+        """Admit the head of the queue and return a row of its first tokens. `blocks` are those that it got."""
         request = self.waiting.popleft()
         self.decoding.admit(request)
         self.running[request] = None
@@ -81,5 +81,5 @@ class Fcfs(SchedulerBase):
 
 
 def blocks_to_end(pool: BlockPool, spec: RequestSpec) -> int:
-    """Blocks of all that a request may write; its last token is never computed."""
+    """Return the blocks of all that a request may write; its last token is never computed."""
     return pool.blocks_for(spec.prompt_tokens + spec.max_tokens - 1)

@@ -1,4 +1,4 @@
-"""Batches on padded tensors, static and dynamic: what stands before ragged continuous batching."""
+"""Batches on padded tensors, static and dynamic: the baselines of ragged continuous batching."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StaticScheduler(SchedulerBase):
         return self._commit(rows)
 
     def _form(self) -> tuple[int, int]:
-        """Fill the batch from the queue, in order, as far as seats and cache go: (longest prompt, blocks a row)."""
+        """Fill the batch from the queue, in order, as slots and cache allow: (longest prompt, blocks a row)."""
         prompt = limit = blocks = 0
         while self.waiting and len(self._batch) < self.options.batch_size:
             spec = self.waiting[0].spec
@@ -77,7 +77,7 @@ class StaticScheduler(SchedulerBase):
         return prompt, blocks
 
     def _decode(self) -> StepPlan:
-        """A row for every member of the batch, those that have ended included, over the positions of the longest."""
+        """Plan a row for every member of the batch, ended ones included, over the positions of the longest."""
         rows, context = len(self._batch), len(self._batch) * self._length
         self._length += 1
         self.decoding.go_on()
@@ -120,9 +120,9 @@ STATIC = SchedulerKind(
 
 
 class DynamicPadded:
-    """Dynamic batching: a request that waits takes a slot as soon as one is free.
+    """Dynamic batching: a waiting request takes a slot as soon as one is free.
 
-    A step has one width, that of its longest row: the rows of requests that decode have one token and are padded on the
+    A step has one width, that of its longest row: the rows of decoding requests have one token and are padded on the
     left to the prompts that come in beside them. So a prompt of n tokens that joins a batch, B rows with its own, costs
     (n - 1)(B - 1) tokens of padding. Only query tokens are padded; the cache holds none of it. All that a request may
     write is reserved, so none grows and none is preempted.
@@ -150,7 +150,7 @@ class DynamicPadded:
         return {request: replace(row, padding=width - row.tokens) for request, row in rows.items()}
 
     def _joining(self, fcfs: Fcfs) -> list[Request]:
-        """The head of the queue, as far as slots and cache go: none is passed over."""
+        """Return the head of the queue, as far as slots and cache go: none is passed over."""
         joining: list[Request] = []
         free = self.pool.free
         for request in fcfs.waiting:

@@ -1,4 +1,4 @@
-"""Settings of the schedulers without a real server's traces, and what becomes of them on a machine."""
+"""Settings of the schedulers without a real server's traces, and the sizes that follow from them on a machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DynamicPaddedSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedOptions:
-    """Rows of a padded batch, and the cache beside them. `filled`: padding lies in the rows, not in the cache."""
+    """The size of a padded batch, and the cache beside it. `filled`: padding lies in the rows, not in the cache."""
 
     name: str
     batch_size: int
@@ -66,7 +66,7 @@ class PaddedOptions:
 
 
 def resolve_padded(settings: StaticSettings | DynamicPaddedSettings, site: Site) -> PaddedOptions:
-    """The cache beside a step of `batch_size` prompts."""
+    """Return the options: the cache beside a step of `batch_size` prompts."""
     return PaddedOptions(
         name=settings.name,
         batch_size=settings.batch_size,
@@ -98,7 +98,7 @@ class TgiSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TgiOptions(TgiSettings):
-    """All resolved."""
+    """The settings with all sizes solved."""
 
     block_size: int
     num_blocks: int
@@ -110,7 +110,7 @@ class TgiOptions(TgiSettings):
 
 
 def resolve_tgi(settings: TgiSettings, site: Site) -> TgiOptions:
-    """The cache beside a step of prompts, and as many tokens as it has. Raises SettingsError."""
+    """Return the options: the cache beside a step of prompts, and as many tokens as it has. Raises SettingsError."""
     blocks = site.blocks(settings.max_batch_prefill_tokens, settings.max_batch_size)
     total = settings.max_batch_total_tokens or blocks * site.block_size
     prompts = settings.max_batch_prefill_tokens
@@ -142,7 +142,7 @@ class BeamSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamOptions(BeamSettings):
-    """All resolved."""
+    """The settings with all sizes solved."""
 
     block_size: int
     num_blocks: int
@@ -153,7 +153,7 @@ class BeamOptions(BeamSettings):
 
 
 def resolve_beam(settings: BeamSettings, site: Site) -> BeamOptions:
-    """The cache beside a full step."""
+    """Return the options: the cache beside a full step."""
     blocks = site.blocks(settings.max_num_batched_tokens, settings.max_num_seqs)
     return resolved(settings, BeamOptions, block_size=site.block_size, num_blocks=blocks)
 
@@ -186,7 +186,7 @@ class ContiguousSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContiguousOptions(ContiguousSettings):
-    """All resolved."""
+    """The settings with all sizes solved."""
 
     block_size: int
     num_blocks: int
@@ -210,7 +210,7 @@ class ContiguousOptions(ContiguousSettings):
 
 
 def resolve_contiguous(settings: ContiguousSettings, site: Site) -> ContiguousOptions:
-    """A cache beside a full step. Raises SettingsError for sizes with which a request or a prompt could never run."""
+    """Return the options: a cache beside a full step. Raises SettingsError if a request or a prompt could never run."""
     slots, whole = settings.max_num_seqs, not settings.enable_chunked_prefill
     tokens = settings.max_num_batched_tokens
     if tokens is None:

@@ -1,10 +1,10 @@
 """text-generation-inference v3's batching: a batch decodes; now and then it stops for prompts, which then join it.
 
-Before a step of decoding the queue is asked for prompts, first come, first served, as far as three bounds go: tokens
-of the step, tokens of all that run (prompts and limits), blocks for all that the new ones may ever write. The batch
-stops for them if they are enough beside it (`waiting_served_ratio`), or if it has not stopped for long
-(`max_waiting_tokens`); then they are prefilled by themselves. Everything is reserved, so nobody grows and nobody is
-preempted.
+Before a decode step, prompts are taken from the queue, first come, first served, as far as three bounds go: tokens of
+the step, tokens of all that run (prompts and limits), blocks for all that the new ones may ever write. The batch stops
+for them if they are enough beside it (`waiting_served_ratio`), or if it has not stopped for long
+(`max_waiting_tokens`); then they are prefilled by themselves. Everything is reserved, so no table grows and no request
+is preempted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cbsim.schedulers.simple.settings import TgiOptions, TgiSettings, resolve_tg
 
 
 class Tgi:
-    """Prompts and decoding in turns."""
+    """The rule by which prompts and decoding alternate."""
 
     def __init__(self, options: TgiOptions) -> None:
         self.options = options
@@ -51,12 +51,12 @@ class Tgi:
         return {request: decoding.row(request, 1, ()) for request in stopped}
 
     def _least(self, running: int) -> int:
-        """Prompts for which the batch stops."""
+        """Return the number of prompts for which the batch stops."""
         o = self.options
         return 0 if self._steps >= o.max_waiting_tokens else int(running * o.waiting_served_ratio)
 
     def _fitting(self, fcfs: Fcfs) -> list[Request]:
-        """The head of the queue, as far as the bounds go: none is passed over."""
+        """Return the head of the queue, as far as the bounds go: none is passed over."""
         o = self.options
         fitting: list[Request] = []
         step, free = o.max_batch_prefill_tokens, self.pool.free
@@ -71,7 +71,7 @@ class Tgi:
         return fitting
 
     def _prefill(self, fitting: list[Request], fcfs: Fcfs) -> dict[Request, Chunk]:
-        """Their prompts by themselves: no other request has a row."""
+        """Return rows of these prompts alone: no other request has a row."""
         self._joined = bool(fcfs.running)
         self._steps = 1
         fcfs.decoding.split()
@@ -83,7 +83,7 @@ class Tgi:
 
 
 def _tokens(spec: RequestSpec) -> int:
-    """Of a prompt and its limit."""
+    """Return the tokens of a prompt and its limit."""
     return spec.prompt_tokens + spec.max_tokens
 
 

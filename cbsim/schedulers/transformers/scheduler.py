@@ -3,7 +3,7 @@
 Rules as in the real scheduler, restated and checked line by line against its traces. What layers with windows change is
 the cache's (table_pools.py), which then finds no prefixes; members are not counted together, for their tables differ.
 Two budgets bound a step: query tokens, and KV tokens read. A request that finds no block starves; when nothing can run,
-or after a step in which some starved, starved requests give up their blocks until the others fit (soft reset: generated
+or after a step in which some starved, starved requests lose their blocks until the others fit (soft reset: generated
 tokens become prompt; or their KV is kept on the host, host.py), and no new request is admitted until one has finished.
 
 The original's defects are not shared; docs/policies.md lists them, and what proves the rules puts them back.
@@ -30,31 +30,31 @@ from cbsim.schedulers.transformers.settings import PREFILL_FIRST, TransformersOp
 
 
 class Fork(NamedTuple):
-    """A request whose prompt is read but for one token, and its further samples."""
+    """A request whose prompt is computed but for one token, and its further samples."""
 
     request: Request
     samples: list[Request]
 
 
 class Forks:
-    """Parallel sampling (n > 1): samples that wait for the request they are of, which has not read its prompt yet.
+    """Parallel sampling (n > 1): samples that wait for their first request, which has not computed its prompt yet.
 
-    The prompt is read up to its last token by the request that came first. Its samples then take over what it has, and
-    each computes the last token by itself, so that each draws a first output of its own.
+    The prompt is computed up to its last token by the request that came first. Its samples then take over what it has,
+    and each computes the last token by itself, so that each samples a first output of its own.
     """
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
         self._samples: dict[Request, list[Request]] = {}
-        self.due: list[Request] = []  # will have read its prompt but for one token, in the order planned
-        self._unlisted: dict[Request, list[int]] = {}  # active, without a row listed since: blocks got for empty rows
+        self.due: list[Request] = []  # requests whose prompts will be computed but for one token, in the order planned
+        self._unlisted: dict[Request, list[int]] = {}  # active, no row listed since: blocks of empty rows
 
     def __contains__(self, request: Request) -> bool:
-        """Has it samples that wait for it?"""
+        """True if samples wait for this request."""
         return request in self._samples
 
     def __len__(self) -> int:
-        """Samples that wait."""
+        """Return the number of waiting samples."""
         return sum([len(samples) for samples in self._samples.values()])
 
     def expect(self, request: Request, sample: Request) -> None:
@@ -62,23 +62,23 @@ class Forks:
         self._samples.setdefault(request, []).append(sample)
 
     def reached(self, request: Request) -> None:
-        """It has been planned up to the last token of its prompt."""
+        """Record that a request has been planned up to the last token of its prompt."""
         self.due.append(request)
 
     def hold(self, request: Request, blocks: list[int]) -> None:
-        """Its row had no tokens; these blocks are told of with the next one."""
+        """Keep the blocks of a row without tokens; the request's next row lists them."""
         self._unlisted.setdefault(request, []).extend(blocks)
 
     def has_begun(self, request: Request) -> bool:
-        """Has it had a row that was empty, or come out of a fork, and no row since?"""
+        """True if a request has had a row that was empty, or come out of a fork, and no row since."""
         return request in self._unlisted
 
     def unlisted(self, request: Request, blocks: list[int]) -> list[int]:
-        """The blocks to list with a row: `blocks`, behind those of rows that were not listed."""
+        """Return the blocks to list with a row: `blocks`, behind those of rows that were not listed."""
         return [*self._unlisted.pop(request, ()), *blocks] if self._unlisted else blocks
 
     def take(self) -> list[Fork]:
-        """The forks that are due, the last planned first. Nobody waits for these requests any more."""
+        """Return the forks that are due, the last planned first. Their samples do not wait any more."""
         due, self.due = self.due, []
         return [Fork(request, self._samples.pop(request)) for request in reversed(due) if request in self._samples]
 
@@ -103,17 +103,17 @@ class Forks:
             self.hold(sample, [])
 
     def set_back(self, request: Request) -> None:
-        """It has lost its blocks. Its samples go on waiting."""
+        """Forget the blocks that a request has lost. Its samples go on waiting."""
         self._unlisted.pop(request, None)
         self.due = [due for due in self.due if due is not request]
 
     def orphans(self, request: Request) -> list[Request]:
-        """It is over; these waited for it, and have to wait for themselves."""
+        """Return the samples that waited for a request that is over; they have to wait for themselves."""
         self.set_back(request)
         return self._samples.pop(request, [])
 
     def drop(self, sample: Request) -> None:
-        """A sample that waits is over."""
+        """Remove a waiting sample that is over."""
         for request, samples in self._samples.items():
             if sample in samples:
                 samples.remove(sample)
@@ -145,7 +145,7 @@ class Step:
         self.requests = requests
         self.fast = fast
         self.rows: dict[Request, Chunk] = {}
-        self.held_back: list[Request] = []  # rows without tokens: all that is left is the last one before a fork
+        self.held_back: list[Request] = []  # rows without tokens: only the last token before a fork is left
         self.lead = 0
         self.decodes = 0
         self.failed = False  # an allocation failed
@@ -181,11 +181,11 @@ class TransformersScheduler(SchedulerBase):
         self.waiting: dict[Request, None] = {}
         self.sampling = Forks(self.decoding)
         self.host = self.make_host()
-        self.returned: list[Request] = []  # from the host, in the step planned last
-        self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those of them without tokens, their epochs
+        self.returned: list[Request] = []  # requests swapped in with the step planned last
+        self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those without tokens, with epochs
         self.block_new_requests = False
         self._max_requests = self._most_requests()
-        self._window = o.window  # what every layer sees at most, 0 if one sees all
+        self._window = o.window  # the most that any layer sees, 0 if one sees all
         self._observer = observer
 
     def make_pool(self, observer: Observer) -> BlockPool:
@@ -215,7 +215,7 @@ class TransformersScheduler(SchedulerBase):
         return too_large(most, self._most_blocks(most), self.options.num_blocks)
 
     def _most_blocks(self, tokens: int) -> int:
-        """Blocks that a request of so many tokens holds in the end."""
+        """Return the blocks that a request of `tokens` tokens has in the end."""
         return self.pool.in_groups(self._table_size(tokens))
 
     def add(self, spec: RequestSpec) -> None:
@@ -230,7 +230,7 @@ class TransformersScheduler(SchedulerBase):
         if request := self.requests.get(spec):
             self._finish(request, Finish.ABORTED)
             if not self.running:
-                self.block_new_requests = False  # nobody is left whose end could lift it
+                self.block_new_requests = False  # no request is left whose end could lift it
 
     def schedule(self) -> StepPlan | None:
         step = self._attempt()
@@ -258,14 +258,14 @@ class TransformersScheduler(SchedulerBase):
         return step
 
     def _kv_tokens(self) -> int:
-        """Those that the rows of a step may read between them."""
+        """Return the KV tokens that the rows of a step may read between them."""
         return self.options.num_blocks * self.options.block_size
 
     def _in_order(self, status: Status) -> Iterator[Request]:
         return iter(sorted((r for r in self.decoding.unbatched if r.status is status), key=by_order))
 
     def _in_queue(self) -> Iterator[Request]:
-        """Those that come back from the host and the others by turns, each in order of the queue."""
+        """Return requests from the host and other waiting ones alternately, each in order of the queue."""
         waiting, parked = list(self.waiting), self.host.tables
         if not parked:
             return iter(waiting)
@@ -274,7 +274,7 @@ class TransformersScheduler(SchedulerBase):
         return iter([*turns, *back[len(rest) :], *rest[len(back) :]])
 
     def _decode(self, step: Step) -> None:
-        """The decoding requests: all at once if none can be refused, else one by one."""
+        """Plan the decoding requests: all at once if none can be refused, else one by one."""
         members = self.decoding.batched
         if not step.full and self._undisturbed(step):
             read, fast = members.context, not members.long
@@ -303,7 +303,7 @@ class TransformersScheduler(SchedulerBase):
         step.full = step.tokens == 0 or (step.kv <= 0 and not step.fast) or step.requests <= 0
 
     def _walk(self, candidates: Iterator[Request], step: Step) -> None:
-        """Candidates one by one, in order, until a budget is used up or admission has to stop."""
+        """Plan candidates one by one, in order, until a budget is used up or admission has to stop."""
         for request in candidates:
             if step.full:
                 return
@@ -323,11 +323,11 @@ class TransformersScheduler(SchedulerBase):
                 return
 
     def _breaches_margin(self, free: int) -> bool:
-        """Are so many free blocks too few for anybody to begin or go on with a prompt?"""
+        """True if the free blocks are too few for any request to begin or continue a prompt."""
         return free < self.options.safety_margin * self.options.num_blocks
 
     def _ends_admission(self, request: Request, free: int) -> bool:
-        """It found too few blocks, with so many free. Does nobody get any behind it?"""
+        """True if a request that found too few blocks, with `free` free, ends admission for all behind it."""
         begins = request.status is Status.WAITING or (request.fresh and not self.sampling.has_begun(request))
         return not free and begins
 
@@ -338,15 +338,15 @@ class TransformersScheduler(SchedulerBase):
         return tokens == 1 and request.computed < self._fast_tokens
 
     def _fits(self, request: Request, step: Step) -> bool:
-        """May it read its cache in this step? Only rows of the decode fast path are free to."""
+        """True if the row's KV reads fit this step's budget. Only rows of the decode fast path are exempt."""
         return (step.fast and self._is_fast(request, self._query(request, step))) or step.kv >= self._reads(request)
 
     def _reads(self, request: Request) -> int:
-        """KV tokens that a row of it is charged for."""
+        """Return the KV tokens that a row of a request is charged for."""
         return min(request.computed, self._window) if self._window else request.computed
 
     def _match_prefix(self, request: Request) -> None:
-        """Look the prompt up; on a hit the request is active from now on, whatever becomes of it in this step."""
+        """Look the prompt up; on a hit the request is active from then on, even if it gets no row in this step."""
         size = self.options.block_size
         target = request.target
         hits = self.pool.longest_prefix(request.spec, self._most_hits(target))
@@ -356,7 +356,7 @@ class TransformersScheduler(SchedulerBase):
         self._observer.looked_up(request, target, hits)
 
     def _most_hits(self, tokens: int) -> int:
-        """Blocks that may be looked up."""
+        """Return the most blocks that may be looked up."""
         return tokens // self.options.block_size
 
     def _activate(self, request: Request, cached_tokens: int) -> None:
@@ -368,13 +368,13 @@ class TransformersScheduler(SchedulerBase):
         self.running[request] = None
 
     def _table_size(self, tokens: int) -> int:
-        """Blocks the original holds for `tokens` tokens once it has had to ask: one more than the ceiling when
-        `tokens` is a multiple of the block size or one less.
+        """Return the blocks that the original allocates for `tokens` tokens when it allocates at all: one more than the
+        ceiling when `tokens` is a multiple of the block size or one less.
         """
         return (tokens + 1) // self.options.block_size + 1
 
     def _allocate(self, request: Request, step: Step) -> list[int] | None:
-        """The blocks its next row needs and lacks, or None when there are not enough."""
+        """Return the blocks that a request lacks for its next row, or None when there are not enough."""
         reach, have = request.computed + self._query(request, step), self.pool.entries(request)
         if have and have * self.options.block_size >= reach:
             return []
@@ -404,15 +404,15 @@ class TransformersScheduler(SchedulerBase):
         self._charge(step, tokens, self._reads(request), 1, self._is_fast(request, tokens))
 
     def _fork(self) -> None:
-        """Who has read its prompt but for one token shares what it has with its samples, as many as find room for what
-        each needs of its own. The others wait like any request, the last of them first.
+        """Share the blocks of a request, whose prompt is computed but for one token, with as many samples as find room
+        for their own blocks. The others wait like any request, the last of them first.
         """
         for request, samples in self.sampling.take():
             for sample in reversed(self._fork_off(request, samples, request.hashed)):
                 self.waiting[sample] = None
 
     def _fork_off(self, request: Request, samples: list[Request], whole: int) -> list[Request]:
-        """As many samples as find room share the first `whole` blocks. Returns the others."""
+        """Share the first `whole` blocks with as many samples as find room. Return the others."""
         own = self.pool.unshared(request, whole)
         fit = min(len(samples), self.pool.ready // own) if own else len(samples)
         self._admit(request, samples[:fit], whole)
@@ -424,9 +424,9 @@ class TransformersScheduler(SchedulerBase):
             self.running[sample] = None
 
     def _offload(self, step: Step) -> bool:
-        """Requeue starved requests, newest first, until the blocks suffice for the others. False if none can go.
+        """Requeue starved requests, newest first, until the blocks suffice for the others. Return False if none can go.
 
-        Whose blocks fit the host, asked in order of the queue, keeps its KV there; the others give theirs up.
+        A request whose blocks fit the host, tried in order of the queue, keeps its KV there; the others lose theirs.
         """
         self._observer.reclaiming([request for request, _ in step.starved])
         demand, free = sum(needed for _, needed in step.starved), self.pool.free
@@ -442,7 +442,7 @@ class TransformersScheduler(SchedulerBase):
         return bool(victims)
 
     def _set_back(self, request: Request) -> None:
-        """It loses its blocks. Its KV waits on the host, if there is room."""
+        """Take a request's blocks. Its KV waits on the host, if there is room."""
         if not self.host.park(request, drop_in_flight=True):
             self.decoding.call_off(request)
             self.decoding.preempt(request, drop_in_flight=True)
@@ -450,7 +450,7 @@ class TransformersScheduler(SchedulerBase):
         del self.running[request]
 
     def _requeue(self, victims: list[Request]) -> None:
-        """Those that were set back, newest first, wait again; nobody new is admitted beside them."""
+        """Queue preempted requests, given newest first, again; no new request is admitted beside them."""
         for request in reversed(victims):
             self.waiting[request] = None
         self._observer.reclaimed(victims[::-1])

@@ -1,9 +1,9 @@
 """Hugging Face transformers' continuous batching, 5.23: where it differs from 5.17 (scheduler.py).
 
 The cache is cut in sectors (sectors.py), and gives a request just the blocks that it lacks. Cached blocks are not free:
-nobody waiting gets them. They are evicted all together, when the margin is breached or somebody starves. A full cache
-ends no step: who does not fit is passed over, so a small request overtakes a large one. Sectors are reclaimed before a
-step is planned and before forks, so what is freed in between is not used before.
+no waiting request gets them. They are evicted all together, when the margin is breached or a request starves. A full
+cache ends no step: a request that does not fit is passed over, so a small one overtakes a large one. Sectors are
+reclaimed before a step is planned and before forks, so what is freed in between is not used before.
 
 Layers of several kinds, or with windows, have a block table for each kind (`KindsOfLayers`): the kinds share sectors,
 whose blocks are as large as a kind's layers make them. Nothing gets a key then, and nothing is cached.
@@ -41,13 +41,13 @@ class Transformers523(TransformersScheduler):
         super().__init__(options, observer)
         assert isinstance(self.pool, SectorPool | KindPool)
         self.cache: SectorPool | KindPool = self.pool
-        self._inside = True  # was the margin kept when the step began?
+        self._inside = True  # whether the margin was kept when the step began
 
     def make_pool(self, observer: Observer) -> BlockPool:
         return SectorPool(self.options.block_size, self.options.num_blocks, self.make_sectors(0), observer)
 
     def make_sectors(self, first: int) -> Sectors:
-        """The sectors of the cache. The original's first two are written and read for nothing, and never claimed."""
+        """Return the sectors of the cache. The original's first two are scratch and never claimed."""
         per = self.options.blocks_per_sector
         return Sectors(list(range(first, first + self.options.num_blocks // per)), per)
 
@@ -70,30 +70,30 @@ class Transformers523(TransformersScheduler):
         return self.cache.ready / self.options.num_blocks >= self.options.safety_margin
 
     def _breaches_margin(self, free: int) -> bool:
-        """As the step began: what it takes itself does not count."""
+        """True if the margin was breached when the step began: blocks that it takes itself do not count."""
         del free
         return not self._inside
 
     def _ends_admission(self, request: Request, free: int) -> bool:
-        """Never: others follow, who may fit."""
+        """Return False: others follow, which may fit."""
         del request, free
         return False
 
     def _most_hits(self, tokens: int) -> int:
-        """Never the whole prompt: its last token is computed."""
+        """Return the most blocks that may be looked up: never the whole prompt, for its last token is computed."""
         return (tokens - 1) // self.options.block_size
 
     def _table_size(self, tokens: int) -> int:
         return self.pool.blocks_for(tokens)
 
     def _fits(self, request: Request, step: Step) -> bool:
-        """A row without tokens is none of the fast path, and pays for what it reads."""
+        """True if the row may read its cache. A row without tokens pays for what it reads: no fast path."""
         if request in self.sampling and request.uncomputed == 1:
             return step.kv >= request.computed
         return super()._fits(request, step)
 
     def _fork(self) -> None:
-        """What is written of whole blocks is shared, whether it has been named yet or not. Those without room wait in
+        """Share the whole blocks that are written, whether they have keys yet or not. Samples without room wait in
         their order.
         """
         self.cache.reclaim()
@@ -104,7 +104,7 @@ class Transformers523(TransformersScheduler):
 
     def _offload(self, step: Step) -> bool:
         """Evict what is cached; then requeue starved requests, newest first, until the blocks suffice for the others.
-        False if nothing has changed. Whose blocks fit the host, the newest asked first, keeps its KV there.
+        Return False if nothing has changed. Requests that fit the host, the newest tried first, keep their KV there.
         """
         self._observer.reclaiming([request for request, _ in step.starved])
         evicted = self.cache.evict_all()
@@ -117,13 +117,13 @@ class Transformers523(TransformersScheduler):
         return evicted or bool(victims)
 
     def _has_room(self, starved: list[tuple[Request, int]]) -> bool:
-        """Could all of these get what they lack?"""
+        """True if all of these could get the blocks that they lack."""
         return sum([needed for _, needed in starved]) <= self.cache.ready
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KindsOfLayers(Transformers523):
-    """With a table for each kind of layers. `num_blocks` counts pages: the largest pieces that make blocks of all."""
+    """The policy with a table for each kind of layers. `num_blocks` counts pages: the largest common pieces."""
 
     def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(options, observer)
@@ -146,7 +146,7 @@ class KindsOfLayers(Transformers523):
         return Host(self.decoding, HostSectors(o.host_blocks, o.pages, o.blocks_per_sector))
 
     def _kv_tokens(self) -> int:
-        """As if the kind of the smallest blocks had the whole cache."""
+        """Return the KV tokens of a step as if the kind with the smallest blocks had the whole cache."""
         return self.options.num_blocks // min(self.options.pages) * self.options.block_size
 
     def _most_blocks(self, tokens: int) -> int:

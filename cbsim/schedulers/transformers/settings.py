@@ -1,4 +1,4 @@
-"""Settings of transformers' continuous batching, and what it makes of them on a machine."""
+"""Settings of transformers' continuous batching, and the sizes that it derives from them on a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cbsim.policy.kind import (
 from cbsim.policy.loop import Limits
 
 GIB = 1 << 30
-VERSIONS = ("5.17", "5.23")  # whose rules these are
+VERSIONS = ("5.17", "5.23")  # the versions whose rules these are
 BATCH_TOKENS = 8192  # of 5.23, unless given
 INDEX_BYTES = 4  # int32
 LEAST_BATCH_TOKENS, MOST_BATCH_TOKENS = 256, 8192  # of 5.17, unless given
@@ -70,8 +70,8 @@ class TransformersSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersOptions(TransformersSettings):
-    """ContinuousBatchingConfig's own names, all resolved. In 5.23 both numbers of blocks are those of whole sectors.
-    `groups`: those of layers, if some have windows; then blocks are counted in 5.23 as pages, of which theirs are made.
+    """ContinuousBatchingConfig's options, all resolved. In 5.23 both numbers of blocks are those of whole sectors.
+    `groups`: those of layers, if some have windows; then 5.23's blocks are counted as pages, of which theirs are made.
     """
 
     block_size: int
@@ -84,23 +84,23 @@ class TransformersOptions(TransformersSettings):
 
     @property
     def pages(self) -> list[int]:
-        """Of a block, by group."""
+        """The pages of a block, by group."""
         return pages_of(self.groups)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Are prompts looked up?"""
+        """Whether prompts are looked up in the cache."""
         return self.allow_block_sharing and not self.groups
 
     @property
     def window(self) -> int:
-        """Tokens that any layer sees at most; 0 if one sees all."""
+        """The tokens that any layer sees at most; 0 if one sees all."""
         spans = [group.attention.span for group in self.groups]
         return max(spans) if spans and all(spans) else 0
 
     @property
     def scheduler_type(self) -> str:
-        """`fifo` or `prefill_first`."""
+        """The original's name of the scheduler: `fifo` or `prefill_first`."""
         return self.name.removeprefix("transformers_")
 
     @property
@@ -109,24 +109,24 @@ class TransformersOptions(TransformersSettings):
 
 
 class Cut(NamedTuple):
-    """How the layers of a model share a cache: a page is of so many `layers`. No groups if all see everything."""
+    """The layers' shares of a cache: a page has `layers` layers. No groups if all layers see everything."""
 
     layers: int
     groups: tuple[LayerGroup, ...] = ()
 
     @property
     def pages(self) -> list[int]:
-        """Of a block of each group."""
+        """The pages of a block of each group."""
         return pages_of(self.groups) if self.groups else [1]
 
     def per_sector(self, page_bytes: int) -> int:
-        """Pages of a sector: a multiple of every group's blocks, and of SECTOR_BYTES."""
+        """Return the pages of a sector: a multiple of every group's blocks, and of SECTOR_BYTES."""
         return lcm(*[count * page_bytes for count in self.pages], SECTOR_BYTES) // page_bytes
 
 
 def cut(layers: Sequence[Attention], block_size: int, version: str) -> Cut:
-    """5.23: a group for each kind of layers, in order of appearance. 5.17: groups of as many layers each, the most that
-    every kind can be cut into. No groups if all layers see everything.
+    """Return how the layers share a cache. 5.23: a group for each kind of layers, in order of appearance. 5.17: groups
+    of as many layers each, the most that every kind can be cut into. No groups if all layers see everything.
     """
     kinds: dict[Attention, list[int]] = {}
     for layer, attention in enumerate(layers):
@@ -143,7 +143,7 @@ def cut(layers: Sequence[Attention], block_size: int, version: str) -> Cut:
 
 
 def layer_groups(site: Site, version: str) -> Cut:
-    """Those of the site's model. Raises SettingsError for layers that transformers has not."""
+    """Return the groups of the site's model. Raises SettingsError for layers that transformers does not have."""
     pattern = site.attention
     windows = sorted({attention.span for attention in pattern if attention != FULL})
     chunked = any(attention.sight is Sight.CHUNKED for attention in pattern)
@@ -155,7 +155,7 @@ def layer_groups(site: Site, version: str) -> Cut:
 
 
 def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
-    """Step and cache as the library solves them."""
+    """Return the options, with step and cache as the library solves them."""
     made = layer_groups(site, settings.version)
     most, stated = 0 if made.groups else settings.max_blocks_per_request, settings.max_batch_tokens
     unit = site.block_bytes * made.layers // site.layers
@@ -192,14 +192,14 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
 
 
 class Size(NamedTuple):
-    """A solution: query tokens in a step, cache blocks."""
+    """A solution of the memory equation: query tokens in a step, cache blocks."""
 
     max_batch_tokens: int
     num_blocks: int
 
 
 class Peak(NamedTuple):
-    """Bytes a batch token and bytes a cache token, at one of the peaks of a step."""
+    """The bytes for a batch token and for a cache token, at one of the peaks of a step."""
 
     per_batch_token: int
     per_cache_token: int
@@ -208,8 +208,8 @@ class Peak(NamedTuple):
 def transformers_peaks(
     model: Model, depth: int, max_blocks_per_request: int, layers: int | None = None, groups: int = 1
 ) -> tuple[Peak, Peak]:
-    """The equation's coefficients at the output layer and in attention; inputs and outputs exist `depth` times. A token
-    of the cache lies in so many layers, those of one of `groups`; by default in all.
+    """Return the equation's coefficients at the output layer and in attention; inputs and outputs exist `depth` times.
+    A token of the cache lies in `layers` layers, those of one of `groups`; by default in all.
     """
     width, page = model.dtype_bytes, model.kv_heads * model.head_dim
     per_batch = _input_bytes(depth, max_blocks_per_request, groups)
@@ -220,7 +220,7 @@ def transformers_peaks(
 
 
 def _input_bytes(depth: int, max_blocks_per_request: int, groups: int = 1) -> int:
-    """Inputs and outputs of a batch token; each of the groups of layers has its own indices."""
+    """Return the bytes of inputs and outputs of a batch token; each of the groups of layers has its own indices."""
     indices = groups * (max_blocks_per_request * INDEX_BYTES + 8 + 8)
     return depth * (7 * INDEX_BYTES + INDEX_BYTES + indices)
 
@@ -228,7 +228,7 @@ def _input_bytes(depth: int, max_blocks_per_request: int, groups: int = 1) -> in
 def transformers_size(
     available_bytes: int, block_size: int, peaks: tuple[Peak, ...], max_batch_tokens: int | None, num_blocks: int | None
 ) -> Size:
-    """Transformers' solution: one number is found from the other, or both if neither is given."""
+    """Return transformers' solution: one number is found from the other, or both if neither is given."""
     if max_batch_tokens is None and num_blocks is None:
         tenth = min(int(int(available_bytes / (p.per_cache_token + 0.1 * p.per_batch_token)) * 0.1) for p in peaks)
         max_batch_tokens = max(min(MOST_BATCH_TOKENS, tenth), LEAST_BATCH_TOKENS)
@@ -243,7 +243,7 @@ def transformers_size(
 
 
 def footprint_bytes(size: Size, block_size: int, peaks: tuple[Peak, ...]) -> int:
-    """Memory that a solution takes at its worse peak."""
+    """Return the memory, bytes, that a solution takes at its worse peak."""
     tokens = size.num_blocks * block_size
     return max(p.per_batch_token * size.max_batch_tokens + p.per_cache_token * tokens for p in peaks)
 
@@ -251,7 +251,7 @@ def footprint_bytes(size: Size, block_size: int, peaks: tuple[Peak, ...]) -> int
 def fit_5_17(
     site: Site, max_blocks_per_request: int, max_batch_tokens: int | None, layers: int | None = None, groups: int = 1
 ) -> Size:
-    """What transformers 5.17 would choose, the weights being all that is allocated before, so many layers in a group.
+    """Return transformers 5.17's choice if only the weights are allocated before, with `layers` layers in a group.
 
     It solves an equation: M query tokens in a step and N tokens of cache cost
 
@@ -270,7 +270,7 @@ def fit_5_17(
 
 
 def _available_bytes(site: Site) -> int:
-    """What the cache and a step may take beside the weights. Raises ScenarioError for what transformers has not."""
+    """Return the bytes left beside the weights. Raises ScenarioError for what transformers does not support."""
     if site.gpus > 1:
         raise ScenarioError(f"cost.tensor_parallel: got {site.gpus}, must be 1: transformers' sizes are of one GPU")
     if site.model.kv_dtype:
@@ -281,7 +281,7 @@ def _available_bytes(site: Site) -> int:
 
 
 class Sectors(NamedTuple):
-    """What transformers 5.23 cuts its cache in: each of `pages` pages, which are blocks of `layers` layers; at most
+    """The sectors of transformers 5.23's cache: each of `pages` pages, which are blocks of `layers` layers; at most
     `tokens` tokens lie in one, those of the smallest blocks; `kinds` of layers share them.
     """
 
@@ -292,7 +292,7 @@ class Sectors(NamedTuple):
 
 
 class SectorCosts(NamedTuple):
-    """Bytes that 5.23 counts: in any case, a batch token, and a sector of the cache with what steps take for it."""
+    """The bytes that 5.23 counts: fixed, per batch token, per sector of the cache with what steps take for it."""
 
     fixed: int
     per_batch_token: int
@@ -312,7 +312,7 @@ def sector_costs(
     max_requests: int,
     logits_to_keep: bool = True,
 ) -> SectorCosts:
-    """With flash attention. `logits_to_keep`: the model computes the logits of rows that sample, and no others."""
+    """Return the costs with flash attention. `logits_to_keep`: logits are computed only of rows that sample."""
     width, page = model.dtype_bytes, model.kv_heads * model.head_dim
     logits = model.hidden * width + model.vocab * 4
     states = width * (model.hidden + model.heads * model.head_dim + 4 * page)
@@ -326,7 +326,7 @@ def sector_costs(
 
 
 def fit_5_23(site: Site, costs: SectorCosts, sectors_of: Sectors, max_batch_tokens: int) -> Size:
-    """What transformers 5.23 would choose for so many query tokens, the weights being all that is allocated before: the
+    """Return transformers 5.23's choice for `max_batch_tokens`, the weights being all that is allocated before: the
     sectors that fit, or those of the blocks given; the cache is counted in pages. Raises ScenarioError.
     """
     available = _available_bytes(site)

@@ -1,6 +1,6 @@
 """TensorRT-LLM's capacity schedulers: which of the active requests have cache for the next step.
 
-A request that was given a row has started: it holds the blocks of its prompt, and later those of what it has generated.
+A request that got a row has started: it has the blocks of its prompt, and later those of what it has generated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cbsim.schedulers.trtllm.settings import TrtllmOptions
 
 
 class Fit(NamedTuple):
-    """Who has cache, in the order in which rows are given, and who has to give his up."""
+    """The requests that have cache, in the order in which rows are given, and the requests that lose it."""
 
     requests: list[Request]
     paused: list[Request]
@@ -23,9 +23,9 @@ class Fit(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Capacity:
-    """GUARANTEED_NO_EVICT: the cache of a request is reserved to its end, so nobody who has started is paused.
+    """GUARANTEED_NO_EVICT: the cache of a request is reserved to its end, so no started request is paused.
 
-    STATIC_BATCH is the same, but nobody starts while somebody generates.
+    STATIC_BATCH is the same, but no request starts while another generates.
     """
 
     def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
@@ -33,27 +33,27 @@ class Capacity:
         self.decoding = decoding
         self.pool = decoding.pool
         self._static = options.capacity_scheduler_policy == "STATIC_BATCH"
-        self._reserved = 0  # blocks that all who have started will hold at their ends
+        self._reserved = 0  # blocks that all started requests will have at their ends
 
     def whole(self, request: Request) -> int:
-        """Blocks that are reserved for a request: its prompt and all that it may generate."""
+        """Return the blocks that are reserved for a request: its prompt and all that it may generate."""
         return self.pool.blocks_for(request.spec.prompt_tokens + request.limit)
 
     def started(self, request: Request) -> None:
-        """It is about to get its first blocks."""
+        """Reserve the blocks of a request that is about to get its first ones."""
         self._reserved += self.whole(request)
 
     def stopped(self, request: Request) -> None:
-        """It is about to give them up."""
+        """Unreserve the blocks of a request that is about to lose them."""
         self._reserved -= self.whole(request)
 
     def spares_members(self, contexts: dict[Request, None]) -> bool:
-        """Do all that generate have cache, in front of these requests that do not?"""
+        """True if all generating requests have cache, in front of these requests that may not."""
         del contexts
         return True
 
     def behind(self, generating: int, contexts: dict[Request, None]) -> Fit:
-        """So many generate and fit; who else does? In order, until somebody does not."""
+        """Return which of `contexts` fit behind `generating` others: in order, up to the first misfit."""
         fits: list[Request] = []
         if self._static and generating:
             return Fit(fits, [])
@@ -67,7 +67,7 @@ class Capacity:
         return Fit(fits, [])
 
     def _available(self) -> int:
-        """Free blocks, less what all that generate will need."""
+        """Return the free blocks, less what all generating requests will need."""
         available = self.pool.num_blocks - self._reserved
         for request in self.decoding.unbatched:
             if request.status is Status.PREFILL:
@@ -75,20 +75,20 @@ class Capacity:
         return available
 
     def one_by_one(self, generating: list[Request], contexts: dict[Request, None]) -> Fit:
-        """Those that generate, then the others, each in order of arrival."""
+        """Return the requests that fit: generating ones, then the others, each in order of arrival."""
         front = generating[: self.options.max_num_requests]
         return Fit([*front, *self.behind(len(front), contexts).requests], [])
 
 
 class MaxUtilization(Capacity):
-    """MAX_UTILIZATION: a request needs room for its next step only; who lacks it takes it from the last started."""
+    """MAX_UTILIZATION: a request needs room for its next step only; if it lacks it, the last started is paused."""
 
     def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
         super().__init__(options, decoding)
         self._ahead = 2 if options.two_step_lookahead else 1
 
     def one_step(self, request: Request) -> int:
-        """Blocks that a request needs beside those it has."""
+        """Return the blocks that a request needs beside those it has."""
         pool = self.pool
         if request.status is not Status.DECODE:
             return 0 if pool.allocated(request) else pool.blocks_for(request.target)
@@ -114,8 +114,9 @@ class MaxUtilization(Capacity):
         return self._walk(sorted([*generating, *contexts], key=by_order), 0, 0)
 
     def _walk(self, line: list[Request], slots: int, used: int) -> Fit:
-        """In order of arrival, behind those who take so many seats and blocks. For whom there is none, the last started
-        from him on is paused, perhaps himself, and nobody behind that one is looked at; if there is none, that is all.
+        """Return the fitting requests, in order of arrival, behind `slots` slots and `used` blocks in use. For one that
+        does not fit, the last started from it on, perhaps itself, is paused and ends the line; if there is none, the
+        walk ends.
         """
         fits: list[Request] = []
         paused: list[Request] = []
@@ -140,6 +141,6 @@ class MaxUtilization(Capacity):
 
 
 def capacity(options: TrtllmOptions, decoding: Decoding) -> Capacity:
-    """The one that the options name."""
+    """Return the capacity scheduler that the options name."""
     kind = MaxUtilization if options.capacity_scheduler_policy == "MAX_UTILIZATION" else Capacity
     return kind(options, decoding)

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's in-flight batching, the Python schedulers of its PyTorch backend: who has cache, then who has a row.
+"""TensorRT-LLM's in-flight batching, the Python schedulers of its PyTorch backend: cache first, then rows.
 
 Requests are taken from the queue, as many as may be active, and stay in order of arrival. In every step the capacity
-scheduler (capacity.py) says which of them have cache, the micro batch which of those get rows. Rows are prompts, or
-parts of them, then one token for each that generates. A paused request gives up its blocks, keeps its position, and
-reads its prompt and what it has generated again.
+scheduler (capacity.py) chooses those that have cache, the micro batch those of them that get rows. Rows are prompts, or
+parts of them, then one token for each generating request. A paused request loses its blocks, keeps its position, and
+computes its prompt and what it has generated again.
 
 Rules as read, restated and checked line by line against traces of restated classes: docs/policies.md. No block reuse,
 one window, one beam, no drafts.
@@ -25,11 +25,11 @@ from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
 from cbsim.schedulers.trtllm.capacity import capacity
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 
-Part = tuple[Request, int]  # so many tokens of its prompt
+Part = tuple[Request, int]  # a request, tokens of its prompt
 
 
 class Rows(NamedTuple):
-    """Of a step: parts of prompts, in order, and those that generate a token each."""
+    """The rows of a step: parts of prompts, in order, and requests that generate a token each."""
 
     contexts: list[Part]
     generating: list[Request]
@@ -43,8 +43,7 @@ class MicroBatch:
         self._waited = 0  # steps for which prompts have waited
 
     def rows(self, line: list[Request], decodes: int) -> Rows:
-        """Rows for requests that have cache, in their order, beside so many that go on generating in front of them.
-
+        """Return rows for requests that have cache, in their order, behind `decodes` members that go on generating.
         Whole prompts, unless they may be cut, stop the batch where they are too many tokens.
         """
         o = self.options
@@ -72,7 +71,7 @@ class MicroBatch:
         return Rows(contexts, generating)
 
     def _cut(self, contexts: list[Part], capacity: int) -> list[Part]:
-        """Parts that fit what is left of the step; whose prompt goes on after it comes first."""
+        """Return the parts that fit what is left of the step; prompts that go on after it come first."""
         missing = [tokens for _, tokens in contexts]
         if sum(missing) <= capacity:
             return contexts
@@ -83,7 +82,7 @@ class MicroBatch:
         return cut + [(request, part) for (request, whole), part in zip(contexts, parts, strict=True) if part == whole]
 
     def _waits(self, contexts: list[Part], generating: int) -> bool:
-        """Do the prompts wait for more of them? Never if nobody generates."""
+        """True if the prompts wait for more of them; never if no request generates."""
         o = self.options
         if not (generating and o.batch_wait_timeout_iters):
             return False
@@ -94,7 +93,7 @@ class MicroBatch:
 
 
 def first_come_first_served(missing: list[int], capacity: int, unit: int) -> list[int]:
-    """Each gets what is left; if that is not all, a multiple of `unit` of it."""
+    """Return the tokens of each: all that it misses, or a multiple of `unit` of what is left."""
     parts: list[int] = []
     for whole in missing:
         part = whole if whole <= capacity else capacity // unit * unit
@@ -104,7 +103,7 @@ def first_come_first_served(missing: list[int], capacity: int, unit: int) -> lis
 
 
 def equal_progress(missing: list[int], capacity: int, unit: int) -> list[int]:
-    """Round by round each gets up to `unit` more, if that is left, until nobody gets anything."""
+    """Return the tokens of each: round by round up to `unit` more, as long as any gets some."""
     parts = [0] * len(missing)
     grew = True
     while grew and capacity:
@@ -126,8 +125,8 @@ class TrtllmScheduler(SchedulerBase):
         self.pool = plain_pool(options, observer)
         super().__init__(options, Decoding(self.pool, together=True, by_arrival=True, observer=observer))
         self.options = options
-        self.running: dict[Request, None] = {}  # have started: they hold blocks
-        self.contexts: dict[Request, None] = {}  # active, their prompts not read to the end, in order of arrival
+        self.running: dict[Request, None] = {}  # started requests: they have blocks
+        self.contexts: dict[Request, None] = {}  # active, prompts not computed to the end, in order of arrival
         self.queue: deque[Request] = deque()  # not active yet
         self.capacity = capacity(options, self.decoding)
         self.batch = MicroBatch(options)
@@ -135,12 +134,12 @@ class TrtllmScheduler(SchedulerBase):
 
     @property
     def waiting(self) -> list[Request]:
-        """Active or not, who has no blocks."""
+        """The requests without blocks, active or not."""
         return [*[request for request in self.contexts if request.status is Status.WAITING], *self.queue]
 
     @property
     def generating(self) -> list[Request]:
-        """Whose prompt is read, in order of arrival."""
+        """The requests whose prompts are computed, in order of arrival."""
         return sorted([request for request in self.running if request.status is Status.DECODE], key=by_order)
 
     def refusal(self, spec: RequestSpec) -> str | None:
@@ -178,7 +177,7 @@ class TrtllmScheduler(SchedulerBase):
         return self.decoding.plan(chunks, running=len(self.running), waiting=waiting, lead=len(rows.contexts))
 
     def _undisturbed(self) -> bool:
-        """Does everybody that generates get a row, whatever becomes of the others?"""
+        """True if every generating request gets a row, whatever happens to the others."""
         decoding, o = self.decoding, self.options
         if len(decoding.batched) > min(o.max_batch_size, o.max_num_tokens):
             return False
@@ -188,7 +187,7 @@ class TrtllmScheduler(SchedulerBase):
         return self.capacity.spares_members(self.contexts)
 
     def _go_on(self) -> tuple[Rows, int]:
-        """The members go on together; of the others, who has cache behind them."""
+        """Plan the members together; of the others, those that have cache behind them."""
         begun = sum([request.status is Status.PREFILL for request in self.decoding.unbatched])
         fit = self.capacity.behind(len(self.running) - begun, self.contexts)
         if self._observer is not NULL_OBSERVER:
@@ -205,7 +204,7 @@ class TrtllmScheduler(SchedulerBase):
         return self.batch.rows(fit.requests, 0)
 
     def _pause(self, paused: list[Request]) -> None:
-        """They give up their blocks and keep their places. Tokens in flight are delivered."""
+        """Preempt requests, which keep their positions. Tokens in flight are delivered."""
         if not paused:
             return
         for request in paused:
@@ -215,7 +214,7 @@ class TrtllmScheduler(SchedulerBase):
         self.contexts = dict.fromkeys(sorted({**self.contexts, **dict.fromkeys(paused)}, key=by_order))
 
     def _chunks(self, rows: Rows) -> dict[Request, Chunk]:
-        """Prompts first, then those that generate, which are given blocks before them."""
+        """Return the rows: prompts first, then generating requests, which get blocks before them."""
         pool, decoding = self.pool, self.decoding
         generating: dict[Request, Chunk] = {}
         for request in rows.generating:

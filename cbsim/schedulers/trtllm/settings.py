@@ -1,4 +1,4 @@
-"""What the TensorRT-LLM scheduler can be configured with, and what it makes of it on a machine."""
+"""Settings of the TensorRT-LLM scheduler, and the sizes that follow from them on a machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TrtllmSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmOptions(TrtllmSettings):
-    """All resolved."""
+    """The settings with all sizes solved."""
 
     block_size: int
     num_blocks: int
@@ -81,7 +81,7 @@ class TrtllmOptions(TrtllmSettings):
 
 
 def resolve(settings: TrtllmSettings, site: Site) -> TrtllmOptions:
-    """The cache beside a full step, and the longest sequence that it can hold. Raises SettingsError."""
+    """Return the options: the cache beside a full step, and the longest sequence it holds. Raises SettingsError."""
     unit = settings.chunk_unit_size or site.block_size
     tokens = settings.max_num_tokens
     message = f"got {tokens}, must be >= {unit}, the least part of a prompt (chunk_unit_size or a block)"

@@ -1,4 +1,4 @@
-"""vLLM's two connectors that keep KV on the host: SimpleCPUOffloadConnector and OffloadingConnector."""
+"""The two connectors of vLLM that keep KV on the host: SimpleCPUOffloadConnector and OffloadingConnector."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cbsim.schedulers.vllm.transfers import Ahead, Rows
 class SimpleOffload:
     """SimpleCPUOffloadConnector: the host's tier is a second pool of blocks, found by the same keys.
 
-    Eager and lazy have everything in common but what is stored. All loads that begin with a step are a job, and so are
-    its stores. What is read or stored on the device has a reference, so it is not handed out meanwhile.
+    Eager and lazy have everything in common but the choice of stored blocks. All loads that begin with a step are a
+    job, and so are its stores. What is read or stored on the device has a reference, so it is not handed out meanwhile.
     """
 
     def __init__(self, decoding: Decoding, host: HostBlocks) -> None:
@@ -35,7 +35,7 @@ class SimpleOffload:
     # -- loads --------------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, local: int) -> int | None:
-        """Blocks found are pinned until they are asked for again: to try is to use them."""
+        """Find blocks and pin them until the next lookup of the request: a trial counts as a use."""
         self._unpin(request)
         size = self._pool.block_size
         hits: list[int] = []
@@ -65,7 +65,7 @@ class SimpleOffload:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def order(self, step: int, ahead: Ahead) -> None:
-        """Loads and stores of a step. If somebody was preempted, all that are under way are awaited."""
+        """Order the loads and stores of a step. If a request was preempted, all that are under way are awaited."""
         if self._decoding.preempted:
             self._decoding.awaited += sorted([*self._loads, *self._stores])
         if self._loading:
@@ -87,10 +87,10 @@ class SimpleOffload:
 
     @abstractmethod
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
-        """The blocks that are stored with a step, held, and where to: blocks that were taken."""
+        """Return the blocks that are stored with a step, referred to, and the host blocks taken for them."""
 
     def _known(self, block: int) -> int | None:
-        """The key of a block whose content the host lacks; None for every other block."""
+        """Return the key of a block whose content the host lacks; None for every other block."""
         key = self._pool.key_of(block)
         return key if key is not None and self.host.find(key) is None else None
 
@@ -130,7 +130,7 @@ class EagerOffload(SimpleOffload):
 
     def __init__(self, decoding: Decoding, host: HostBlocks) -> None:
         super().__init__(decoding, host)
-        self._cursors: dict[Request, int] = {}  # blocks of a request that have been looked at
+        self._cursors: dict[Request, int] = {}  # blocks of a request that have been considered
         self._underway: set[int] = set()  # device blocks that are being stored
         self._rest: tuple[list[int], list[int]] = ([], [])  # of requests that have ended, for the next step
 
@@ -157,8 +157,8 @@ class EagerOffload(SimpleOffload):
                 self._choose(request, done, sources, targets)
 
     def _choose(self, request: Request, blocks: int, sources: list[int], targets: list[int]) -> None:
-        """Of the first `blocks` blocks of a request those that are to be stored. What is passed over is never stored,
-        but where the host is full they are looked at again.
+        """Choose the blocks to store among the first `blocks` of a request. Those passed over are never stored, but
+        where the host is full they are considered again.
         """
         table, cursor = self._pool.tables[request], self._cursors[request]
         chosen: list[int] = []
@@ -175,7 +175,7 @@ class EagerOffload(SimpleOffload):
         targets += self.host.take(len(chosen))
 
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:
-        """What is left of it goes with the next step; it is held from now on, for its table is given up."""
+        """Store the rest with the next step; take references now, for the table is about to be freed."""
         keeps = super().ended(request, reason, computed)
         if request.status is not Status.WAITING and self.host.free:
             done = (computed + request.seen - request.scheduled) // self._pool.block_size
@@ -192,15 +192,15 @@ class LazyOffload(SimpleOffload):
     """Blocks go to the host when they may be handed out soon."""
 
     def __init__(self, decoding: Decoding, host: HostBlocks, most: int) -> None:
-        """At most `most` blocks of the free queue are looked at in a step."""
+        """Consider at most `most` blocks of the free queue in a step."""
         super().__init__(decoding, host)
         self._most = most
-        self._cursor = -1  # the last block that was looked at
+        self._cursor = -1  # the last block considered
         self._restless = 0  # blocks stored since the last request ended
 
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
-        """A host smaller than what the device caches never has it all, and a store puts its blocks behind the cursor
-        again: left alone, vLLM stores for ever. This ends when as many blocks have been stored as there are.
+        """Choose blocks of the free queue. A host smaller than what the device caches never has it all, and a store
+        puts its blocks behind the cursor again: vLLM alone never ends. This ends when as many are stored as there are.
         """
         self._restless = self._restless if ahead.alone else 0
         if self._restless > self._pool.num_blocks:
@@ -220,7 +220,7 @@ class LazyOffload(SimpleOffload):
 
 
 class _Owner:
-    """A request as the connector sees it. Its chunks before `cursor` are stored, or need not be."""
+    """A request in the connector's terms. Its chunks before `cursor` are stored, or need not be."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -228,12 +228,12 @@ class _Owner:
         self.cursor = 0
         self.jobs: set[int] = set()
         self.over = False
-        self.table: list[int] = []  # once it is over
-        self.tokens = 0  # of them that are worth storing, once it is over
+        self.table: list[int] = []  # its block table, once it is over
+        self.tokens = 0  # its tokens that are worth storing, once it is over
 
 
 class _Job:
-    """Chunks on their way; `blocks` are those on the device."""
+    """A transfer of chunks; `blocks` are those on the device."""
 
     def __init__(self, owner: _Owner, keys: list[int], blocks: list[int], *, loads: bool) -> None:
         self.owner = owner
@@ -263,7 +263,7 @@ class NativeOffload:
         self._jobs: dict[int, _Job] = {}
         self._numbered = 0  # jobs so far
         self._at_once: dict[int, list[int]] = {}  # step -> its stores that are over before its rows
-        self._read: dict[int, int] = {}  # chunks that are being loaded, and for how many
+        self._read: dict[int, int] = {}  # chunks that are being loaded, and by how many requests
 
     @property
     def busy(self) -> bool:
@@ -341,7 +341,7 @@ class NativeOffload:
             self._order(number, IN_ORDER if number in flushed else number)
 
     def _worth(self, request: Request, tokens: int) -> int:
-        """Of so many tokens those that are stored once they are computed."""
+        """Return how many of `tokens` tokens are stored once they are computed."""
         return min(tokens, request.spec.prompt_tokens if self._prompts_only else request.known)
 
     def _store(self, owner: _Owner, tokens: int, table: list[int]) -> None:
@@ -369,8 +369,8 @@ class NativeOffload:
         self._decoding.transfers.append(transfer)
 
     def _flushed(self, ahead: Ahead) -> list[int]:
-        """Jobs that have to be over before the step's rows write: those of preempted requests, and those that read a
-        block that an ended request has left and somebody has got.
+        """Return the jobs that have to be over before the step's rows write: those of preempted requests, and those
+        that read a block that an ended request has left and another has got.
         """
         flushed: set[int] = set()
         for preempted in self._decoding.preempted:

@@ -47,7 +47,7 @@ class VllmScheduler(SchedulerBase):
         if o.preemption_mode == "swap":
             self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
         self._caches = o.enable_prefix_caching
-        self._redoes = o.hands_on  # what is in flight of a victim is not delivered, but computed once more
+        self._redoes = o.hands_on  # rows in flight of a victim are not delivered, but computed once more
         self._watermark = int(o.watermark * o.num_blocks)
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
@@ -58,7 +58,7 @@ class VllmScheduler(SchedulerBase):
 
     @property
     def idle(self) -> bool:
-        if self.requests or self.decoding.ended:  # vLLM runs a step to report who has ended
+        if self.requests or self.decoding.ended:  # vLLM runs a step to report ended requests
             return False
         return self.transfers is None or not self.transfers.busy
 
@@ -78,7 +78,7 @@ class VllmScheduler(SchedulerBase):
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
         request = self.decoding.add(spec, limit)
         if self.transfers is not None:
-            request.name_all()  # connectors keep what nobody else can ask for, too
+            request.name_all()  # connectors keep what no other request can look up, too
         self.waiting.push(request)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class VllmScheduler(SchedulerBase):
         return self._commit(step)
 
     def _threshold(self) -> int:
-        """Most tokens a request may prefill in this step, 0 for no limit."""
+        """Return the most tokens that a request may prefill in this step, 0 for no limit."""
         o = self.options
         threshold = o.long_prefill_token_threshold
         if not threshold or not self._new:
@@ -124,7 +124,7 @@ class VllmScheduler(SchedulerBase):
         return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
 
     def _undisturbed(self, step: Step) -> bool:
-        """Can no request that goes on decoding be refused, stalled or preempted by what runs before or beside it?"""
+        """True if no member can be refused, stalled or preempted by what runs before or beside it."""
         decoding = self.decoding
         if len(decoding.batched) > step.budget or not decoding.has_blocks():
             return False
@@ -136,7 +136,7 @@ class VllmScheduler(SchedulerBase):
         return self.options.policy == "fcfs" and min(active) > decoding.batched.max_order
 
     def _demand(self, request: Request, step: Step) -> int:
-        """Query tokens that a running request wants, before the budget; 0 to be skipped in this step."""
+        """Return the query tokens that a running request needs, before the budget; 0 to be skipped in this step."""
         if request.scheduled >= request.limit:
             return 0  # its last token is in flight
         if step.defer_prefill and request.status is Status.PREFILL:
@@ -144,7 +144,7 @@ class VllmScheduler(SchedulerBase):
         return min(request.uncomputed, step.threshold) if step.threshold else request.uncomputed
 
     def _run(self, step: Step) -> None:
-        """Running requests one by one, in admission order; whoever lacks a block takes it from the last."""
+        """Plan running requests one by one, in admission order; one that lacks a block preempts the last."""
         unbatched = self.decoding.unbatched
         line = list(unbatched)
         if len(line) > 1:
@@ -171,7 +171,7 @@ class VllmScheduler(SchedulerBase):
             i += 1
 
     def _preempt(self, victim: Request, line: list[Request], index: int, step: Step) -> int:
-        """The victim has to wait again; returns by how much the walk's index moves back."""
+        """Preempt the victim; return by how much the index of the walk has to be decremented."""
         at = line.index(victim)
         del line[at]
         taken_back = step.rows.pop(victim, None)
@@ -185,7 +185,7 @@ class VllmScheduler(SchedulerBase):
         return int(moved)
 
     def _bring_in(self, swapping: Swapping, step: Step) -> None:
-        """Those who are out, as `_admit` would: head first, nobody passed over; and nobody new beside them."""
+        """Swap requests in as `_admit` would: head first, none passed over; and no new request beside them."""
         for request in list(swapping.out):
             tokens = min(self._demand(request, step), step.budget)
             deferred = step.defer_prefill and request.uncomputed > 1
@@ -199,18 +199,18 @@ class VllmScheduler(SchedulerBase):
             self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
 
     def _admit(self, step: Step) -> None:
-        """The queue, head first: nobody is passed over, nobody is preempted for it."""
+        """Admit the queue, head first: none is passed over, none is preempted for it."""
         while self.waiting and step.budget and len(self.running) < self.options.max_num_seqs:
             hits = self.hits(self.waiting.head())
             if not self.start(self.waiting, self.pool.tokens_in(hits), hits, step):
                 break
 
     def hits(self, request: Request) -> list[int]:
-        """Cached blocks of a request that waits; its last token is computed in any case."""
+        """Return the cached blocks of a waiting request; its last token is computed in any case."""
         return self.pool.find(request) if self._caches else []
 
     def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
-        """Give the head of a queue its first row, behind the tokens that are computed; False if it does not fit."""
+        """Give the head of a queue its first row, behind the `computed` tokens; return False if it does not fit."""
         o, request = self.options, queue.head()
         if step.defer_prefill and computed < request.target - 1:
             return False
@@ -242,11 +242,11 @@ class VllmScheduler(SchedulerBase):
 
     @property
     def kept_free(self) -> int:
-        """Blocks that nobody who is admitted may take."""
+        """The blocks that no admitted request may take."""
         return self._watermark if self._new and self.running else 0
 
     def _whole(self, request: Request) -> int:
-        """Blocks that a request holds at its end; its last token is never computed."""
+        """Return the blocks of a request at its end; its last token is never computed."""
         spec = request.spec
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
@@ -302,7 +302,7 @@ def _urgency(request: Request) -> tuple[int, int]:
 
 
 def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:
-    """The pool of a scheduler, and when its blocks get their keys. Block 0 is never handed out."""
+    """Return the pool of a scheduler, and the rule by which blocks get keys. Block 0 is never handed out."""
     free, blocks = FreeQueue(range(1, o.num_blocks), unhashed_first=o.version == "0.33"), o.num_blocks - 1
     if sees_all(o.groups):
         pool = BlockPool(o.block_size, blocks, free, observer)
@@ -321,7 +321,7 @@ def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:
 
 
 def connect(options: VllmOptions, decoding: Decoding, holding: Queue, observer: Observer) -> Transfers:
-    """The connector of a scheduler, and what it adds to the rules. `holding` is a second queue, of the same kind."""
+    """Return the rules that a connector adds to a scheduler. `holding` is a second queue, of the same kind."""
     decoding.pool.host_blocks = options.host_blocks
     ahead = options.async_scheduling and not (options.hands_on and options.kv_role == "kv_producer")
     return Transfers(_connector(options, decoding), decoding, holding, observer, ahead=ahead)

@@ -1,4 +1,4 @@
-"""Settings of vLLM V1, and what its server makes of those left open: by GPU, model, version and layer groups."""
+"""Settings of vLLM V1, and its server's choices for those left open: by GPU, model, version and layer groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cbsim.policy.kind import (
 )
 from cbsim.policy.loop import Limits
 
-VERSIONS = ("0.19", "0.33")  # whose rules these are
-CONNECTOR_OPTIONS = {  # and whose they are
+VERSIONS = ("0.19", "0.33")  # the versions whose rules these are
+CONNECTOR_OPTIONS = {  # each with the connectors that have it
     "cpu_bytes_to_use": ("simple_cpu", "offloading"),
     "lazy_offload": ("simple_cpu",),
     "blocks_per_chunk": ("offloading",),
@@ -122,7 +122,7 @@ class VllmSettings(Settings):
         require(longest is None or threshold <= longest, "long_prefill_token_threshold", message)
 
     def _check_connector(self, explicit: set[str]) -> None:
-        """A connector's options are for that connector, and what it needs is there. `explicit` are no defaults."""
+        """Check that a connector's options belong to it, and that its needs are met. `explicit` are no defaults."""
         connector = self.kv_connector
         for name, connectors in CONNECTOR_OPTIONS.items():
             message = f"got {getattr(self, name)}, must be left out unless kv_connector is {' or '.join(connectors)}"
@@ -142,9 +142,9 @@ class VllmSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
-    """vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out; `host_blocks` are the
-    places of a connector's tier, with simple_cpu including its own block 0, or of the swap space. `groups`: those of
-    the layers, none if all see everything.
+    """The options under vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out;
+    `host_blocks` are the places of a connector's tier, with simple_cpu including its own block 0, or of the swap space.
+    `groups`: those of the layers, none if all see everything.
     """
 
     block_size: int
@@ -158,16 +158,16 @@ class VllmOptions(VllmSettings):
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        """Recorded schedulers have sizes that their command line refuses."""
+        """Skip the checks of the settings: recorded schedulers have sizes that their command line refuses."""
 
     @property
     def most_in_flight(self) -> int:
-        """Query tokens of all steps that may be in flight."""
+        """The query tokens of all steps that may be in flight."""
         return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
 
     @property
     def hands_on(self) -> bool:
-        """Does another server go on where this one ends?"""
+        """Whether another server continues the requests of this one."""
         return self.kv_connector == "hand_off" and self.kv_role != "kv_consumer"
 
     @property
@@ -177,7 +177,7 @@ class VllmOptions(VllmSettings):
 
 
 class Tier(NamedTuple):
-    """What vLLM's server starts with on a class of GPUs (`EngineArgs.get_batch_defaults`)."""
+    """The defaults of vLLM's server on a class of GPUs (`EngineArgs.get_batch_defaults`)."""
 
     slots: int
     tokens: int
@@ -191,7 +191,7 @@ LARGEST = Tier(1024, 16384, "a GPU with 160 GiB or more")
 
 
 def tier(version: str, site: Site) -> Tier:
-    """The defaults on a GPU. That of 160 GiB came with vLLM 0.28; the A100 is told by its name, as there."""
+    """Return the defaults on a GPU. The 160 GiB tier came with vLLM 0.28; the A100 is known by name, as there."""
     memory_gib = site.memory_bytes / (1 << 30)
     if version == "0.33" and memory_gib >= 160:
         return LARGEST
@@ -199,7 +199,7 @@ def tier(version: str, site: Site) -> Tier:
 
 
 def _steps(settings: VllmSettings, site: Site) -> tuple[int, int]:
-    """Seats and tokens a step; a default gives way to what is given. Raises SettingsError."""
+    """Return slots and tokens a step; a default gives way to what is given. Raises SettingsError."""
     default, longest = tier(settings.version, site), settings.max_model_len or site.max_position
     slots, tokens = settings.max_num_seqs or default.slots, settings.max_num_batched_tokens
     if tokens is None:
@@ -216,7 +216,7 @@ def _check_budget(tokens: int, slots: int) -> None:
 
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
-    """Seats and tokens by the GPU, the cache beside a full step, and the longest sequence that it can hold."""
+    """Return the options: slots and tokens by the GPU, a cache beside a full step, the longest sequence it holds."""
     servers = "got hand_off, which takes two servers, and a scenario has one"
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
     slots, tokens = _steps(settings, site)
@@ -247,7 +247,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
 
 
 def _check_groups(settings: VllmSettings, site: Site) -> None:
-    """Refuse what is not followed for layers that see less than everything."""
+    """Raise SettingsError for settings that are not followed for layers that see less than everything."""
     required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
     for name, must in required.items():
         value = getattr(settings, name)
@@ -266,7 +266,7 @@ def _host_bytes(settings: VllmSettings) -> int | None:
 
 
 def _host_blocks(settings: VllmSettings, site: Site) -> int:
-    """Blocks on the host: those of the swap space, or of a connector's tier. Raises SettingsError if that is none."""
+    """Return the host's blocks: of the swap space, or of a connector's tier. Raises SettingsError if none fits."""
     if settings.preemption_mode != "swap":
         return _tier(settings, site.block_bytes * site.gpus) if settings.kv_connector != "none" else 0
     space, block_gib = settings.swap_space_gib, site.block_bytes / (1 << 30)
@@ -276,7 +276,7 @@ def _host_blocks(settings: VllmSettings, site: Site) -> int:
 
 
 def _tier(settings: VllmSettings, block_bytes: int) -> int:
-    """Places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
+    """Return the places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
     size, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
     least = unit if settings.kv_connector == "offloading" else 2 * unit
     require(size >= least, "cpu_bytes_to_use", f"got {size:,}, must be >= {least:,}: a block has {block_bytes:,} bytes")
@@ -284,18 +284,18 @@ def _tier(settings: VllmSettings, block_bytes: int) -> int:
 
 
 def _largest_graph(settings: VllmSettings, site: Site, slots: int, tokens: int) -> int:
-    """`VllmConfig._set_cudagraph_sizes`; 0.28 raised the bound for compute capability 10."""
+    """Return what `VllmConfig._set_cudagraph_sizes` does; 0.28 raised the bound for compute capability 10."""
     raised = settings.version == "0.33" and BLACKWELL.search(site.gpu)
     return min(2 * slots, 1024 if raised else 512, tokens)
 
 
 def sees_all(groups: Sequence[LayerGroup]) -> bool:
-    """One group of layers that see the whole sequence, or nothing said of any: a plain cache."""
+    """True for a plain cache: one group of layers that see the whole sequence, or no groups given."""
     return all(group.attention == FULL for group in groups) and len(groups) <= 1
 
 
 def layer_groups(site: Site, *, together: bool) -> Grouping:
-    """The groups of the site's model and the layers of a block; no groups if all layers see everything."""
+    """Return the groups of the site's model and the layers of a block; no groups if all layers see everything."""
     pattern = site.attention
     if all(one == FULL for one in pattern):
         return Grouping((), site.layers)
@@ -304,18 +304,18 @@ def layer_groups(site: Site, *, together: bool) -> Grouping:
 
 
 def least_blocks(groups: Sequence[LayerGroup], in_flight: int, longest: int) -> int:
-    """Blocks without which a server does not start: what one request of `longest` tokens holds at most."""
+    """Return the blocks that a server needs to start: the most that one request of `longest` tokens has."""
     return sum([rule.most for rule in rules(groups, retention=0, in_flight=in_flight, longest=longest)])
 
 
 def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, stated: int | None, most: int) -> int:
-    """The longest sequence: as stated, or what so many blocks hold, at most `most`. Raises SettingsError."""
+    """Return the longest sequence: as stated, or what `blocks` blocks hold, at most `most`. Raises SettingsError."""
     if stated is not None:
         needed = least_blocks(groups, in_flight, stated)
         message = f"got {stated}, which needs {needed:,} blocks in {len(groups)} layer groups, the cache has {blocks:,}"
         require(needed <= blocks, "max_model_len", message)
         return stated
-    low, high = 0, most  # tokens that fit, and the most that are asked for
+    low, high = 0, most  # tokens that fit, and the upper bound of the search
     while low < high:
         middle = (low + high + 1) // 2
         if least_blocks(groups, in_flight, middle) <= blocks:

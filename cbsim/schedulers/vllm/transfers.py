@@ -1,9 +1,9 @@
-"""What every KV connector of vLLM 0.33 brings into its scheduler: blocks that are filled from elsewhere and read by
-others. Composed with `VllmScheduler`, which has none of it without a connector.
+"""The part common to all KV connectors of vLLM 0.33: blocks that are filled from elsewhere and read by others.
 
-A request whose prefix lies elsewhere gets its blocks, no slot and no budget, and waits in `holding` until it is loaded;
-`holding` is admitted from before `waiting`. Another server may write into the blocks of a request next, so they are not
-free before its last row is back: until then an ended request keeps them, and nothing is preempted.
+It is composed with `VllmScheduler`, which has none of it without a connector. A request whose prefix lies elsewhere
+gets its blocks, no slot and no budget, and waits in `holding` until it is loaded; `holding` is admitted from before
+`waiting`. Another server may write into the blocks of a request next, so they are not free before its last row is back:
+until then an ended request keeps them, and nothing is preempted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cbsim.policy.request import Finish, Request, Status
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.vllm.settings import VllmOptions
 
-Rows = list[tuple[Request, int]]  # who computes, and how many tokens
+Rows = list[tuple[Request, int]]  # requests, each with its query tokens
 
 
 class Step:
@@ -46,20 +46,20 @@ class Admission(Protocol):
     def waiting(self) -> Queue: ...
     @property
     def kept_free(self) -> int:
-        """Blocks that no admitted request may take."""
+        """The blocks that no admitted request may take."""
 
     def hits(self, request: Request) -> list[int]:
-        """Cached blocks of a waiting request."""
+        """Return the cached blocks of a waiting request."""
 
     def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
-        """Are there blocks for so many of its tokens?"""
+        """True if there are blocks for the first `tokens` tokens of a request."""
 
     def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
-        """Give the head of a queue its first row; False if it does not fit."""
+        """Give the head of a queue its first row; return False if it does not fit."""
 
 
 class Ahead:
-    """The step that is being planned, for a connector to order its stores."""
+    """The step that is being planned, from which a connector orders its stores."""
 
     def __init__(self, running: Rows, admitted: Rows, loading: list[Request], grown: list[int], alone: bool) -> None:
         self.running = running  # rows of those that ran before, in the order of their admission
@@ -70,38 +70,38 @@ class Ahead:
 
 
 class Connector(Protocol):
-    """One way to keep KV elsewhere. What it orders it appends to the transfers of the next plan."""
+    """A way to keep KV elsewhere. The transfers that it orders are appended to those of the next plan."""
 
     @property
     def busy(self) -> bool:
-        """Are stores ordered, or about to be, whose end has not been reported?"""
+        """Whether stores are ordered, or about to be, whose end has not been reported."""
 
     def match(self, request: Request, local: int) -> int | None:
-        """Tokens that it has behind the first `local`, which the cache has; None: ask again in the next step."""
+        """Return the tokens that it has behind the first `local`, cached ones; None: repeat in the next step."""
 
     def load(self, request: Request, local: int, external: int) -> None:
-        """Fetch as many as `match` has just said. The blocks for them are in the request's table."""
+        """Fetch as many tokens as `match` has just returned. The blocks for them are in the request's table."""
 
     def admitted(self, request: Request) -> None:
-        """A request has got blocks, for its first row or for a load."""
+        """Record that a request has got blocks, for its first row or for a load."""
 
     def order(self, step: int, ahead: Ahead) -> None:
-        """Step number `step` is planned but for the stores that go with it, and the jobs that it has to await."""
+        """Order the stores of step number `step`, otherwise planned, and the jobs that it has to await."""
 
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:
-        """A request is over, and its table about to be given up. `computed` of its tokens are in it. Is the table kept
-        until `completed` names the request?
+        """Record that a request is over and its table, with `computed` of its tokens, about to be freed. Return True if
+        the table is kept until `completed` names the request.
         """
 
     def completed(self, step: int, jobs: list[int]) -> list[Request]:
-        """A step is back, and these jobs are over. Returns whose loads are, then whose table is kept no longer."""
+        """Handle a step's jobs that are over. Return the requests loaded, then those whose table is freed."""
 
     def check(self) -> None:
         """Raise AssertionError unless every place of its tier is free or in use, exactly."""
 
 
 class Verdict(Enum):
-    """What becomes of the head of a queue."""
+    """The result of considering the head of a queue for admission."""
 
     ADMITTED = "admitted"
     SKIPPED = "skipped"
@@ -124,7 +124,7 @@ class Transfers:
     def __init__(
         self, connector: Connector, decoding: Decoding, holding: Queue, observer: Observer, *, ahead: bool
     ) -> None:
-        """`ahead`: steps are planned while others are in flight."""
+        """Make the rules. `ahead`: steps are planned while others are in flight."""
         self.connector = connector
         self.holding = holding
         self._ahead = ahead
@@ -132,8 +132,8 @@ class Transfers:
         self._decoding, self._observer = decoding, observer
         self._loading: list[Request] = []  # since the plan before
         self._planned = self._updated = 0  # steps with rows
-        self._last_row: dict[Request, int] = {}  # of those that do not decode with the others
-        self._deferred: list[tuple[int, Request]] = []  # ended: their tables are free once so many steps are back
+        self._last_row: dict[Request, int] = {}  # of requests outside the decode batch
+        self._deferred: list[tuple[int, Request]] = []  # ended: tables that are free once so many steps are back
 
     @property
     def busy(self) -> bool:
@@ -142,7 +142,7 @@ class Transfers:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def admit(self, scheduler: Admission, step: Step) -> None:
-        """Holding requests, then the queue. Whoever waits for a load or an answer is passed over."""
+        """Admit holding requests, then the queue. A request that waits for a load or a lookup is passed over."""
         skipped: list[Request] = []
         while step.budget and len(scheduler.running) < scheduler.options.max_num_seqs:
             queue = self.holding if len(self.holding) else scheduler.waiting
@@ -184,7 +184,7 @@ class Transfers:
         return Verdict.ADMITTED
 
     def _loaded(self, request: Request, load: Load) -> None:
-        """A request is loaded: its blocks can be found; its last token is computed in any case. If nothing has come, it
+        """Publish the blocks of a loaded request; its last token is computed in any case. If nothing has come, it
         starts like any other.
         """
         pool = self._decoding.pool
@@ -198,7 +198,7 @@ class Transfers:
         load.computed = min(load.computed, request.target - 1)
 
     def _load(self, scheduler: Admission, request: Request, hits: list[int], local: int, external: int) -> Verdict:
-        """Blocks for what is found and what is fetched, if those who are under way need no others."""
+        """Allocate blocks for the tokens found and fetched, if requests under way leave enough, and start the load."""
         pool, tokens = self._decoding.pool, local + external
         needed = pool.blocks_for(tokens) - len(hits) + pool.idle(hits) + self._reserved(scheduler)
         if needed > pool.free - scheduler.kept_free or not scheduler.has_room(request, tokens, hits):
@@ -213,7 +213,7 @@ class Transfers:
         return Verdict.SKIPPED
 
     def _reserved(self, scheduler: Admission) -> int:
-        """Blocks that requests still need for the tokens they have: those that load, and those in their prefill."""
+        """Return the blocks that loading requests and those in prefill still need for the tokens they have."""
         loading = [request for request, load in self.loads.items() if not (load.reported or load.dead)]
         prefilling = [request for request in scheduler.running if request.status is Status.PREFILL]
         pool, longest = self._decoding.pool, scheduler.options.max_model_len
@@ -222,12 +222,12 @@ class Transfers:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def dissolving(self) -> None:
-        """Those that decode together are about to be planned one by one."""
+        """Note the last rows of the decode batch, which is about to be planned one by one."""
         for request in self._decoding.batched:
             self._last_row[request] = self._planned
 
     def order(self, running: dict[Request, None], rows: dict[Request, Chunk]) -> None:
-        """All rows of the step are known: what the connector does beside them."""
+        """Let the connector order its transfers, once all rows of the step are known."""
         decoding = self._decoding
         before: Rows = []
         admitted: Rows = []
@@ -251,19 +251,19 @@ class Transfers:
                 self._last_row[request] = self._planned
 
     def planned(self, plan: StepPlan) -> None:
-        """Whose declared last row this was decodes with the others no more."""
+        """Note the last row of each member that leaves the decode batch with it."""
         for spec in plan.changes.ends:
             self._last_row[self._decoding.requests[spec]] = self._planned
 
     def in_flight(self, request: Request) -> bool:
-        """Is a row of this request planned and not back? Without plans ahead, whoever asks has its result already."""
+        """True if a row of this request is planned and not back; never without plans ahead."""
         if not self._ahead:
             return False
         last = self._planned if request.batch is not None else self._last_row.get(request, 0)
         return last > self._updated
 
     def completing(self, plan: StepPlan, result: StepResult) -> None:
-        """A step is back: tables that waited for it are free, loads end where they are broken."""
+        """Take a step's result: tables that waited for it are free, loads end where they are broken."""
         self._updated += plan.work.rows > 0
         while self._deferred and self._deferred[0][0] <= self._updated:
             self._decoding.pool.release(self._deferred.pop(0)[1])
@@ -272,7 +272,7 @@ class Transfers:
                 self._break_off(request, load, result.broken)
 
     def _break_off(self, request: Request, load: Load, broken: tuple[int, ...]) -> None:
-        """What was to be loaded ends before the first of these blocks."""
+        """End a load before the first of these blocks."""
         if load.reported or load.dead:
             return
         pool = self._decoding.pool
@@ -282,7 +282,7 @@ class Transfers:
             load.computed = bad[0] * pool.block_size
 
     def completed(self, plan: StepPlan, result: StepResult) -> None:
-        """Its tokens are handed out: which loads and stores are over?"""
+        """End the loads and stores that are over, once the step's tokens are handed out."""
         jobs = list(dict.fromkeys([*result.moved, *plan.awaited]))
         for request in self.connector.completed(plan.step, jobs):
             load = self.loads.get(request)
@@ -293,7 +293,7 @@ class Transfers:
             self._decoding.pool.release(request)
 
     def ended(self, request: Request, reason: Finish) -> bool:
-        """A request is over and has left its queue. Does it keep its blocks for now?"""
+        """Record that a request is over and has left its queue. Return True if it keeps its blocks for now."""
         load, keeps = self.loads.get(request), self.in_flight(request)
         self._last_row.pop(request, None)
         unfetched = self.connector.ended(request, reason, request.computed if load is None else load.computed)
@@ -309,7 +309,7 @@ class Transfers:
         return keeps
 
     def check(self) -> None:
-        """Raise AssertionError unless those that hold blocks are those that load, and the tier's accounts are right."""
+        """Raise AssertionError unless `holding` has the requests that load, and the tier's counts are right."""
         alive = {request for request, load in self.loads.items() if not load.dead}
         assert {*self.holding} == alive, (len(self.holding), len(alive))
         self.connector.check()
@@ -319,17 +319,17 @@ class HandOff:
     """Prefill and decode on different servers: vLLM's rules for a connector that pulls KV from one to the other.
 
     Consumer: a request whose prompt was computed elsewhere loads all of it behind what is cached here; its last token
-    is computed again, and gives the first output. It asks once: after a preemption, or if the load fails, it prefills
-    here. Producer: a request that ends by itself keeps its blocks until they have been fetched. Every transfer is a
-    job of one request. Policy only: neither world has a second server, so each job names blocks of its own on the
-    other side.
+    is computed again, and gives the first output. It loads once: after a preemption, or if the load fails, it prefills
+    here. Producer: a request that ends by itself keeps its blocks until they have been fetched. Every transfer is a job
+    of one request. Policy only: neither world has a second server, so each job names blocks of its own on the other
+    side.
     """
 
     def __init__(self, decoding: Decoding) -> None:
-        self.unfetched: dict[Request, int] = {}  # ended, with the job that fetches its blocks
+        self.unfetched: dict[Request, int] = {}  # ended requests, with the job that fetches their blocks
         self._decoding = decoding
         self._loading: dict[int, Request] = {}
-        self._requested: set[Request] = set()  # have got what they asked for, be it broken
+        self._requested: set[Request] = set()  # requests that have loaded once, even if the load was broken
         self._ordered: list[Transfer] = []  # since the plan before
         self._jobs = self._places = 0
 
@@ -364,7 +364,7 @@ class HandOff:
         return True
 
     def _order(self, direction: Direction, request: Request, blocks: list[int]) -> None:
-        """A job, whose other side has places that no other job names."""
+        """Order a job, whose other side has places that no other job names."""
         here, there = tuple(blocks), tuple(range(self._places, self._places + len(blocks)))
         sources, targets = (here, there) if direction is Direction.OUT else (there, here)
         self._ordered.append(Transfer(direction, sources, targets, request.spec, self._jobs))
@@ -379,7 +379,7 @@ class HandOff:
         return loaded + fetched
 
     def check(self) -> None:
-        """Raise AssertionError unless who is kept holds its blocks, and who loads has asked."""
+        """Raise AssertionError unless requests waiting to be fetched and requests that load have their blocks."""
         tables = self._decoding.pool.tables
         assert all(request in tables for request in self.unfetched), "who is kept has lost its blocks"
         assert all(request in tables for request in self._loading.values()), "a load into blocks of nobody"
