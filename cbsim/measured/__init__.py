@@ -1,1 +1,1 @@
-"""Measured servers: recorded runs, request logs and published points, scored; terms calibrated on them."""
+"""Comparison with measured servers: recorded runs, request logs, published points, and terms calibrated on them."""

@@ -1,1 +1,1 @@
-"""Published measurements of whole servers, predicted: points, flags, terms, scores."""
+"""Predictions of published measurements of whole servers: points, server flags, terms, scores."""

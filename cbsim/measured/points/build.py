@@ -1,7 +1,7 @@
-"""A published point as a scenario, or the reason why it cannot be one.
+"""Conversion of a published point into a scenario, or into the reason why that is impossible.
 
-How its server was started is from InferenceX's scripts (SemiAnalysisAI/InferenceX, Apache-2.0, benchmarks/*.sh) as they
-were when the points were measured. Of other sources nothing is known but model, card, version and parallelism: they get
+The flags of its server are those of InferenceX's scripts (SemiAnalysisAI/InferenceX, Apache-2.0, benchmarks/*.sh) at
+the time when the points were measured. For other sources only model, card, version and parallelism are known: they get
 the engines' defaults.
 """
 
@@ -23,15 +23,15 @@ from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, Step, activation_bytes
 
 TABLES = "public_measured/aiconfigurator"
 REQUESTS_A_USER = 10
-LEAST_SHARE = 0.8  # of the nominal length; lengths are uniform from there on
-ROUTING = "power_law_1.01"  # of tokens to experts
-BLOCK = 128  # of block-quantised weights: a share of an expert that is no multiple of it cannot be computed
-ENGINES = {  # whose kernels, where the nearest version's tables are not the ones to take; see docs/fidelity.md
+LEAST_SHARE = 0.8  # the least length as a share of the nominal one; lengths are uniform between the two
+ROUTING = "power_law_1.01"  # the distribution of tokens over experts
+BLOCK = 128  # the block size of block-quantised weights; an expert's shard has to be a multiple of it
+ENGINES = {  # the kernel tables to use where those of the nearest version are unsuitable; see docs/fidelity.md
     ("h200_sxm", "vllm"): "vllm_0.18.0",
     ("h100_sxm", "vllm"): "vllm_0.19.0",
     ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
 }
-ATTENTION = {  # of models that are no ModelShape, by how their names begin
+ATTENTION = {  # the attention of models that ModelShape does not cover, by the prefix of their names
     "deepseek": "multi-head latent attention, of which there are no tables",
     "kimi": "multi-head latent attention, of which there are no tables",
     "glm5": "sparse latent attention, of which there are no tables",
@@ -41,18 +41,18 @@ ATTENTION = {  # of models that are no ModelShape, by how their names begin
 
 
 class CannotBuildError(Exception):
-    """The message is the reason."""
+    """An error raised for a point that cannot be built; its message is the reason."""
 
 
 class Parallel(NamedTuple):
-    """GPUs that share every layer, and groups of them that experts are spread over."""
+    """The parallelism of a server: GPUs that share every layer, and groups of them that experts are spread over."""
 
     tensor: int
     experts: int
 
 
 def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
-    """The scenario of a point, with these fields of its cost and so many requests a user. Raises CannotBuildError."""
+    """Return a point's scenario with cost fields `terms` and `requests` requests a user. Raises CannotBuildError."""
     try:
         return scenario.parse(fields(point, terms, requests), point.where)
     except ScenarioError as error:
@@ -60,7 +60,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
 
 
 def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> dict[str, Any]:
-    """The fields of the scenario. Raises CannotBuildError."""
+    """Return the fields of a point's scenario. Raises CannotBuildError."""
     check(point)
     model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
     parallel = _parallel(point, model)
@@ -95,7 +95,7 @@ def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_US
 
 
 def check(point: Point) -> None:
-    """What can be told without tables. Raises CannotBuildError."""
+    """Check what does not depend on the content of tables. Raises CannotBuildError."""
     if point.disaggregated:
         raise CannotBuildError("prefill and decode are apart, on servers of their own")
     if point.stages > 1:
@@ -104,7 +104,7 @@ def check(point: Point) -> None:
 
 
 def engine_of(point: Point) -> str:
-    """Whose tables are taken. Raises CannotBuildError."""
+    """Return the engine and version whose tables are used. Raises CannotBuildError."""
     tables = tables_of(point.system)
     if tables is None:
         raise CannotBuildError(f"no kernel tables of {point.system}")
@@ -116,7 +116,7 @@ def engine_of(point: Point) -> str:
 
 @lru_cache(maxsize=64)
 def tables_of(system: str) -> Path | None:
-    """The folder of a card's tables, None if there is none."""
+    """Return the folder of a card's tables, None if there is none."""
     try:
         return catalog.tables(f"{TABLES}/{system}") if system else None
     except ScenarioError:
@@ -124,7 +124,7 @@ def tables_of(system: str) -> Path | None:
 
 
 def model_of(point: Point) -> ModelShape:
-    """The model whose name the point's begins with, in the types of the point. Raises CannotBuildError."""
+    """Return the model whose name is a prefix of the point's, in the point's data types. Raises CannotBuildError."""
     name = bare(point.model_name)
     for begin, attention in ATTENTION.items():
         if name.startswith(begin):
@@ -137,7 +137,7 @@ def model_of(point: Point) -> ModelShape:
 
 
 def _weights(point: Point, model: ModelShape) -> str | None:
-    """Their type: as the point says, else its name, else the model. Experts in FP8 are quantised in blocks."""
+    """Return the weights' type: that of the point, else of its name, else of the model. FP8 experts are in blocks."""
     stated = point.precision or ("fp8" if "fp8" in bare(point.model_name) else "")
     if stated == "fp8":
         return "fp8_block" if model.experts else "fp8"
@@ -145,7 +145,7 @@ def _weights(point: Point, model: ModelShape) -> str | None:
 
 
 def _hardware(point: Point) -> Hardware:
-    """The card whose name the system's begins with, or that begins with its first part. Raises CannotBuildError."""
+    """Return the card named like the system or like the first part of its name. Raises CannotBuildError."""
     for name in (point.system, point.system.partition("_")[0]):
         for each in catalog.names("hardware"):
             if bare(each) == bare(name):
@@ -154,16 +154,16 @@ def _hardware(point: Point) -> Hardware:
 
 
 def _parallel(point: Point, model: ModelShape) -> Parallel:
-    """How the model lies on the GPUs. Raises CannotBuildError.
+    """Return how the model is distributed over the GPUs. Raises CannotBuildError.
 
     Sources write expert parallelism in several ways: groups, or groups times the GPUs (points measured twice show
-    that the latter, with as many attention ranks as GPUs, means a tensor-parallel server too). Where a share of an
-    expert would be no multiple of BLOCK, vLLM has to spread experts.
+    that the latter, with as many attention ranks as GPUs, means a tensor-parallel server too). If an expert's shard
+    would not be a multiple of BLOCK, vLLM has to spread whole experts.
     """
     tensor, ranks, experts = max(1, point.tensor), point.attention_ranks, max(1, point.experts_ranks)
     doubled = ranks == tensor and experts == tensor * ranks
     if model.experts and not doubled:
-        ranks = max(ranks, point.experts_tensor * experts // tensor)  # more GPUs share experts than share attention
+        ranks = max(ranks, point.experts_tensor * experts // tensor)  # experts span more GPUs than attention does
     if ranks > 1 and not (doubled and point.system == "h100_sxm"):
         raise CannotBuildError(f"attention is data-parallel ({ranks} ranks), which is simulated for recorded runs only")
     if tensor > 8:
@@ -176,12 +176,12 @@ def _parallel(point: Point, model: ModelShape) -> Parallel:
     return Parallel(tensor, experts)
 
 
-NEW_RULES = (0, 26)  # vLLM from this version on is simulated by the rules of 0.33, before by those of 0.19
-FREE_SHARE = 0.9  # of what weights and a step leave free, TensorRT-LLM gives to the cache
+NEW_RULES = (0, 26)  # vLLM is simulated by the rules of 0.33 from this version on, by those of 0.19 before it
+FREE_SHARE = 0.9  # the share of memory left free by weights and a step that TensorRT-LLM uses for the cache
 
 
 class Flags(NamedTuple):
-    """Fields of a scenario. `kv_dtype`: of the cache, if not the model's own."""
+    """The fields of a scenario that a server's flags set. `kv_dtype` is the cache's type unless it is the model's."""
 
     scheduler: dict[str, Any]
     kv_cache: dict[str, Any]
@@ -190,12 +190,12 @@ class Flags(NamedTuple):
 
 
 def flags(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
-    """The flags that its server was started with, for the model and card as they lie on its GPUs."""
+    """Return the flags with which the point's server was started, for this model and card."""
     return {"vllm": _vllm, "trtllm": _trtllm, "sglang": _sglang}[point.backend](point, model, hardware)
 
 
 def longest(point: Point) -> int:
-    """InferenceX's limit of a sequence."""
+    """Return InferenceX's limit of a sequence's length in tokens."""
     return point.prompt + point.output + (20 if point.prompt == point.output == 1024 else 200)
 
 
@@ -209,7 +209,7 @@ def _vllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
         "version": _rules(point.version),
         "max_num_batched_tokens": 8192,
         "max_model_len": longest(point),
-        "enable_prefix_caching": False,  # no two prompts begin alike
+        "enable_prefix_caching": False,  # no two prompts have a common prefix
     }
     if not point.inferencex:
         return Flags(scheduler, {"memory_fraction": 0.9}, None, {})
@@ -245,7 +245,7 @@ def _trtllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
 
 
 def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step) -> float:
-    """The share of all memory that is weights, a step, and FREE_SHARE of what they leave."""
+    """Return the share of the memory that weights, a step, and FREE_SHARE of the rest take."""
     taken = model.shard_bytes(tensor) + activation_bytes(model, step) + VLLM_RUNTIME_BYTES
     return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)
 

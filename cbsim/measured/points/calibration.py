@@ -1,4 +1,4 @@
-"""The calibrations of the project: on which points, with which priors; and how one is made and written."""
+"""The project's calibrations: their points and priors, and the computation of the terms."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cbsim.measured.points.published import HOPPER, Means, Point
 from cbsim.scenario.terms import FRONT, Curve, Residual, Term, TermsFile, resolve
 from cbsim.sweeps.executor import Executor
 
-ROUGH_REQUESTS = 5  # a user, where derivatives are taken
-TAIL = 1.2816  # standard deviations from the middle to the ends of 80 %
+ROUGH_REQUESTS = 5  # requests a user in the runs from which derivatives are taken
+TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval
 COMMON: Mapping[str, Prior] = {
     "step_s": Prior(5e-4, 5e-4, 2e-4),
     "elementwise": Prior(1.3, 0.5, 0.3),
@@ -39,7 +39,7 @@ def _reduces(*gpus: int) -> dict[str, Prior]:
 
 
 class Calibration(NamedTuple):
-    """Which points, and what is calibrated on them."""
+    """A choice of points, and the terms that are calibrated on them."""
 
     about: str
     backend: str
@@ -48,12 +48,12 @@ class Calibration(NamedTuple):
     models: tuple[str, ...]
     priors: Mapping[str, Prior]
     fastest: bool = True
-    """Products by the fastest of the card's engines, where the engine's own tables hold more than the kernel:
-    TensorRT-LLM's, and those of block-quantised weights.
+    """Whether matrix products take the time of the card's fastest engine where the engine's own tables hold more than
+    the kernel: TensorRT-LLM's, and those of block-quantised weights.
     """
 
     def points(self, points: Sequence[Point]) -> list[Point]:
-        """Of InferenceX alone: of other sources the flags are unknown."""
+        """Return the points of InferenceX that this calibration uses; the flags of other sources are unknown."""
         return [
             each
             for each in points
@@ -111,7 +111,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
 def calibrate(
     name: str, points: Sequence[Point], executor: Executor, report: Callable[[str], None] = lambda _: None
 ) -> TermsFile:
-    """The terms of one calibration by those of its points that can be built, and what the left-out curves say of them.
+    """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each curve.
     Raises ScenarioError.
     """
     calibration = CALIBRATIONS[name]
@@ -160,7 +160,7 @@ def _buildable(point: Point) -> bool:
 def _errors(
     points: Sequence[Point], terms: Sequence[Mapping[str, float]], executor: Executor, requests: int, *, fastest: bool
 ) -> fit.Floats:
-    """Logarithms of predicted over measured, [point, metric], each point with terms of its own."""
+    """Return logarithms of predicted over measured TTFT and TPOT, [point, metric]; each point has its own terms."""
     values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(points, terms, strict=True)]
     fronts = [known.pop(FRONT, 0.0) for known in values]
     costs = [{"fastest": fastest, **known} for known in values]
@@ -174,7 +174,7 @@ def _errors(
 
 
 def _terms(solution: Solution, left_out: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:
-    """Values with their jackknife intervals: the variance is (n - 1)/n times the sum of squares about the mean."""
+    """Return terms with jackknife intervals: the variance is (n - 1)/n times the sum of squares about the mean."""
     terms = {}
     for name, value in solution.terms.items():
         without = np.array([each[name] for each in left_out.values()])
@@ -201,5 +201,5 @@ def _curves(
 
 
 def _short(value: float) -> float:
-    """Five digits: what is simulated is what is written."""
+    """Round to five digits, so that the simulated value is the written one."""
     return float(f"{value:.5g}")

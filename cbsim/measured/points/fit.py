@@ -1,8 +1,8 @@
 """Calibration of the terms: Gauss-Newton on the logarithms of predicted over measured TTFT and TPOT.
 
-Every term has a prior, a value and a width from what such things take, which bounds it where the points say little.
-Points beyond HUBER count less. What predicts a curve is calibrated without it: the derivatives at the solution make
-that a linear problem, whose answer is simulated again.
+Every term has a prior: a value and a width from typical costs, which bound it where the points hold little information.
+Points with errors beyond HUBER count less. A curve is predicted with terms calibrated without it: the derivatives at
+the solution make that a linear problem, and the prediction is simulated again with its answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 HUBER = 0.1
-WEIGHTS = np.array([1.0, 2.5])  # of TTFT and of TPOT: bars are tighter for the latter
-TRUST = 0.03  # an error of as much in a point's TPOT weighs like a term one width off its prior
+WEIGHTS = np.array([1.0, 2.5])  # weights of TTFT and TPOT errors: bars are tighter for TPOT
+TRUST = 0.03  # the error in a point's TPOT that weighs as much as a term one width off its prior
 
 
 class Prior(NamedTuple):
-    """What a term is expected to be, give or take `width`; a derivative is taken over `step`; it is never below
+    """The expected value of a term, plus or minus `width`; a derivative is taken over `step`; the term is never below
     `least`.
     """
 
@@ -31,11 +31,11 @@ class Prior(NamedTuple):
 
 
 Evaluate = Callable[[Mapping[str, float]], Floats]
-"""Terms -> for each point the logarithms of predicted over measured TTFT and TPOT."""
+"""A function from terms to the logarithms of predicted over measured TTFT and TPOT of each point."""
 
 
 class Solution(NamedTuple):
-    """Terms, the errors of the points with them, and their derivatives by the terms: [term, point, metric]."""
+    """Calibrated terms, the points' errors with them, and the derivatives of the errors, [term, point, metric]."""
 
     terms: dict[str, float]
     errors: Floats
@@ -43,8 +43,8 @@ class Solution(NamedTuple):
 
 
 def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rough: Evaluate, rounds: int = 3) -> Solution:
-    """From the priors on. Derivatives are taken there, once, by `rough`, which may be shorter runs: terms add up, so
-    they hardly change.
+    """Solve for the terms, starting at the priors. Derivatives are taken once, at the priors, by `rough`, which may use
+    shorter runs: the terms are additive, so derivatives hardly change.
     """
     terms = {name: prior.value for name, prior in priors.items()}
     errors, slopes = evaluate(terms), _slopes(terms, priors, rough)
@@ -68,14 +68,14 @@ def step(
     slopes: Floats,
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> dict[str, float]:
-    """Better terms by the points that are chosen (all): least squares with the priors, each at least its least."""
+    """Return improved terms by the chosen points (default all): least squares with the priors and lower bounds."""
     use = np.ones(len(errors), bool) if chosen is None else chosen
     names, widths = list(priors), np.array([prior.width for prior in priors.values()])
     at = np.array([terms[name] for name in names])
     expected = np.array([prior.value for prior in priors.values()])
     least = np.array([prior.least for prior in priors.values()])
     sides = (errors[use] * WEIGHTS).ravel()
-    matrix = (slopes[:, use] * WEIGHTS).reshape(len(names), -1).T * widths  # by widths
+    matrix = (slopes[:, use] * WEIGHTS).reshape(len(names), -1).T * widths  # derivatives per width
     matrix = np.vstack([matrix, TRUST * WEIGHTS[1] * np.eye(len(names))])
     target = -np.concatenate([sides, TRUST * WEIGHTS[1] * (at - expected) / widths])
     weights = np.ones(len(target))
@@ -87,7 +87,7 @@ def step(
 
 
 def _bounded(matrix: Floats, target: Floats, least: Floats) -> Floats:
-    """Least squares with every unknown at least `least`: those that would fall below are held there, one by one."""
+    """Solve least squares with every unknown at least `least`: those that would be lower are fixed there one by one."""
     fixed = np.zeros(len(least), bool)
     while True:
         offsets = np.where(fixed, least, 0.0)
@@ -100,7 +100,7 @@ def _bounded(matrix: Floats, target: Floats, least: Floats) -> Floats:
 
 
 def left_out(solution: Solution, priors: Mapping[str, Prior], curves: Sequence[str]) -> dict[str, dict[str, float]]:
-    """For each curve, terms by the points of all others."""
+    """Return for each curve the terms calibrated on the points of all other curves."""
     names = np.array(curves)
     return {
         curve: step(solution.terms, priors, solution.errors, solution.slopes, names != curve)

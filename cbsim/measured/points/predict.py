@@ -1,4 +1,4 @@
-"""Points predicted: which can be built, and the mean TTFT and TPOT of their runs, which a sweep's store keeps."""
+"""Prediction of points: those that can be built, and the mean TTFT and TPOT of their runs, kept in a sweep's store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cbsim.sweeps.work import Made, Task
 def predict(
     scenarios: Sequence[Scenario], executor: Executor, store: Store | None = None, progress: Progress | None = None
 ) -> list[Means | str]:
-    """The means of each, or why its run failed; `store` keeps runs, and those that it has are not made again."""
+    """Return each scenario's means, or why its run failed; `store` keeps runs, and those in it are not repeated."""
     keys = [identity.key(each) for each in scenarios]
     tasks = {key: Task(key, each, "summary") for key, each in zip(keys, scenarios, strict=True)}
     means: dict[str, Means | str] = {}
@@ -47,7 +47,7 @@ def _means(summary: dict[str, dict[str, float]]) -> Means:
 
 
 class Buildable(NamedTuple):
-    """A point, its scenario, and the terms that it has."""
+    """A point that can be built, its scenario, and its terms."""
 
     point: Point
     scenario: Scenario
@@ -56,15 +56,15 @@ class Buildable(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Points that can be built, and why the others cannot: points by reason."""
+    """The points that can be built, and the number of the others by reason."""
 
     buildable: Sequence[Buildable]
     reasons: Counter[str]
 
 
 def sort(points: Sequence[Point]) -> Sorted:
-    """Build what can be built. The cost model of each kind of server is made once, so that a missing table is known
-    before anything runs.
+    """Build the points that can be built. The cost model of each kind of server is made once, so that a missing table
+    is known before anything runs.
     """
     buildable, reasons = [], Counter[str]()
     checked: dict[str, str | None] = {}
@@ -88,7 +88,7 @@ def _built(point: Point) -> Buildable:
 
 
 def _nearest(point: Point, *, experts: bool) -> TermsFile:
-    """The terms that are nearest to a point: of its kind of model, engine and card, as far as there are any."""
+    """Return the terms nearest to a point: of its kind of model, then its engine, then its card, where available."""
 
     def near(file: TermsFile) -> tuple[bool, bool, bool]:
         return file.experts == experts, file.backend == point.backend, point.system in file.systems
@@ -107,7 +107,7 @@ def _check(built: Buildable, checked: dict[str, str | None]) -> None:
             cost_model(scenario)
             checked[kind] = None
         except DamagedError:
-            raise  # no limit of what can be built
+            raise  # damaged data is an error, not a reason why a point cannot be built
         except ScenarioError as error:
             checked[kind] = str(error)
     if (reason := checked[kind]) is not None:
@@ -117,7 +117,7 @@ def _check(built: Buildable, checked: dict[str, str | None]) -> None:
 def score(
     buildable: Sequence[Buildable], executor: Executor, store: Store, progress: Progress
 ) -> tuple[list[Predicted], Counter[str]]:
-    """Predictions, and the reasons of runs that failed."""
+    """Return the predictions, and the number of failed runs by reason."""
     predictions, failed = list[Predicted](), Counter[str]()
     for built, means in zip(
         buildable, predict([each.scenario for each in buildable], executor, store, progress), strict=True
@@ -130,7 +130,7 @@ def score(
 
 
 def predicted(built: Buildable, means: Means) -> Predicted:
-    """What is predicted of a point, by the means of its run."""
+    """Return the prediction for a point from the means of its run."""
     point, file = built.point, built.file
     outside = file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency)
     within = {

@@ -1,9 +1,9 @@
 """Published measurements of whole servers, in the form of aiconfigurator's silicon samples.
 
-    measured.csv[.gz]   a line a measurement: who, on what, how parallel, lengths, concurrency, mean TTFT and TPOT
-    predictions.csv     what another tool says of some of them, by id: aic_ttft_ms, aic_tpot_ms; may be missing
+    measured.csv[.gz]   a line per measurement: source, server, parallelism, lengths, concurrency, mean TTFT and TPOT
+    predictions.csv     another tool's predictions for some of them, by id: aic_ttft_ms, aic_tpot_ms; may be missing
 
-Of measurements that are there several times, those marked `first_of_duplicates` count.
+If a measurement is listed several times, only the one marked `first_of_duplicates` counts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ COLUMNS = (
 )
 PEER = ("id", "aic_ttft_ms", "aic_tpot_ms")
 HOPPER = ("h100_sxm", "h200_sxm")
-MOST = 10_000_000  # of any size, or of milliseconds
+MOST = 10_000_000  # the largest valid size or number of milliseconds
 
 
 def _number(cell: Any) -> Any:
-    """The number that a cell holds, a whole one as an integer; any other content as it is."""
+    """Return the number in a cell, a whole one as an integer; any other content is returned unchanged."""
     try:
         value = float(cell)
     except ValueError:
@@ -45,28 +45,28 @@ Milliseconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=MOST)]
 
 
 class Point(Form):
-    """A server under a closed loop of `concurrency` requests, and its mean latencies. Sizes not known are 0."""
+    """A server under a closed loop of `concurrency` requests, and its mean latencies. Unknown sizes are 0."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     id: str
     curve: str = ""
     source: str = ""
-    measured: str = ""  # when, ISO date; empty if unknown
+    measured: str = ""  # ISO date of the measurement; empty if unknown
     system: str = ""
     backend: str = ""
     version: str = Field("", alias="backend_version")
     model: str = Field("", alias="model_path")
     precision: str = ""
     mode: Literal["agg", "disagg"]
-    prompt: Size = Field(alias="isl", ge=1)  # nominal tokens: lengths are drawn from 0.8 of it to all of it
-    output: Size = Field(alias="osl", ge=2)  # a TPOT has two tokens
+    prompt: Size = Field(alias="isl", ge=1)  # nominal tokens: lengths are drawn from 0.8 of it up to it
+    output: Size = Field(alias="osl", ge=2)  # at least 2, as a TPOT needs two tokens
     concurrency: Size = 0
     tensor: Size = Field(0, alias="tp_size")
     attention_ranks: Size = Field(0, alias="attention_dp_size")
     experts_tensor: Size = Field(0, alias="moe_tp_size")
     experts_ranks: Size = Field(0, alias="moe_ep_size")
-    stages: Size = Field(0, alias="pp_size")  # of a pipeline; 0 or 1: none
+    stages: Size = Field(0, alias="pp_size")  # pipeline stages; 0 or 1 is no pipeline
     ttft_ms: Milliseconds = Field(alias="silicon_ttft_ms")
     tpot_ms: Milliseconds = Field(alias="silicon_tpot_ms")
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
@@ -84,7 +84,7 @@ class Point(Form):
 
     @property
     def inferencex(self) -> bool:
-        """Measured by InferenceX, whose client and flags are known."""
+        """True if InferenceX measured the point, whose client and flags are known."""
         return self.source.startswith("inferencex")
 
     @property
@@ -97,12 +97,12 @@ class Point(Form):
 
     @property
     def where(self) -> str:
-        """How a message calls it."""
+        """The point's name in messages."""
         return f"{self.stratum}, concurrency {self.concurrency}"
 
 
 class Stratum(NamedTuple):
-    """Points that differ in concurrency, version and date only."""
+    """The key of points that differ only in concurrency, version and date."""
 
     system: str
     backend: str
@@ -116,7 +116,7 @@ class Stratum(NamedTuple):
 
 
 def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:
-    """The points of a folder whose columns have the values of `where`. Raises ScenarioError."""
+    """Read the points of a folder whose columns have the values of `where`. Raises ScenarioError."""
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
         raise ScenarioError(f"{folder}: holds neither {NAMES[0]} nor {NAMES[1]}")
@@ -149,7 +149,7 @@ def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float,
 
 
 def _peers(path: Path) -> dict[str, tuple[float, float]]:
-    """What the other tool says: TTFT and TPOT in milliseconds, by id."""
+    """Read the other tool's predictions: TTFT and TPOT in milliseconds, by id."""
     if not path.is_file():
         return {}
     with open_text(path) as file:
@@ -166,7 +166,7 @@ def _positive(table: CsvTable, column: int, cell: str) -> float:
 
 
 def folder(named: Path | None) -> Path:
-    """The folder that is named, or the one among the data. Raises ScenarioError."""
+    """Return the named folder, or the one among the data. Raises ScenarioError."""
     if named is not None:
         if not named.is_dir():
             raise ScenarioError(f"--data: got {named}, expected a folder")
@@ -193,17 +193,17 @@ def _equal(cell: str, value: str) -> bool:
         return cell == value
 
 
-OUTPUT_SHARE = 0.9  # mean of lengths that are uniform from 0.8 of the nominal one on
+OUTPUT_SHARE = 0.9  # the mean of lengths that are uniform from 0.8 of the nominal one up to it
 
 
 class Means(NamedTuple):
-    """Of a server's requests, milliseconds."""
+    """The mean TTFT and TPOT of a server's requests, in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float
 
     def tokens_s(self, point: Point) -> float:
-        """Output tokens a second by Little's law: the point's users each wait for one mean request after the other."""
+        """Return output tokens a second by Little's law: each user of the point sends one request after the other."""
         tokens = OUTPUT_SHARE * point.output
         return 1e3 * point.concurrency * tokens / (self.ttft_ms + self.tpot_ms * (tokens - 1))
 

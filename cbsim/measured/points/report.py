@@ -1,4 +1,4 @@
-"""The report of `score-points`: tables by class and stratum, residuals, coverage, the other tool beside."""
+"""The report of `score-points`: tables by class and stratum, residuals, coverage, comparison with the other tool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pair = tuple[float, float]
 
 
 def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: int) -> Report:
-    """Of all points that were asked for: what was predicted, and why the others were not."""
+    """Return the report of all chosen points: the predictions, and why the other points have none."""
     judged, groups = score.classes(predicted), score.strata(predicted)
     files = [load(name) for name in sorted({each.terms for each in predicted})]
     return Report(
@@ -121,7 +121,7 @@ def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
 
 
 def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
-    """Ours and aiconfigurator 0.12.0's on the points that it predicts."""
+    """Compare our errors with those of aiconfigurator 0.12.0 on the points that it predicts."""
     rows = []
     for _, group in judged:
         for metric in score.METRICS:
@@ -151,7 +151,7 @@ def _intervals(file: TermsFile) -> Table:
 
 
 def _by_interval(groups: Sequence[Group]) -> Table:
-    """Of points whose terms were calibrated without them: the interval that other curves give, and who is within."""
+    """Tabulate points whose terms were calibrated without them: the other curves' interval, and the points within."""
     rows = []
     for group in groups:
         points = [each for each in group.predicted if each.left_out]
@@ -190,7 +190,7 @@ def _reasons(reasons: Mapping[str, int]) -> Table:
 
 
 def _marks(judged: Sequence[tuple[Class, Group]], metric: str, xy: Callable[[Predicted, str], Pair]) -> list[Points]:
-    """A mark a point, a series a class; those with bars on top."""
+    """Return a series of marks per class, a mark per point; classes with bars are drawn on top."""
     marks = []
     for at, (_, group) in reversed(list(enumerate(judged))):
         x, y = np.array([xy(each, metric) for each in group.predicted], dtype=float).T
@@ -238,7 +238,9 @@ def _numbers(group: Group) -> dict[str, Any]:
 
 
 def _plain(each: Predicted) -> dict[str, Any]:
-    """`terms`: the file, and in it the curve whose own terms were taken, null where those of all were."""
+    """Return a prediction as plain values. `terms` holds the file and the curve whose own terms were used, which is
+    null if those of all curves were used.
+    """
     point = each.point
     return {
         "id": point.id,
@@ -267,7 +269,7 @@ def _short(value: float) -> float:
 
 
 def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
-    """Build, simulate; the answer, and whether all runs came to their end."""
+    """Build and simulate the points; return the report, and whether all runs succeeded."""
     chosen = predict.sort(points)
     if not silent:
         print(f"{folder}: {len(points):,} points, {len(chosen.buildable):,} can be built")

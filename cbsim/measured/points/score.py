@@ -1,4 +1,4 @@
-"""Predicted against measured, a stratum at a time: signed median, mean and 90th percentile of the absolute errors."""
+"""Errors of predictions by stratum: signed median, and mean and 90th percentile of the absolute errors."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ METRICS: Mapping[str, Value] = {
 
 
 class Predicted(NamedTuple):
-    """A point, what is predicted, how sure that is by metric, and how it differs from what was calibrated."""
+    """A point, its prediction, the interval of each metric, and how the point differs from those of the calibration."""
 
     point: Point
     means: Means
     intervals: Mapping[str, Interval | None]
     terms: str
-    left_out: bool  # was the point's curve there when its terms were calibrated, and left out?
+    left_out: bool  # whether the calibration knew the point's curve and left it out
     outside: Sequence[str]
     experts: bool
 
     def error(self, metric: str) -> float:
-        """Relative to what was measured."""
+        """Return the prediction's error relative to the measurement."""
         value = METRICS[metric]
         return value(self.means, self.point) / value(measured(self.point), self.point) - 1
 
     def peer_error(self, metric: str) -> float | None:
-        """That of the other tool."""
+        """Return the relative error of the other tool; None if it does not predict this point."""
         if self.point.peer is None:
             return None
         value = METRICS[metric]
@@ -43,7 +43,7 @@ class Predicted(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Of several points, relative: the median with its sign, mean and 90th percentile without."""
+    """Relative errors of several points: the signed median, and mean and 90th percentile of the absolute values."""
 
     points: int
     median: float
@@ -52,7 +52,7 @@ class Errors(NamedTuple):
 
 
 def errors(values: Iterable[float | None]) -> Errors | None:
-    """None if there are none."""
+    """Return the statistics of errors; None if there are none."""
     array = np.array([value for value in values if value is not None])
     if not len(array):
         return None
@@ -61,7 +61,7 @@ def errors(values: Iterable[float | None]) -> Errors | None:
 
 
 class Group(NamedTuple):
-    """Points that are told together."""
+    """A named group of points that share a row of a table."""
 
     name: str
     predicted: Sequence[Predicted]
@@ -72,14 +72,14 @@ class Group(NamedTuple):
         return ours
 
     def beside_peer(self, metric: str) -> tuple[Errors, Errors] | None:
-        """Ours and the other tool's, on the points that it predicts."""
+        """Return our errors and the other tool's on the points that it predicts; None if there are no such points."""
         both = [each for each in self.predicted if each.point.peer is not None]
         ours, theirs = errors(each.error(metric) for each in both), errors(each.peer_error(metric) for each in both)
         return (ours, theirs) if ours and theirs else None
 
 
 def strata(predicted: Iterable[Predicted]) -> list[Group]:
-    """By system, engine, model, GPUs and lengths; a source whose flags are unknown apart."""
+    """Group points by system, engine, model, GPUs and lengths; points with unknown flags have groups of their own."""
     groups: dict[tuple[bool, str], list[Predicted]] = {}
     for each in sorted(
         predicted, key=lambda each: (not each.point.inferencex, each.point.stratum, each.point.concurrency)
@@ -89,7 +89,7 @@ def strata(predicted: Iterable[Predicted]) -> list[Group]:
 
 
 class Bar(NamedTuple):
-    """What is asked of a group of points: at most so much in `statistic` of `metric`."""
+    """A bar for a group of points: `statistic` of the error of `metric` is at most `most`."""
 
     metric: str
     statistic: str
@@ -97,16 +97,16 @@ class Bar(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Points that have bars together."""
+    """A class of points for which the same bars hold."""
 
     name: str
     holds: Callable[[Predicted], bool]
     bars: Sequence[Bar]
-    stratum: float  # no stratum of at least five points has a larger signed median of TPOT
+    stratum: float  # bound of the absolute signed median of TPOT in every stratum of at least five points
 
 
 def _known(each: Predicted, systems: Sequence[str], *, experts: bool, backend: str | None = None) -> bool:
-    """Is it InferenceX's, on these cards, of this kind and engine?"""
+    """True if a point is InferenceX's, on one of these cards, of this kind of model and this engine."""
     point = each.point
     engine = backend is None or point.backend == backend
     return point.inferencex and engine and point.system in systems and each.experts == experts
@@ -139,17 +139,17 @@ CLASSES = (
     Class("B200, no bars", lambda each: each.point.inferencex and each.point.system == "b200_sxm", (), float("inf")),
     Class("flags unknown, no bars", lambda each: not each.point.inferencex, (), float("inf")),
 )
-LEAST = 5  # points of a stratum that is judged
+LEAST = 5  # the fewest points of a stratum to which the bar applies
 
 
 def classes(predicted: Sequence[Predicted]) -> list[tuple[Class, Group]]:
-    """Those that have points."""
+    """Return the classes that have points, with these points."""
     members = ((each, [p for p in predicted if each.holds(p)]) for each in CLASSES)
     return [(each, Group(each.name, points)) for each, points in members if points]
 
 
 def misses(judged: Class, group: Group) -> list[str]:
-    """Strata beyond what is asked of their signed median of TPOT."""
+    """Return the strata whose signed median of TPOT is beyond the class's bound."""
     parts = [part for part in strata(group.predicted) if len(part.predicted) >= LEAST]
     return [
         f"{part.name}: {part.errors('tpot').median:+.1%}"

@@ -1,1 +1,1 @@
-"""Recorded runs of others, replayed: how far the simulator is from them, and which part of it carries the result."""
+"""Replays of recorded runs: the simulator's errors, and the part of the model on which the result depends."""

@@ -1,13 +1,13 @@
 """A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads in which it lies.
 
     CASE/config.json       the cluster as LLMServingSim's user described it: GPUs, parallelism, links
-    CASE/meta.json         what vLLM was asked to do, and, of newer runs, what it made of it
-    CASE/requests.jsonl    when each request was queued, scheduled, and got its first and last token
+    CASE/meta.json         the options given to vLLM, and in newer runs the configuration that it resolved
+    CASE/requests.jsonl    the times when each request was queued, scheduled, and got its first and last token
     CASE/timeseries.csv    running, waiting and KV use, once a second
     PACK/workloads, perf, arch, model_config
 
-Nothing that the run measured enters the scenario but when its engine took the requests in, and, where it was recorded,
-the number of cache blocks.
+Of the run's measurements only the times when its engine accepted the requests enter the scenario, and the number of
+cache blocks if it was recorded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from cbsim.workload.vllm_bench import Second, Taken
 
 GIB = 2**30
 CHANGED = (0, 26)
-"""Versions before it are replayed by the rules of 0.19, others by those of 0.33: half-way between the two known."""
+"""The first vLLM version replayed by the rules of 0.33, half-way between the two known; older ones by those of 0.19."""
 VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
 ROW_S = 3e-6
-"""Prior: seconds of device time that a request of a step costs beyond the tables. docs/studies.md says where from."""
+"""A prior: seconds of device time per request of a step beyond the tables. docs/studies.md states its source."""
 LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}
-"""Between GPUs where config.json names no link: what it names for the recorded RTX PRO 6000."""
-CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch: assumptions
+"""The link between GPUs if config.json names none: the one that it names for the recorded RTX PRO 6000."""
+CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch are assumptions
     "schedule": {"base_s": 11e-6, "per_request_s": 4.7e-6},
     "prepare": {"base_s": 300e-6, "per_request_s": 5e-6},
     "launch": {"base_s": 200e-6},
@@ -51,7 +51,7 @@ CPU = {  # of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A recorded run. `settings` is the scenario that replays one of its `ranks` data-parallel servers, as plain data.
+    """A recorded run. `settings` is the scenario, as plain data, that replays one of its `ranks` data-parallel servers.
 
     `blocks_measured` says whether vLLM recorded the size of its cache; else it is derived from the memory.
     """
@@ -63,12 +63,12 @@ class Case:
     arrivals: Sequence[Arrival]
     taken: Sequence[Taken]
     series: Sequence[Second]
-    version: str  # of vLLM
-    link_assumed: bool  # config.json does not say what joins its GPUs
+    version: str  # version of vLLM
+    link_assumed: bool  # whether config.json names no link between its GPUs, so that LINK is used
     overrides: Sequence[str] = ()
 
     def scenario(self, changes: Mapping[str, Any] | None = None) -> Scenario:
-        """The scenario, with the fields of `changes` (dotted names) replaced. Raises ScenarioError."""
+        """Return the scenario with the fields of `changes` (dotted names) replaced. Raises ScenarioError."""
         data = json.loads(json.dumps(self.settings))
         for name, value in (changes or {}).items():
             *above, last = name.split(".")
@@ -86,7 +86,7 @@ F = TypeVar("F", bound=Form)
 
 
 class _Fields(Form):
-    """An object of which null fields are absent."""
+    """An object whose null fields count as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +100,7 @@ class _Memory(_Fields):
 
 
 class _Instance(_Fields):
-    """A data-parallel server. Fields that mean nothing here count when servers are compared."""
+    """A data-parallel server. Fields unused here still count when servers are compared."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -116,7 +116,7 @@ class _Node(_Fields):
 
 
 class _Cluster(_Fields):
-    """config.json: servers that are all alike."""
+    """The content of config.json: servers that are all equal."""
 
     nodes: list[_Node]
     link_bw: Real | None = None
@@ -136,7 +136,7 @@ class _Cluster(_Fields):
 
     @property
     def link_missing(self) -> bool:
-        """Are there several GPUs, and nothing that joins them?"""
+        """True if there are several GPUs and no link between them is named."""
         return self.link is None and len(self.servers) * self.servers[0].tp_size > 1
 
     @property
@@ -147,7 +147,7 @@ class _Cluster(_Fields):
 
 
 class _Kwargs(_Fields):
-    """Options of vLLM as they were given; those that this model does not cover have one value."""
+    """The options given to vLLM; those that the simulator does not cover accept a single value."""
 
     max_num_seqs: Count
     max_num_batched_tokens: Count
@@ -182,7 +182,7 @@ class _Resolved(_Fields):
 
 
 class _Meta(_Fields):
-    """meta.json; `resolved_config` and `kv_cache` are of newer runs."""
+    """The content of meta.json; only newer runs have `resolved_config` and `kv_cache`."""
 
     vllm_version: str
     dataset_path: str
@@ -206,8 +206,8 @@ def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
 
 
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
-    """The case in `folder`; its pack is two folders above by default. `overrides` are of its scenario, and hold for
-    every replay. Raises ScenarioError.
+    """Read the case in `folder`; its pack is two folders above by default. `overrides` change its scenario in every
+    replay. Raises ScenarioError.
     """
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
@@ -267,7 +267,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
 
 
 def _check_agree(path: Path, meta: _Meta, server: _Instance, ranks: int) -> None:
-    """Raises ScenarioError for a run that is not what config.json says."""
+    """Raise ScenarioError if the run does not agree with config.json."""
     engine = meta.engine_kwargs
     for field, value, configured in (
         ("model", meta.model, server.model_name),
@@ -279,8 +279,8 @@ def _check_agree(path: Path, meta: _Meta, server: _Instance, ranks: int) -> None
 
 
 def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, experts: int) -> int:
-    """Blocks in the memory that the weights leave, of the share in use: LLMServingSim's rule. vLLM finds fewer, by what
-    activations and CUDA take.
+    """Return the cache blocks that fit in the used share of the memory less the weights: LLMServingSim's rule. vLLM has
+    fewer, as activations and CUDA take memory, too.
     """
     field, memory_gib, share = "nodes.instances.npu_mem.mem_size", server.npu_mem.mem_size, server.npu_mem.mem_util
     if memory_gib is None:
@@ -294,7 +294,7 @@ def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, e
 
 
 def _model(root: Path, name: str) -> ModelShape:
-    """The model's shape, from its Hugging Face configuration in the pack."""
+    """Return the model's shape from its Hugging Face configuration in the pack."""
     path = root / "model_config" / f"{name.rsplit('/', maxsplit=1)[-1]}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
@@ -303,7 +303,7 @@ def _model(root: Path, name: str) -> ModelShape:
 
 
 def _known(hardware: str) -> str:
-    """The name of our data sheet of a GPU. Raises ScenarioError."""
+    """Return the name of this project's data sheet of a GPU. Raises ScenarioError."""
     try:
         return catalog.shape("hardware", hardware).stem
     except ScenarioError as error:
@@ -321,7 +321,7 @@ def _workload(root: Path, meta_file: Path, dataset: str) -> Path:
 
 
 def _tables(root: Path, server: _Instance, requested: str, own: str) -> Path:
-    """The profile in the type that the run was made in, `own` being the model's."""
+    """Return the profile in the data type of the run; `own` is the model's type."""
     dtype = own if requested == "auto" else requested
     path: Path = root / "perf" / server.hardware / server.model_name / VARIANTS.get(dtype, dtype)
     if not (path / "meta.yaml").is_file():
@@ -330,7 +330,7 @@ def _tables(root: Path, server: _Instance, requested: str, own: str) -> Path:
 
 
 def _scheduler(meta_file: Path, meta: _Meta) -> dict[str, Any]:
-    """Options of vLLM: what it resolved, else what it was asked for, else its defaults."""
+    """Return the scheduler's options: those that vLLM resolved, else those given to it, else its defaults."""
     numbers = re.match(r"(\d+)\.(\d+)", meta.vllm_version)
     if numbers is None:
         raise _bad(meta_file, "vllm_version", meta.vllm_version, "a version such as 0.19.0")
@@ -347,9 +347,9 @@ def _scheduler(meta_file: Path, meta: _Meta) -> dict[str, Any]:
 
 
 def _loop(meta: _Meta, *, together: bool) -> dict[str, Any]:
-    """Kernel times are looked up at a step's own size, so graphs pad nothing; they spare the CPU its launches. Servers
-    that step `together` are padded: tokens of no request go through experts, too, and only where all steps fit a graph
-    do all servers compute equally many.
+    """Return the loop's fields. Kernel times are looked up at a step's own size, so graphs pad nothing; they save the
+    CPU's launches. Servers that step `together` are padded: padding tokens go through experts, too, and only if all
+    steps fit a graph do all servers compute equally many tokens.
     """
     graphs = {"enabled": not meta.engine_kwargs.enforce_eager, "padding": "vllm" if together else "none"}
     return {

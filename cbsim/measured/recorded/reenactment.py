@@ -1,4 +1,4 @@
-"""A case replayed: its requests through the simulated servers, and what is compared of them."""
+"""The replay of a case: its requests served by simulated servers, and the times that are compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Requests by index, seconds since the first was queued; each TTFT counts from when the engine took it in."""
+    """Times of requests by index, in seconds since the first was queued; a TTFT starts when its request is queued."""
 
     queued_s: Floats
     scheduled_s: Floats
@@ -46,12 +46,12 @@ class Served:
 
     @property
     def queue_s(self) -> Floats:
-        """Until a step first has the request in it."""
+        """The times from queueing to the first step with the request, in seconds."""
         return self.scheduled_s - self.queued_s
 
     @property
     def prefill_s(self) -> Floats:
-        """From there to the first token."""
+        """The times from the first step with the request to its first token, in seconds."""
         return self.first_token_s - self.scheduled_s
 
     @property
@@ -69,11 +69,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What the simulated servers did. `steps` has a table a rank."""
+    """The outcome of the simulated servers. `steps` has a table per rank."""
 
     served: Served
     steps: Sequence[Steps]
-    total_blocks: int  # of a rank
+    total_blocks: int  # cache blocks of one rank
 
     @property
     def step_count(self) -> int:
@@ -81,7 +81,7 @@ class Replayed:
 
     @property
     def kv_use_peak(self) -> float:
-        """Largest share of a rank's cache blocks in use."""
+        """The largest share of a rank's cache blocks in use."""
         return max(int(table["used_blocks"].max()) for table in self.steps if len(table)) / self.total_blocks
 
     @property
@@ -93,8 +93,8 @@ class Replayed:
         return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
 
     def at(self, seconds: Floats, column: str) -> Floats:
-        """A step column as of each of these times after the first token, summed over ranks; 0 before a rank's
-        first step and after its last.
+        """Return a step column at each of these times after the first token, summed over ranks; 0 before a rank's first
+        step and after its last.
         """
         start = min(int(table["await_end_ns"][0]) for table in self.steps if len(table))
         total: Floats = np.sum([_at(table, seconds, column, start) for table in self.steps], axis=0)
@@ -102,7 +102,7 @@ class Replayed:
 
 
 def recorded(case: Case) -> Served:
-    """What the real run recorded."""
+    """Return the times that the real run recorded."""
     columns = np.array(case.taken, dtype=np.int64).T / NS
     outputs = np.array([row.output_tokens for row in case.arrivals], dtype=np.int64)
     queued, scheduled, first, last = columns
@@ -110,7 +110,7 @@ def recorded(case: Case) -> Served:
 
 
 def replay(case: Case, scenario: Scenario) -> Replayed:
-    """Serve the case's requests by `scenario`, made by the case itself. Raises ScenarioError."""
+    """Serve the case's requests by `scenario`, which the case has made. Raises ScenarioError."""
     load = generators.build(scenario)
     if load.total != len(case.arrivals):
         raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
@@ -126,7 +126,7 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
 
 
 def replayed(records: Sequence[Record]) -> Replayed:
-    """What the servers with these records did. Raises ScenarioError if one has refused a request."""
+    """Return the outcome of the servers with these records. Raises ScenarioError if one has rejected a request."""
     for spec, reason in (each for record in records for each in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables = [Steps.of(record) for record in records]
@@ -136,7 +136,7 @@ def replayed(records: Sequence[Record]) -> Replayed:
 def fed(
     env: simpy.Environment, scenario: Scenario, cost: Cost, device: Device, client: Client
 ) -> tuple[Machine, Inbox]:
-    """A server that has started, and its inbox, which is fed while it runs."""
+    """Return a started server, and its inbox, which receives requests while it runs."""
     loop = scenario.loop.mode
     policy = assemble.scheduler(scenario, loop)
     record = Record(policy.pool.num_blocks)
@@ -148,7 +148,7 @@ def fed(
 
 
 def _side_by_side(scenario: Scenario, load: Workload, ranks: int) -> list[Record]:
-    """Data-parallel servers: in step with each other if they share experts, else each at its own pace."""
+    """Serve a load by data-parallel servers: in lockstep if they share experts, else each at its own pace."""
     env, loop, cost = simpy.Environment(), scenario.loop.mode, assemble.cost_model(scenario)
     devices: Sequence[Device]
     if scenario.model.experts:
@@ -164,7 +164,7 @@ def _side_by_side(scenario: Scenario, load: Workload, ranks: int) -> list[Record
 
 
 def _served(records: Sequence[Record], tables: Sequence[Steps]) -> Served:
-    """All requests of all ranks, by index. Every one is served: a recorded run has no others."""
+    """Return the times of all requests of all ranks, by index. All are served, as a recorded run has no others."""
     served: list[tuple[Any, ...]] = []
     for record, table in zip(records, tables, strict=True):
         rows = record.requests()

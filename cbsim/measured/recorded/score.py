@@ -1,6 +1,6 @@
-"""How far a replay is from the recorded run: every latency by mean and percentile, the series over time, and the same
-without one part of the model at a time: errors of a few percent cancel each other, and that shows which part carries
-the result.
+"""The errors of a replay against the recorded run: every latency by mean and percentile, and the series over time. The
+ablations repeat this without one part of the model at a time: as errors of a few percent cancel each other, only they
+show on which part the result depends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATISTICS: dict[str, Callable[[Floats], float]] = {
 
 
 class MetricScore(NamedTuple):
-    """One number of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan; or queue or
+    """A statistic of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan; or queue or
     prefill, the two parts of TTFT.
     """
 
@@ -39,23 +39,23 @@ class MetricScore(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to the measured value; infinite if that is 0 and the simulated one is not."""
+        """The error relative to the measured value; infinite if that is 0 and the simulated one is not."""
         if self.simulated_s == self.measured_s:
             return 0.0
         return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
 
     def facts(self) -> dict[str, Any]:
-        """For report.json, which knows no infinity."""
+        """Return the fields for report.json, with None for an infinite error."""
         return {**self._asdict(), "error": self.error if isfinite(self.error) else None}
 
 
 def parts(simulated: Served, measured: Served) -> list[MetricScore]:
-    """The two parts of TTFT: under load nearly all of it is the queue, which hides what prefills are worth."""
+    """Score the two parts of TTFT: under load nearly all of it is the queue, which hides the prefills' errors."""
     return [_score(simulated, measured, metric, name) for metric in PARTS for name in STATISTICS]
 
 
 def scores(simulated: Served, measured: Served) -> list[MetricScore]:
-    """Latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
+    """Score the latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
     errors = [_score(simulated, measured, metric, name) for metric in METRICS for name in STATISTICS]
     return [*errors, MetricScore("makespan", "", simulated.makespan_s, measured.makespan_s)]
 
@@ -66,19 +66,19 @@ def _score(simulated: Served, measured: Served, metric: str, name: str) -> Metri
 
 
 class Series(NamedTuple):
-    """Once a second, as the run recorded it: requests running and waiting, share of the KV cache in use (0 to 1)."""
+    """Series once a second as recorded: running and waiting requests, share of the KV cache in use (0 to 1)."""
 
     at_s: Floats
     simulated: dict[str, Floats]
     measured: dict[str, Floats]
 
     def difference(self, name: str) -> float:
-        """Mean absolute difference over the recorded seconds."""
+        """Return the mean absolute difference over the recorded seconds."""
         return float(np.abs(self.simulated[name] - self.measured[name]).mean())
 
 
 def series(case: Case, replayed: Replayed) -> Series:
-    """The recorded seconds beside the replay's. KV use is left out if the run recorded none: all zeros."""
+    """Return the series of the recorded run and the replay. KV use is left out if the run recorded none: all zeros."""
     at = np.array([row.at_s for row in case.series])
     names = ("running", "waiting", "kv_use")
     measured = {name: np.array([getattr(row, name) for row in case.series]) for name in names}
@@ -105,7 +105,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Ablated(NamedTuple):
-    """The case with `changes` to its scenario's fields."""
+    """A replay of the case with `changes` to its scenario's fields."""
 
     name: str
     changes: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Ablated(NamedTuple):
 
 
 def ablate(case: Case) -> list[Ablated]:
-    """The case by all of `ABLATIONS`. Raises ScenarioError if the case itself cannot be replayed."""
+    """Replay the case with each of `ABLATIONS`. Raises ScenarioError if the case itself cannot be replayed."""
     ablated = []
     for name, changes in ABLATIONS.items():
         done = replay(case, case.scenario(changes))

@@ -21,7 +21,7 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers.vllm.settings import VllmSettings
 
 NEAR_LIMIT = 0.9
-"""Share of the KV cache above which the number of blocks decides who waits."""
+"""The share of the KV cache above which the number of blocks determines which requests wait."""
 ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
 SCORED = ("", "simulated", "measured", "error")
 UNITS = {
@@ -35,7 +35,7 @@ UNITS = {
 
 
 class Validation(NamedTuple):
-    """Everything that one case says."""
+    """The replay, scores, series and ablations of one case."""
 
     case: Case
     scenario: Scenario
@@ -47,12 +47,12 @@ class Validation(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """KV blocks of a server, as its scheduler counts them."""
+        """The number of KV blocks of a server, as its scheduler counts them."""
         return self.scenario.options(self.scenario.loop.mode).num_blocks
 
     @property
     def source(self) -> str:
-        """Where the number of blocks comes from."""
+        """The source of the number of blocks: given, recorded or derived."""
         if self.scenario.kv_cache.num_blocks != self.case.settings["kv_cache"]["num_blocks"]:
             return "given"
         return "recorded" if self.case.blocks_measured else "derived"
@@ -77,7 +77,7 @@ def validate(
 
 
 def study(validation: Validation) -> Report:
-    """What to print, draw and keep of it."""
+    """Return the report of a validation: findings, tables, charts and data."""
     name, ablated = validation.case.name, validation.ablated
     charts = [
         series_chart(name, validation.series),
@@ -94,7 +94,7 @@ def study(validation: Validation) -> Report:
 
 
 def data(validation: Validation) -> dict[str, Any]:
-    """The numbers, as plain values: seconds, and errors relative to what was measured."""
+    """Return the numbers as plain values: seconds, and errors relative to the measurement."""
     series = validation.series
     return {
         "case": validation.case.name,
@@ -187,7 +187,7 @@ def _findings(validation: Validation) -> list[str]:
 
 
 def _basis(validation: Validation) -> str:
-    """What the answer rests on, and what was changed by hand."""
+    """Return a sentence on the sources of the replay's times, and on the fields changed by the user."""
     cost, workload = validation.scenario.cost, validation.scenario.workload
     times = (
         f"those of {'/'.join(Path(cost.path).parts[-4:])}"
@@ -231,11 +231,11 @@ TITLES = {
     "waiting": ("requests waiting", 1.0),
     "kv_use": ("KV cache in use, %", 100.0),
 }
-MOST_SHOWN = 30.0  # percent of error
+MOST_SHOWN = 30.0  # the largest error drawn, in percent
 
 
 def series_chart(case: str, logged: Series) -> Chart:
-    """Running, waiting and KV use once a second."""
+    """Draw running requests, waiting requests and KV use once a second."""
     panels = []
     for name in logged.measured:
         title, factor = TITLES[name]
@@ -251,7 +251,7 @@ def series_chart(case: str, logged: Series) -> Chart:
 
 
 def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
-    """Share of requests within a latency."""
+    """Draw the share of requests within a latency, for TTFT, TPOT and E2E."""
     panels = []
     for metric, title in (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, ms"), ("e2e_s", "E2E, s")):
         factor = 1000.0 if metric == "tpot_s" else 1.0
@@ -271,7 +271,7 @@ def _cumulative(name: str, values: Floats, look: Style) -> Line:
 
 
 def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
-    """Errors of the means, one part changed at a time."""
+    """Draw the errors of the means with one part of the model changed at a time."""
     errors = {
         metric: 100 * np.array([s.error for e in ablated for s in e.scores if s[:2] == (metric, "mean")])
         for metric in ("ttft", "tpot", "e2e")

@@ -1,1 +1,1 @@
-"""Logs of single requests that others sent to real servers, replayed: how far the simulator is from each run."""
+"""Replays of request logs, which others recorded at real servers: the simulator's errors for each run."""

@@ -1,14 +1,14 @@
-"""What is known of the servers behind a run of llm-d-benchmark, as a scenario; or why it is not enough for one.
+"""The known servers behind runs of llm-d-benchmark, as scenarios; or the reason why too little is known for one.
 
-The runs of 2025-05 are of vLLM 0.8.5: prefix caching, chunked prefill, no asynchronous loop, and for a server on a GPU
+The runs of 2025-05 used vLLM 0.8.5: prefix caching, chunked prefill, no asynchronous loop, and for a server on a GPU
 of 70 GiB or more, A100s included, 8,192 query tokens a step and 1,024 requests (vLLM pull requests 17073 and 17885).
 Sizes of the KV cache follow from the memory.
 
-Terms and fronts are what no table holds. `elementwise` and `row_s` were calibrated on other servers, those of
+Terms and fronts are costs that no table holds. `elementwise` and `row_s` were calibrated on other servers, those of
 scenarios/terms/vllm-experts.yaml, and rounded; that file has been made again since. Each other one is calibrated on the
-runs named in `CALIBRATED`, and on no other. The A100 needs no `layer_s` and `reduce_s`: one engine alone was tabulated
-on it, whose small kernels are slow enough to hold the gaps between them. Those runs tell of `layer_s` and `reduce_s` of
-the H100 their sum alone.
+runs named in `CALIBRATED`, and on no other. The A100 needs no `layer_s` and `reduce_s`: only one engine was tabulated
+on it, whose small kernels are slow enough to include the gaps between them. For the H100 the runs determine only the
+sum of `layer_s` and `reduce_s`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ SCENARIOS = ("sharegpt", "short_input")
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Llama-3.1-70B in bfloat16 on pairs of GPUs. `front_s` passes between client and server, network and HTTP.
-
-    Servers: `replicas` behind a Kubernetes service; one alone at rates above `alone_above`.
+    """A deployment of Llama-3.1-70B in bfloat16 on pairs of GPUs. `front_s` is the time in network and HTTP between
+    client and server. It has `replicas` servers behind a Kubernetes service, or one at rates above `alone_above`.
     """
 
     hardware: str
@@ -51,7 +50,7 @@ class Deployment:
         return 1 if alone else self.replicas
 
     def scenario(self, folder: Path, key: Key, overrides: Sequence[str]) -> Scenario:
-        """One of its servers. Raises ScenarioError."""
+        """Return the scenario of one of its servers. Raises ScenarioError."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.run.rpartition('/')[2]}-{key.scenario}-{key.qps:g}")
         data: dict[str, Any] = {
             "name": name,
@@ -110,11 +109,11 @@ CALIBRATED = {
     Key(PAIR_OF_H100S, "short_input", 0.5): "front, layer_s and reduce_s of the H100",
     **{Key(PAIR_OF_H100S, "sharegpt", qps): ALONE for qps in (24.0, 36.0, 40.0)},
 }
-"""What was chosen by looking at a run. Its errors are no predictions."""
+"""The values that were chosen by means of a run, whose errors are therefore no predictions."""
 
 
 def missing(key: Key, requests: int, prompts: int) -> str | None:
-    """Why a run of so many requests cannot be built, None if it can. `prompts` are those that `sharegpt` has."""
+    """Return why a run of `requests` requests cannot be built, None if it can. `prompts` counts those of `sharegpt`."""
     if key.run not in BUILT:
         return next(reason for pattern, reason in NOT_BUILT.items() if fnmatch(key.run, pattern))
     if key.scenario not in SCENARIOS:

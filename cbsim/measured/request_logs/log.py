@@ -1,18 +1,18 @@
-"""A folder of request logs: what a benchmark client noted of every request of every run.
+"""A folder of request logs: the times and token counts that a benchmark client recorded for every request of each run.
 
     requests.csv.gz        run, scenario, qps, launch_s, prompt_tokens, generation_tokens, ttft_s, generation_s
-    sharegpt_prefix.csv    index, input_chars, shares_prefix_with, shared_prefix_chars: of the prompts of `sharegpt`, in
-                           the order in which every run sends them; -1 where none before it starts alike
+    sharegpt_prefix.csv    index, input_chars, shares_prefix_with, shared_prefix_chars: the prompts of `sharegpt`, in
+                           the order in which every run sends them; -1 if no earlier one has a common prefix
 
-Rows of a run stand together, in order of launch. Seconds are of the client's clock: `launch_s` from the first request,
-`ttft_s` from the launch, `generation_s` from the first token to the last.
+Rows of a run are contiguous, in order of launch. Seconds are those of the client's clock: `launch_s` from the first
+request, `ttft_s` from the launch, `generation_s` from the first token to the last.
 
-What the prompts of a run share, as chained ids of their blocks: two requests have an id in common where their texts,
-and all before, are the same.
+The prefixes that prompts of a run share are given as chained ids of blocks: two requests have a block's id in common if
+their texts up to its end are the same.
 
-Every prompt begins with the chat template's head. `sharegpt`: then with what sharegpt_prefix.csv says, in characters,
-which count as tokens by the prompt's own ratio. `short_input`: a user's prompt is all that was said, and a question
-more. Users are not recorded; they ask in turns, so the oldest conversation that has the length goes on.
+Every prompt begins with the chat template's head. `sharegpt`: the shared prefix of sharegpt_prefix.csv follows, whose
+characters are converted to tokens by the prompt's own ratio. `short_input`: a user's prompt is the conversation so far
+and one more question. Users are not recorded; they take turns, so the oldest conversation of matching length continues.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIX_COLUMNS = ("index", "input_chars", "shares_prefix_with", "shared_prefix_c
 
 
 class Key(NamedTuple):
-    """Which run: `run` names its servers, `scenario` its prompts, `qps` the requests a second."""
+    """The key of a run: `run` names its servers, `scenario` its prompts, `qps` the requests a second."""
 
     run: str
     scenario: str
@@ -67,7 +67,7 @@ class Log:
 
 
 class Start(NamedTuple):
-    """A prompt of `sharegpt`: of its characters, how many are the start of the prompt number `of`; None of nobody's."""
+    """A prompt of `sharegpt`: its first `shared` characters are those of prompt `of`; None if of no earlier prompt."""
 
     characters: int
     of: int | None
@@ -75,12 +75,12 @@ class Start(NamedTuple):
 
 
 def is_one(folder: Path) -> bool:
-    """Does the folder hold request logs?"""
+    """True if the folder holds request logs."""
     return (folder / REQUESTS).is_file()
 
 
 def read(folder: Path) -> list[Log]:
-    """All runs, in the order of the file. Raises ScenarioError."""
+    """Read all runs, in the order of the file. Raises ScenarioError."""
     path = folder / REQUESTS
     with open_text(path) as file:
         table = CsvTable(path, file, COLUMNS)
@@ -115,7 +115,7 @@ def _log(key: Key, rows: Sequence[Sequence[float]]) -> Log:
 
 
 def starts(folder: Path) -> list[Start]:
-    """The prompts of `sharegpt`. Raises ScenarioError."""
+    """Read the prompts of `sharegpt`. Raises ScenarioError."""
     path, prompts = folder / PREFIXES, list[Start]()
     with open_text(path) as file:
         table = CsvTable(path, file, PREFIX_COLUMNS)
@@ -133,8 +133,8 @@ def starts(folder: Path) -> list[Start]:
 
 
 def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
-    """Those whose fields have the values of `where`; a run by its name or the end of it. Raises ScenarioError if none
-    has.
+    """Return the logs whose fields have the values of `where`; a run matches by its name or the end of it. Raises
+    ScenarioError if there is none.
     """
     matching = list(logs)
     for field, value in where.items():
@@ -157,17 +157,17 @@ def _fits(key: Key, field: str, value: str) -> bool:
 
 BLOCK_TOKENS = 16
 HEAD_TOKENS, TAIL_TOKENS = 31, 5
-"""Of Llama 3.1's chat template, before and after a prompt's text."""
+"""The tokens of Llama 3.1's chat template before and after a prompt's text."""
 GREETING_TOKENS = HEAD_TOKENS + 12
-"""`short_input`: what all users begin with, up to the user's number."""
+"""The tokens with which all users of `short_input` begin, up to the user's number."""
 QUESTION_TOKENS = 29
-"""`short_input`: a turn's question with its part of the template."""
+"""The tokens of a turn's question in `short_input`, with its part of the template."""
 
 Chain = tuple[int, ...]
 
 
 def specs(log: Log, starts: Sequence[Start], front_s: float) -> list[RequestSpec]:
-    """The requests as servers get them, `front_s` after their launch."""
+    """Return the requests as servers receive them, `front_s` after their launch."""
     chains = shared_starts(log, starts) if log.key.scenario == "sharegpt" else conversations(log)
     rows = zip(log.launch_s.tolist(), log.prompt_tokens, log.output_tokens, chains, strict=True)
     return [
@@ -187,7 +187,7 @@ def specs(log: Log, starts: Sequence[Start], front_s: float) -> list[RequestSpec
 
 
 def shared_starts(log: Log, starts: Sequence[Start]) -> list[Chain]:
-    """Of the full blocks of each prompt."""
+    """Return the ids of the full blocks of each prompt of `sharegpt`."""
     ids, chains = count(), list[Chain]()
     head = _new(ids, HEAD_TOKENS)
     for prompt, start in zip(log.prompt_tokens, starts, strict=True):
@@ -200,10 +200,10 @@ def shared_starts(log: Log, starts: Sequence[Start]) -> list[Chain]:
 
 
 def conversations(log: Log) -> list[Chain]:
-    """Of the full blocks of each prompt and its output: the next turn has both."""
+    """Return the ids of the full blocks of each prompt and its output, which the next turn's prompt both contains."""
     ids, chains = count(), list[Chain]()
     greeting = _new(ids, GREETING_TOKENS)
-    waiting: dict[int, deque[Chain]] = defaultdict(deque)  # conversations by the length of their next prompt
+    waiting: dict[int, deque[Chain]] = defaultdict(deque)  # length of the next prompt -> conversations
     for prompt, output in zip(log.prompt_tokens, log.output_tokens, strict=True):
         before = next((waiting[n].popleft() for n in (prompt, prompt - 1, prompt + 1) if waiting[n]), greeting)
         chains.append(_grown(before[: prompt // BLOCK_TOKENS], prompt + output, ids))
@@ -216,6 +216,6 @@ def _new(ids: Iterator[int], tokens: int) -> Chain:
 
 
 def _grown(chain: Iterable[int], tokens: int, ids: Iterator[int]) -> Chain:
-    """The chain, and new ids up to the last full block."""
+    """Return the chain extended by new ids up to the last full block."""
     known = tuple(chain)[: tokens // BLOCK_TOKENS]
     return (*known, *(next(ids) for _ in range(tokens // BLOCK_TOKENS - len(known))))

@@ -1,12 +1,12 @@
-"""A run of a log served again, as its client saw it and as it would have seen ours.
+"""The replay of a run of a log: its requests served by simulated servers, with latencies as its client sees them.
 
-Servers behind a Kubernetes service, and the client that reaches them: a request goes where its connection leads.
+The servers are behind a Kubernetes service; a request is sent to the server of its connection.
 
-The service leads a new connection to a server at random, and knows nothing of requests. The client (openai's, on httpx)
-keeps connections: a request takes the oldest that is idle, and opens one if there is none. One that was idle for
-KEPT_S is closed. So load is uneven for as long as connections live, and not for a request's time. The logs show it: at
-2 to 3 short requests a second the recorded median TTFT is that of one server or that of two, never one between, as it
-would be if every request were led anew.
+The service assigns a new connection to a random server and does not see requests. The client (openai's, on httpx)
+keeps connections: a request takes the oldest idle one, or opens one if there is none. A connection that was idle for
+KEPT_S is closed. So load is uneven for the lifetime of connections, not only of a request. The logs show it: at 2 to 3
+short requests a second the recorded median TTFT is that of one server or that of two, never between, as it would be if
+every request were routed anew.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cbsim.runs.inbox import Inbox
 from cbsim.scenario.scenario import Scenario, depth
 
 DRAWS = 5
-"""Simulated runs of several servers, each with other connections to them."""
+"""The number of simulated runs of several servers, each with other random connections."""
 
 
 class Ranged(NamedTuple):
-    """A number of the run; `score` has the mean of the draws, which lie from `low_s` to `high_s`."""
+    """A statistic of the run; `score` has the mean of the draws, which lie from `low_s` to `high_s`."""
 
     score: MetricScore
     low_s: float
@@ -47,7 +47,7 @@ class Ranged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A run and its replays. `hits`: share of the prompts' tokens found in caches, the mean of the draws."""
+    """A run and its replays. `hits` is the mean over the draws of the share of prompt tokens found in prefix caches."""
 
     key: Key
     requests: int
@@ -59,7 +59,7 @@ class Scored:
 
     @property
     def calibrated(self) -> str | None:
-        """What was chosen by looking at it."""
+        """The values that were chosen by means of this run; None if there are none."""
         return CALIBRATED.get(self.key)
 
     def number(self, metric: str, statistic: str) -> Ranged:
@@ -70,7 +70,7 @@ class Scored:
 
 
 def score(folder: Path, log: Log, starts: Sequence[Start], overrides: Sequence[str]) -> Scored:
-    """Serve a run's requests by what is known of its servers. Raises ScenarioError."""
+    """Serve a run's requests by the known deployment of its servers. Raises ScenarioError."""
     deployment = BUILT[log.key.run]
     scenario, servers = deployment.scenario(folder, log.key, overrides), deployment.servers(log.key)
     requests = specs(log, starts, deployment.front_s)
@@ -89,14 +89,14 @@ def score(folder: Path, log: Log, starts: Sequence[Start], overrides: Sequence[s
 
 
 def _measured(log: Log) -> Served:
-    """Nobody noted when a request left the queue."""
+    """Return the times in a log; `scheduled_s` is NaN, as no log records when a request left the queue."""
     launch, first = log.launch_s, log.launch_s + log.ttft_s
     unknown = np.full(len(log), np.nan)
     return Served(launch, unknown, first, first + log.generation_s, np.array(log.output_tokens))
 
 
 def _seen(served: Served, log: Log, front_s: float) -> Served:
-    """By the client: its first request comes to an idle server `front_s` after the launch."""
+    """Return the times as the client sees them: its first request reaches an idle server `front_s` after its launch."""
     start = log.launch_s[0] + front_s
     scheduled, first, last = (part + start for part in (served.scheduled_s, served.first_token_s, served.last_token_s))
     return Served(log.launch_s, scheduled, first, last, served.output_tokens)
@@ -111,11 +111,11 @@ def _together(draws: Sequence[Sequence[MetricScore]]) -> list[Ranged]:
 
 
 KEPT_S = 5.0
-"""httpx's keepalive_expiry, and vLLM's timeout_keep_alive."""
+"""Seconds after which an idle connection is closed: httpx's keepalive_expiry, and vLLM's timeout_keep_alive."""
 
 
 class _Connection:
-    """To `server`; idle from `idle_ns` on, None while a request is on it."""
+    """A connection to `server`; `idle_ns` is when it became idle, None while a request uses it."""
 
     def __init__(self, server: int) -> None:
         self.server = server
@@ -129,7 +129,7 @@ class _Connection:
 
 
 class Connections:
-    """The client of all servers. Nobody follows or gives up."""
+    """The client of all servers. It sends no follow-up requests and cancels none."""
 
     open: Sequence[RequestSpec] = ()
 
@@ -137,10 +137,10 @@ class Connections:
         self.cancels: list[tuple[int, RequestSpec]] = []
         self._servers, self._random = servers, np.random.default_rng(seed)
         self._pool: list[_Connection] = []  # oldest first
-        self._busy: dict[int, _Connection] = {}  # by index of the request
+        self._busy: dict[int, _Connection] = {}  # index of the request -> its connection
 
     def server(self, spec: RequestSpec, now_ns: int) -> int:
-        """Where a request goes that is sent now."""
+        """Return the index of the server that receives a request sent now."""
         self._pool = [each for each in self._pool if each.open(now_ns)]
         connection = next((each for each in self._pool if each.idle(now_ns)), None)
         if connection is None:
@@ -156,14 +156,14 @@ class Connections:
 
 
 class Service(NamedTuple):
-    """What the servers did, and the tokens that they found in their caches when they first admitted a request."""
+    """The servers' outcome, and the prompt tokens found in their caches when requests were first admitted."""
 
     replayed: Replayed
     found_tokens: int
 
 
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Service:
-    """The requests on so many servers, each at its own pace. Raises ScenarioError if one is refused."""
+    """Serve the requests by `servers` servers, each at its own pace. Raises ScenarioError if one is rejected."""
     if scenario.loop.mode == "both":
         raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
     env, cost, client = simpy.Environment(), assemble.cost_model(scenario), Connections(servers, seed)
@@ -179,7 +179,7 @@ def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_
 def _send(
     env: simpy.Environment, specs: Sequence[RequestSpec], client: Connections, inboxes: Sequence[Inbox], front_ns: int
 ) -> Generator[Any, Any, None]:
-    """The SimPy process of the client: a request takes its connection at its launch."""
+    """Run the client as a SimPy process: a request takes its connection at its launch."""
     launches = [env.timeout(spec.arrival_ns - front_ns) for spec in specs]
     for spec, launch in zip(specs, launches, strict=True):
         yield launch

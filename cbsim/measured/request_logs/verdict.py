@@ -1,4 +1,4 @@
-"""`python -m cbsim score FOLDER`, FOLDER being one of request logs: all runs that can be built, scored."""
+"""`python -m cbsim score FOLDER` for a folder of request logs: scores all runs that can be built."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _runs(scored: Sequence[Scored]) -> Table:
 
 
 def _values(scored: Sequence[Scored]) -> Table:
-    """The two latencies themselves: errors of a queue say little without its length."""
+    """Tabulate TTFT and TPOT themselves: an error of a queue means little without its length."""
     header = ("run", "TTFT mean, ms", "measured", "draws", "TPOT mean, ms", "measured", "draws")
     rows = [
         (_label(each), *_shown(each.number("ttft", "mean")), *_shown(each.number("tpot", "mean"))) for each in scored
@@ -116,7 +116,7 @@ def _left(left: Sequence[Left]) -> Table:
 
 
 def _alike(left: Sequence[Left]) -> list[list[Left]]:
-    """By run, scenario and reason, in order."""
+    """Group the runs that are not built by run, scenario and reason, in order."""
     groups: dict[tuple[str, str, str], list[Left]] = {}
     for each in left:
         groups.setdefault((each.key.run, each.key.scenario, each.reason), []).append(each)
@@ -140,7 +140,9 @@ def _findings(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequenc
 
 
 def _drawn(scored: Sequence[Scored]) -> list[str]:
-    """How often the recorded run could be another draw: one of n + 1 is neither the least nor the largest of them."""
+    """Return how many recorded means lie within the draws. One of n + 1 draws is neither the least nor the largest with
+    probability (n - 1) / (n + 1).
+    """
     numbers = [each.number(metric, "mean") for each in scored for metric in METRICS]
     inside = sum(number.low_s <= number.score.measured_s <= number.high_s for number in numbers)
     expected = f"were they another draw, {(DRAWS - 1) / (DRAWS + 1):.0%} would"
@@ -186,7 +188,7 @@ def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[st
 
 
 def _plain(number: Ranged, servers: int) -> dict[str, Any]:
-    """Seconds to the microsecond; the range of the draws where there are several."""
+    """Return a statistic in seconds to the microsecond, with the range of the draws if there are several servers."""
     values = number.score.facts()
     if servers > 1:
         values |= {"low_s": number.low_s, "high_s": number.high_s}
