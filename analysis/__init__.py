@@ -1,1 +1,1 @@
-"""Compares run directories and draws them. Reads nothing else, and takes every number from `cbsim.metrics.metrics`."""
+"""The comparison and drawing of run directories, its only input. All numbers are from `cbsim.metrics.metrics`."""

@@ -1,4 +1,4 @@
-"""`python -m analysis`."""
+"""The entry point of `python -m analysis`."""
 
 import sys
 

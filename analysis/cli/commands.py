@@ -1,4 +1,4 @@
-"""What the commands do. Arguments come in parsed; a number goes out, the exit status."""
+"""The commands of the analysis: each takes parsed arguments and returns an exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cbsim.metrics.terminal import aligned
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the report of what the paths are: runs, a sweep, a capacity, predictions. Tables of runs may be printed."""
+    """Write the report of the paths: runs, a sweep, a capacity search or predictions. Tables of runs may be printed."""
     path, kind = arguments.paths[0], _kind(arguments.paths)
     _check_options(arguments, kind)
     out = arguments.out
@@ -70,7 +70,7 @@ def _kind(paths: Sequence[Path]) -> str:
 
 
 def _check_options(arguments: argparse.Namespace, kind: str) -> None:
-    """Raises UserError for an option of another kind of report."""
+    """Raise UserError for an option of another kind of report."""
     options = {"sweep": ("metric", "slo", "x"), "predictions": ("check",)}
     for owner, names in options.items():
         for name in names:
@@ -80,7 +80,7 @@ def _check_options(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print how wrong a simulated run is against a measured one; of any other two, how the second differs."""
+    """Print the errors of a simulated run against a measured one; of any other two, how the second differs."""
     conditions = [condition.parse(rule) for rule in arguments.fail_if]
     if arguments.out is not None:
         folder.check(arguments.out)

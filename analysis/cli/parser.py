@@ -1,4 +1,4 @@
-"""`python -m analysis`: arguments and exit codes only. Nothing heavy is imported before a command is known.
+"""The command line of `python -m analysis`: arguments and exit codes only. Heavy modules are imported after parsing.
 
 Exit codes: 0 ok, 1 error, 2 bad arguments or runs that cannot be compared, 3 a condition failed.
 """
@@ -21,7 +21,7 @@ EXAMPLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    """Run a command and return the exit status. A user's mistake is one message on stderr, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(args)
     arguments.line = shlex.join(["python", "-m", "analysis", *args])

@@ -1,1 +1,1 @@
-"""What clients of a served session measured, beside what its server did."""
+"""Measurements by clients of a served session, compared with those of its server."""

@@ -1,8 +1,8 @@
-"""A client's file beside the run directory of the session that it talked to.
+"""A comparison of a client's file with the run directory of the session that it used.
 
-A request is what the client says it is if both call it the same; else, if both have as many, the first to start is the
-first to arrive, and so on. Where the client has statistics only, nothing is paired. A session whose time was scaled has
-seconds of its own: they are divided by the scale, and all times are the client's.
+Requests are paired by id if client and session share them; else, if both have equally many, in order of start and
+arrival. If the client has statistics only, nothing is paired. A session with scaled time has its own seconds: they are
+divided by the scale, so that all times are the client's.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ NUMBERED = re.compile(r"^(.*\D)(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Requests of a client and of its session, in equal numbers; `by` is ID or ORDER."""
+    """The paired requests of a client and of its session, in equal numbers; `by` is ID or ORDER."""
 
     by: str
     measured: Sequence[Measured]
-    rows: Ints  # of the session's table
+    rows: Ints  # rows of the session's table
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What both sides say of a measure, in the client's seconds; the server's values, of ITL with how often each
-    occurred; and the client's value less the server's of each request that is paired.
+    """A measure on both sides, in the client's seconds: both distributions, the server's values (of ITL with the count
+    of each), and the client's value less the server's for each paired request.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Measure:
     apart_s: Floats
 
     def difference(self, statistic: str) -> float:
-        """Of two statistics; NaN if one is missing."""
+        """Return the client's statistic less the server's; NaN if one is missing."""
         return self.client.get(statistic, math.nan) - self.server.get(statistic, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """`served` are the session's requests that ended with their last token, `compared` those whose times are shown.
-    `doubts` say why it may not be this session that the client talked to.
+    """A comparison of client and session. `served` are the session's requests that ended with their last token,
+    `compared` those whose times are shown. `doubts` are reasons why the client may have used another session.
     """
 
     client: Client
@@ -76,7 +76,7 @@ class Beside:
 
 
 def scale(run: LoadedRun) -> float:
-    """Seconds of the session in one of its clients'. Raises RunError."""
+    """Return the session's seconds per client's second. Raises RunError."""
     value = run.environment.get("time_scale", 1.0)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
@@ -85,7 +85,7 @@ def scale(run: LoadedRun) -> float:
 
 
 def beside(run: LoadedRun, client: Client) -> Beside:
-    """Raises Incomparable if the client cannot have talked to this session."""
+    """Compare a client's file with a session. Raises Incomparable if the client cannot have used this session."""
     done = np.flatnonzero(run.times.done)
     pairs = _pairs(run, client, done)
     if pairs is None and client.succeeded != len(done):
@@ -114,7 +114,7 @@ def _refuse(run: LoadedRun, client: Client, done: int) -> NoReturn:
 
 
 def chosen(times: Requests, at: Ints) -> Requests:
-    """These requests of a session."""
+    """Return these requests of a session."""
     rows = times.rows.rows(at)
     return Requests(
         rows, times.scheduled_ns[at], times.first_token_ns[at], times.last_token_ns[at], times.generated[at],
@@ -122,7 +122,7 @@ def chosen(times: Requests, at: Ints) -> Requests:
     )  # fmt: skip
 
 
-# -- which is which
+# -- pairing
 
 
 def _pairs(run: LoadedRun, client: Client, done: Ints) -> Pairs | None:
@@ -143,19 +143,19 @@ def _pairs(run: LoadedRun, client: Client, done: Ints) -> Pairs | None:
 
 
 def _names(record_id: str) -> list[str]:
-    """What a client may call the request of a record: its id without `chatcmpl-`, and without our number behind it."""
+    """Return a client's names for a record's request: its id without `chatcmpl-`, also without our serial number."""
     name = ANSWER.sub("", record_id)
     return list(dict.fromkeys((name, SERIAL.sub("", name))))
 
 
 def _by_name(names: Mapping[int, Sequence[str]]) -> dict[str, int]:
-    """Rows by each name that only one of them has."""
+    """Return rows by each name that only one of them has."""
     counts = Counter(name for own in names.values() for name in own)
     return {name: row for row, own in names.items() for name in own if counts[name] == 1}
 
 
 def _by_number(client: Client, names: Mapping[int, Sequence[str]]) -> dict[str, int]:
-    """Rows by the number that a name ends with: of the one prefix that has as many as the client, within its issued."""
+    """Return rows by their names' last number, for the one prefix with as many as the client, all below `issued`."""
     numbered: dict[str, dict[str, int]] = {}
     for row, own in names.items():
         for match in filter(None, map(NUMBERED.match, own)):
@@ -168,7 +168,7 @@ def _by_number(client: Client, names: Mapping[int, Sequence[str]]) -> dict[str, 
     return fitting[0] if len(fitting) == 1 else {}
 
 
-# -- what they say
+# -- measures
 
 
 def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | None, name: str) -> Measure:

@@ -1,4 +1,4 @@
-"""What a client measured, read from the file that it wrote: its requests one by one, or their distributions.
+"""The file that a client wrote of its measurements: its requests one by one, or their distributions.
 
 A file is recognised by what is in it. aiperf writes a line a request (profile_export.jsonl) and statistics
 (profile_export_aiperf.json and .csv); `vllm bench serve --save-result` one JSON object, with `--save-detailed` with
@@ -30,16 +30,16 @@ MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p99")
 KNOWN = "what aiperf (JSONL, JSON, CSV), vllm bench serve (JSON) or GuideLLM (JSON) writes"
 MOST_BYTES = 1_000_000_000
-MOST = 1e19  # of any number: more than nanoseconds since 1970 will be
+MOST = 1e19  # the limit of any number: above nanoseconds since 1970 for centuries
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}
 
 Distribution = Mapping[str, float]
-"""Statistics by name, in seconds; those that are not known are not there."""
+"""A mapping from statistic to seconds; unknown statistics are absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A request that succeeded, in seconds of the client's clock, NaN for what it does not say.
+    """A request that succeeded, in seconds of the client's clock, NaN for what the file lacks.
 
     `key` is its name at the server, "" if the client does not know; `number` its index among all that were issued.
     `gaps_s` are those between chunks.
@@ -60,8 +60,8 @@ class Measured:
 class Client:
     """The content of one file. `requests` is None if it has `statistics` only.
 
-    `numbered`: its server knows requests by a prefix of the client's and their `number`. Tokens are sums over requests
-    that succeeded, NaN if they are not known.
+    `numbered`: whether the server knows requests by a prefix of the client's and their `number`. Tokens are sums over
+    requests that succeeded, NaN if they are not known.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Client:
         return self.succeeded + self.failed
 
     def values(self, measure: str) -> Floats:
-        """Every value of a measure, of all requests that succeeded; none if the file does not list them."""
+        """Return a measure's values of all requests that succeeded; none if the file does not list them."""
         requests = self.requests or ()
         if measure == "itl_s":
             return np.array([gap for request in requests for gap in request.gaps_s], dtype=np.float64)
@@ -87,18 +87,18 @@ class Client:
         return values[np.isfinite(values)]
 
     def distribution(self, measure: str) -> Distribution:
-        """Of all its requests that succeeded; {} if it is not known."""
+        """Return a measure's distribution over all requests that succeeded; {} if it is not known."""
         return self.statistics.get(measure, {}) if self.requests is None else distribution(self.values(measure))
 
 
 def distribution(values: Floats, counts: Ints | None = None) -> Distribution:
-    """Mean and percentiles of values, each occurring `counts` times (None: once); {} of nothing."""
+    """Return mean and percentiles of values, each occurring `counts` times (None: once); {} without values."""
     whole = metrics.distribution(values, counts)
     return {name: whole[name] for name in STATISTICS} if whole["n"] else {}
 
 
 def client(path: Path) -> Client:
-    """What a file holds. Raises RunError naming file, field, value and what is allowed."""
+    """Read a client's file. Raises RunError naming file, field, value and what is allowed."""
     content = read_text(path, RunError, MOST_BYTES)
     value, first = _parsed(content), _parsed(content.lstrip().partition("\n")[0])
     if content.startswith("Metric,avg,"):
@@ -121,7 +121,7 @@ def client(path: Path) -> Client:
 
 
 def _parsed(content: str) -> Any:
-    """The JSON value that the content is; None if it is none."""
+    """Return the JSON value of the content; None if it is none."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -133,7 +133,7 @@ def _has(value: Any, *keys: str) -> bool:
 
 
 def _listed(path: Path, tool: str, requests: Sequence[Measured], failed: int, *, numbered: bool = False) -> Client:
-    """The client whose file lists these requests."""
+    """Return the client whose file lists these requests."""
     prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
     return Client(path, tool, len(requests), failed, prompt, output, requests, numbered)
 
@@ -147,7 +147,7 @@ F = TypeVar("F", bound=Form)
 
 
 def checked(form: type[F], value: Any, path: Path, where: str = "") -> F:
-    """An object as declared; `where` leads to it in the file. Raises RunError."""
+    """Return an object as declared; `where` is its path in the file. Raises RunError."""
     try:
         return form.model_validate(value)
     except ValidationError as error:
@@ -162,7 +162,7 @@ def _or_nan(value: float | None, scale: float = 1.0) -> float:
 
 
 # -- aiperf -----------------------------------------------------------------------------------------------------------
-# Its `inter_token_latency` is what is called TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
+# Its `inter_token_latency` is TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
 # counted, if the client knows them, else its own count. Requests of a warm-up are left out.
 
 AIPERF = {
@@ -192,7 +192,7 @@ class _Amount(Form):
 
 
 def _metrics(name: str, time: type[Form], gaps: type[Form], tokens: type[Form]) -> type[Form]:
-    """A form of all metrics that are read of aiperf, none of which has to be there."""
+    """Return a form of all metrics that are read from aiperf; each is optional."""
     kinds = dict.fromkeys(AIPERF.values(), time) | {AIPERF["itl_s"]: gaps}
     kinds |= dict.fromkeys((field for fields in AIPERF_TOKENS for field in fields), tokens)
     fields: dict[str, Any] = {field: (kind | None, None) for field, kind in kinds.items()}
@@ -248,7 +248,7 @@ def _aiperf_request(metadata: _Metadata, metrics: Any, number: int) -> Measured:
 
 
 def _first(metrics: Any, names: Sequence[str], part: str) -> float:
-    """A part of the first of these metrics that is there, else NaN."""
+    """Return a part of the first of these metrics that exists, else NaN."""
     return next((float(getattr(each, part)) for name in names if (each := getattr(metrics, name))), math.nan)
 
 
@@ -292,7 +292,7 @@ AIPERF_STATISTICS = {"mean": "avg", "p50": "p50", "p99": "p99"}
 
 
 def _csv(content: str) -> dict[str, dict[str, Any]]:
-    """The CSV, a table with a line a metric and then one of single numbers, as the JSON has the same."""
+    """Return the CSV, a table with a line a metric and then one of single numbers, in the form of the JSON."""
     made: dict[str, dict[str, Any]] = {}
     header: list[str] = []
     for row in csv.reader(content.splitlines()):
@@ -374,10 +374,10 @@ def _vllm_request(lists: _Lists, number: int) -> Measured:
 
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------
-# `response_id` is the id of the answer that a request got. Its `inter_token_latency_ms` is TPOT here;
-# its `time_per_output_token_ms` has the first token in it and is not read. It records no times of single tokens.
+# `response_id` is the id of the response to a request. Its `inter_token_latency_ms` is TPOT here;
+# its `time_per_output_token_ms` includes the first token and is not read. It records no times of single tokens.
 
-GUIDELLM = {  # its name of each of ours, and its unit in ours
+GUIDELLM = {  # its name and its unit of each of our metrics
     "start_s": ("request_start_time", 1.0),
     "ttft_s": ("time_to_first_token_ms", 1e-3),
     "tpot_s": ("inter_token_latency_ms", 1e-3),
@@ -412,7 +412,7 @@ class _Benchmarks(Form):
 
 
 def _guidellm(path: Path, value: Any) -> Client:
-    """All benchmarks of a file together."""
+    """Return all benchmarks of a file together."""
     measured: list[Measured] = []
     failed = 0
     for benchmark in checked(_Benchmarks, value, path).benchmarks:

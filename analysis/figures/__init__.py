@@ -1,1 +1,1 @@
-"""One figure a function: from frames to a `Chart`. Frames are those of `loading.LoadedRun`, by the run's label."""
+"""Functions that draw one figure each: from frames of `loading.LoadedRun`, by the run's label, to a `Chart`."""

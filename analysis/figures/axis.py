@@ -1,5 +1,5 @@
-"""What the figures share: columns as numbers, how long a step's numbers hold, what is drawn over time, and
-the service level (SLO) in those of latencies.
+"""Helpers that the figures share: columns as numbers, how long a step's numbers hold, drawing over time, and the
+service level (SLO) in latency figures.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from cbsim.metrics.terminal import lookup, shown
 from cbsim.record.columns import NS
 
 Frames = Mapping[str, Columns]
-DECADES = 100.0  # what spans more is drawn on a log axis
+DECADES = 100.0  # a range of more than this factor is drawn on a log axis
 
 
 def seconds(frame: Any, name: str) -> Floats:
-    """A column of nanoseconds, in seconds."""
+    """Return a column of nanoseconds, in seconds."""
     return column(frame, name) / NS
 
 
 def longest(frames: Frames, name: str = "update_end_ns") -> float:
-    """The greatest time of a column in all frames, in seconds; 0 if there is none."""
+    """Return the greatest time of a column in all frames, in seconds; 0 if there is none."""
     return max((int(frame[name].max()) / NS for frame in frames.values() if len(frame)), default=0.0)
 
 
 def spread(values: Iterable[Floats]) -> bool:
-    """Do all these values, together, need a log axis?"""
+    """Whether all these values, together, need a log axis."""
     parts = [part for part in values if len(part)]
     low, high = min((part.min() for part in parts), default=0.0), max((part.max() for part in parts), default=0.0)
     return bool(low > 0 and high / low > DECADES)
@@ -39,7 +39,7 @@ def spread(values: Iterable[Floats]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Some rows of a table, column by column."""
+    """A selection of a table's rows, column by column."""
 
     table: Columns
     rows: npt.NDArray[np.bool_]
@@ -52,15 +52,15 @@ class Chosen:
 
 
 def ran(steps: Columns) -> Columns:
-    """The steps with rows."""
+    """Return the steps with rows."""
     busy = np.asarray(steps["rows"]) > 0
     return steps if busy.all() else Chosen(steps, busy)
 
 
 def valid(steps: Columns) -> tuple[Floats, Floats]:
-    """From when to when (s) a step's numbers hold: to the next one's planning, or its own end if nothing follows it.
+    """Return from when to when (s) a step's numbers hold: to the next one's planning; the last one's to its end.
 
-    As in `cbsim.metrics.metrics`, but that a sync loop which has requests left is not idle between two steps.
+    The rule is that of `cbsim.metrics.metrics`, but a sync loop with requests left is not idle between two steps.
     """
     start, end = seconds(steps, "schedule_start_ns"), seconds(steps, "update_end_ns")
     following = np.append(start[1:], end[-1:])
@@ -70,7 +70,7 @@ def valid(steps: Columns) -> tuple[Floats, Floats]:
 
 
 def bubbles(steps: Columns) -> Floats:
-    """Seconds that the compute lane idles before each step, less the time in which there was nothing to do."""
+    """Return the seconds that the compute lane idles before each step, less the time without requests."""
     begin, planned = seconds(steps, "compute_start_ns"), seconds(steps, "schedule_start_ns")
     before = np.append(planned[:1], seconds(steps, "compute_end_ns")[:-1])
     nothing = planned - np.append(planned[:1], valid(steps)[1][:-1])
@@ -79,13 +79,13 @@ def bubbles(steps: Columns) -> Floats:
 
 
 def over_time(start: Floats, end: Floats, values: Iterable[Floats], time: Unit) -> list[Binned]:
-    """Each of the values, which hold from `start` to `end` (s), over time in a unit, ready to be drawn."""
+    """Return each of the values, which hold from `start` to `end` (s), binned over time in a unit, to be drawn."""
     parts = [binned(*filled(start, end, y)) for y in values]
     return [part._replace(x=part.x / time.seconds) for part in parts]
 
 
 def band(name: str, drawn: Binned, style: Style, *, shade: bool = True) -> list[Mark]:
-    """The mean as a line and, if it was thinned, the range behind it."""
+    """Return the mean as a line and, if it was thinned, the range behind it."""
     line = Line(name, drawn.x, drawn.mean, style, step=True)
     if drawn.exact or not shade:
         return [line]
@@ -93,7 +93,7 @@ def band(name: str, drawn: Binned, style: Style, *, shade: bool = True) -> list[
 
 
 def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
-    """Means upon each other; all parts have the same x."""
+    """Return the means stacked; all parts have the same x."""
     marks: list[Mark] = []
     low = np.zeros(len(parts[0][1].x))
     for name, drawn, style in parts:
@@ -103,24 +103,24 @@ def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
 
 
 def thinned(drawn: Iterable[Binned], shaded: str = "the range is shaded") -> str:
-    """A sentence on what was left out, for a caption; "" if nothing was."""
+    """Return a caption's sentence on thinning; "" if nothing was thinned."""
     bins = [len(mark.x) - 1 for mark in drawn if not mark.exact]
     return f" Thinned for drawing to means over time of {bins[0]} bins; {shaded}." if bins else ""
 
 
 SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
-SLO_NEAR = 2.0  # a limit that is farther than this from all values would make them unreadable, and is stated in words
+SLO_NEAR = 2.0  # a limit farther than this factor from all values would make them unreadable, and is stated in words
 SLO_STYLE = Style(BLACK, "dashed")
 
 
 def slo_limits(scenarios: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The limits (s) that all these scenarios have in common, by metric."""
+    """Return the limits (s) that all these scenarios have in common, by metric."""
     common = {key: {lookup(scenario, f"slo.{key}") for scenario in scenarios} for key in SLO_KEYS}
     return {key: float(next(iter(values))) for key, values in common.items() if len(values) == 1 and None not in values}
 
 
 def with_slo(panel: Panel, limit: float | None, most: float, seconds: float, *, level: bool = False) -> Panel:
-    """A panel with its limit (s) as an edge, or as a `level`. `most` (s) is its greatest value, `seconds` its unit."""
+    """Add a limit (s) to a panel as an edge, or as a `level`. `most` (s) is its greatest value, `seconds` its unit."""
     if limit is None or not most:
         return panel
     if limit > SLO_NEAR * most:

@@ -1,4 +1,4 @@
-"""What latency and throughput become as one field is swept."""
+"""A figure of latency and throughput over one swept field."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DASHES = {"p50": "solid", "p95": "dashed", "p99": "dotted"}
 
 
 def curves(swept: Sweep) -> Chart:
-    """p50 and p95 of TTFT and TPOT (p99 where all runs have enough samples), output tokens/s, and requests/s served
-    (if a rate was swept, against it) or GPU active. One line a group through the means of repetitions.
+    """Draw p50 and p95 of TTFT and TPOT (p99 if all runs have enough samples), output tokens/s, and requests/s served
+    (if a rate was swept, against it) or GPU active. One line a group joins the means of repetitions.
     """
     xs = {group.label: np.array(rates(swept, group) if swept.by_rate else group.values) for group in swept.groups}
     knees = {group.label: knee(group, list(xs[group.label])) for group in swept.groups} if swept.by_rate else {}
@@ -59,7 +59,7 @@ def _caption(swept: Sweep, knees: Mapping[str, Knee]) -> str:
 
 
 def _quotable(swept: Sweep, percentile: str) -> bool:
-    """Has every run, that has any, enough requests for this percentile?"""
+    """Whether every run that has values has enough requests for this percentile."""
     few = [lookup(run.summary, f"{key}.too_few_for") for run in _runs(swept) for key in ("ttft_s", "tpot_s")]
     return all(percentile not in (names or ()) for names in few)
 
@@ -94,7 +94,7 @@ def _latency(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) -> Pan
 def _single(swept: Sweep, xs: Mapping[str, Floats], title: str, metric: str) -> Panel:
     marks: list[Mark] = []
     for index, group in enumerate(swept.groups):
-        style = series(index)._replace(dash="solid")  # dashes tell percentiles apart
+        style = series(index)._replace(dash="solid")  # dashes distinguish percentiles
         marks += _curve(group.label, xs[group.label], _values(group, metric), style)
     share = metric == "gpu_active"
     return Panel(marks, "", "share" if share else "", title=title, y_range=(0.0, 1.03) if share else None)
@@ -106,7 +106,7 @@ def _values(group: SweepGroup, metric: str) -> Floats:
 
 
 def _curve(name: str, x: Floats, y: Floats, style: Style) -> list[Mark]:
-    """A marker a run, and a line through the means of those at the same x."""
+    """Return a marker a run, and a line through the means of those at the same x."""
     there = np.isfinite(y)
     places, at = np.unique(x[there], return_inverse=True)
     means = np.bincount(at, weights=y[there], minlength=len(places)) / np.maximum(np.bincount(at), 1)

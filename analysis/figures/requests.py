@@ -35,13 +35,13 @@ from cbsim.metrics.terminal import shown
 from cbsim.record.columns import NS
 from cbsim.record.tables import Requests
 
-MOST_NAMED = 40  # more rows than this are labelled by their place in order of arrival, every so often
+MOST_NAMED = 40  # rows; if there are more, only some are labelled, by their index in order of arrival
 STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(BLUE), "decode": Style(ORANGE)}
 
 
 def timeline(requests: Frames, most: int = 200) -> Chart:
-    """One panel a run, one row a request in order of arrival: queue (arrival to planning of its first step), prefill,
-    decode. Preemptions stay inside. Of more than `most` requests so many are drawn, evenly chosen.
+    """Draw one panel a run, one row a request in order of arrival: queue (arrival to planning of its first step),
+    prefill, decode. Preempted time counts to its phase. At most `most` requests are drawn, evenly chosen.
     """
     time = unit(max((longest(requests, name) for name in ("last_token_ns", "arrival_ns", "scheduled_ns")), default=0.0))
     panels = [_panel(label, frame, time, most) for label, frame in requests.items()]
@@ -75,8 +75,8 @@ def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
 
 
 def _ends(requests: pd.DataFrame, horizon: float) -> list[Floats]:
-    """Arrival, and the ends of queue, prefill and decode, in seconds. What is still under way at the end of an
-    interrupted run lasts until the `horizon`; what never began has no length.
+    """Return arrival, and the ends of queue, prefill and decode, in seconds. A phase still under way at the end of an
+    interrupted run lasts until the `horizon`; one that never began has no length.
     """
     known = [seconds(requests, f"{name}_ns") for name in ("arrival", "scheduled", "first_token", "last_token")]
     open_ = requests["status"].isin(("waiting", "unfinished")).to_numpy()
@@ -100,7 +100,7 @@ MOST_POINTS = 1000
 
 
 class LatencySample(NamedTuple):
-    """Values in seconds, each occurring `counts` times (None: once)."""
+    """A sample of values in seconds, each occurring `counts` times (None: once)."""
 
     values: Floats
     counts: Ints | None = None
@@ -112,9 +112,9 @@ def latency(
     measured: Mapping[str, bool],
     limits: Mapping[str, float] = MappingProxyType({}),
 ) -> Chart:
-    """TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid, and the `limits` (s) of a service
-    level. Percentiles are marked unless the sample is too small to quote them. If there are measured and simulated
-    runs, the simulated ones are dashed.
+    """Draw TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid, and the `limits` (s) of a
+    service level. Percentiles are marked unless the sample is too small to quote them. If there are measured and
+    simulated runs, the simulated ones are dashed.
     """
     mixed = len({measured[label] for label in requests}) > 1
     styles = {
@@ -145,7 +145,7 @@ def _counted(samples: Mapping[str, LatencySample]) -> str:
 def _distributions(
     name: str, samples: Mapping[str, LatencySample], styles: Mapping[str, Style], limit: float | None
 ) -> Panel:
-    """A latency of every run that has any."""
+    """Return the panel of a latency with every run that has values."""
     known = {label: sample for label, sample in samples.items() if len(sample.values)}
     most = max((float(sample.values.max()) for sample in known.values()), default=0.0)
     scale = unit(most)
@@ -164,7 +164,7 @@ def _sample(requests: Any, times: Requests, key: str) -> LatencySample:
 
 
 def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Style) -> list[Mark]:
-    """The distribution function, from 0 at the least value, and its percentiles."""
+    """Return the distribution function, from 0 at the least value, and its percentiles."""
     x, share = cdf(*sample, most=MOST_POINTS)
     x, share = np.append(x[:1], x), np.append(0.0, share)
     percentiles = metrics.distribution(*sample)

@@ -1,4 +1,4 @@
-"""Figures of runs beside each other: a row a run and a panel a number; what tokens cost in money and in speed."""
+"""Figures of several runs: a row a run and a panel a number; the cost of tokens in money and in speed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cbsim.metrics.terminal import lookup, shown
 TOTALS = (("output tokens/s", "output_tokens_per_s", "number"), ("GPU active", "gpu_active", "share"))
 LATENCIES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
 PERCENTILES = ("p50", "p95", "p99")
-SAME = 1.01  # what differs by less is not drawn
+SAME = 1.01  # a factor: numbers that differ by less are not drawn
 
 
 def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
-    """Output tokens/s, GPU active, and TTFT and TPOT from their p50 to their p99. Static batching first, both loops of
-    a configuration under each other. What is the same for all is left out, but for the tokens.
+    """Draw output tokens/s, GPU active, and TTFT and TPOT from their p50 to their p99. Static batching comes first,
+    both loops of a configuration are adjacent. Numbers that are equal in all runs are left out, except the tokens.
     """
     ordered = _ordered(runs)
     rows = [run.label for run in ordered]
@@ -56,7 +56,7 @@ def _differ(values: Sequence[float]) -> bool:
 
 
 def _tail(run: LoadedRun, key: str) -> tuple[float | None, float | None]:
-    """p50, and the last percentile after it that may be quoted."""
+    """Return p50, and the last percentile after it that may be quoted."""
     own: Mapping[str, Any] = run.summary.get(key) or {}
     few = own.get("too_few_for") or ()
     quoted = [own[name] for name in PERCENTILES if name in own and (name == "p50" or name not in few)]
@@ -75,7 +75,7 @@ def _total(runs: Sequence[LoadedRun], rows: Sequence[str], title: str, values: S
 
 
 def _by_loop(runs: Sequence[LoadedRun], known: Sequence[bool] = ()) -> Iterator[tuple[int, Ints]]:
-    """The number of each loop that has runs, and their rows; only those that are `known`, if that is stated."""
+    """Return the index of each loop that has runs, and its rows; only those that are `known`, if that is given."""
     for index, loop in enumerate(LOOPS):
         rows = [i for i, run in enumerate(runs) if run.loop == loop and (not known or known[i])]
         if rows:
@@ -106,11 +106,11 @@ def _latency(
 
 Summaries = Mapping[str, Mapping[str, Any]]
 COSTS = (("usd_per_million_output_tokens", "output tokens"), ("usd_per_million_tokens", "input and output tokens"))
-MOST_LABELLED = 8  # runs; numbers over more bars would overlap
+MOST_LABELLED = 8  # runs; numbers above more bars would overlap
 
 
 def cost(summaries: Summaries) -> Chart:
-    """Price of a million tokens by run, of those whose GPU has a price and that produced any."""
+    """Draw the price of a million tokens by run, of those whose GPU has a price and that emitted any."""
     priced = {
         label: summary["cost"]
         for label, summary in summaries.items()
@@ -131,8 +131,8 @@ def cost(summaries: Summaries) -> Chart:
 
 
 def pareto(groups: Mapping[str, Summaries]) -> Chart:
-    """Tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, one style a group. Runs of a
-    group have their labels beside them.
+    """Draw tokens/s of the GPU against tokens/s of a user (1 / TPOT p50), one marker a run, one style a group. Runs of
+    a group have their labels beside them.
 
     A line joins the runs that no other one dominates. A run without TPOT is left out, and the caption names it.
     """
@@ -162,8 +162,8 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
 
 
 def frontier(x: Floats, y: Floats) -> Ints:
-    """Indices of the points that no other one dominates: at least as great in both and greater in one. By ascending
-    x.
+    """Return indices of the points that no other one dominates: at least as great in both and greater in one. They are
+    sorted by ascending x.
     """
     order = np.lexsort((-y, -x))  # greatest x first, of equal ones the greatest y
     best = np.maximum.accumulate(np.append(-np.inf, y[order]))[:-1]

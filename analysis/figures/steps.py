@@ -1,4 +1,4 @@
-"""Figures of steps over a run: how busy the GPU is, what a step is made of and how long it takes, queues, KV blocks."""
+"""Figures of a run's steps: GPU activity, content and time of steps, queues, KV blocks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from cbsim.record.columns import NS
 from cbsim.scenario.scenario import parse
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
-MOST_POINTS = 1000  # of a run's steps with prefill, and likewise of its others
-SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: else it would flatten all the rest
+MOST_POINTS = 1000  # of a run's steps with prefill, and of its others
+SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: its line would flatten smaller steps
 
 
 def budget(scenario: Mapping[str, Any]) -> int | None:
-    """Query tokens that a step may have, by a resolved scenario; None if it has no bound or cannot be read."""
+    """Return the query tokens that a step may have, by a resolved scenario; None if unbounded or unreadable."""
     try:
         return parse(dict(scenario), "the scenario of a run").options("async").limits.tokens
     except ScenarioError:
@@ -51,7 +51,7 @@ def budget(scenario: Mapping[str, Any]) -> int | None:
 
 
 def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
-    """Two panels a run: query tokens of a step over time, prefill, decode and padding upon each other, with the budget;
+    """Draw two panels a run: query tokens of a step over time, prefill, decode and padding stacked, with the budget;
     and decode rows alone, which prefill dwarfs. A step lasts from the end of the one before, bubble included.
     """
     time = unit(longest(steps))
@@ -74,7 +74,7 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
 
 
 def _stacked(parts: Sequence[Binned]) -> list[Mark]:
-    """Parts upon each other, the largest steps behind them."""
+    """Return the parts stacked, the largest steps behind them."""
     if not parts:
         return []
     whole, marks = (
@@ -86,16 +86,16 @@ def _stacked(parts: Sequence[Binned]) -> list[Mark]:
 
 
 def _parts(steps: Columns, time: Unit) -> list[Binned]:
-    """Prefill, decode, padding, and all of them."""
+    """Return prefill, decode, padding, and their sum."""
     prefill, decode, total = (column(steps, name) for name in ("prefill_tokens", "decode_rows", "padded_tokens"))
     start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")
     return over_time(start, end, (prefill, decode, total - prefill - decode, total), time)
 
 
 def step_time(steps: Frames) -> Chart:
-    """Time on the compute lane of steps with rows, against tokens and against context.
+    """Draw the time on the compute lane of steps with rows, against tokens and against context.
 
-    A circle is a step of decode rows only, a cross one with prefill. Where points are thinned, those left are
+    A circle is a step of decode rows only, a cross one with prefill. If points are thinned, the remaining ones are
     evenly spaced in rank of step time, the shortest and the longest among them.
     """
     busy = {label: ran(frame) for label, frame in steps.items()}
@@ -135,10 +135,10 @@ AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
 
 
 def gpu_active(steps: Frames) -> Chart:
-    """All runs in two panels: share of time that the compute lane is busy, and the bubble before each step with rows.
+    """Draw all runs in two panels: the busy share of the compute lane, and the bubble before each step with rows.
 
-    A step's share is that of the time from the end of the one before. Time with nothing to do counts as idle in the
-    share and does not count in the bubble.
+    A step's share is that of the time from the end of the one before. Time without requests counts as idle in the share
+    and does not count in the bubble.
     """
     busy = {label: ran(frame) for label, frame in steps.items()}
     time = unit(longest(busy))
@@ -169,7 +169,7 @@ def gpu_active(steps: Frames) -> Chart:
 
 
 def _shares(steps: Columns) -> tuple[Floats, Floats, Floats]:
-    """From when to when (s) each step's period lasts, and its share of compute."""
+    """Return start and end (s) of each step's period, and its share of compute."""
     end, busy = seconds(steps, "compute_end_ns"), steps["compute_end_ns"] - steps["compute_start_ns"]
     start = np.append(seconds(steps, "schedule_start_ns")[:1], end[:-1])
     length = np.where(end > start, end - start, 1.0)
@@ -181,7 +181,7 @@ MOST_SUMS = 800
 
 
 def queues(steps: Frames) -> Chart:
-    """One panel a run: running and waiting requests over time, each count from one planning to the next."""
+    """Draw one panel a run: running and waiting requests over time, each count from one planning to the next."""
     time, panels, drawn = unit(longest(steps)), [], []
     for label, frame in steps.items():
         marks: list[Mark] = []
@@ -196,7 +196,7 @@ def queues(steps: Frames) -> Chart:
 
 
 def preemptions(steps: Frames) -> Chart:
-    """All runs in two panels: preemptions up to each moment, and tokens that were computed again for them."""
+    """Draw all runs in two panels: preemptions up to each moment, and tokens that were recomputed for them."""
     time, panels, totals = unit(longest(steps)), [], {}
     for name, title in (("preempted", "Preemptions so far"), ("recomputed_tokens", "Recomputed tokens so far")):
         marks: list[Mark] = []
@@ -214,7 +214,7 @@ def preemptions(steps: Frames) -> Chart:
 
 
 def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
-    """A running total at some of the steps, the first and the last among them."""
+    """Return a running total at some of the steps, the first and the last among them."""
     shown = chosen(len(steps), MOST_SUMS)
     total = np.cumsum(np.asarray(steps[name]))[shown].astype(np.float64)
     return Line(label, seconds(steps, "schedule_start_ns")[shown] / time.seconds, total, series(index), step=True)
@@ -224,9 +224,9 @@ USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
 
 
 def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
-    """One panel a run: blocks in use, free ones that still hold content, and empty ones upon each other.
+    """Draw one panel a run: blocks in use, free ones that still hold content, and empty ones, stacked.
 
-    Where a run's total is not known, blocks in use and cached ones alone.
+    If a run's total is not known, empty blocks are left out.
     """
     time, panels, drawn, peaks = unit(longest(steps)), [], [], []
     for label, frame in steps.items():

@@ -1,4 +1,4 @@
-"""Figures of a sweep's table: metrics along an axis, a metric over two axes, two metrics against each other. All are
+"""Figures of a sweep's table: metrics along an axis, a metric over two axes, two metrics against each other. All show
 means of replicates with their intervals.
 """
 
@@ -49,13 +49,13 @@ from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
 
-FAR = 8  # from the first number of a logarithmic axis to its last, as a factor
+FAR = 8  # a factor: an axis from its first number to its last at least, for it to be logarithmic
 MOST_LETTERS = 36  # of the numbers written along an axis
 INTERVALS = "Means of the replicates of a place, with 95 % intervals (Student's t) where there are two or more."
 
 
 def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
-    """A panel a metric, a line a series, limits (in the metric's own unit) across."""
+    """Draw a panel a metric, a line a series, and limits (in the metric's own unit) across."""
     series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
     panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
     title = f"{table.name}: over {view.x.name}" if view.x else table.name
@@ -64,8 +64,8 @@ def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str]
 
 
 def log_spaced(numbers: Floats) -> bool:
-    """Are rising numbers better shown at the distances of their logarithms? They are all positive and reach far, and
-    their ratios are more alike than their differences.
+    """Whether rising numbers are better drawn at the distances of their logarithms: they are all positive and wide
+    apart, and their ratios are more alike than their differences.
     """
     if numbers[0] <= 0 or numbers[-1] < FAR * numbers[0] or len(numbers) < 3:
         return False
@@ -74,7 +74,7 @@ def log_spaced(numbers: Floats) -> bool:
 
 
 def ticks(numbers: Floats) -> Sequence[float]:
-    """The numbers of an axis that are written: each, or every second, third, ... one, as there is room."""
+    """Return the numbers of an axis that are written: each, or every second, third, ... one, as space permits."""
     letters = sum(len(f"{number:.4g} ") for number in numbers)
     chosen: list[float] = numbers[:: -(-letters // MOST_LETTERS)].tolist()
     return chosen
@@ -105,7 +105,7 @@ def _panel(
 
 
 def _positions(places: Places, x: Axis | None) -> Floats:
-    """Where places lie on an axis: at its numbers, or at 0, 1, ... if they are names."""
+    """Return the positions of places on an axis: its numbers, or 0, 1, ... for names."""
     if x is None:
         return np.zeros(len(places))
     codes = places.codes[:, places.axes.index(x)]
@@ -113,12 +113,12 @@ def _positions(places: Places, x: Axis | None) -> Floats:
 
 
 MOST_PANELS, MOST_WRITTEN = 4, 14  # panels of a figure; columns whose cells have their number written in
-LETTERS, MOST_ROWS = 60, 24  # that are written below a panel, and beside it
-CORNER = 0.37  # of a cell, from its middle
+LETTERS, MOST_ROWS = 60, 24  # characters written below a panel, and rows beside it
+CORNER = 0.37  # offset of a cell's cross from its middle, as a share of the cell
 
 
 def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None) -> Chart | None:
-    """The two longest axes, a panel for each value of a third one of few; None if there are no two axes.
+    """Draw the two longest axes, a panel for each value of a third, short one; None if there are no two axes.
 
     Cells that miss the limit have a cross.
     """
@@ -142,7 +142,7 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
 
 
 def _cells(places: Places, mean: Floats, axes: Sequence[Axis], fixed: Mapping[str, int]) -> Floats:
-    """The means of the places that are fixed so: a row a value of y, a column a value of x."""
+    """Return the means of the places with these fixed values: a row a value of y, a column a value of x."""
     chosen = places_at(places, fixed)
     column, row = (places.codes[chosen, places.axes.index(axis)] for axis in axes)
     values = np.full((len(axes[1]), len(axes[0])), np.nan)
@@ -153,7 +153,7 @@ def _cells(places: Places, mean: Floats, axes: Sequence[Axis], fixed: Mapping[st
 def _cell_panel(
     what: Metric, values: Floats, known: Floats, axes: Sequence[Axis], limit: Check | None, title: str
 ) -> Panel:
-    """`known` are the values of all panels, which have one scale of colours. Numbers on y rise upwards."""
+    """Return a panel of cells. `known` are all panels' values, for one colour scale. Numbers on y rise upwards."""
     (x, y), scale = axes, scale_of(what.unit, float(known.max()))
     order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
     values, rows = values[order], [y.labels[code] for code in order]
@@ -174,7 +174,7 @@ def _cell_panel(
 
 
 def _some(labels: Sequence[str], room: int) -> list[str]:
-    """Labels that have room: each, or every second, third, ... one; the rest is empty."""
+    """Return the labels that fit: each, or every second, third, ... one; the rest is empty."""
     every = -(-len(labels) // max(room, 1))
     return [label if at % every == 0 else "" for at, label in enumerate(labels)]
 
@@ -187,15 +187,15 @@ def _number(value: float) -> str:
 
 MOST_LABELLED = 24  # places; labels of more would overlap
 MOST_WHISKERS = 60  # places with their intervals
-PALE = 0.7  # of white in the colour of what is dominated
+PALE = 0.7  # share of white in the colour of dominated places
 MISSED = Style("#BBBBBB", "solid", "cross")
 
 
 @dataclass(frozen=True, slots=True)
 class TradeOff:
-    """Places against two metrics. `best` are those that no other one dominates in the means, by rising x; `dominated`
-    are those that another one dominates for sure: the intervals are apart. Only places that meet every limit count, and
-    none does if neither more nor less of a metric is better.
+    """A comparison of places by two metrics. `best` are those that no other one dominates in the means, by rising x;
+    `dominated` are those that another one dominates with intervals apart. Only places that meet every limit count, and
+    none does if a metric has no direction.
     """
 
     x: Means
@@ -207,7 +207,7 @@ class TradeOff:
 
 
 def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> TradeOff:
-    """Which places are not dominated."""
+    """Determine which places are not dominated."""
     x, y = (places.means(table.metrics[metric]) for metric in metrics)
     up = [catalogue.metric(metric).sign for metric in metrics]
     met = meets(table, places, limits)
@@ -218,7 +218,7 @@ def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limit
 
 
 def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
-    """Which places meet every limit, in the mean of their replicates."""
+    """Return which places meet every limit, in the mean of their replicates."""
     met = np.ones(len(places), dtype=bool)
     for limit in limits:
         met &= meet(limit, places.means(table.metrics[limit.metric]).mean)
@@ -226,10 +226,10 @@ def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
 
 
 def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -> Bools:
-    """Of all places, those of the counted ones whose better ends another counted one's worse ends are beyond."""
+    """Mark, among all places, the counted ones whose better ends are worse than another counted one's worse ends."""
     ends = [(m.low, m.high) if sign > 0 else (-m.high, -m.low) for m, sign in zip(means, up, strict=True)]
     worse, better = zip(*ends, strict=True)
-    front = counted[frontier(worse[0][counted], worse[1][counted])]  # no other one dominates more for sure
+    front = counted[frontier(worse[0][counted], worse[1][counted])]  # the others dominate no further place
     dominated = np.zeros(len(means[0].mean), dtype=bool)
     for at in front:
         dominated[counted] |= (worse[0][at] > better[0][counted]) & (worse[1][at] > better[1][counted])
@@ -237,7 +237,7 @@ def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -
 
 
 def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> Chart:
-    """A marker a place, a style for the values of names together, places dominated for sure pale."""
+    """Draw a marker a place, a style for each combination of names; places dominated with intervals apart are pale."""
     compared = trade_off(table, places, metrics, limits)
     across, up = (catalogue.metric(metric) for metric in metrics)
     scales = tuple(
@@ -259,7 +259,7 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
 
 
 def _better(across: Metric, up: Metric) -> str:
-    """Which corner is the good one, and what is marked; if a metric has no direction, that nothing is."""
+    """Return the caption's sentences on the good corner and the marks, or on a metric without a direction."""
     if not (across.sign and up.sign):
         neutral = " and ".join(what.label for what in (across, up) if not what.sign)
         return f"Neither more nor less is better of {neutral}: no place is best."
@@ -273,7 +273,7 @@ def _named(what: Metric, scale: Scale) -> str:
 
 
 def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Bools]]:
-    """The places by what these axes set."""
+    """Group the places by their values on these axes."""
     keys, first, of = np.unique(places.codes[:, places.columns(axes)], axis=0, return_index=True, return_inverse=True)
     return [(places.label(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
 
@@ -312,7 +312,7 @@ def _markers(
 
 
 def _uncertain(compared: TradeOff) -> Bools:
-    """The places whose intervals are drawn: if they are many, only the best ones'."""
+    """Return the places whose intervals are drawn: if they are many, only the best ones'."""
     shown = compared.known & compared.met & ~compared.dominated
     if int(shown.sum()) <= MOST_WHISKERS:
         return shown
@@ -326,6 +326,6 @@ def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Scale]) -> tupl
 
 
 def _mixed(colour: str) -> str:
-    """A colour with white in it."""
+    """Return a colour mixed with white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * PALE):02X}" for part in parts)

@@ -1,4 +1,4 @@
-"""The report of what `cbsim capacity --json` prints: the answer, what limits it, every load that was probed, and each
+"""The report of the output of `cbsim capacity --json`: the answer, what limits it, every load that was probed, and each
 condition's metric over the load.
 """
 
@@ -46,8 +46,8 @@ STYLES = {
     "fails": Style(RED, "solid", "cross"),
     "undecided": Style(ORANGE, "solid", "diamond"),
 }
-FAR = 8  # from the least load to the greatest, as a factor: a logarithmic axis
-AROUND = 1.1  # the capacity, as a factor, or three times as far as its ends are apart: what the second panel shows
+FAR = 8  # a factor: from the least load to the greatest at least, for the axis to be logarithmic
+AROUND = 1.1  # a factor around the capacity, or the cube of that between its ends: the range of the second panel
 ROOM = 1.08  # above the highest mark
 MOST_BYTES = 100_000_000
 
@@ -62,7 +62,7 @@ class Interval(Form):
 
 
 class Probe(Form):
-    """A load; of one that lost requests there may be no interval."""
+    """A probed load; one that lost requests may have no interval."""
 
     value: float
     holds: bool | None = None
@@ -76,19 +76,19 @@ class Probe(Form):
         return VERDICTS[self.holds]
 
     def interval(self, check: Check) -> tuple[float, float, float] | None:
-        """(mean, low, high) of a condition's metric."""
+        """Return (mean, low, high) of a condition's metric."""
         return next(((each.mean, each.low, each.high) for each in self.values if each.condition == check.rule), None)
 
 
 class Limit(Form):
-    """What limits the first load that fails, in a word and in sentences."""
+    """The limit of the first load that fails, in a word and in sentences."""
 
     word: str
     sentences: list[str]
 
 
 class Capacity(Form):
-    """`holds` is the last load that holds, `fails` the first that does not, None if none was tried that does."""
+    """A capacity search. `holds` is the last load that holds, `fails` the first that does not, or None."""
 
     name: str = ""
     loop: str = ""
@@ -110,7 +110,7 @@ class Capacity(Form):
 
     @property
     def checks(self) -> list[Check]:
-        """Its conditions. Raises CheckError."""
+        """Return its conditions. Raises CheckError."""
         return [checks.parse(text, "conditions:") for text in self.conditions]
 
     @property
@@ -120,7 +120,7 @@ class Capacity(Form):
 
 
 def read(path: Path) -> Capacity:
-    """The object in a file, its probes by rising load. Raises RunError, CheckError if it is no such object."""
+    """Read a search from a file, its probes by rising load. Raises RunError, CheckError if it is no such object."""
     made = checked(Capacity, read_json(path, RunError, MOST_BYTES), path, "not what `cbsim capacity --json` prints: ")
     for text in made.conditions:
         checks.parse(text, f"{path}: conditions:")
@@ -129,7 +129,7 @@ def read(path: Path) -> Capacity:
 
 
 def build(capacity: Capacity, command: str) -> Report:
-    """The report of one search."""
+    """Return the report of one search."""
     return Report(
         title=f"Capacity of {capacity.title}",
         question=f"Up to which {capacity.field} does {' and '.join(capacity.conditions)} hold?",
@@ -186,7 +186,7 @@ def _cell(probe: Probe, check: Check) -> str:
 
 
 def chart(capacity: Capacity) -> Chart:
-    """A line of panels a condition: all loads, and if it is known those near the capacity."""
+    """Draw a line of panels a condition: all loads, and if the capacity is known those near it."""
     ends = capacity.ends
     near = [probe for probe in capacity.probes if ends and _within(probe.value, ends)]
     close = ends is not None and len(near) < len(capacity.probes)
@@ -235,8 +235,8 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
 
 
 def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: bool, near: bool) -> tuple[float, float]:
-    """What the y axis shows: all intervals and the limit, from 0 unless `near`; on a logarithmic axis as much below as
-    means reach.
+    """Return the range of the y axis: all intervals and the limit, from 0 unless `near`; on a logarithmic axis at most
+    a factor of 2 below the least mean or limit.
     """
     top = max(float(highs.max(initial=0.0)), bound) * ROOM or 1.0
     if near and not log:
@@ -250,7 +250,7 @@ def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: boo
 
 
 def _doubled(x: Floats) -> list[float]:
-    """The least load, twice it, and so on to the greatest, where most searches have been; none if they lie near."""
+    """Return the least load, twice it, and so on to the greatest, as most searches probe; none if they lie near."""
     if len(x) < 2 or not 0 < FAR * x.min() <= x.max():
         return []
     return [float(x.min()) * 2**k for k in range(int(np.log2(x.max() / x.min()) + 1e-9) + 1)]

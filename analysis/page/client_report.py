@@ -1,5 +1,5 @@
-"""The report of what clients measured of a session, beside what their server did: statistics, distributions over each
-other, and how far requests are apart.
+"""The report of clients' measurements of a session, compared with those of its server: statistics, overlaid
+distributions, and differences by request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAY = "network, HTTP, event loop and client"
 
 
 def build(run: LoadedRun, compared: Sequence[Beside], command: str) -> Report:
-    """One report of all files."""
+    """Return one report of all files."""
     return Report(
         title=f"{run.name}: what its clients measured",
         question=f"How much of a client's figures is the server's, and how much is {WAY}?",
@@ -43,7 +43,7 @@ def build(run: LoadedRun, compared: Sequence[Beside], command: str) -> Report:
 
 
 def tables(compared: Beside) -> list[Table]:
-    """Counts, then every statistic of both sides, then how far requests are apart."""
+    """Return tables of counts, of every statistic on both sides, and of the differences by request."""
     client = compared.client
     rows: list[tuple[str, ...]] = [
         ("requests", f"{client.succeeded:,}", f"{len(compared.compared.rows):,}", ""),
@@ -68,7 +68,7 @@ def tables(compared: Beside) -> list[Table]:
 
 
 def findings(compared: Beside) -> list[str]:
-    """How much the way adds, in a sentence."""
+    """Return a sentence on how much time the connection adds."""
     means = {name: compared.measures[name].difference("mean") for name in ("ttft_s", "e2e_s")}
     known = {name: value for name, value in means.items() if not math.isnan(value)}
     if known and all(abs(value) < NOTHING_S for value in known.values()):
@@ -78,7 +78,7 @@ def findings(compared: Beside) -> list[str]:
 
 
 def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
-    """Why not to trust a difference."""
+    """Return reasons not to trust a difference."""
     made = [
         Caveat("session", each.client.path.name, f"Perhaps not of this session: {doubt}.")
         for each in compared
@@ -104,7 +104,7 @@ def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
 
 
 def _lag(run: LoadedRun) -> list[Caveat]:
-    """A session that could not keep its time: its clients saw steps later than its tables have them."""
+    """Return a caveat if the session was late: its clients saw steps later than its tables have them."""
     served = run.summary.get("served")
     lags = [served.get(name) for name in ("lag_p99_s", "lag_max_s")] if isinstance(served, dict) else []
     if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(_is_number, lags)):
@@ -119,7 +119,7 @@ def _is_number(value: object) -> bool:
 
 
 def facts(run: LoadedRun, compared: Sequence[Beside]) -> dict[str, Any]:
-    """All of it as JSON has it: times in the client's seconds, null for what nobody says."""
+    """Return the comparison in the form of the JSON: times in the client's seconds, null for unknown values."""
     return {"session": run.path.name, "time_scale": beside.scale(run), "files": [_facts(each) for each in compared]}
 
 
@@ -182,7 +182,7 @@ SHARES = {"p50": 0.5, "p99": 0.99}
 
 
 def charts(compared: Beside, number: int) -> list[Chart]:
-    """Of one file, the `number`th; of several a chart each."""
+    """Draw the comparison with one file, the `number`th of the report."""
     panels = [_distributions(compared, measure) for measure in _shared(compared)]
     caption = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
     caption += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."

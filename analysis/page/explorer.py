@@ -1,7 +1,7 @@
-"""The part of a sweep's page that a reader steers: every axis and metric can be chosen, and templates/charts.js draws.
+"""The interactive part of a sweep's page: every axis and metric can be chosen, and templates/charts.js draws.
 
-All points are in the page once, as columns of 32-bit floats: the code of the value of each axis, of the seed and of the
-status, then the metrics. So the page shows seven digits of a number.
+All points are in the page once, as columns of 32-bit floats: the codes of their values on each axis, of the seed and of
+the status, then the metrics. The page therefore shows seven digits of a number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cbsim.draw.chart import series
 from cbsim.metrics import catalogue
 
 SCRIPTS = ("points.js", "charts.js", "explorer.js")
-MOST_DEGREES = 200  # of freedom, whose factor of Student's t the page knows; it goes on from there to the normal one
+MOST_DEGREES = 200  # degrees of freedom with a factor of Student's t in the page; beyond, it goes on to the normal one
 STYLES = 28
 MOST_LISTED = 500  # points that are not done
 FIGURES = (
@@ -36,7 +36,7 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Its `section` in HTML; the `settings` and, packed, the `columns` that its script reads."""
+    """An explorer: its `section` in HTML; the `settings` and, packed, the `columns` that its script reads."""
 
     section: str
     settings: str
@@ -44,7 +44,7 @@ class Explorer:
 
 
 def explorer(table: SweepTable, shown: Look) -> Explorer:
-    """The explorer of a table, as it looks at first."""
+    """Return the explorer of a table, with the choices that it opens with."""
     section = "".join(_figure(*figure, table) for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1)
     settings = json.dumps(_settings(table, shown), separators=(",", ":"), sort_keys=True, allow_nan=False)
     columns = np.stack([np.asarray(column, dtype="<f4") for column in _columns(table)])
@@ -107,7 +107,7 @@ def _figure(key: str, title: str, caption: str, table: SweepTable) -> str:
 
 
 def _undone(table: SweepTable) -> str:
-    """Every point that is not done, folded."""
+    """Return a folded list of every point that is not done."""
     rows = np.flatnonzero(table.status != STATUSES.index(DONE)).tolist()
     if not rows:
         return ""

@@ -1,6 +1,6 @@
 """Charts for a browser: a `Chart` as the data and layout that plotly.js draws.
 
-Plain dicts, lists and numbers, ready for JSON: nothing of plotly is imported. Looks are those of `render.py`. Every
+Plain dicts, lists and numbers, ready for JSON: nothing of plotly is imported. Styles are those of `render.py`. Every
 text is escaped, as plotly.js reads a little HTML. Panels stand in a grid from the top down. Shapes take data values on
 a logarithmic axis, ranges take exponents.
 """
@@ -23,11 +23,11 @@ from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, 
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}
 MARKERS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-up", "cross": "x"}
-BAR_HATCHES = ("", "/", ".", "x")  # of the first series, the second ...
+BAR_HATCHES = ("", "/", ".", "x")  # of the first series, the second, ...
 
 
 def figure(chart: Chart) -> Dict:
-    """`data` and `layout` for Plotly.newPlot, and `narrow`, the layout for a screen as wide as a telephone's."""
+    """Return `data` and `layout` for Plotly.newPlot, and `narrow`, the layout for a screen as wide as a telephone's."""
     shown: set[str] = set()
     data, shapes = [], []
     for number, panel in enumerate(chart.panels, start=1):
@@ -51,7 +51,7 @@ def figure(chart: Chart) -> Dict:
 
 
 def numbers(values: npt.ArrayLike) -> list[float | None] | dict[str, str]:
-    """Floats for JSON. What is not finite becomes null, or stays NaN inside an encoded array: plotly.js skips both."""
+    """Return floats for JSON. Non-finite ones become null, or NaN in an encoded array: plotly.js skips both."""
     array = np.asarray(values, dtype="<f8")
     if len(array) > PLAIN_AT_MOST:
         return {"dtype": "f8", "bdata": base64.b64encode(array.tobytes()).decode()}
@@ -59,14 +59,14 @@ def numbers(values: npt.ArrayLike) -> list[float | None] | dict[str, str]:
 
 
 def _traces(mark: Mark, panel: Panel, bars: int) -> Iterable[Dict]:
-    """One trace for a mark, two for each unbroken piece of an area. `bars` counts the series of bars before it."""
+    """Return a trace for a mark, two for each unbroken piece of an area. `bars` counts the series of bars before it."""
     if isinstance(mark, Area):
         return _area(mark, panel)
     return [_bars(mark, panel, bars) if isinstance(mark, Bars) else DRAWN[type(mark)](mark, panel)]
 
 
 def _hover(mark: Mark, panel: Panel, y: str = "%{y}", texts: Sequence[str] = ()) -> Dict:
-    """What is said of a point: its own text if it has one, else name and values."""
+    """Return the hover text of points: a point's own text if it has one, else name and values."""
     x = "%{x}" + (f" {escaped(panel.x)}" if panel.x else "")
     if texts:
         return {"hovertext": [escaped(label) for label in texts], "hovertemplate": "%{hovertext}<extra></extra>"}
@@ -91,7 +91,7 @@ def _stroke(style: Style, width: float) -> Dict:
 
 
 def _area(mark: Area, panel: Panel) -> Iterator[Dict]:
-    """Each unbroken piece is a lower edge, and an upper one that is filled down to it."""
+    """Yield two traces for each unbroken piece: a lower edge, and an upper one that is filled down to it."""
     line = {"width": 0, "shape": "hv" if mark.step else "linear"}
     common: Dict = {"type": "scatter", "mode": "lines", "line": line}
     for index, piece in enumerate(_pieces(np.isfinite(mark.low) & np.isfinite(mark.high))):
@@ -111,7 +111,7 @@ def _pieces(there: npt.NDArray[np.bool_]) -> list[slice]:
 
 
 def _spans(mark: Spans, panel: Panel) -> Dict:
-    """Bars on their sides. Only without an outline does plotly.js keep visible what is thinner than a pixel."""
+    """Return horizontal bars. Only without an outline does plotly.js keep visible what is thinner than a pixel."""
     outlined = 0 < len(mark.row) <= 100 and not mark.hatched and not mark.thin
     marker: Dict = {"color": mark.style.colour, "line": {"width": 0.5 if outlined else 0, "color": "#444444"}}
     if mark.hatched:
@@ -163,7 +163,7 @@ def _points(mark: Points, panel: Panel) -> Dict:
 
 
 def _whiskers(mark: Whiskers, _: Panel) -> Dict:
-    """Errors of markers that are not seen."""
+    """Return error bars of invisible markers."""
     middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
     x, y, bars = (middle, mark.at, "error_x") if mark.level else (mark.at, middle, "error_y")
     error = {"type": "data", "array": numbers(half), "color": mark.style.colour, "thickness": 1.2, "width": 3}
@@ -188,13 +188,13 @@ def _cells(mark: Cells, _: Panel) -> Dict:
 
 
 def _scale_of(mark: Cells) -> Dict:
-    """Values written beside the scale of colours."""
+    """Return the labels beside the colour scale: its values."""
     ends = np.geomspace(mark.low, mark.high, 5) if mark.log else np.linspace(mark.low, mark.high, 5)
     return {"tickvals": np.linspace(0, 1, 5).tolist(), "ticktext": [f"{value:.3g}" for value in ends]}
 
 
 def _beside(x: npt.NDArray[np.float64], panel: Panel) -> list[str]:
-    """Labels of points in the right half end at their point, so that none is cut off."""
+    """Return text positions: labels of points in the right half end at their point, so that none is cut off."""
     xs = np.concatenate([mark.x for mark in panel.marks if isinstance(mark, Line | Points)])
     xs = xs[np.isfinite(xs) & ((xs > 0) | (not panel.x_log))]
     low, high = (xs.min(), xs.max()) if len(xs) else (0.0, 0.0)
@@ -230,7 +230,7 @@ DRAWN: dict[type[Any], Callable[[Any, Panel], Dict]] = {
 
 
 def _across(mark: Level | Edge, number: int) -> Dict:
-    """A line from edge to edge of the panel."""
+    """Return a line from edge to edge of the panel."""
     x, y = axis("x", number), axis("y", number)
     line = {"type": "line", "line": _stroke(mark.style, 1.3)}
     if isinstance(mark, Level):
@@ -240,8 +240,8 @@ def _across(mark: Level | Edge, number: int) -> Dict:
 
 Dict = dict[str, Any]
 
-HEADROOM = 1.06  # above a level, in levels
-WIDE_PX, NARROW_PX = 1060, 340  # of the plots that the layouts are made for
+HEADROOM = 1.06  # above a level, as a factor of it
+WIDE_PX, NARROW_PX = 1060, 340  # widths of the plots that the layouts are made for
 TITLE_PX, AXIS_PX, LEGEND_LINE_PX, LETTER_PX = 26, 52, 21, 7
 CATEGORY_LETTERS, MOST_ROW_LABELS = 16, 40
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": "#222222"}
@@ -253,7 +253,7 @@ def axis(letter: str, number: int, between: str = "") -> str:
 
 
 def escaped(label: str) -> str:
-    """Text that plotly.js shows as it is: neither its HTML nor its %{templates}."""
+    """Return text that plotly.js shows verbatim: neither its HTML nor its %{templates}."""
     return html.escape(label, quote=False).replace("%{", "&#37;{").replace("\n", "<br>")
 
 
@@ -262,17 +262,17 @@ def _wrapped(label: str, letters: int) -> str:
 
 
 def _row_letters(width: int) -> int:
-    """Letters of a label in one line."""
+    """Return the number of characters of a label in one line."""
     return 30 if width >= WIDE_PX else 16
 
 
 def placed(mark: Mark) -> bool:
-    """A line across the panel needs a finite position."""
+    """Whether a mark has a finite position, which a line across the panel needs."""
     return math.isfinite(mark.y if isinstance(mark, Level) else mark.x if isinstance(mark, Edge) else 0)
 
 
 class _Room(NamedTuple):
-    """Pixels of a panel, from the top: its title, its marks, the labels below."""
+    """The heights in pixels of a panel's parts, from the top: its title, its marks, the labels below."""
 
     title: int
     marks: int
@@ -280,7 +280,7 @@ class _Room(NamedTuple):
 
 
 def layout(chart: Chart, width: int) -> Dict:
-    """Panels in a grid, from the top down; every panel has axes of its own number."""
+    """Return a grid of panels, from the top down; every panel has axes of its own number."""
     rooms = [_room(chart, index, width) for index in range(len(chart.panels))]
     lines = [rooms[i : i + chart.columns] for i in range(0, len(rooms), chart.columns)]
     lines_rooms = [_Room(*map(max, zip(*line, strict=True))) for line in lines]
@@ -300,7 +300,7 @@ def layout(chart: Chart, width: int) -> Dict:
 
 
 def _frame(height: int, margin: Dict) -> Dict:
-    """What all layouts have in common."""
+    """Return what all layouts have in common."""
     return {
         "height": height,
         "margin": margin,
@@ -328,7 +328,7 @@ def _frame(height: int, margin: Dict) -> Dict:
 
 
 def _legend_lines(chart: Chart, width: int) -> int:
-    """An estimate of how many lines the legend fills. It may be as wide as the panels."""
+    """Return an estimate of the legend's number of lines. It may be as wide as the panels."""
     lines, left = 0, 0
     for name in dict.fromkeys(mark.name for panel in chart.panels for mark in panel.marks if mark.name):
         size = 45 + LETTER_PX * len(name)
@@ -355,12 +355,12 @@ def _title_lines(panel: Panel, room: float) -> list[str]:
 
 
 def _labelled(chart: Chart, index: int) -> bool:
-    """Has it labels under its x axis? On a shared axis only the lowest of a column has."""
+    """Whether a panel has labels under its x axis. On a shared axis only the lowest of a column has."""
     return not chart.share_x or index + chart.columns >= len(chart.panels)
 
 
 def _column(chart: Chart, index: int, width: int) -> tuple[float, float]:
-    """From where to where its column reaches, as shares of the width: columns leave room for labels between them."""
+    """Return the ends of its column as shares of the width: columns leave space for labels between them."""
     inner = [panel for number, panel in enumerate(chart.panels) if number % chart.columns]
     longest = max((len(row) for panel in inner for row in panel.rows), default=0)
     gap = (75 + LETTER_PX * min(longest, _row_letters(width))) / width
@@ -375,7 +375,7 @@ def _pixels(chart: Chart, index: int, width: int) -> float:
 
 
 def _categories(panel: Panel, room: float) -> tuple[Dict, int]:
-    """The x axis of a panel with categories, and the pixels that its labels need beyond a line. No room: they slant."""
+    """Return the x axis of a panel with categories, and the extra pixels of its labels. Without space they slant."""
     lines = [textwrap.wrap(name, CATEGORY_LETTERS) or [""] for name in panel.categories]
     longest = max((len(line) for name in lines for line in name), default=0)
     tallest = max(map(len, lines), default=0)
@@ -396,7 +396,7 @@ def _title(panel: Panel, number: int, room: float) -> list[Dict]:
 
 
 def _axes(chart: Chart, index: int, width: int, span: list[float]) -> Dict:
-    """Both axes of a panel. Rows and categories do not zoom."""
+    """Return both axes of a panel. Rows and categories do not zoom."""
     panel, number, column = chart.panels[index], index + 1, _column(chart, index, width)
     x: Dict = LINES | {"domain": column, "anchor": axis("y", number), "automargin": True}
     y: Dict = LINES | {"domain": span, "anchor": axis("x", number), "automargin": True, "title": _named(panel.y)}
@@ -419,7 +419,7 @@ def _named(title: str) -> Dict:
 
 
 def _scale(panel: Panel, width: int) -> Dict:
-    """The y axis: rows from the top down, else the range asked for, else from 0 unless logarithmic."""
+    """Return the y axis: rows from the top down, else the explicit range, else from 0 unless logarithmic."""
     if panel.rows:
         every = math.ceil(len(panel.rows) / MOST_ROW_LABELS)
         ticks: Dict = {"tickvals": list(range(0, len(panel.rows), every))}

@@ -1,4 +1,4 @@
-"""A report of one or more runs: what to say and what to draw, in the order in which it is read."""
+"""A report of one or more runs: its sentences and figures, in the order in which they are read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cbsim.metrics.terminal import lookup
 from cbsim.record.tables import Requests, token_times
 from cbsim.scenario import documents
 
-MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; the figures of more could not be read
-MOST_LINES = 16  # runs whose distributions are drawn over each other
+MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; figures of more would be unreadable
+MOST_LINES = 16  # runs whose distributions are overlaid
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
     *("e2e_s.p50", "preemptions", "slo.attainment", "cost.usd_per_million_output_tokens"),
@@ -32,8 +32,8 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Two runs: how B differs from A, or what the error of a simulated run against a measured one is. `named` are both
-    runs by what they are in the tables.
+    """A comparison of two runs: how B differs from A, or the errors of a simulated run against a measured one. `named`
+    are both runs by their names in the tables.
     """
 
     named: Mapping[str, LoadedRun]
@@ -43,7 +43,7 @@ class Compared:
 
 
 def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared:
-    """Of a simulated and a measured run, in either order, the errors. Raises Incomparable."""
+    """Compare two runs; a simulated and a measured one, in either order, by errors. Raises Incomparable."""
     a, b = runs
     if a.measured == b.measured:
         differences = compare.differences(a, b)
@@ -57,7 +57,7 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
 
 
 def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Report:
-    """The report of runs of one workload, or of a sweep; without figures unless `draw`. Raises Incomparable."""
+    """Return the report of runs of one workload, or of a sweep; without figures unless `draw`. Raises Incomparable."""
     swept = checked(runs)
     both = compared(runs) if len(runs) == 2 else None
     title = ", ".join(dict.fromkeys(run.name for run in runs))
@@ -79,7 +79,7 @@ def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Repo
 
 
 def checked(runs: Sequence[LoadedRun]) -> Sweep | None:
-    """The sweep that the runs are, if they are one. Raises Incomparable if their numbers must not stand together."""
+    """Return the sweep that the runs form, if any. Raises Incomparable if their numbers must not be compared."""
     if len(runs) == 1:
         return None
     swept = sweeps.sweep(runs)
@@ -88,7 +88,7 @@ def checked(runs: Sequence[LoadedRun]) -> Sweep | None:
 
 
 def source(run: LoadedRun, first: LoadedRun) -> Source:
-    """A run as the report names it. The first has its whole scenario and environment, others what differs in theirs."""
+    """Return a run's source entry. The first has its whole scenario and environment, others what differs in theirs."""
     kind = f"measured on {run.environment.get('device')}" if run.measured else "simulated"
     alone = run is first
     scenario = run.scenario if alone else difference(run.scenario, first.scenario)
@@ -105,7 +105,7 @@ def source(run: LoadedRun, first: LoadedRun) -> Source:
 
 
 def difference(document: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a document is not as in the first; null for what it lacks."""
+    """Return the values of a document that differ from the first; null for those that it lacks."""
     changed: dict[str, Any] = {}
     for key in {**document, **first}:
         own, other = document.get(key), first.get(key)
@@ -127,13 +127,13 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
 
 
 def tables(runs: Sequence[LoadedRun], *, by_rate: bool) -> list[Table]:
-    """Runs side by side, best first; the main numbers of few."""
+    """Return a table of the runs, best first; the main numbers of few."""
     made = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
     return [*made, all_numbers(runs)] if len(runs) <= MOST_IN_DETAIL else made
 
 
 def all_numbers(runs: Sequence[LoadedRun]) -> Table:
-    """The main numbers of every run."""
+    """Return the main numbers of every run."""
     rows = []
     for metric in METRICS.values():
         values = [lookup(run.summary, metric.name) for run in runs] if metric.listed else []
@@ -143,7 +143,7 @@ def all_numbers(runs: Sequence[LoadedRun]) -> Table:
 
 
 def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
-    """Figures in the order in which practitioners look at them."""
+    """Return the figures in the order in which practitioners look at them."""
     made = sweep_charts(swept) if swept is not None else _several(runs) if len(runs) > 2 else []
     if len(runs) > MOST_LINES:
         return made
@@ -153,7 +153,7 @@ def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
 
 
 def latencies(runs: Sequence[LoadedRun]) -> Chart:
-    """Distributions of the requests that count: those of each run's window."""
+    """Draw the distributions of the requests that count: those of each run's window."""
     times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
     measured = {run.label: run.measured for run in runs}
     limits = axis.slo_limits([run.scenario for run in runs])
@@ -171,7 +171,7 @@ def _counted(run: LoadedRun) -> Requests:
 
 
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
-    """What happened step by step and request by request, of runs few enough to be seen side by side."""
+    """Draw the steps and requests of runs few enough to be compared side by side."""
     frames = {run.label: run.table for run in runs}
     summaries = {run.label: run.summary for run in runs}
     charts = [
@@ -190,12 +190,12 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
 
 
 def _several(runs: Sequence[LoadedRun]) -> list[Chart]:
-    """Of runs of one workload: their numbers side by side, and the trade-off between GPU and user."""
+    """Draw runs of one workload: their numbers side by side, and the trade-off between GPU and user."""
     return [side_by_side.side_by_side(runs), side_by_side.pareto({run.label: {run.label: run.summary} for run in runs})]
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
-    """Of a sweep: trade-off, curves, and cost if there is a price."""
+    """Draw a sweep: trade-off, curves, and cost if there is a price."""
     groups = {}
     for group in sweep.groups:
         names = [f"{value:g}" for value in group.values]

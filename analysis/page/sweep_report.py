@@ -1,4 +1,4 @@
-"""The report of a sweep's table: what was run, what failed, the best places, and figures of what is looked at first."""
+"""The report of a sweep's table: completed and failed points, the best places, and the most useful figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user requests of a sweep's report, as on the command line. No metric: the main ones."""
+    """A user's options for a sweep's report, as on the command line. Without metrics: the main ones."""
 
     metrics: Sequence[str] = ()
     slo: Sequence[str] = ()
@@ -46,7 +46,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is shown at first: `metrics` and `limits` are of columns that the table has."""
+    """The choices that a report opens with: `metrics` and `limits` are of columns that the table has."""
 
     places: Places
     view: View
@@ -56,7 +56,7 @@ class Look:
 
 
 def look(table: SweepTable, options: Options) -> Look:
-    """What the options name, looked up in the table. Raises RunError or CheckError."""
+    """Look the options' names up in the table. Raises RunError or CheckError."""
     limits = [checks.parse(condition, "--slo") for condition in options.slo]
     for limit in limits:
         table.metric(limit.metric, f"--slo {limit.rule!r}")
@@ -67,7 +67,7 @@ def look(table: SweepTable, options: Options) -> Look:
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
-    """Throughput against the speed of a user, or what there is."""
+    """Return throughput and the speed of a user, or the first metrics of the table."""
     there = [metric for metric in (PER_USER, PER_GPU) if metric in table.metrics]
     if not metrics and len(there) < 2:
         raise RunError(f"{table.path}: no point has a metric")
@@ -76,7 +76,7 @@ def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
 
 
 def build(table: SweepTable, shown: Look, command: str) -> Report:
-    """The report; its charts are the files beside report.md, a page has an explorer in their place."""
+    """Return the report; its charts are the files beside report.md, a page has an explorer in their place."""
     return Report(
         title=f"Sweep {table.name}",
         question="",
@@ -91,7 +91,7 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
 
 
 def charts(table: SweepTable, shown: Look) -> list[Chart]:
-    """Curves along x, cells over two axes, and the trade-off of GPU and user."""
+    """Draw curves along x, cells over two axes, and the trade-off of GPU and user."""
     bounds = {limit.metric: limit.bound for limit in shown.limits}
     limit = next((limit for limit in shown.limits if limit.metric == shown.metrics[0]), None)
     curves = sweeps.curves(table, shown.places, shown.view, shown.metrics, bounds)
@@ -101,7 +101,7 @@ def charts(table: SweepTable, shown: Look) -> list[Chart]:
 
 
 def findings(table: SweepTable, shown: Look) -> list[str]:
-    """How much is done, which places are best, which meet the limits."""
+    """Return sentences on how much is done, which places are best, which meet the limits."""
     places = shown.places
     counts = ", ".join(f"{table.count(status):,} {status}" for status in STATUSES if table.count(status))
     sentences = [f"{len(table):,} points at {len(places):,} places: {counts}."]
@@ -120,7 +120,7 @@ def _settings(fields: Mapping[str, str]) -> str:
 
 
 def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> list[str]:
-    """The place of the best mean, if the metric has a direction and not all means are the same."""
+    """Return the place of the best mean, if the metric has a direction and not all means are the same."""
     what, means = catalogue.metric(metric), places.means(table.metrics[metric])
     known = np.flatnonzero(np.isfinite(means.mean) & met)
     if not len(known) or not np.ptp(means.mean[known]) or not places.axes or not what.sign:
@@ -133,7 +133,7 @@ def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: b
 
 
 def _cell(metric: Metric, means: Means, at: int) -> str:
-    """The mean of a place, and its interval in percent of it if there is one."""
+    """Return the mean of a place, and its interval in percent of it if there is one."""
     mean, half = means.mean[at], means.half[at]
     percent = 0.0 if math.isnan(half) or not mean else half / abs(mean) * 100
     interval = f" ± {percent:.0f} %" if percent >= 10 else f" ± {percent:.2g} %" if percent >= 0.01 else ""
@@ -141,7 +141,7 @@ def _cell(metric: Metric, means: Means, at: int) -> str:
 
 
 def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
-    """Reasons not to trust the numbers that the table itself shows."""
+    """Return the reasons not to trust the numbers that the table itself shows."""
     made = []
     for status, verb in ((FAILED, "failed"), (MISSING, "are missing")):
         if count := table.count(status):
@@ -160,7 +160,7 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
 
 
 def _undone(table: SweepTable) -> list[Table]:
-    """Points that are not done, by reason: how many, and where."""
+    """Return the points that are not done, by reason: their number and places."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in np.flatnonzero(table.status != STATUSES.index(DONE)).tolist():
         groups.setdefault((STATUSES[table.status[row]], table.reasons[row]), []).append(row)
@@ -187,7 +187,7 @@ def _where(table: SweepTable, rows: Sequence[int]) -> str:
 
 
 def _numbers(table: SweepTable, shown: Look) -> list[Table]:
-    """A row a place."""
+    """Return a table with a row a place."""
     places = shown.places
     if len(places) > MOST_ROWS:
         return []

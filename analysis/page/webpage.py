@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens from disk: nothing is fetched, and nothing that it did not bring can run.
+"""A report as one HTML file that opens from disk: nothing is fetched, and no foreign script can run.
 
 The drawing library is embedded once, packed. Charts are drawn one after the other in order of reading. Equal reports
 give equal bytes.
@@ -30,7 +30,7 @@ from cbsim.draw.report import Caveat, Report, Source, Tile
 MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded
 CSS_DASHES = {"solid": "solid", "dashed": "dashed", "dotted": "dotted", "dashdot": "double"}
-KEYS = (  # what a button does, its sign, its name
+KEYS = (  # key of a button, its sign, its name
     *(("+", "+", "Zoom in"), ("-", "&minus;", "Zoom out")),
     *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
     ("0", "Reset", "Reset"),
@@ -38,8 +38,8 @@ KEYS = (  # what a button does, its sign, its name
 
 
 def write(report: Report, out: Path, explorer: Explorer | None = None) -> bool:
-    """Write every file of a report, or none. An explorer replaces the page's charts. Returns whether there is a page:
-    it needs plotly.
+    """Write every file of a report, or none. An explorer replaces the page's charts. Returns whether there is a page,
+    which needs plotly.
     """
     folder.clear(out)
     try:
@@ -55,7 +55,7 @@ def write(report: Report, out: Path, explorer: Explorer | None = None) -> bool:
 
 
 def plotly_script() -> str | None:
-    """The plotly.min.js of the installed plotly, which is not imported; None if there is none."""
+    """Return the plotly.min.js of the installed plotly, which is not imported; None if there is none."""
     spec = util.find_spec("plotly")
     if spec is None or spec.origin is None:
         return None
@@ -64,7 +64,7 @@ def plotly_script() -> str | None:
 
 
 def html(report: Report, script: str, explorer: Explorer | None = None) -> str:
-    """The page, with an explorer if there is one. `script` is the text of plotly.min.js."""
+    """Return the page, with an explorer if there is one. `script` is the text of plotly.min.js."""
     own = "".join(map(_file, ("page.js", *(SCRIPTS if explorer else ()))))
     parts = [(title, name, content) for title, name, content in _parts(report, explorer) if content]
     links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
@@ -92,7 +92,7 @@ def _file(name: str) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """Only these scripts run and nothing is loaded. Styles must be free: plotly.js sets them on what it draws."""
+    """Return a policy: only these scripts run, nothing is loaded. Styles are free, since plotly.js sets them."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     sources = " ".join(f"'sha256-{value}'" for value in hashes)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -100,7 +100,7 @@ def _policy(*scripts: str) -> str:
 
 
 def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str, str]]:
-    """(title, id, HTML) of each section in the order of reading; one without content is left out."""
+    """Yield (title, id, HTML) of each section in the order of reading; one without content is left out."""
     yield _section("Numbers", _numbers(report.sources))
     yield "Caveats", "caveats", _caveats(report.caveats or ())
     yield _section("Findings", _list(report.findings))
@@ -117,7 +117,7 @@ def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str
 
 
 def _explored(explorer: Explorer) -> str:
-    """The explorer and what its script reads."""
+    """Return the explorer and the data that its script reads."""
     settings = f'<script type="application/json" id="settings">{explorer.settings}</script>'
     return (
         f'{explorer.section}{settings}<script type="application/octet-stream" id="columns">{explorer.columns}</script>'
@@ -131,7 +131,7 @@ def _section(title: str, content: str) -> tuple[str, str, str]:
 
 
 def _code_marked(sentence: str) -> str:
-    """A sentence of the report; what stands between backticks in Markdown is code here."""
+    """Return a sentence of the report as HTML, with Markdown's backticks as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(sentence))
 
 
@@ -145,7 +145,7 @@ def _list(sentences: Sequence[str]) -> str:
 
 
 def _mark(index: int) -> str:
-    """The line of a run in the charts."""
+    """Return the line style of a run in the charts."""
     style = series(index)
     return (
         f'<span class="mark" style="border-top:3px {CSS_DASHES[style.dash]} {style.colour}" aria-hidden="true"></span>'
@@ -153,7 +153,7 @@ def _mark(index: int) -> str:
 
 
 def _runs(report: Report) -> str:
-    """The list of the runs, folded if it would fill the screen."""
+    """Return the list of the runs, folded if it would fill the screen."""
     sources, marked = report.sources, report.coloured and len(report.sources) > 1
     runs = (
         f"<li>{_mark(index) if marked else ''}<span>{escape(source.label)}"
@@ -184,7 +184,7 @@ def _value(tile: Tile, tag: str) -> str:
 
 
 def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
-    """One metric of a few runs."""
+    """Return one metric of a few runs."""
     rows = "".join(
         f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
         for index, source in enumerate(sources)
@@ -216,7 +216,7 @@ def _table(table: Table, index: int) -> str:
 
 
 def _scroll(table: str, name: str) -> str:
-    """A table in a box of its own, which scrolls by keyboard too."""
+    """Return a table in a box of its own, which scrolls by keyboard too."""
     return f'<div class="scroll" role="region" tabindex="0" {name}><table>{table}</table></div>'
 
 
@@ -241,7 +241,7 @@ def _anchor(chart: Chart) -> str:
 
 
 def _chart(chart: Chart, data: str) -> str:
-    """A box that the page's script draws in, and what it draws."""
+    """Return a box that the page's script draws in, and its data."""
     name, file = _anchor(chart), escape(f"figures/{chart.key}.png")
     moves = any(not panel.categories for panel in chart.panels)
     buttons = " ".join(
@@ -261,7 +261,7 @@ def _chart(chart: Chart, data: str) -> str:
 
 def _json(chart: Chart) -> str:
     content = json.dumps(interactive.figure(chart), separators=(",", ":"), sort_keys=True, allow_nan=False)
-    return content.replace("<", "\\u003c")  # ends no script element and starts no comment
+    return content.replace("<", "\\u003c")  # so that the data neither ends its script element nor starts a comment
 
 
 # ---------------------------------------------------------------------------------------------------------------------

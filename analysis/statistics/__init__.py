@@ -1,1 +1,1 @@
-"""What runs say beside each other: loading, comparing, intervals, sweeps, when not to trust them."""
+"""Statistics over runs: loading, comparing, intervals, sweeps, reasons not to trust them."""

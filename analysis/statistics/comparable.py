@@ -1,4 +1,4 @@
-"""Which runs may be compared: those that were asked the same and counted alike."""
+"""The rule for comparable runs: they served the same requests and counted alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AT_MOST_NAMED = 5  # fields of a workload
 ABSENT = object()
 
 
-class Incomparable(UserError):  # noqa: N818  # reads as what is said of the runs
-    """Runs whose numbers must not be put side by side; the message names both and every reason, one a line."""
+class Incomparable(UserError):  # noqa: N818  # the name states a property of the runs
+    """An error for runs whose numbers must not be compared; the message names both and every reason, one a line."""
 
 
 def check(runs: Sequence[LoadedRun], *, swept: bool = False) -> None:
-    """Raises Incomparable unless all runs are complete, of one workload, and counted alike.
+    """Raise Incomparable unless all runs are complete, of one workload, and counted alike.
 
-    Those of a sweep may have been `swept` over their workloads.
+    The runs of a sweep may have been `swept` over their workloads.
     """
     reasons = [f"{run.label} ({run.path}): incomplete: {run.incomplete}" for run in runs if run.incomplete]
     for run in runs[1:]:
@@ -32,7 +32,7 @@ def check(runs: Sequence[LoadedRun], *, swept: bool = False) -> None:
 
 
 def same_workload(runs: Sequence[LoadedRun]) -> bool:
-    """Were all runs asked the very same requests, with the same arrivals? False if one does not say."""
+    """Whether all runs served the very same requests, with the same arrivals; False if one does not record it."""
     return all(_workload(a) is not None and _workload(a) == _workload(b) for a, b in pairwise(runs))
 
 
@@ -50,7 +50,7 @@ def _differences(a: LoadedRun, b: LoadedRun, swept: bool) -> Iterator[str]:
 
 
 def _changed(a: LoadedRun, b: LoadedRun) -> str:
-    """The scenario's fields that make the workloads differ."""
+    """Return the scenario's fields that make the workloads differ."""
     if None in (_workload(a), _workload(b)):
         return "env.json has no workload_hash to tell by"
     ours, theirs = (_workload_settings(run) for run in (a, b))

@@ -1,4 +1,4 @@
-"""Two runs of one workload, number by number: how B differs from A, and whether that can be told from chance."""
+"""A comparison of two runs of one workload, metric by metric: how B differs from A, and whether beyond chance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cbsim.metrics.catalogue import METRICS, SINGLE
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup, shown
 
-FEW = 30  # samples, below which no interval is worth much
+FEW = 30  # samples; with fewer no interval is reliable
 ONE_VALUE, TOO_FEW = "one value a run", "too few samples"
 NOT_SEEN, MARK = "no difference seen", "*"
 LEVEL = f"{CONFIDENCE * 100:.0f} %"
 
 
 def _shown() -> Iterator[str]:
-    """What the terminal's table has, with all percentiles of the main latencies and of ITL."""
+    """Yield the metrics of the terminal's table, with all percentiles of the main latencies and of ITL."""
     for metric in (name for name, each in METRICS.items() if each.listed):
         head, _, statistic = metric.partition(".")
         for name in ("itl_s", head) if head == "e2e_s" else (head,):
@@ -36,10 +36,10 @@ SHOWN = tuple(_shown())
 
 @dataclass(frozen=True, slots=True)
 class MetricDifference:
-    """One metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.shown` takes it.
+    """A metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.shown` takes it.
 
-    `a` and `b` are those of the summaries: of all requests of each run, while the interval may rest on fewer, which
-    `method` says. `n` is the smaller run's samples. `few`: too few of them for this percentile, or for any interval.
+    `a` and `b` are those of the summaries: of all requests of each run, while the interval may be based on fewer, which
+    `method` states. `n` is the smaller run's samples. `few`: too few of them for this percentile, or for any interval.
     """
 
     metric: str
@@ -63,12 +63,12 @@ class MetricDifference:
 
     @property
     def relative(self) -> float | None:
-        """B / A - 1; None where A is not above 0."""
+        """B / A - 1; None if A is not above 0."""
         return 0.0 if self.a == self.b else self.b / self.a - 1 if self.a > 0 else None
 
     @property
     def change(self) -> float | None:
-        """`delta` of a share, `relative` of anything else."""
+        """`delta` of a share, `relative` of any other metric."""
         return self.delta if self.is_share else self.relative
 
     @property
@@ -86,12 +86,12 @@ class MetricDifference:
 
     @property
     def seen(self) -> bool | None:
-        """Is 0 outside the interval? None without one."""
+        """Whether 0 is outside the interval; None without one."""
         return self.interval.seen if self.interval else None
 
 
 def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
-    """Every metric that `--check` knows and both runs have. Raises Incomparable if they must not be compared."""
+    """Return every metric that `--check` supports and both runs have. Raises Incomparable if they are."""
     check((a, b))
     requests, steps = intervals.of_requests(a, b), intervals.of_steps(a, b)
     left_out = ", ".join(
@@ -128,27 +128,27 @@ def _method(how: str, source: Intervals, noun: str, left_out: str) -> str:
 
 
 def _samples(metric: str, summaries: Sequence[Mapping[str, object]], source: Intervals | None) -> int:
-    """Values that a distribution has in the smaller run; units that a share's interval rests on; else 1."""
+    """Return the values of a distribution in the smaller run; the units behind a share's interval; else 1."""
     if metric in SINGLE:
         return source.units if source else 1
     return min(int(lookup(summary, f"{metric.partition('.')[0]}.n")) for summary in summaries)
 
 
 def _few(metric: str, n: int, units: int) -> bool:
-    """Gaps of few requests are few samples, however many they are."""
+    """Whether there are too few samples; gaps of few requests are few samples, however many they are."""
     if metric in SINGLE or metric.endswith(".n"):
         return False
     return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
 
 
 def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
-    """A row a metric, `a` and `b` naming the runs; without `everything`, those that a reader looks at first."""
+    """Return a row a metric, `a` and `b` naming the runs; without `everything`, only the main metrics."""
     header = ("metric", a, b, "change", f"{LEVEL} interval")
     return Table("Differences", header, rows(differences, everything=everything), _note(differences))
 
 
 def rows(differences: Sequence[MetricDifference], *, everything: bool) -> list[tuple[str, ...]]:
-    """The cells of each metric: its name, A, B, the change and its interval."""
+    """Return the cells of each metric: its name, A, B, the change and its interval."""
     known = {difference.metric: difference for difference in differences}
     chosen = [known[name] for name in (known if everything else SHOWN) if name in known]
     return [
@@ -169,7 +169,7 @@ def _note(differences: Sequence[MetricDifference]) -> str:
 
 
 def change_text(difference: MetricDifference) -> str:
-    """Like "+6.1 %" or "-2.0 pt"; "=" if nothing changed; in the metric's unit where A is 0."""
+    """Return text such as "+6.1 %" or "-2.0 pt"; "=" if nothing changed; in the metric's unit if A is 0."""
     if difference.a == difference.b:
         return "="
     if difference.change is None:
@@ -178,7 +178,7 @@ def change_text(difference: MetricDifference) -> str:
 
 
 def range_text(difference: MetricDifference) -> str:
-    """Like "+5.2 .. +7.0 %", and what follows from it; or why there is none."""
+    """Return text such as "+5.2 .. +7.0 %", and what follows from it; or why there is none."""
     if not difference.interval:
         return difference.method
     if not any(difference.interval.delta):
@@ -196,15 +196,15 @@ def _digits(*changes: float) -> int:
 
 
 def signed(value: float, unit: str) -> str:
-    """A difference in a metric's own unit; of shares, in points."""
+    """Return a difference in a metric's own unit; of shares, in points."""
     if unit.endswith("share"):
         return f"{value * 100:+z.{_digits(value)}f} pt"
     return f"{'-' if value < 0 else '+'}{shown(abs(value), unit)}"
 
 
 def verdict(differences: Sequence[MetricDifference], *, everything: bool = False) -> list[str]:
-    """What changed, in two or three sentences: throughput and makespan, TTFT and TPOT, and how much is to be seen, of
-    the rows of the table or of `everything`.
+    """Summarise the changes in two or three sentences: throughput and makespan, TTFT and TPOT, and the number of
+    significant ones among the rows of the table or of `everything`.
     """
     known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
@@ -222,7 +222,7 @@ def _changes(differences: Sequence[MetricDifference]) -> str:
 
 
 def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifference | None:
-    """Of a latency's percentiles, the one that changed most; those with enough samples come first."""
+    """Return a latency's percentile that changed most; those with enough samples come first."""
     own = [d for d in differences if d.metric in (f"{name}.p50", f"{name}.p99") and d.interval]
     return max(own, key=lambda difference: (not difference.few, abs(difference.change or 0.0)), default=None)
 

@@ -21,7 +21,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition; `rule` is what the user wrote. `bound` is on B / A - 1 if `relative`, else on B - A.
+    """A condition on a change; `rule` is the user's text. `bound` is on B / A - 1 if `relative`, else on B - A.
 
     With `magnitude` it is on the absolute value of the change.
     """
@@ -34,13 +34,13 @@ class Condition:
     magnitude: bool
 
     def change(self, difference: MetricDifference) -> float:
-        """What the bound is on. From 0 to something is infinitely much, relatively."""
+        """Return the value that is compared with the bound. A relative change from 0 to something is infinite."""
         value = difference.relative if self.relative else difference.delta
         value = math.copysign(math.inf, difference.delta) if value is None else value
         return abs(value) if self.magnitude else value
 
     def range(self, difference: MetricDifference) -> Range | None:
-        """Its interval, None if there is none."""
+        """Return the interval of that value, None if there is none."""
         both = difference.interval
         interval = both and (both.relative if self.relative else both.delta)
         if not interval or not self.magnitude:
@@ -49,12 +49,12 @@ class Condition:
         return (0.0 if interval[0] <= 0 <= interval[1] else ends[0]), ends[1]
 
     def meets(self, change: float) -> bool:
-        """Is a change beyond the bound?"""
+        """Whether a change is beyond the bound."""
         return OPERATORS[self.compare](change, self.bound)
 
 
 def parse(rule: str) -> Condition:
-    """Understand METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises CheckError.
+    """Parse METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises CheckError.
 
     `%` is relative to A, also for shares; `pt` are points of a share; seconds take ns, us, ms, s or min; other numbers
     none. +- or ± before the number bounds the size of the change in either direction. No sign is +.
@@ -69,14 +69,14 @@ def parse(rule: str) -> Condition:
 
 
 def _allowed(metric: str) -> dict[str, float]:
-    """Units of a change, and what each is in the metric's own; none only where a bare number can mean but one thing."""
+    """Return a change's units and their size in the metric's own; a bare number is a unit only if unambiguous."""
     return {RELATIVE: 0.01} | {"s": TIMES, "share": {POINTS: 0.01}}.get(METRICS[metric].unit, {"": 1.0})
 
 
 def verdict(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:
-    """(failed, a line that says so). The change itself decides; a metric that either run does not have fails.
+    """Return (failed, a line that states it). The change itself decides; a metric that either run lacks fails.
 
-    With `sure` all of the interval must be beyond the bound; where there is none, the change decides.
+    With `sure` all of the interval must be beyond the bound; without an interval, the change decides.
     """
     difference = next((difference for difference in differences if difference.metric == condition.metric), None)
     if difference is None:

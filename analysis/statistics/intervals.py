@@ -1,12 +1,12 @@
-"""How sure a difference of two runs is: bootstrap intervals over their requests, or over their steps.
+"""Bootstrap intervals of the difference of two runs, over their requests or over their steps.
 
-Requests are drawn with replacement, the same for both runs (Efron and Tibshirani 1993, ch. 8: the pair is the unit),
-so that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters.
-Steps follow from one another and are drawn in blocks, for each run on its own (Kunsch 1989; circular: Politis and
-Romano 1992). Nothing is copied: a draw is how often each unit counts, and statistics are those of
-`cbsim.metrics.metrics.distribution` under such counts. Intervals are percentile intervals: too narrow for means of few,
-skewed values, too wide for percentiles of runs that are much alike. They know how much the units of these runs vary,
-not other seeds or machines.
+Requests are drawn with replacement, the same for both runs (Efron and Tibshirani 1993, ch. 8: the pair is the unit), so
+that what both runs share cancels. A request brings all its token gaps along: for ITL, requests are the clusters. Steps
+depend on one another and are drawn in blocks, for each run on its own (Kunsch 1989; circular: Politis and Romano 1992).
+Nothing is copied: a draw is the count of each unit, and statistics are those of `cbsim.metrics.metrics.distribution`
+under such counts. Intervals are percentile intervals: too narrow for means of few, skewed values, too wide for
+percentiles of runs that are much alike. They reflect how much the units of these runs vary, not other seeds or
+machines.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Floats = npt.NDArray[np.float64]
 SEED = 20_110_527  # of all draws: the same runs always have the same intervals
 CONFIDENCE = 0.95
 MOST, LEAST = 2000, 200  # replicates
-WORK = 20_000_000  # units drawn in all, beyond which replicates become fewer
+WORK = 20_000_000  # units drawn in all; if there would be more, replicates become fewer
 CHUNK = 1_000_000  # counts in memory at a time
-FEWEST = 5  # units; below, draws say nothing
+FEWEST = 5  # units; with fewer, draws are meaningless
 STATISTICS = ("mean", *(f"p{q}" for q in QUANTILES))
-SHARES = ("gpu_active", "cpu_busy", "padding_share")  # sums over steps by sums over steps
+SHARES = ("gpu_active", "cpu_busy", "padding_share")  # ratios of sums over steps
 assert PERCENTILE_METHOD == "linear"
 
 
 class Interval(NamedTuple):
-    """B against A: `delta` is of B - A, `relative` of B / A - 1, None where A may be 0."""
+    """An interval of B against A: `delta` is of B - A, `relative` of B / A - 1, None if A may be 0."""
 
     delta: tuple[float, float]
     relative: tuple[float, float] | None
 
     @property
     def seen(self) -> bool:
-        """Is no difference outside the interval?"""
+        """Whether 0, no difference, is outside the interval."""
         return not self.delta[0] <= 0 <= self.delta[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals by dotted metric, and what they rest on. Empty with fewer than FEWEST units."""
+    """A set of intervals by dotted metric, and their basis. It is empty with fewer than FEWEST units."""
 
     by_metric: Mapping[str, Interval]
     units: int  # requests or steps drawn from; of the smaller run, if runs have their own
@@ -59,19 +59,19 @@ class Intervals:
 
 
 class UnitSample(Protocol):
-    """What a draw of units has statistics of."""
+    """A sample whose statistics are computed for draws of its units."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the statistics."""
+        """The names of the statistics."""
 
     def statistics(self, units: Ints) -> Floats:
-        """A row for each row of `units`, which says how often each unit counts; a column for each name."""
+        """Return a row for each row of `units`, which are the counts of each unit; a column for each name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A value a unit, in order of size; `unit` says whose each is. NaN has been left out."""
+    """A sample of one value a unit, in order of size; `unit` is the unit of each. NaN has been left out."""
 
     values: Floats
     unit: Ints
@@ -88,7 +88,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Token gaps of requests, in order of size. `runs` of steps that delivered tokens each have an owner among them.
+    """A sample of requests' token gaps, in order of size. A request emits in `runs` of steps, each with an owner.
 
     A gap inside runs is shared by all requests that decode in its step; a gap between two runs is its owner's alone.
     """
@@ -98,14 +98,14 @@ class Gaps:
     inside: Ints  # steps with shared gaps
     first: Ints
     last: Ints
-    owner: Ints  # of each run
+    owner: Ints  # the request of each run
     between: Ints  # owners of gaps between runs
     steps: int
     names: tuple[str, ...] = STATISTICS
 
     @classmethod
     def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
-        """The gaps of the requests at these positions of the table."""
+        """Return the gaps of the requests at these positions of the table."""
         chosen = run.times.rows.rows(rows)
         flat = chosen.runs.reshape(-1, 2)
         owner = np.repeat(np.arange(len(chosen)), chosen.lengths // 2)
@@ -125,14 +125,14 @@ class Gaps:
 
 
 def _covered(first: Ints, last: Ints, weight: npt.NDArray[np.generic], steps: int) -> Ints:
-    """By step, the weight of the runs with a token in it and in the step before."""
+    """Return by step the weight of the runs with a token in it and in the step before."""
     change = np.bincount(first + 1, weight, steps + 1) - np.bincount(last + 1, weight, steps + 1)
     return np.cumsum(change)[:steps].astype(np.int64)  # whole numbers are exact in floats up to 2**53
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Sums over units by sums over units, each `parts` above and below, of every name."""
+    """A sample of ratios of sums over units, `parts` being numerator and denominator, for every name."""
 
     parts: Sequence[tuple[Floats, Floats]]
     names: tuple[str, ...]
@@ -145,7 +145,7 @@ class Ratios:
 
 
 def weighted(values: Floats, counts: Ints) -> Floats:
-    """STATISTICS of sorted `values`, each occurring `counts` times, for every row of counts; NaN where all are 0."""
+    """Return STATISTICS of sorted `values` occurring `counts` times each, for every row of counts; NaN if all are 0."""
     result = np.full((len(counts), len(STATISTICS)), np.nan)
     if not len(values):
         return result
@@ -164,7 +164,7 @@ def weighted(values: Floats, counts: Ints) -> Floats:
 
 
 def _at(counts: Ints, upto: Ints, rows: Ints, rank: Ints, part: int) -> Ints:
-    """Where the value stands that has `rank` before it, by row."""
+    """Return by row the position of the value that has `rank` values before it."""
     whole = (upto[rows] <= rank[:, None]).sum(axis=1)
     before = np.where(whole > 0, upto[rows, whole - 1], 0)
     inside = np.minimum(whole[:, None] * part + np.arange(part), counts.shape[1] - 1)
@@ -174,19 +174,19 @@ def _at(counts: Ints, upto: Ints, rows: Ints, rank: Ints, part: int) -> Ints:
 
 
 def replicates(size: int) -> int:
-    """How many draws: MOST, or so many fewer that no more than WORK units are drawn, but at least LEAST."""
+    """Return the number of draws: MOST, or fewer so that at most WORK units are drawn, but at least LEAST."""
     return int(np.clip(WORK // max(size, 1), LEAST, MOST))
 
 
 def pairs(a: LoadedRun, b: LoadedRun) -> tuple[Ints, Ints]:
-    """Positions in both request tables of the requests that ended with their last token, and count, in both runs."""
+    """Return positions in both tables of the requests that ended with their last token, and count, in both runs."""
     ours, theirs = (run.counted[run.counted["done"]] for run in (a, b))
     _, left, right = np.intersect1d(ours["index"], theirs["index"], assume_unique=True, return_indices=True)
     return np.asarray(ours.index)[left], np.asarray(theirs.index)[right]
 
 
 def of_requests(a: LoadedRun, b: LoadedRun) -> Intervals:
-    """Of every latency and of ITL; a request's part in both runs is drawn together."""
+    """Return the intervals of every latency and of ITL; a request's part in both runs is drawn together."""
     left, right = pairs(a, b)
     size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_ns)))
     ours, theirs = (_of_requests(run, rows) for run, rows in ((a, left), (b, right)))
@@ -199,14 +199,14 @@ def _of_requests(run: LoadedRun, rows: Ints) -> dict[str, UnitSample]:
 
 
 def paired(a: Mapping[str, UnitSample], b: Mapping[str, UnitSample], units: int, size: int = 0) -> Intervals:
-    """Of samples of the same `units`, drawn together. `size`: numbers that a draw makes, if more than units."""
+    """Compare samples of the same `units`, drawn together. `size`: numbers that a draw makes, if more than units."""
     draws = replicates(max(units, size))
     seed = np.random.SeedSequence(SEED)  # one for both: the same draws
     return _compared([Drawn(samples, at_random, units, max(units, size), seed) for samples in (a, b)], draws)
 
 
 def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
-    """Of step time and of the SHARES. Each run's steps are drawn on their own: there is no telling which is which."""
+    """Return the intervals of step time and of the SHARES. Each run's steps are drawn on their own: none are paired."""
     draws, seeds = replicates(max(len(a.table), len(b.table))), np.random.SeedSequence(SEED).spawn(2)
     both = [
         Drawn(_of_steps(run), in_blocks, len(run.table), len(run.table), seed)
@@ -227,7 +227,7 @@ def _of_steps(run: LoadedRun) -> dict[str, UnitSample]:
 
 
 class Drawn(NamedTuple):
-    """Samples of `units` units, and how to draw from them."""
+    """A set of samples of `units` units, and the method of drawing from them."""
 
     samples: Mapping[str, UnitSample]
     draw: Callable[[np.random.Generator, int, int], Ints]
@@ -236,7 +236,7 @@ class Drawn(NamedTuple):
     seed: np.random.SeedSequence
 
     def statistics(self, draws: int) -> dict[str, Floats]:
-        """Of every sample, over all draws; they are made some at a time."""
+        """Return every sample's statistics over all draws, which are made some at a time."""
         columns: dict[str, list[Floats]] = {name: [] for name in self.samples}
         rng, rows = np.random.default_rng(self.seed), max(CHUNK // self.size, 1)
         for start in range(0, draws, rows):
@@ -260,12 +260,12 @@ def _compared(both: Sequence[Drawn], draws: int) -> Intervals:
 
 
 def at_random(rng: np.random.Generator, rows: int, units: int) -> Ints:
-    """How often each unit is drawn, for `rows` draws of as many units as there are."""
+    """Return how often each unit is drawn, for `rows` draws of as many units as there are."""
     return _counted(rng.integers(units, size=(rows, units)), units).astype(np.int32)
 
 
 def in_blocks(rng: np.random.Generator, rows: int, units: int) -> Ints:
-    """Likewise, but drawn are blocks of about the cube root of `units` successive ones, until there are enough.
+    """Return how often each unit is drawn, in enough blocks of about the cube root of `units` successive ones.
 
     The first unit follows the last (circular blocks), so that all are drawn equally often.
     """
@@ -284,7 +284,7 @@ def _counted(chosen: Ints, units: int) -> Ints:
 
 
 def interval(a: Floats, b: Floats) -> Interval | None:
-    """The middle CONFIDENCE of the differences of replicates; None if not one has a value. Exact for equal runs."""
+    """Return the middle CONFIDENCE of the replicates' differences; None if none has a value. Exact for equal runs."""
     known = ~(np.isnan(a) | np.isnan(b))
     a, b = a[known], b[known]
     if not len(a):

@@ -1,4 +1,4 @@
-"""What runs are called: by what sets them apart, and by no more."""
+"""The labels of runs: the fields that distinguish them, and no more."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-Facts = Mapping[str, Any]  # of a run: the fields of its scenario by dotted name, the loop it had, its world
+Facts = Mapping[str, Any]  # a run's fields of its scenario by dotted name, its loop, its world
 
-IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # in a label whenever they differ
-BEHIND = ("loop.mode", "world")  # likewise
+IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # first in a label whenever they differ
+BEHIND = ("loop.mode", "world")  # last in a label whenever they differ
 IGNORED = ("question",)
 LAST_RESORT = ("seed", "cost.cpu.")
 
 
 def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
-    """A label for each run, `otherwise` if nothing sets it apart. Runs that are alike are numbered.
+    """Return a label for each run, `otherwise` if nothing distinguishes it. Runs that are alike are numbered.
 
     A number stands alone behind a name if a label has but one; else it has the name of its field.
     """
@@ -30,8 +30,8 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
 
 
 def _fields(facts: Sequence[Facts]) -> list[str]:
-    """The fields in labels: scheduler, model, GPU, loop and world if they differ; of the rest, one after the other,
-    the one that distinguishes most runs, until all runs that differ are distinguished.
+    """Return the fields in labels: scheduler, model, GPU, loop and world if they differ; of the rest, one after the
+    other, the one that distinguishes most runs, until all runs that differ are distinguished.
     """
     known = {field: None for run in facts for field in run if field not in IGNORED}
     columns = {field: [repr(run.get(field)) for run in facts] for field in known}
@@ -44,7 +44,7 @@ def _fields(facts: Sequence[Facts]) -> list[str]:
 def _distinguishing(
     always: Mapping[str, list[str]], columns: Mapping[str, list[str]], facts: Sequence[Facts]
 ) -> list[str]:
-    """The fields of `columns` that, chosen one after the other, distinguish what those of `always` do not."""
+    """Return the fields of `columns` that, chosen one after the other, distinguish what those of `always` do not."""
     classes: list[Any] = list(zip(*always.values(), strict=True)) or [()] * len(facts)
     chosen: list[str] = []
     while True:
@@ -57,7 +57,7 @@ def _distinguishing(
 
 
 def _kind(field: str, facts: Sequence[Facts]) -> int:
-    """Of fields that distinguish as many runs, names say most, then numbers."""
+    """Return the rank among fields that distinguish as many runs: names come first, then numbers."""
     values = [run[field] for run in facts if run.get(field) is not None]
     if field.rpartition(".")[2] == "name":
         return 0
@@ -67,7 +67,7 @@ def _kind(field: str, facts: Sequence[Facts]) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Is it a number, and no truth value?"""
+    """Whether a value is a number and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -76,7 +76,7 @@ def _label(run: Facts, fields: Sequence[str], facts: Sequence[Facts], *, bare: b
 
 
 def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
-    """A value that says by itself what it is, else `field=value`; `bare`, null says nothing."""
+    """Return a value alone if it is clear without its field, else `field=value`; if `bare`, null is ""."""
     if isinstance(value, str):
         return value.rpartition("/")[2]
     if bare and value is None:
@@ -88,12 +88,12 @@ def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
 
 
 def ending(name: str, rest: Collection[str]) -> str:
-    """As much of a dotted name, from its end, as none of the rest ends with."""
+    """Return the shortest end of a dotted name with which none of the rest ends."""
     parts = name.split(".")
     ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in rest)), name)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The second of a name is its #2."""
+    """Append #2 to the second occurrence of a name, and so on."""
     return [f"{name} #{n}" if (n := names[: i + 1].count(name)) > 1 else name for i, name in enumerate(names)]

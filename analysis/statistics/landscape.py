@@ -1,6 +1,4 @@
-"""Runs of one workload side by side: schedulers and loops, best throughput first. Whether they may be compared is
-checked elsewhere.
-"""
+"""A table of runs of one workload, best throughput first. Other code checks whether they may be compared."""
 
 from __future__ import annotations
 
@@ -26,16 +24,16 @@ COLUMNS = (  # header, metric, unit
     ("$/M output tokens", "cost.usd_per_million_output_tokens", "number"),
 )
 LOOPS = ("sync", "async")
-NEARLY = 0.99  # of the requests is all, and of the most is as good
-FEW = 3  # are named
-ASIDE = ("name", "question", "loop.mode")  # do not make a run another configuration
+NEARLY = 0.99  # share of the requests that counts as all, and of the best rate that counts as equal
+FEW = 3  # as many are named
+ASIDE = ("name", "question", "loop.mode")  # fields that do not belong to a run's configuration
 
 
 def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
-    """A row a run, most output tokens/s first, with its factor over the slowest, and what an async loop gains in output
-    tokens/s over the sync loop of the same configuration. What is the same for all is said once.
+    """Return a row a run, most output tokens/s first, with its factor over the slowest, and an async loop's gain in
+    output tokens/s over the sync loop of the same configuration. Numbers equal for all are stated once.
 
-    With `by_rate` what arrives was swept: runs stay in order, and a factor would be that of the traffic.
+    With `by_rate` the arrival rate was swept: runs stay in order, and a factor would be that of the traffic.
     """
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
     columns = _columns(ordered)
@@ -50,7 +48,7 @@ def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
 
 
 def _columns(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
-    """The cells of each metric that a run has."""
+    """Return the cells of each metric that a run has."""
     columns = {header: [_cell(run, metric, unit) for run in runs] for header, metric, unit in COLUMNS}
     return {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
 
@@ -79,13 +77,13 @@ def _cell(run: LoadedRun, metric: str, unit: str) -> str:
 
 
 def configuration(run: LoadedRun) -> str:
-    """What has to be equal for two runs to differ in their loop only."""
+    """Return a key of everything that is equal in two runs that differ in their loop only."""
     fields = flat(run.scenario)
     return repr((run.measured, sorted((name, repr(value)) for name, value in fields.items() if name not in ASIDE)))
 
 
 def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, float]:
-    """By label of each async run that has exactly one sync run to be compared with."""
+    """Return the gain of each async run, by label, that has exactly one sync run to be compared with."""
     gains = {}
     for run in (run for run in runs if run.loop == "async"):
         same = [other for other in runs if other.loop == "sync" and configuration(other) == configuration(run)]
@@ -95,7 +93,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, float]:
 
 
 def findings(runs: Sequence[LoadedRun]) -> list[str]:
-    """The runs side by side, in sentences: which is best, what async gains, where the SLO holds."""
+    """Return sentences on the runs: which is best, what async gains, where the SLO holds."""
     sentences = [_most(runs), *(_least(runs, name, key) for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))]
     gains = sorted(_gains(runs).values())
     if gains:
@@ -119,7 +117,7 @@ def _most(runs: Sequence[LoadedRun]) -> str:
 
 
 def _least(runs: Sequence[LoadedRun], name: str, key: str) -> str:
-    """The least and the greatest of a latency: its p99 if all runs may be quoted on it, else its p50."""
+    """Return a sentence on the least and the greatest of a latency: p99 if all runs have enough requests, else p50."""
     few = any("p99" in (lookup(run.summary, f"{key}.too_few_for") or ()) for run in runs)
     percentile = "p50" if few else "p99"
     values = {run.label: value for run in runs if (value := lookup(run.summary, f"{key}.{percentile}"))}
@@ -131,7 +129,7 @@ def _least(runs: Sequence[LoadedRun], name: str, key: str) -> str:
 
 
 def _named(labels: Sequence[str], of: int) -> str:
-    """Some of the runs, by name if they are few."""
+    """Return text for some of the runs, by name if they are few."""
     if len(labels) == of:
         return f"all {of} runs" if of > 1 else "the run"
     return f"{', '.join(labels) or 'none'}" if len(labels) <= FEW else f"{len(labels)} of {of} runs"

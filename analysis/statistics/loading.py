@@ -25,14 +25,14 @@ from cbsim.scenario import documents
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
 SIMULATED = "simulated"
 VERDICT = "replay.json"
-"""In a run directory in place of tables that are not kept: what deriving its plans again came to, null if none did."""
+"""The file that replaces tables which are not kept: the outcome of replanning the run, null if none was tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """One run directory. `label` tells it from the others that were read with it.
+    """A loaded run directory. `label` distinguishes it from the others that were read with it.
 
-    `table` and `times` are what frames are made of, as `cbsim.metrics.metrics` wants them.
+    `table` and `times` are the data of the frames, in the form that `cbsim.metrics.metrics` takes.
     """
 
     path: Path
@@ -47,17 +47,17 @@ class LoadedRun:
 
     @property
     def steps(self) -> pd.DataFrame:
-        """The whole step table as a frame. Of a long run it is large: `table` reads a column at a time."""
+        """The whole step table as a frame. For a long run it is large: `table` reads a column at a time."""
         return pd.DataFrame(self.table.table, columns=list(STEP_COLUMNS), copy=False)
 
     @property
     def measured(self) -> bool:
-        """On a real clock? What was simulated says so."""
+        """Whether the run was on a real clock; a simulated run is marked as such."""
         return self.environment.get("device") != SIMULATED
 
     @property
     def whole(self) -> bool:
-        """Are its tables there? Of a packed run they may not be kept."""
+        """Whether its tables exist. A packed run may lack them."""
         return len(self.table) == int(self.summary["steps"])
 
     @property
@@ -70,23 +70,23 @@ class LoadedRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What may set it apart: the fields of its scenario by dotted name, the loop it had, and its world."""
+        """The facts that may distinguish it: its scenario's fields by dotted name, its loop, and its world."""
         world = "measured" if self.measured else SIMULATED
         return flat(self.scenario) | {"loop.mode": self.loop, "world": world}
 
     @property
     def start_ns(self) -> int:
-        """When the span of the run begins: its first arrival."""
+        """The start of the run's span: its first arrival."""
         return int(self.times.arrival_ns.min()) if len(self.times.rows) else 0
 
     @property
     def end_ns(self) -> int:
-        """When it ends: the end of its last step."""
+        """The end of the run's span: the end of its last step."""
         return max(int(self.table["update_end_ns"].max()), self.start_ns) if len(self.table) else self.start_ns
 
     @property
     def window_ns(self) -> tuple[float, float]:
-        """Requests that arrive from the first to before the second of these times count in latencies."""
+        """The times from which and before which a request has to arrive to count in latencies."""
         low, high = self.summary.get("window_s") or (None, None)
         return (-np.inf if low is None else low * 1e9, np.inf if high is None else high * 1e9)
 
@@ -99,7 +99,7 @@ class LoadedRun:
 
 
 def read(paths: Sequence[Path]) -> list[LoadedRun]:
-    """Run directories, labelled by what distinguishes them. Raises RunError naming the file that cannot be read."""
+    """Read run directories, labelled by what distinguishes them. Raises RunError naming the unreadable file."""
     return labelled([_read(path) for path in paths])
 
 
@@ -133,7 +133,7 @@ def _scenario(raw: reading.Run, file: Path) -> dict[str, Any]:
 
 
 def request_frame(times: Requests) -> pd.DataFrame:
-    """The request table but for its token runs, `done`, and the latencies. Times that never happened are -1."""
+    """Return the request table without its token runs, with `done` and the latencies. Absent times are -1."""
     rows = times.rows
     names = [name for name in RequestRow._fields if name not in ("arrival_ns", "queued_ns", RUNS)]
     columns: dict[str, Any] = {
@@ -151,13 +151,13 @@ def request_frame(times: Requests) -> pd.DataFrame:
 
 
 def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    """Each run with a label of its own."""
+    """Return each run with a label of its own."""
     names = labels.labels([run.facts for run in runs], [run.loop for run in runs])
     return [replace(run, label=label) for run, label in zip(runs, names, strict=True)]
 
 
 def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """A scenario's fields by dotted name."""
+    """Return a scenario's fields by dotted name."""
     fields: dict[str, Any] = {}
     for key, value in scenario.items():
         if isinstance(value, Mapping):

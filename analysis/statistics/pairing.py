@@ -1,4 +1,4 @@
-"""How far a simulated run is from a measured one of the same workload: metrics, phases of a step, decisions."""
+"""A comparison of a simulated with a measured run of the same workload: metrics, phases of a step, decisions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cbsim.runs import replan
 NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  # fields that no plan depends on
 
 
-class NotAPair(UserError):  # noqa: N818  # reads as what is said of the runs
-    """Not a simulated and a measured run, in this order; the message names the run and what would do."""
+class NotAPair(UserError):  # noqa: N818  # the name states a property of the runs
+    """An error for runs that are not a simulated and a measured one, in this order; it names the run and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Time of a CPU phase or device lane in the steps with rows, microseconds. `error` is relative, of the mean."""
+    """The time of a CPU phase or device lane in the steps with rows, microseconds. `error` is relative, of the mean."""
 
     name: str
     simulated_mean_us: float
@@ -40,7 +40,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How many plans of both runs are the same from the start on. `step`: the first that is not; None: no such step."""
+    """The number of plans that both runs share from the start on. `step` is the first different one, or None."""
 
     agreed: int
     simulated_steps: int
@@ -51,7 +51,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """What deriving a run's plans again from its polls came to. `matched` is None if it could not be tried: `says`."""
+    """The outcome of deriving a run's plans again from its polls. `matched` is None if that failed; `says` is why."""
 
     run: str
     matched: int | None
@@ -60,7 +60,7 @@ class ReplayOutcome:
 
 
 def check(sim: LoadedRun, measured: LoadedRun) -> None:
-    """Raises NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
+    """Raise NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
     for run, expected in ((sim, "simulated"), (measured, "measured")):
         if run.measured is not (expected == "measured"):
             kind = "measured" if run.measured else "simulated"
@@ -70,15 +70,15 @@ def check(sim: LoadedRun, measured: LoadedRun) -> None:
 
 
 def errors(sim: LoadedRun, measured: LoadedRun) -> list[MetricDifference]:
-    """Of every metric that both runs have: the measured run is A and the simulated one B, so that conditions on changes
-    are conditions on errors. Raises NotAPair, Incomparable.
+    """Return the errors of every metric that both runs have: A is the measured run and B the simulated one, so that
+    conditions on changes are conditions on errors. Raises NotAPair, Incomparable.
     """
     check(sim, measured)
     return compare.differences(measured, sim)
 
 
 def phases(sim: LoadedRun, measured: LoadedRun) -> list[Phase]:
-    """Of every CPU phase and device lane; empty if a run has no step with rows."""
+    """Return the times of every CPU phase and device lane; empty if a run has no step with rows."""
     if not all((run.table["rows"] > 0).any() for run in (sim, measured)):
         return []
     return [_phase(name, *(_lasted_us(run, name) for run in (sim, measured))) for name in (*PHASES, *LANES)]
@@ -93,7 +93,7 @@ def _phase(name: str, sim: npt.NDArray[np.float64], measured: npt.NDArray[np.flo
 
 
 def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
-    """Where the plans part: by their hashes, row for row and block for block."""
+    """Find the first different plan by the plans' hashes, row for row and block for block."""
     ours, theirs = sim.table["plan_hash"], measured.table["plan_hash"]
     common = min(len(ours), len(theirs))
     different = np.flatnonzero(ours[:common] != theirs[:common])
@@ -105,7 +105,7 @@ def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
 
 
 def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
-    """Why plans part: other settings, or a scheduler that had heard of other requests by then."""
+    """Explain why plans differ: other settings, or a scheduler that had received other requests by then."""
     simulated, run_as = (flat(run.scenario) for run in (sim, measured))
     names = [name for name in {**simulated, **run_as} if simulated.get(name) != run_as.get(name)]
     set_otherwise = [name for name in names if not name.startswith(NO_DECISION)]
@@ -125,18 +125,18 @@ def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
 
 
 def _taken_in(run: LoadedRun, step: int) -> set[int]:
-    """The requests whose poll came before the step was planned."""
+    """Return the requests whose poll came before the step was planned."""
     queued = run.requests["queued_ns"] <= int(run.table["schedule_end_ns"][step])
     return set(run.requests["index"][queued].tolist())
 
 
 def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
-    """Every run's plans derived again from its own polls (`cbsim.runs.replan`), without a clock."""
+    """Derive every run's plans again from its own polls (`cbsim.runs.replan`), without a clock."""
     return [replayed(run) for run in runs]
 
 
 def replayed(run: LoadedRun) -> ReplayOutcome:
-    """The plans of one run."""
+    """Derive one run's plans again."""
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
@@ -147,7 +147,7 @@ def replayed(run: LoadedRun) -> ReplayOutcome:
 def tables(
     sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, known: Sequence[MetricDifference] | None = None
 ) -> list[Table]:
-    """Errors of the metrics (`known`, if they are), of a step's phases, and what became of the plans.
+    """Return the errors of the metrics (`known`, if given), of a step's phases, and the comparison of the plans.
 
     Raises NotAPair, Incomparable.
     """
@@ -191,7 +191,7 @@ def _matched(replay: ReplayOutcome) -> str:
 
 
 def summary_line(errors: Sequence[MetricDifference]) -> str:
-    """The largest and the median error of the times, rates and shares that a reader looks at first; 0 of 0 is none."""
+    """Summarise the largest and the median error of the main times, rates and shares; 0 of 0 is no error."""
     chosen = [error for error in errors if error.metric in SHOWN and error.unit != "count"]
     chosen = [error for error in chosen if error.change is not None and (error.a or error.b)]
     groups = [("times and rates", "%", [error for error in chosen if not error.is_share])]

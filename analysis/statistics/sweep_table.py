@@ -1,9 +1,9 @@
 """The table that `cbsim sweep` writes, as axes and metrics: a row a point, replicates of a place beside each other.
 
-Places of a sweep: points that differ in their seed alone. A metric of a place is the mean of its replicates, with an
+A place is the points that differ in their seed alone. A metric of a place is the mean of its replicates, with an
 interval of Student's t: replicates are independent runs of one system.
 
-What a figure of a sweep shows at first: which axis is on x, which make the series, what the rest is fixed at.
+A view is what a figure shows at first: the axis on x, the axes that make the series, the fixed values of the rest.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MOST_LETTERS = 60  # of a value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """Fields that take their values together. `codes` say for each row which of the `labels` it has.
+    """An axis: fields that take their values together. `codes` are each row's index into `labels`.
 
     Values are in rising order if the first field is a number, and then `numbers` are its; else as they first appear.
-    `short` is the end of the first field's name, as much as tells it from other axes. An axis equals
-    itself alone.
+    `short` is the end of the first field's name, as much as distinguishes it from other axes. An axis equals itself
+    alone.
     """
 
     fields: Sequence[str]
@@ -57,16 +57,16 @@ class Axis:
         return len(self.labels)
 
     def value(self, code: int) -> str:
-        """A value as a name has it: a number behind its field's."""
+        """Return a value as it appears in a name: a number follows its field's name."""
         return self.labels[code] if self.numbers is None else f"{self.short} = {self.labels[code]}"
 
 
 @dataclass(frozen=True, slots=True)
 class SweepTable:
-    """Every point of a sweep. An axis has two values or more; `constants` are the fields that have one.
+    """The table of a sweep's points. An axis has two values or more; `constants` are the fields that have one.
 
-    `seeds` tell the replicates of a place apart. `reasons` are "" but for failed points. `metrics` are by dotted name,
-    NaN where a point has none.
+    `seeds` distinguish the replicates of a place. `reasons` are "" but for failed points. `metrics` are by dotted name,
+    NaN if a point has none.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class SweepTable:
         return int((self.status == STATUSES.index(status)).sum())
 
     def axis(self, field: str) -> Axis:
-        """The axis that sets this field. Raises RunError."""
+        """Return the axis that sets this field. Raises RunError."""
         for axis in self.axes:
             if field == axis.name or field in axis.fields:
                 return axis
@@ -98,7 +98,7 @@ class SweepTable:
         raise RunError(f"{self.path}: --x {field!r}: no such field{near(field, known)}")
 
     def metric(self, name: str, source: str) -> str:
-        """The column of a metric; of a distribution `_s` may be left out. Raises RunError that names `source`."""
+        """Return a metric's column; `_s` of a distribution may be left out. Raises RunError that names `source`."""
         head, dot, tail = name.partition(".")
         for candidate in (name, f"{head}_s{dot}{tail}"):
             if candidate in self.metrics:
@@ -108,7 +108,7 @@ class SweepTable:
 
 
 def read(path: Path) -> SweepTable:
-    """The table in a Parquet file. Raises RunError if it is none, or if no point of it is done."""
+    """Read the table in a Parquet file. Raises RunError if it is none, or if no point of it is done."""
     table = _checked(path)
     names = table.column_names
     fields = [*names[1 : names.index(SEED)], LOOP]  # as in names of runs
@@ -175,13 +175,13 @@ def _axis(name: str, column: pa.ChunkedArray) -> Axis:
 
 
 def _plain(value: Any) -> Any:
-    """A value that equals itself: what is neither a finite number nor a truth value is a string."""
+    """Return a value that equals itself: anything but a finite number or a bool becomes a string."""
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if value is None or finite else str(value)
 
 
 def _labels(values: Sequence[Any]) -> list[str]:
-    """How values are shown: cut ones that look alike are numbered."""
+    """Return the displayed values: cut ones that look alike are numbered."""
     whole = [_label(value) for value in values]
     cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
     return [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
@@ -198,7 +198,7 @@ def _label(value: Any) -> str:
 
 
 def _together(axes: Sequence[Axis]) -> list[Axis]:
-    """Fields that advance together are one axis: each value of one goes with one value of the other."""
+    """Join fields that advance together into one axis: each value of one goes with one value of the other."""
     made: list[Axis] = []
     for axis in axes:
         pairs = (np.unique(np.stack([other.codes, axis.codes]), axis=1) for other in made)
@@ -224,8 +224,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """A metric by place: the mean of `n` replicates, NaN if there is none, and the half width of its interval, NaN if
-    there are not two.
+    """A metric's means by place: the mean of `n` replicates, NaN if there is none, and the half width of its interval,
+    NaN if there are not two.
     """
 
     mean: Floats
@@ -234,12 +234,12 @@ class Means:
 
     @property
     def low(self) -> Floats:
-        """The lower end, but no less than 0, as no metric is; the mean where there is no interval."""
+        """The interval's lower end, but no less than 0, as no metric is; the mean if there is no interval."""
         return np.maximum(self.mean - np.nan_to_num(self.half), 0.0)
 
     @property
     def high(self) -> Floats:
-        """The upper end, likewise."""
+        """The interval's upper end; the mean if there is no interval."""
         return self.mean + np.nan_to_num(self.half)
 
 
@@ -256,7 +256,7 @@ class Places:
         return len(self.codes)
 
     def means(self, values: Floats) -> Means:
-        """Of the values of a metric at each point. Points of one place and seed are one replicate."""
+        """Return a metric's means from its values at each point. Points of one place and seed are one replicate."""
         known = np.isfinite(values)
         seeds = int(self.seeds.max()) + 1
         runs, which = np.unique(self.of[known] * seeds + self.seeds[known], return_inverse=True)
@@ -269,17 +269,17 @@ class Places:
         return Means(mean, factor * np.sqrt(_divided(variance, n)), n)
 
     def label(self, at: int, axes: Sequence[Axis] | None = None) -> str:
-        """What a place sets, or of it what these axes set."""
+        """Return a place's values as text, of these axes or of all."""
         codes = zip(self.axes, self.codes[at], strict=True)
         return ", ".join(axis.value(code) for axis, code in codes if axes is None or axis in axes)
 
     def columns(self, axes: Sequence[Axis]) -> list[int]:
-        """The columns of these axes in `codes`."""
+        """Return the columns of these axes in `codes`."""
         return [at for at, axis in enumerate(self.axes) if axis in axes]
 
 
 def places(table: SweepTable) -> Places:
-    """The places of a table, in the order of its axes' values."""
+    """Return the places of a table, in the order of its axes' values."""
     if not table.axes:
         return Places((), np.zeros((1, 0), dtype=np.int64), np.zeros(len(table), dtype=np.int64), table.seeds)
     codes, of = np.unique(np.stack([axis.codes for axis in table.axes], axis=1), axis=0, return_inverse=True)
@@ -287,7 +287,7 @@ def places(table: SweepTable) -> Places:
 
 
 def meet(limit: Check, values: Floats) -> Bools:
-    """Which values meet a condition; NaN does not."""
+    """Return which values meet a condition; NaN does not."""
     compare: Any = OPERATORS[limit.compare]
     made: Bools = compare(values, limit.bound)
     return made
@@ -295,7 +295,7 @@ def meet(limit: Check, values: Floats) -> Bools:
 
 @cache
 def student(n: int) -> float:
-    """What the standard error of a mean of n values is multiplied with; NaN below 2."""
+    """Return the factor from the standard error of a mean of n values to its interval; NaN below 2."""
     return t_quantile((1 + CONFIDENCE) / 2, n - 1) if n > 1 else float("nan")
 
 
@@ -309,7 +309,7 @@ MOST_SERIES = 8  # lines of a figure
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An axis on x, those whose values make a series each, and the one value of each other axis, by its name.
+    """A table's view: an axis on x, those whose values make a series each, the one value of each other axis by name.
 
     Without an axis there is one place, and `x` is None.
     """
@@ -319,7 +319,7 @@ class View:
     fixed: Mapping[str, int]
 
     def rows(self, places: Places) -> list[Ints]:
-        """The places of each series, in the order of x; series without a place are left out."""
+        """Return the places of each series, in the order of x; series without a place are left out."""
         shown = places_at(places, self.fixed)
         own = places.columns(self.series)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -329,7 +329,7 @@ class View:
 
 
 def places_at(places: Places, fixed: Mapping[str, int]) -> Bools:
-    """The places where each of these axes has this value."""
+    """Return which places have these values on these axes."""
     shown = np.ones(len(places), dtype=bool)
     for at, axis in enumerate(places.axes):
         shown &= places.codes[:, at] == fixed.get(axis.name, places.codes[:, at])
@@ -337,13 +337,13 @@ def places_at(places: Places, fixed: Mapping[str, int]) -> Bools:
 
 
 def fixed_values(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
-    """A sentence on what axes are fixed at, for a caption; "" if none is."""
+    """Return a caption's sentence on fixed axes; "" if there are none."""
     values = [f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in axes if axis.name in fixed]
     return f" Of the others: {', '.join(values)}." if values else ""
 
 
 def view(table: SweepTable, x: str | None) -> View:
-    """`x` or the longest axis of numbers on x; as many others as make few series, those of few values first."""
+    """Put `x` or the longest numeric axis on x; as many others as make few series, those of few values first."""
     if not table.axes:
         return View(None, (), {})
     first = longest(table.axes) if x is None else table.axis(x)
@@ -351,12 +351,12 @@ def view(table: SweepTable, x: str | None) -> View:
 
 
 def longest(axes: Sequence[Axis]) -> Axis:
-    """The axis of most values, of numbers if there is one."""
+    """Return the axis of most values, of numbers if there is one."""
     return max(axes, key=lambda axis: (axis.numbers is not None, len(axis)))
 
 
 def longest_two(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """The longest axis and the longest of the rest; none if there are no two."""
+    """Return the longest axis and the longest of the rest; none if there are no two."""
     if len(axes) < 2:
         return ()
     first = longest(axes)
@@ -364,8 +364,8 @@ def longest_two(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
-    """Axes that together make few series, in their order, and one value for each of the rest: the middle number, or
-    the first.
+    """Return the axes that together make few series, in their order, and one value for each of the rest: the middle
+    number, or the first value.
     """
     chosen: list[Axis] = []
     for axis in sorted(axes, key=len):
@@ -376,5 +376,5 @@ def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
 
 
 def middle(axis: Axis) -> int:
-    """The code of what an axis is fixed at: its middle number, or its first value."""
+    """Return the code of the value that an axis is fixed at: its middle number, or its first value."""
     return 0 if axis.numbers is None else len(axis) // 2

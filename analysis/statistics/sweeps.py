@@ -1,4 +1,4 @@
-"""Runs that differ in one swept field: which field it is, and how much load they bore."""
+"""Runs that differ in one swept field: how to find it, and the load that they sustain."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RATES = ("workload.arrivals.rate_per_s", "workload.time_scale")
 IGNORED = ("name", "question", "seed")  # seeds make repetitions
 FEWEST = 3  # values; two make no curve
 KEPT_UP = 0.95
-NEARLY = 0.99  # of the most is as good
+NEARLY = 0.99  # share of the best rate that counts as equal
 
 
 @dataclass(frozen=True, slots=True)
 class SweepGroup:
-    """Runs that differ in nothing but the swept field (and the seed), by ascending value."""
+    """A group of runs that differ in nothing but the swept field (and the seed), by ascending value."""
 
     label: str
     values: Sequence[float]
@@ -30,7 +30,7 @@ class SweepGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`field` is the dotted name of what was swept, `values` are all its values, ascending."""
+    """A sweep: `field` is the dotted name of what was swept, `values` are all its values, ascending."""
 
     field: str
     values: Sequence[float]
@@ -38,12 +38,12 @@ class Sweep:
 
     @property
     def by_rate(self) -> bool:
-        """Was the load swept, by how many requests arrive in a second?"""
+        """Whether the arrival rate, requests a second, was swept."""
         return self.field in RATES
 
 
 def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
-    """The sweep that the runs are, or None. There are at least three values of the field, and two in each group.
+    """Return the sweep that the runs form, or None. It has at least three values of the field, and two in each group.
 
     If several fields were swept, the groups are those of one of them: of a rate if there is one, else of the one that
     leaves the fewest groups.
@@ -62,7 +62,7 @@ def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
 def _by(
     field: str, differing: Sequence[str], runs: Sequence[LoadedRun], flats: Sequence[Mapping[str, Any]]
 ) -> Sweep | None:
-    """The sweep of this field, if it is one."""
+    """Return the sweep of this field, if it is one."""
     values: list[Any] = [facts.get(field) for facts in flats]
     if not all(map(labels.is_number, values)):
         return None
@@ -79,7 +79,7 @@ def _by(
 
 
 def _alike(flats: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
-    """The runs by what they have in these fields."""
+    """Return the runs by their values of these fields."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, facts in enumerate(flats):
         groups.setdefault(tuple(repr(facts.get(name)) for name in names), []).append(i)
@@ -95,14 +95,14 @@ def _group(runs: Sequence[LoadedRun], values: Sequence[Any], label: str, rows: S
 
 
 def offered(run: LoadedRun) -> float | None:
-    """Requests a second that arrive from the first to the last arrival; None if that takes no time."""
+    """Return the requests a second that arrive from the first to the last arrival; None if that takes no time."""
     arrival = run.times.arrival_ns
     span = int(np.ptp(arrival)) if len(arrival) else 0
     return (len(arrival) - 1) / (span / 1e9) if span else None
 
 
 def keeps_up(run: LoadedRun) -> bool | None:
-    """Do requests end as fast as they arrive, from the middle arrival to the last: at least 95 % as many?
+    """Whether requests end as fast as they arrive, from the middle arrival to the last: at least 95 % as many.
 
     A queue is stable if departures keep up with arrivals (rate stability: El-Taha and Stidham, Sample-Path Analysis of
     Queueing Systems, 1999). The first half is start-up; after the last arrival the queue empties at any rate. None if
@@ -119,17 +119,17 @@ def keeps_up(run: LoadedRun) -> bool | None:
 
 
 def waits(run: LoadedRun) -> bool:
-    """Is the wait for a seat, more than the work, what makes TTFT? At p95, `queue_s` is over half of `ttft_s`."""
+    """Whether the wait for admission dominates TTFT: at p95, `queue_s` is over half of `ttft_s`."""
     queue, ttft = (lookup(run.summary, f"{name}.p95") or 0.0 for name in ("queue_s", "ttft_s"))
     return bool(queue > ttft / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Where a group's latency turns up: `rate` is the highest rate (requests/s) up to which all keep up and none waits,
-    if the range shows it. `sentence` is one in any case.
+    """A knee of a group's latency: `rate` is the highest rate (requests/s) up to which all keep up and none waits, or
+    None if the range does not show it. `sentence` is always given.
 
-    Keeping up alone would be too kind to short runs: a queue that grows slowly is long before 5 % are missing.
+    Keeping up alone would not detect it in short runs: a queue that grows slowly is long before 5 % are missing.
     """
 
     rate: float | None
@@ -137,7 +137,7 @@ class Knee:
 
 
 def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
-    """The knee of a group whose runs have these rates. Between repetitions of a rate the majority decides."""
+    """Return the knee of a group whose runs have these rates. Between repetitions of a rate the majority decides."""
     votes: dict[float, list[bool]] = {}
     for rate, run in zip(rates, group.runs, strict=True):
         if (stable := keeps_up(run)) is not None:
@@ -154,17 +154,17 @@ def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
 
 
 def rates(swept: Sweep, group: SweepGroup) -> list[float]:
-    """The rate of each run of a group, requests/s: as asked for, or as the trace had it."""
+    """Return the rate of each run of a group, requests/s: the configured one, or that of the trace."""
     if swept.field == RATES[0]:
         return [float(value) for value in group.values]
     return [offered(run) or 0.0 for run in group.runs]
 
 
-# -- what a report says -----------------------------------------------------------------------------------------------
+# -- sentences of a report --------------------------------------------------------------------------------------------
 
 
 def findings(swept: Sweep) -> list[str]:
-    """What the sweep shows, a sentence a group."""
+    """Return a sentence a group on what the sweep shows."""
     if swept.by_rate:
         knees = [knee(group, rates(swept, group)).sentence for group in swept.groups]
         return [*knees, *(_slo(group, rates(swept, group)) for group in swept.groups if _met(group))]
@@ -176,7 +176,7 @@ def _met(group: SweepGroup) -> bool:
 
 
 def _slo(group: SweepGroup, rates: Sequence[float]) -> str:
-    """Up to which rate the scenario's service level holds; it may allow for a long wait, which a knee does not."""
+    """State up to which rate the scenario's service level holds; it may allow a long wait, which a knee does not."""
     runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
     met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
     missed = [rate for rate, share in met.items() if share < NEARLY]

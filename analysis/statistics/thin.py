@@ -1,6 +1,6 @@
-"""Drawing is thinned, statistics never: a million steps become a few hundred points that say what the million say.
+"""Thinning of what is drawn, never of statistics: a million steps become a few hundred representative points.
 
-Everything is vectorised; nothing is copied more often than it has to be.
+Everything is vectorised; nothing is copied more often than necessary.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class Binned(NamedTuple):
-    """Values over time, ready to be drawn: entry i holds from x[i] to x[i + 1], the last one repeats the one before.
+    """A series of values over time to draw: entry i holds from x[i] to x[i + 1], the last one repeats the one before.
 
-    `exact`: every value is there, and mean, low and high are the same.
+    `exact`: whether every value is included, so that mean, low and high are the same.
     """
 
     x: Floats
@@ -29,7 +29,7 @@ class Binned(NamedTuple):
 
 
 def filled(start: Floats, end: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Values that hold from start to end, ascending and disjoint, as (edges, values): 0 where none holds.
+    """Return values that hold from start to end, ascending and disjoint, as (edges, values): 0 where none holds.
 
     There is one edge more than there are values; values that hold for no time are left out.
     """
@@ -42,7 +42,7 @@ def filled(start: Floats, end: Floats, y: Floats) -> tuple[Floats, Floats]:
 
 
 def binned(edges: Floats, y: Floats, bins: int = 800) -> Binned:
-    """Mean over time, least and greatest of `y` in bins of equal width, y[i] holding from edges[i] to edges[i + 1].
+    """Bin `y`: mean over time, least, greatest in bins of equal width; y[i] holds from edges[i] to edges[i + 1].
 
     Means times widths add up to the integral of `y`. With no more values than bins nothing is thinned.
     """
@@ -55,7 +55,7 @@ def binned(edges: Floats, y: Floats, bins: int = 800) -> Binned:
     first = np.searchsorted(edges, cuts[:-1], side="right") - 1
     beyond = np.searchsorted(edges, cuts[1:], side="left")
     ranges = np.stack([first, beyond], axis=1).ravel()
-    padded = np.append(y, y[-1])  # reduceat wants every index to exist
+    padded = np.append(y, y[-1])  # reduceat requires every index to exist
     low, high = np.minimum.reduceat(padded, ranges)[::2], np.maximum.reduceat(padded, ranges)[::2]
     mean = np.clip(mean, low, high)  # sums are rounded
     mean, low, high = (np.append(part, part[-1]) for part in (mean, low, high))
@@ -63,13 +63,13 @@ def binned(edges: Floats, y: Floats, bins: int = 800) -> Binned:
 
 
 def chosen(n: int, most: int) -> Ints:
-    """At most `most` (>= 2) of the indices 0 ... n - 1, evenly spaced, both ends among them, none twice."""
+    """Return at most `most` (>= 2) of the indices 0 ... n - 1, evenly spaced, both ends among them, none twice."""
     indices: Ints = np.linspace(0, n - 1, min(n, most)).round().astype(np.int64)
     return indices
 
 
 def cdf(values: Floats, counts: Ints | None = None, most: int = 1000) -> tuple[Floats, Floats]:
-    """(x, share of all values that are <= x), each value occurring `counts` times: at most `most` points, all exact.
+    """Return (x, share of values <= x), each value occurring `counts` times: at most `most` points, all exact.
 
     They are evenly spaced in share; least and greatest value are among them.
     """

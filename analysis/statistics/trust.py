@@ -1,4 +1,4 @@
-"""Reasons not to trust a number, each with the figures that make it one. None found is no proof that there is none."""
+"""Reasons not to trust a number, each with its figures. That none is found is no proof that there is none."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from cbsim.scenario import demand
 ENDED = ("length", "stop")
 ENOUGH = 20  # arrivals or steps from which a trend can be read
 LAG, GROWTH = 0.05, 1.2
-"""Overload: completions fall short of arrivals by LAG and by two roots of their number; the queue grows by GROWTH."""
+"""Overload: completions are below arrivals by LAG and by two roots of their number; the queue grows by GROWTH."""
 USUAL, EARLY = 0.9, 0.05
-"""Warm-up: until USUAL of the median occupancy is reached; worth a word if that takes EARLY of the requests."""
+"""Warm-up: until USUAL of the median occupancy is reached; reported if that takes EARLY of the requests."""
 FIRST, SLOW, ALIKE = 5, 3.0, 2.0
 """Slow start: one of the FIRST steps lasts SLOW times the median of later ones whose tokens differ by at most ALIKE."""
 TAIL = 0.1
 NEAR_FULL = 0.9
-"""Capacity: share of the KV blocks in use above which their number decides who waits and who is preempted."""
+"""Capacity: share of the KV blocks in use above which their number determines waits and preemptions."""
 MOST_IN_FULL = 3  # caveats of one kind in full
 Floats = npt.NDArray[np.float64]
 
 
 def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
-    """What a reader must know before believing, the gravest first; one a kind and run, the same text said once."""
+    """Return the caveats of runs, the gravest first; one a kind and run, the same text only once."""
     among = [Caveat(kind, "", reason) for kind, rule in AMONG for reason in [rule(runs)] if reason]
     single = [caveat for kind, rule in RULES.items() for caveat in _of_kind(kind, rule, runs)]
     return sorted([*among, *single], key=lambda caveat: list(RULES).index(caveat.kind))
 
 
 def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
-    """What a rule says of the runs: in full for the first few texts, for others only that it applies."""
+    """Return a rule's caveats: the first few texts in full, for the other runs only that it applies."""
     runs_by_reason: dict[str, list[str]] = {}
     for run in runs:
         if reason := rule(run):
@@ -55,7 +55,7 @@ def _whose(labels: Sequence[str], runs: Sequence[LoadedRun]) -> str:
     return "" if len(labels) == len(runs) > 1 else ", ".join(labels)
 
 
-# -- what happened ----------------------------------------------------------------------------------------------------
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 
 def _incomplete(run: LoadedRun) -> str | None:
@@ -65,7 +65,7 @@ def _incomplete(run: LoadedRun) -> str | None:
 
 
 def _overload(run: LoadedRun) -> str | None:
-    """Over the second half of the arrivals: fewer requests end than come, and the queue grows to the last."""
+    """Report overload: over the second half of the arrivals fewer requests end than arrive, and the queue grows."""
     sent = run.requests[~run.requests["status"].isin(("refused", "aborted", "failed"))]
     arrival, ended = (sent[name].to_numpy() / 1e9 for name in ("arrival_ns", "last_token_ns"))
     if not is_open(run) or len(arrival) < ENOUGH:
@@ -87,7 +87,7 @@ def _overload(run: LoadedRun) -> str | None:
 
 
 def _near_capacity(run: LoadedRun) -> str | None:
-    """The wait makes TTFT, though the queue does not grow for certain: at such a load it is long and varies slowly."""
+    """Report that waiting dominates TTFT, though the queue may not grow: near capacity it is long and varies slowly."""
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
         return None
     queue, ttft = (run.summary[name]["p95"] for name in ("queue_s", "ttft_s"))
@@ -96,7 +96,7 @@ def _near_capacity(run: LoadedRun) -> str | None:
 
 
 def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
-    """Requests that have arrived and never been scheduled, averaged over the time from `low` to `high`, seconds."""
+    """Return the number of requests never scheduled so far, averaged over the time from `low` to `high`, seconds."""
     if high <= low:
         return 0.0
     table = run.requests[run.requests["status"] != "refused"]
@@ -107,7 +107,7 @@ def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
 
 
 def _calibration(run: LoadedRun) -> str | None:
-    """A cost model is used beyond what it was calibrated on."""
+    """Report a cost model used beyond its calibration."""
     if run.measured:
         return None
     return "; ".join(coverage.warnings(run.scenario, run.table)) or None
@@ -135,14 +135,14 @@ def _window(run: LoadedRun) -> str | None:
 
 
 def _arrivals_limit(run: LoadedRun) -> str | None:
-    """Throughput of a server that keeps up is that of the traffic: no scheduler or loop could raise it much."""
+    """Report that a server keeps up: throughput is that of the traffic; no scheduler or loop could raise it much."""
     if not is_open(run) or not sweeps.keeps_up(run) or sweeps.waits(run):
         return None
     return "requests end as fast as they come: throughput and cost are the traffic's, not the server's limit."
 
 
 def _warm_up(run: LoadedRun) -> str | None:
-    """Arrivals before the server first holds its usual number of requests: those meet an emptier one than the rest."""
+    """Report arrivals before the server first holds its usual number of requests: it is emptier for them."""
     if not is_open(run) or run.summary.get("window_s") or len(run.table) < ENOUGH:
         return None
     arrival, start = run.requests["arrival_ns"].to_numpy(), run.table["schedule_start_ns"]
@@ -160,7 +160,7 @@ def _warm_up(run: LoadedRun) -> str | None:
 
 
 def _slow_start(run: LoadedRun) -> str | None:
-    """Steps early in a measured run that took far longer than later ones of about as many tokens."""
+    """Report early steps in a measured run that took far longer than later ones of about as many tokens."""
     lasted = (run.table["update_end_ns"] - run.table["schedule_start_ns"]) / 1e6
     tokens = run.table["tokens"]
     if not run.measured or len(lasted) < FIRST + ENOUGH:
@@ -179,7 +179,7 @@ def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
 
 
 def _tail(run: LoadedRun) -> str | None:
-    """From the last step that ran half of the most requests, to the end; where requests do not come over time."""
+    """Report a long tail after the last step that ran half of the most requests, unless requests arrive over time."""
     span = run.end_ns - run.start_ns
     if _arrivals(run) not in ("at_once", "closed_loop") or len(run.table) < ENOUGH or not span:
         return None
@@ -198,11 +198,11 @@ def _few(run: LoadedRun) -> str | None:
     return f"{n:,} requests are in the latencies: {', '.join(short)}." if short else None
 
 
-# -- where it was run -------------------------------------------------------------------------------------------------
+# -- the device -------------------------------------------------------------------------------------------------------
 
 
 def _modelled(run: LoadedRun) -> str | None:
-    """What stands behind the times of the device."""
+    """Report the origin of the device's times, unless it is a GPU."""
     device = str(run.environment.get("device"))
     if device == "modelled":
         return "the loop was measured, but its kernels take the scenario's cost model: nothing was computed."
@@ -212,7 +212,7 @@ def _modelled(run: LoadedRun) -> str | None:
 
 
 def _capacity(run: LoadedRun) -> str | None:
-    """The cache was nearly full, and how large it is was worked out from the memory."""
+    """Report a cache that was nearly full, and whose size was derived from the memory."""
     if run.measured or (run.scenario.get("kv_cache") or {}).get("num_blocks") is not None or not len(run.table):
         return None
     total = run.summary["total_blocks"]
@@ -224,7 +224,7 @@ def _capacity(run: LoadedRun) -> str | None:
 
 
 def _hardware(run: LoadedRun) -> str | None:
-    """The scenario's GPU is another model than the one measured on."""
+    """Report that the scenario's GPU is another model than the one measured on."""
     device, named = str(run.environment.get("device")), str(run.scenario.get("hardware", {}).get("name"))
     if run.measured and models(device) and models(named) and not models(device) & models(named):
         return f"measured on {device}, while the scenario's hardware is {named}: price and memory are the latter's."
@@ -232,7 +232,7 @@ def _hardware(run: LoadedRun) -> str | None:
 
 
 def models(name: str) -> set[str]:
-    """The words of a device's name that tell its model: those with digits that are neither a memory nor a socket."""
+    """Return the words of a device's name that identify its model: those with digits, without memories and sockets."""
     names = re.findall(r"[a-z]*\d+[a-z]*\d*[a-z]*", name.lower())
     return {
         word for word in names if not re.fullmatch(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)", word)
@@ -251,7 +251,7 @@ def _notes(run: LoadedRun) -> str | None:
 
 
 def _assumed(run: LoadedRun) -> str | None:
-    """Step times of a roofline are data sheet rates times shares that nobody has measured; tables leave things out."""
+    """Report assumptions: a roofline's step times are data sheet rates times unmeasured shares; tables omit things."""
     cost = run.scenario.get("cost", {})
     if run.measured or cost.get("kind") not in ("roofline", "table"):
         return None
@@ -291,13 +291,13 @@ def _packages(runs: Sequence[LoadedRun]) -> str | None:
 
 
 def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """What is missing in a run was not loaded by it: only two known versions are a difference."""
+    """Yield the known versions of each package; a package absent in a run was not loaded, which is no difference."""
     for name in dict.fromkeys(name for fact in facts for name in fact):
         yield name, sorted({str(fact[name]) for fact in facts if fact.get(name)})
 
 
 def is_open(run: LoadedRun) -> bool:
-    """Do requests come whether or not the server keeps up, over time?"""
+    """Whether requests arrive over time, independently of the server."""
     return demand.is_open(run.scenario.get("workload", {}))
 
 

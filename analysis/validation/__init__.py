@@ -1,1 +1,1 @@
-"""Many workloads, simulated against measured: cases, causes, tally."""
+"""The validation of simulated against measured runs over many workloads: cases, causes, tally."""

@@ -1,7 +1,7 @@
-"""A validation folder: workloads that were measured and simulated, each a case with its runs and what they score.
+"""A validation folder: workloads that were measured and simulated, each a case with its runs and their scores.
 
-validation/<case>/case.json says what a case is; the run directories beside it, in measured/ and simulated/, are one or
-more runs of each loop and one of each. What is not there yet is left out and told; what is wrong is refused by name.
+validation/<case>/case.json describes a case; the run directories beside it, in measured/ and simulated/, are one or
+more runs of each loop and one of each. Missing ones are left out and reported; invalid ones are refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPECTED = "expected validation/CASE/ with case.json, measured/ and simulated/"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One loop of a case: the simulated run, and the measured ones in the order in which they were made."""
+    """A loop of a case: the simulated run, and the measured ones in the order in which they were made."""
 
     simulated: LoadedRun
     measured: Sequence[LoadedRun]
@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def whole(self) -> bool:
-        """Do both runs that are looked into still have their tables?"""
+        """Whether both runs that are looked into still have their tables."""
         return self.middle.whole and self.simulated.whole
 
 
@@ -81,7 +81,7 @@ class ValidationCase:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCases:
-    """Every case that has runs to compare, and what was left out. `device`: as provenance.json names it."""
+    """The cases of a device that have runs to compare, and what was left out. `device` is from provenance.json."""
 
     folder: Path
     device: str | None
@@ -90,7 +90,7 @@ class DeviceCases:
 
 
 def read(folder: Path) -> DeviceCases:
-    """The cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
+    """Read the cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
     Incomparable naming runs that do not belong together.
     """
     cases_read = [_read_case(each) for each in _folders(folder / "validation")]
@@ -103,7 +103,7 @@ def read(folder: Path) -> DeviceCases:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """The folders in a folder, those with numbers in their names by number; none if it is not there."""
+    """Return the folders in a folder, those with numbers in their names by number; none if it does not exist."""
     try:
         return sorted((path for path in parent.iterdir() if _is_folder(path)), key=_natural)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _natural(path: Path) -> list[str | int]:
-    """Words and numbers in turn, so that 8k comes before 32k."""
+    """Return words and numbers in turn, so that 8k comes before 32k."""
     return [int(part) if at % 2 else part for at, part in enumerate(re.split("([0-9]+)", path.name))]
 
 
@@ -127,7 +127,7 @@ Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\S[^\x00-\x1f\x7f]*$")]
 
 
 class About(Form):
-    """case.json, whole: what may be null is written out, since a forgotten load would leave bars out unseen."""
+    """The content of case.json. Nullable fields are required, since a forgotten load would silently leave bars out."""
 
     name: Line
     about: Line
@@ -140,13 +140,13 @@ class About(Form):
 
 
 class Provenance(Form):
-    """What is read of provenance.json."""
+    """The fields that are read from provenance.json."""
 
     device: Line | None = None
 
 
 class Replayed(Form):
-    """What deriving the plans of a run came to when it still had its tables."""
+    """The outcome of deriving a run's plans again when it still had its tables."""
 
     matched: Annotated[int, Field(ge=0)] | None = None
     steps: Annotated[int, Field(ge=0)]
@@ -168,7 +168,7 @@ def _device(file: Path) -> str | None:
 
 
 def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
-    """The case, None if there is nothing to compare, and what was left out of it."""
+    """Return the case, None if there is nothing to compare, and caveats on what was left out of it."""
     about, left_out = _about(folder / "case.json"), [*_cut_short(folder)]
     runs = {kind: _runs(folder, kind) for kind in KINDS}
     left_out += _lacking(folder.name, runs)
@@ -188,7 +188,7 @@ def _case(about: About, loops: Mapping[str, Pair]) -> ValidationCase:
 
 
 def _replay(run: LoadedRun) -> ReplayOutcome:
-    """What deriving the plans of a run again comes to, or had come to when it still had its tables."""
+    """Return the outcome of deriving a run's plans again, now or when it still had its tables."""
     if run.whole:
         return pairing.replayed(run)
     verdict = checked(Replayed, read_json(run.path / VERDICT, RunError), run.path / VERDICT)
@@ -210,7 +210,7 @@ def _reason(marker: Path) -> str:
 
 
 def _runs(folder: Path, kind: str) -> list[LoadedRun]:
-    """The complete runs of a kind, labelled with case, loop and kind, and a number if there are several."""
+    """Return the complete runs of a kind, labelled with case, loop and kind, and a number if there are several."""
     runs = loading.read([path for path in _folders(folder / kind) if not (path / MARKER).exists()])
     for run in runs:
         _check_kind(run, kind)
@@ -236,7 +236,7 @@ def _of(loop: str, runs: Mapping[str, Sequence[LoadedRun]]) -> list[list[LoadedR
 
 
 def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Caveat]:
-    """What has no run: the whole case, else one of its loops."""
+    """Yield a caveat on a case without runs, or on each of its loops without."""
     for kind in KINDS:
         if not runs[kind]:
             yield Caveat(LACKS[kind], case, f"{LACKS[kind]}, left out")

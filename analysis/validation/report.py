@@ -1,6 +1,6 @@
-"""The report of a validation folder: what the simulator is worth on the hardware that was measured.
+"""The report of a validation folder: how accurate the simulator is on the hardware that was measured.
 
-Simulated against measured over many workloads: speed-ups, requests, and the errors beside what is asked.
+It compares simulated with measured runs over many workloads: speed-ups, requests, and the errors beside their bars.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOST_NAMED = 3  # runs of a caveat
 
 
 def build(validation: DeviceCases, command: str) -> Report:
-    """Everything that the cases say, in the order in which it is read."""
+    """Return the report of the cases, in the order in which it is read."""
     cases = validation.cases
     return Report(
         title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
@@ -69,7 +69,7 @@ def build(validation: DeviceCases, command: str) -> Report:
 
 
 def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
-    """Every run; what the runs of a case have in common is in the first simulated and the first measured one."""
+    """Return every run's source entry; what a case's runs share is in its first simulated and first measured one."""
     first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
     return [_source(run, run.path.relative_to(validation.folder).as_posix(), whole=run in first) for run in case.runs]
 
@@ -87,7 +87,7 @@ def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
 
 
 def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """Caveats of the runs in tables and figures; of many runs only the first few are named."""
+    """Return caveats of the runs in tables and figures; of many runs only the first few are named."""
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
@@ -95,7 +95,7 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
 
 
 def without_tables(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """The packed cases without tables: only their numbers are known."""
+    """Return a caveat on the packed cases without tables: only their numbers are known."""
     names = [case.name for case in cases if not _is_whole(case)]
     caption = "packed without steps and requests: in the tables of errors only, and in no other caveat"
     return [Caveat("not kept", ", ".join(names), f"{caption}.")] if names else []
@@ -116,7 +116,7 @@ def _shortened(caveat: Caveat, labels: set[str]) -> Caveat:
 
 
 def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
-    """Errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
+    """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
     whole = [case for case in cases if _is_whole(case)]
     requests = {loop: [_requests(case, loop) for case in whole if loop in case.loops] for loop in LOOPS}
@@ -129,7 +129,7 @@ def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
 
 
 def speed_ups(cases: Sequence[ValidationCase]) -> dict[str, list[SpeedUpPoint]]:
-    """The points of every curve, of cases with both loops."""
+    """Return the points of every curve, of cases with both loops."""
     curves: dict[str, list[SpeedUpPoint]] = {}
     for case in cases:
         if case.curve is not None and set(LOOPS) <= case.loops.keys():
@@ -149,13 +149,13 @@ def _requests(case: ValidationCase, loop: str) -> Any:
 
 
 def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
-    """The case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
+    """Return the case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
     named = [case for case in cases if case.name == DRAWN_IF_THERE]
     return [*named, *(case for case in cases if case.curve is not None), *cases][0]
 
 
 def case_lanes(case: ValidationCase) -> Chart:
-    """The lanes of the measured run above those of the simulated one, loop by loop, all from the same step on."""
+    """Draw the lanes of the measured run above those of the simulated one, loop by loop, all from the same step on."""
     frames = {
         f"{loop} {kind}": run.table
         for loop, pair in case.loops.items()
@@ -170,7 +170,7 @@ def case_lanes(case: ValidationCase) -> Chart:
 
 
 def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:
-    """Every score as plain values, for others to read; what is no number is null."""
+    """Return every score as plain values for other programs; what is no number is null."""
     return [_score(case.name, score) for case in cases for score in case.scores]
 
 
@@ -182,24 +182,24 @@ def _score(case: str, score: Score) -> dict[str, Any]:
 
 
 def replays(cases: Sequence[ValidationCase]) -> list[Mapping[str, Any]]:
-    """What deriving the plans of every measured run again came to."""
+    """Return the outcomes of deriving the plans of every measured run again."""
     return [asdict(replay) for replay in tally.replays(cases)]
 
 
 MOST_POINTS = 3_000  # requests of the scatter
-VERDICTS = {  # how a score is drawn
+VERDICTS = {  # style of a score
     "met": Style(GREEN, marker="circle"),
     "missed": Style(RED, marker="cross"),
     "undecided": Style(ORANGE, marker="diamond"),
 }
-REACH = 0.4  # of a metric's place, to either side
-LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # in the place of a case
-EDGE = 5.0  # multiples of what is asked; what lies beyond is drawn there
+REACH = 0.4  # half the width of a metric's space, as a share of it
+LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
+EDGE = 5.0  # multiples of the bar; larger errors are drawn here
 MARGIN = 1.08
 
 
 class Dot(NamedTuple):
-    """A score: where it is drawn, and what it says when it is pointed at."""
+    """A score's position in the figure, and its hover text."""
 
     x: float
     y: float
@@ -217,7 +217,7 @@ class SpeedUpPoint(NamedTuple):
 
 
 def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
-    """The speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
+    """Draw the speed-up of async over sync by the CPU work added: simulated as lines, measured as points."""
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
         marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
@@ -248,13 +248,13 @@ def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark
 
 
 def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
-    """TTFT and TPOT of the requests that both runs have, by their index."""
+    """Return TTFT and TPOT of the requests that both runs have, by their index."""
     columns = ["index", "ttft_s", "tpot_s"]
     return measured[columns].merge(simulated[columns], on="index", suffixes=("_measured", "_simulated"))
 
 
 def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
-    """TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
+    """Draw TTFT and TPOT of every request, simulated over measured: by loop, the `matched` frames of all cases."""
     frames = {loop: pd.concat(parts, ignore_index=True) for loop, parts in loops.items() if parts}
     total = sum(map(len, frames.values()))
     every = -(-total // MOST_POINTS) or 1
@@ -295,7 +295,7 @@ def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
 
 
 def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
-    """The error of each metric in every case, as multiples of what is asked: between the lines the bar is met."""
+    """Draw the error of each metric in every case, as multiples of its bar: between the lines the bar is met."""
     bound = Style(BLACK, "dashed")
     marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
     dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
@@ -318,7 +318,7 @@ def _category(bar: Bar) -> str:
 
 
 def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
-    """Of the scores that are asked and are numbers; cases and loops stand beside each other in a metric's place."""
+    """Return the dots of numeric scores with a bar; cases and loops stand beside each other in a metric's space."""
     dots = []
     for score in scores:
         if score.counts and np.isfinite(score.error):

@@ -1,5 +1,5 @@
-"""What the cases of a validation score: how many bars are met, by how much the rest are missed, and where a miss
-comes from: which phase or lane of a step, in which kind of step, or the number of steps.
+"""The tally of a validation's cases: how many bars are met, by how much the rest are missed, and what causes a miss:
+which phase or lane of a step, in which kind of step, or the number of steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_NAMED = 3
 
 
 class CaseScore(NamedTuple):
-    """A score, and the case that it is of."""
+    """A score and its case."""
 
     case: ValidationCase
     score: Score
@@ -41,19 +41,19 @@ class CaseScore(NamedTuple):
 
 
 def judged(cases: Sequence[ValidationCase], bar: Bar | None = None) -> list[CaseScore]:
-    """The scores that are held to a bar: to this one, or to any."""
+    """Return the scores that have this bar, or any."""
     scores = [CaseScore(case, score) for case in cases for score in case.scores if score.counts]
     return [scored for scored in scores if bar is None or scored.score.bar == bar]
 
 
 def of(case: ValidationCase, loop: str, label: str) -> Score | None:
-    """The score in a row of the table: the speed-up stands in the async loop's."""
+    """Return the score in a row of the table: the speed-up stands in the async loop's."""
     row_of = BOTH if label == SPEED_UP and loop == "async" else loop
     return next((score for score in case.scores if (score.loop, score.bar.label) == (row_of, label)), None)
 
 
 def replays(cases: Sequence[ValidationCase]) -> list[ReplayOutcome]:
-    """Every measured run, replayed."""
+    """Return the replay of every measured run."""
     return [verdict for case in cases for verdicts in case.replays.values() for verdict in verdicts]
 
 
@@ -62,7 +62,7 @@ def identical(replay: ReplayOutcome) -> bool:
 
 
 def holds(cases: Sequence[ValidationCase]) -> bool:
-    """Is no bar missed, and does every measured run replay? What cannot be decided is not missed."""
+    """Whether no bar is missed, and every measured run replays. An undecided bar is not missed."""
     return all(scored.score.verdict != "missed" for scored in judged(cases)) and all(map(identical, replays(cases)))
 
 
@@ -70,7 +70,7 @@ def holds(cases: Sequence[ValidationCase]) -> bool:
 
 
 def findings(cases: Sequence[ValidationCase]) -> list[str]:
-    """The verdict, and what does not replay."""
+    """Return sentences on the verdict, and on what does not replay."""
     return [_verdict(cases), _replayed(cases)]
 
 
@@ -98,14 +98,14 @@ def error_text(score: Score) -> str:
 
 
 def size_text(bar: Bar, size: float) -> str:
-    """The size of an error or a spread."""
+    """Return the size of an error or a spread as text."""
     if not isfinite(size):
         return "no number"
     return f"{size * 100:.2f} pt" if bar.points else f"{size:.1%}"
 
 
 def requirement(bar: Bar) -> str:
-    """What a bar asks, in words."""
+    """Return the requirement of a bar, in words."""
     bound = bar.bound * 100
     return f"within {bound:g} point{'' if bound == 1 else 's'}" if bar.points else f"within {bound:g} %"
 
@@ -114,7 +114,7 @@ def requirement(bar: Bar) -> str:
 
 
 def bar_table(cases: Sequence[ValidationCase]) -> Table:
-    """A row a bar, and one for the plans."""
+    """Return a table with a row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
     rows = [_bar_row(bar, judged(cases, bar)) for bar in BARS]
     note = (
@@ -144,7 +144,7 @@ def _plans_row(verdicts: Sequence[ReplayOutcome]) -> tuple[str, ...]:
 
 
 def error_table(cases: Sequence[ValidationCase]) -> Table:
-    """A row for each case and loop, a column for each metric."""
+    """Return a table with a row for each case and loop, a column for each metric."""
     header = ("case", "loop", *(SHORT.get(bar.label, bar.label) for bar in BARS), "plans replayed")
     rows = [_error_row(case, loop) for case in cases for loop in case.loops]
     counts = sorted({len(pair.measured) for case in cases for pair in case.loops.values()})
@@ -174,7 +174,7 @@ def _replay_cell(verdicts: Sequence[ReplayOutcome]) -> str:
 
 
 def repeat_table(cases: Sequence[ValidationCase]) -> list[Table]:
-    """How far the measured runs of one workload and loop lie apart; none if there is one of each."""
+    """Return a table of the spread of the measured runs of one workload and loop; none if there is one of each."""
     repeated = [(case, loop, len(pair.measured)) for case in cases for loop, pair in case.loops.items()]
     rows = [_repeat_row(case, loop, count) for case, loop, count in repeated if count > 1]
     header = ("case", "loop", "runs", *(SHORT.get(label, label) for label in REPEATED))
@@ -195,7 +195,7 @@ def _spread_cell(score: Score | None) -> str:
 
 
 def case_table(cases: Sequence[ValidationCase]) -> Table:
-    """What the cases are."""
+    """Return a table that describes the cases."""
     header = ("case", "model", "scheduler", "CPU work added", "arrivals", "requests", "runs of a loop", "about")
     note = (
         "Runs of a loop: how often it was measured. Arrivals: their rate as a share of the synchronous loop's capacity."
@@ -213,17 +213,17 @@ def _case_row(case: ValidationCase) -> tuple[str, ...]:
 
 # -- causes -----------------------------------------------------------------------------------------------------------
 
-WAIT = "await"  # follows from what is waited for
-KINDS = {"decode steps": False, "prefill steps": True}  # do they read prompts
+WAIT = "await"  # depends on the phases that are waited for
+KINDS = {"decode steps": False, "prefill steps": True}  # whether they read prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """How the simulated run of a loop differs from the measured one of median makespan, in means over the steps.
+    """The difference of a loop's simulated run from the measured one of median makespan, in means over the steps.
 
-    `steps`: of the simulated and of the measured run. `largest`: the phase or lane that differs most, None
-    without steps; `share` is its difference as a share of the measured makespan a step. `kinds`: by kind of step, the
-    relative error of its compute time, None where there is none, and its weight, microseconds over all such steps.
+    `steps`: of the simulated and of the measured run. `largest`: the phase or lane that differs most, None without
+    steps; `share` is its difference as a share of the measured makespan a step. `kinds`: by kind of step, the relative
+    error of its compute time, None if there is none, and its weight, microseconds over all such steps.
     """
 
     steps: tuple[int, int]
@@ -237,7 +237,7 @@ class Cause:
 
     @property
     def summary(self) -> str:
-        """In a line, what weighs most."""
+        """The largest cause in a line."""
         more_steps = self.steps[0] / self.steps[1] - 1 if self.steps[1] else 0.0
         if self.largest is None:
             return "no step with rows to tell by"
@@ -250,7 +250,7 @@ class Cause:
 
 
 def cause(pair: Pair) -> Cause:
-    """Where the simulated run goes astray."""
+    """Determine where the simulated run deviates."""
     sim, measured = pair.simulated, pair.middle
     phases = _that_count(pairing.phases(sim, measured), sim.loop)
     largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
@@ -262,7 +262,7 @@ def cause(pair: Pair) -> Cause:
 
 
 def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
-    """All phases but the wait. Where CPU and device overlap, those of the longer side: the other is free."""
+    """Return all phases but the wait; if CPU and device overlap, only the longer side's, since the other is free."""
     cpu = [phase for phase in phases if phase.name in PHASES and phase.name != WAIT]
     device = [phase for phase in phases if phase.name in LANES]
     if loop == "sync":
@@ -271,7 +271,7 @@ def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
 
 
 def _compute_error(sim: LoadedRun, measured: LoadedRun, prefill: bool) -> tuple[float | None, float]:
-    """Of the steps of a kind: the relative error of their mean compute time, and what it comes to in all of them."""
+    """Return for steps of a kind the relative error of their mean compute time, and its sum over all of them."""
     ours, theirs = (
         run.table.lane("compute")[(run.table["rows"] > 0) & ((run.table["prefill_tokens"] > 0) == prefill)] / 1e3
         for run in (sim, measured)
@@ -283,7 +283,7 @@ def _compute_error(sim: LoadedRun, measured: LoadedRun, prefill: bool) -> tuple[
 
 
 def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
-    """A row for each case and loop with a bar that is not met; none if all are."""
+    """Return a table with a row for each case and loop with a bar that is not met; none if all are."""
     header = (
         *("case", "loop", "so", "differs most", "us a step", "its error", "of the step"),
         *("compute: decode steps", "prefill steps", "steps, simulated", "measured", "not met"),
@@ -305,7 +305,7 @@ def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
 
 
 def not_met(case: ValidationCase, loop: str) -> list[str]:
-    """The bars that this loop misses or that cannot be decided; a speed-up is of both loops."""
+    """Return the bars that this loop misses or that are undecided; a speed-up is of both loops."""
     own = [score for score in case.scores if score.loop in (loop, BOTH)]
     return [score.bar.label for score in own if score.verdict in ("missed", "undecided")]
 
