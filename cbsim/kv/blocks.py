@@ -67,28 +67,28 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out; cached blocks without a user count as free."""
+        """The blocks that can be handed out; cached blocks without a user count as free."""
         return self._free.free
 
     @property
     def saved(self) -> int:
-        """Blocks saved by sharing: table entries less the different blocks that they name. Counted when read."""
+        """The blocks saved by sharing: table entries less the different blocks that they name. Counted when read."""
         named = [block for table in self.live_tables() for block in table]
         return len(named) - len(set(named))
 
     @property
     def ready(self) -> int:
-        """Free blocks that can be handed out as they are: all, unless cached ones have to be evicted first."""
+        """The free blocks that can be handed out as they are: all, unless cached ones have to be evicted first."""
         return self._free.free
 
     @property
     def contents(self) -> int:
-        """Different contents that a request could find; several blocks may have the same."""
+        """The number of different contents that a request could find; several blocks may have the same."""
         return len(self._index)
 
     @property
     def keyed(self) -> int:
-        """Blocks whose content a request could find, in use or free."""
+        """The number of blocks whose content a request could find, in use or free."""
         return len(self._key_of)
 
     def blocks_for(self, tokens: int) -> int:
@@ -128,12 +128,12 @@ class BlockPool:
         return max(0, self.blocks_for(tokens) - self.allocated(request))
 
     def due(self, request: Request, tokens: int) -> int:
-        """Return the blocks that a request lacks for its next `tokens` tokens, less those that it no longer needs."""
+        """Return the blocks lacking for a request's next `tokens` tokens, after freeing those no longer needed."""
         return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """Return the free blocks that a request needs, beside those found in the cache, to hold its first `tokens`
-        tokens and `whole` tokens in all.
+        tokens, or `whole` tokens if that is more.
         """
         return max(self.missing(request, max(whole, tokens)) - len(hits), 0) + self.idle(hits)
 

@@ -28,7 +28,7 @@ class FreeList(Protocol):
 
 
 class FreeQueue:
-    """vLLM's free queue: blocks are taken from the front; a freed table is walked tail first.
+    """A free list as vLLM's one queue: blocks are taken from the front; a freed table is walked tail first.
 
     0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
     which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces. Both
@@ -99,8 +99,8 @@ class FreeQueue:
 
 
 class PageQueue:
-    """SGLang's free list: pages are taken from the front; freed ones are appended, or with `in_front` put there, head
-    first. Lists of freed pages stay as they are until they are handed out, and no other code changes them.
+    """A free list as SGLang's: pages are taken from the front; freed ones are appended, or with `in_front` put there,
+    head first. Lists of freed pages stay as they are until they are handed out, and no other code changes them.
     """
 
     def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
@@ -144,8 +144,8 @@ class PageQueue:
 
 
 class CachedLast:
-    """transformers' two free lists: blocks without content are a FIFO queue; cached blocks are taken only when that is
-    short, newest first. A freed table is walked head first.
+    """A free list as transformers' two: blocks without content are a FIFO queue; cached blocks are taken only when that
+    is short, newest first. A freed table is walked head first.
     """
 
     def __init__(self, blocks: Iterable[int]) -> None:

@@ -82,7 +82,7 @@ class GroupPool(TablePool):
         return self.missing(request, computed + tokens)
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
-        """Count for `tokens` tokens behind the hit and, up to what it has at a time, for the `whole` request."""
+        """Return the free blocks needed for `tokens` tokens behind the hit, or at a time for the `whole` request."""
         hit = self._hit if hits else NO_HIT
         now = at_most = idle = 0
         for g, rule in enumerate(self.rules):

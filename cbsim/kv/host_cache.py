@@ -155,7 +155,7 @@ class HostCache:
 
 
 class Lru(Eviction):
-    """Eviction by rank, least first. All that a request looks up has one number, later chunks rank lower; when it is
+    """An eviction by rank, least first. All that a request looks up has one number, later chunks rank lower; when it is
     over, these chunks get new numbers, its first chunk the largest.
     """
 
@@ -217,8 +217,8 @@ class Lru(Eviction):
 
 
 class Arc(Eviction):
-    """Adaptive replacement: `once` and `often` hold the chunks, two ghost lists remember those evicted from each, and a
-    ghost that is wanted again changes `goal`, the size that `once` should have.
+    """An adaptive replacement cache: `once` and `often` hold the chunks, two ghost lists remember those evicted from
+    each, and a ghost that is wanted again changes `goal`, the size that `once` should have.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -305,8 +305,8 @@ def _by_number(entry: tuple[int, int]) -> int:
 
 
 class HostBlocks:
-    """Blocks 1 to `num_blocks` - 1; block 0 is never used. A block without references is free, and found by its key
-    until it is handed out again. Several may have the same key.
+    """A pool of blocks 1 to `num_blocks` - 1; block 0 is never used. A block without references is free, and found by
+    its key until it is handed out again. Several may have the same key.
     """
 
     def __init__(self, num_blocks: int) -> None:

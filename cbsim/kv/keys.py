@@ -20,7 +20,7 @@ class Keys:
         self.pool = pool
 
     def row(self, request: Request, end: int) -> None:
-        """A row is being planned after which `end` tokens of the request are computed."""
+        """Record that a row is being planned after which `end` tokens of the request are computed."""
 
     def joins(self, request: Request) -> bool:
         """True if the rule has to know of the blocks that a request, about to join the decode batch, fills there."""
@@ -33,7 +33,7 @@ class Keys:
         return []
 
     def leaves(self, request: Request) -> None:
-        """A member is about to leave the decode batch."""
+        """Record that a member is about to leave the decode batch."""
 
     def fills(self, request: Request, row: Chunk) -> int:
         """Return the full blocks that get their keys when the row, which has just been scheduled, completes."""
@@ -45,7 +45,7 @@ class Keys:
 
 
 class KeysWhenKnown(Keys):
-    """vLLM's rule: keys with the plan that fills the block, or when its last token is known; duplicates are kept."""
+    """The rule of vLLM: with the plan that fills the block, or once its last token is known; duplicates are kept."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
@@ -93,7 +93,7 @@ class KeysWhenKnown(Keys):
 
 
 class GroupKeys(Keys):
-    """vLLM's rule with layer groups: as `KeysWhenKnown`, for blocks that stay cached."""
+    """The rule of vLLM with layer groups: as `KeysWhenKnown`, for blocks that stay cached."""
 
     def __init__(self, pool: GroupPool) -> None:
         super().__init__(pool)
@@ -111,7 +111,7 @@ class GroupKeys(Keys):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KeysWhenCompleted(Keys):
-    """transformers' rule: when the row that fills the block is back; a duplicate gives way to the block before it."""
+    """The rule of transformers: when the row that fills the block is back; a duplicate is replaced by the first."""
 
     hears_of_rows = True
 
@@ -122,7 +122,7 @@ class KeysWhenCompleted(Keys):
         return filling
 
     def fills(self, request: Request, row: Chunk) -> int:
-        """Count blocks that were copied to where they are as well: they have no key, like those that the row fills."""
+        """Return the full blocks without a key: those that the row fills, and those that were copied to their place."""
         return max(0, (row.start + row.tokens) // self.pool.block_size - request.hashed)
 
     def completed(self, completion: Completion, over: bool) -> list[Replaced]:
@@ -134,7 +134,7 @@ class KeysWhenCompleted(Keys):
 
 
 class KeysOfPrefills(KeysWhenCompleted):
-    """SGLang's rule: keys come when the batch that completes a prompt is back, for outputs at the end."""
+    """The rule of SGLang: when the batch that completes a prompt is back. Outputs get keys at the end."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)

@@ -36,7 +36,7 @@ class Grouping(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Units in tokens: a hit is a multiple of `prefix`; content is hashed in pieces of `hashed`."""
+    """A cache's units in tokens: a hit is a multiple of `prefix`; content is hashed in pieces of `hashed`."""
 
     prefix: int
     hashed: int
@@ -75,7 +75,7 @@ def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = Fa
 
 
 NEVER = 1 << 60
-EVERY_HIT = None  # retention: every prefix of a known prompt that could be found is
+EVERY_HIT = None  # retention by which every possible prefix of a known prompt is found
 
 
 class GroupRule:
@@ -160,7 +160,7 @@ class GroupHit:
 
 
 class Kind:
-    """Groups that are looked up together: a block counts only if all of them have it."""
+    """A kind of groups that are looked up together: a block counts only if all of them have it."""
 
     def __init__(self, rule: GroupRule, groups: list[int]) -> None:
         self.rule = rule

@@ -224,8 +224,8 @@ Rank = tuple[int, int]
 
 
 class Node:
-    """Pages `start` up to `end` of a key, and what ranks it for eviction. Pages before `start` are the ancestors'; a
-    node that is split keeps its end.
+    """A node: pages `start` up to `end` of a key, and what ranks it for eviction. Pages before `start` are the
+    ancestors'; a node that is split keeps its end.
 
     `lock` counts its readers, `hits` the keys that went through it. `born` and `time` (last use) are the tree's clock.
     `queued`: its rank among the leaves, if it is listed there. `parent` is None for the root and for evicted nodes.

@@ -49,7 +49,7 @@ class RadixPool(BlockPool):
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out, some of them only after an eviction."""
+        """The blocks that can be handed out, some of them only after an eviction."""
         return self._free.free + self.tree.evictable
 
     @property

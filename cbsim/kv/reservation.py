@@ -95,7 +95,7 @@ class PiecePool(BlockPool):
 
 
 class Buddies:
-    """Free pieces by their size. The lowest piece of the smallest sufficient size is handed out."""
+    """A buddy system: free pieces by their size. The lowest of the smallest sufficient size is handed out."""
 
     def __init__(self, blocks: int) -> None:
         self.free = self._blocks = blocks
@@ -169,8 +169,8 @@ class Buddies:
 
 
 class Extents:
-    """Free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the first one
-    that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
+    """A list of free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the
+    first one that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
     """
 
     def __init__(self, blocks: int, *, best: bool) -> None:

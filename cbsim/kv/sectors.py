@@ -30,7 +30,7 @@ class Sectors:
 
     @property
     def ready(self) -> int:
-        """Blocks that can be handed out without an eviction."""
+        """The number of blocks that can be handed out without an eviction."""
         return self._claimed_free + len(self.stack) * self.per
 
     @property
@@ -39,7 +39,7 @@ class Sectors:
 
     @property
     def claimed_free(self) -> int:
-        """Free blocks of claimed sectors."""
+        """The number of free blocks in claimed sectors."""
         return self._claimed_free
 
     def short(self, count: int) -> int:
@@ -115,8 +115,8 @@ class Sectors:
 
 
 class KindSectors:
-    """Sectors of several kinds of layers over one stack. A block of kind k is `pages[k]` pages of the memory, and its
-    number times that is the first of them; a sector has `per_sector`. Free pages are counted; none is cached.
+    """The sectors of several kinds of layers over one stack. A block of kind k is `pages[k]` pages of the memory, and
+    its number times that is the first of them; a sector has `per_sector`. Free pages are counted; none is cached.
     """
 
     def __init__(self, sectors: Iterable[int], pages: Sequence[int], per_sector: int) -> None:
@@ -246,7 +246,7 @@ class SectorPool(BlockPool):
 
 
 class HostSectors:
-    """Sectors of the host's memory; `num_blocks` counts pages. The blocks of a table are in order of their numbers."""
+    """The sectors of the host's memory; `num_blocks` counts pages. Blocks of a table are in order of their numbers."""
 
     def __init__(self, num_pages: int, pages: Sequence[int], per_sector: int) -> None:
         self.num_blocks = num_pages

@@ -79,7 +79,7 @@ class FilledPool(TablePool):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RingPool(FilledPool):
-    """Full blocks of layers that see all get keys, group by group; no lookup finds them, but duplicates merge."""
+    """A pool in which full blocks of layers that see all get keys, group by group: never found, but merged."""
 
     def in_groups(self, count: int, have: int = 0) -> int:
         return sum([_added(group, count, have) for group in self.groups])

@@ -13,17 +13,17 @@ product over 128 rows takes as long as over one."""
 
 
 def vllm_sizes(largest: int) -> list[int]:
-    """Batch sizes that vLLM captures, tokens: `VllmConfig._set_cudagraph_sizes` up to `largest`."""
+    """Return the batch sizes that vLLM captures, tokens: `VllmConfig._set_cudagraph_sizes` up to `largest`."""
     return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if size <= largest]
 
 
 def up_to_multiple(value: int, interval: int, most: int) -> int:
-    """`value` rounded up to a multiple of `interval`, at least one interval, at most `most`."""
+    """Return `value` rounded up to a multiple of `interval`, at least one interval, at most `most`."""
     return min(max(interval, -(-value // interval) * interval), most)
 
 
 def up_to_power(value: int, most: int) -> int:
-    """`value` rounded up to a power of two, at most `most`."""
+    """Return `value` rounded up to a power of two, at most `most`."""
     return min(1 << max(0, value - 1).bit_length(), most)
 
 

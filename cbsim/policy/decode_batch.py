@@ -90,7 +90,7 @@ class DecodeBatch(Pace):
         self._due: list[Entry] = []  # entries of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
         self._joins = 0
-        self._heads: list[tuple[int, int, int, Request]] = []  # heap of joins: (pace - computed, number, since, who)
+        self._heads: list[tuple[int, int, int, Request]] = []  # heap of (pace - computed, number, since, request)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -107,12 +107,12 @@ class DecodeBatch(Pace):
 
     @property
     def context(self) -> int:
-        """KV tokens that the members' next rows read, their own token not counted."""
+        """The KV tokens that the members' next rows read, their own token not counted."""
         return self._offset + len(self._members) * self.pace
 
     @property
     def longest(self) -> int:
-        """KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
+        """The KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
         heads = self._heads
         while heads:
             head, _, since, request = heads[0]
@@ -231,7 +231,7 @@ class DecodeBatch(Pace):
 
 @value(init=False)
 class Scheduled:
-    """Listed rows: requests that join or sample their declared last token, query tokens, blocks, new blocks."""
+    """A summary of listed rows: requests that join or sample a declared last token, tokens, blocks, new blocks."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class Decoding:
         self._replaced += [(request.spec, index, block) for index, block in entries]
 
     def call_off(self, request: Request) -> None:
-        """Drop in-order transfers of a request that no plan has listed, before it loses their targets."""
+        """Drop in-order transfers of a request that no plan has listed, before it loses their blocks."""
         if self.transfers:
             self.transfers = [m for m in self.transfers if m.spec is not request.spec or m.job != IN_ORDER]
 

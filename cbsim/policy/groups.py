@@ -65,7 +65,7 @@ FULL = Attention()
 
 
 class LayerGroup(NamedTuple):
-    """Layers that share their block tables, all of them of one `attention`. With `ring`, a table has at most so many
+    """A group of layers that share their block tables, all of one `attention`. With `ring`, a table has at most so many
     entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i.
     """
 

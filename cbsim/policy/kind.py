@@ -102,7 +102,7 @@ def require(holds: bool, field: str, message: str) -> None:
 
 
 class Options(Protocol):
-    """Settings with all sizes solved. `num_blocks` counts every block of the cache."""
+    """A scheduler's settings with all sizes solved. `num_blocks` counts every block of the cache."""
 
     @property
     def block_size(self) -> int: ...
@@ -146,15 +146,15 @@ class Site(Protocol):
 
     @property
     def depth(self) -> int:
-        """Steps in flight."""
+        """The steps in flight."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """The tokens in a block."""
 
     @property
     def gpus(self) -> int:
-        """GPUs that share every layer."""
+        """The number of GPUs that share every layer."""
 
     @property
     def block_bytes(self) -> int:
@@ -162,11 +162,11 @@ class Site(Protocol):
 
     @property
     def max_position(self) -> int:
-        """Longest sequence that the model is made for, tokens."""
+        """The longest sequence that the model is made for, tokens."""
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """The number of layers of the model."""
 
     @property
     def attention(self) -> Sequence[Attention]:
@@ -191,7 +191,7 @@ class Site(Protocol):
 
     @property
     def memory_fraction(self) -> float:
-        """Share of the memory that the cache may fill, as the scheduler's rule counts it."""
+        """The share of the memory that the cache may fill, as the scheduler's rule counts it."""
 
     @property
     def num_blocks(self) -> int | None:

@@ -37,7 +37,7 @@ class Polled:
 
 @value(frozen=True)
 class Poll:
-    """The effect that asks for arrivals and cancellations. `wait`: nothing else to do, block until one arrives."""
+    """The effect that polls for arrivals and cancellations. `wait`: nothing else to do, block until one arrives."""
 
     wait: bool = False
 
@@ -55,7 +55,7 @@ class Idle:
 
 @value(init=False)
 class Await:
-    """The effect that asks for a step's result. `cancels`: and for cancellations received until it is there."""
+    """The effect that awaits a step's result. `cancels`: with the cancellations received until it is there."""
 
     def __init__(self, plan: StepPlan, ticket: Any, cancels: bool) -> None:
         self.plan: Final = plan
@@ -120,7 +120,7 @@ class Scheduler(Protocol):
 
     @property
     def requests(self) -> Mapping[RequestSpec, Request]:
-        """Requests that have not ended."""
+        """The requests that have not ended."""
 
     @property
     def waiting(self) -> Sized:

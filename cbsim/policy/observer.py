@@ -38,7 +38,7 @@ class Observer:
         """Everything cached was evicted: these blocks, oldest first."""
 
     def asked(self, request: Request, local: int, external: int | None) -> None:
-        """A connector has `external` tokens behind `local` cached ones; None: it has to be asked again."""
+        """A connector has `external` tokens behind `local` cached ones; None: it has to be queried again."""
 
     def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
         """`external` tokens of a request are being loaded into the last of these blocks, its whole table."""

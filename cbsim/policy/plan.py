@@ -110,7 +110,7 @@ class StepWork:
 
     @property
     def computed_tokens(self) -> int:
-        """Query tokens that the step computes by itself, with the padding of a static batch."""
+        """The query tokens that the step computes by itself, with the padding of a static batch."""
         tokens = self.prefill_tokens + self.decodes + self.padding_rows
         for chunk in self.chunks:
             tokens += chunk.padding
@@ -155,7 +155,7 @@ NO_WORK, UNDISTURBED = StepWork(), StepChanges()
 
 @value(init=False)
 class StepCounts:
-    """Sums for costs and records. All but the first two hold after planning.
+    """The sums for costs and records. All but the first two apply after planning.
 
     `table_blocks` are in the tables of the step's rows, `new_blocks` were handed out for it. `cached_blocks` are the
     free ones with content that has a key in the prefix cache.

@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class Finish(Enum):
-    """Why a request ended. LENGTH: its limit, which a scheduler can foresee; STOP: seen only with the token."""
+    """The reason why a request ended. LENGTH: its limit, foreseeable; STOP: seen only with its token."""
 
     LENGTH = "length"
     STOP = "stop"

@@ -69,7 +69,7 @@ class Sarathi:
 
 
 class Orca:
-    """Iteration-level batching: whole prompts beside decoding requests, the longest sequence reserved for each.
+    """The policy of iteration-level batching: whole prompts beside decoding requests, longest sequence reserved.
 
     Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022). No table grows,
     so no request is preempted.
@@ -82,7 +82,7 @@ class Orca:
 
 
 class FasterTransformer:
-    """Batches that decode until their last request has ended, or the next one is admitted.
+    """The policy by which a batch decodes until its last request has ended, or the next one is admitted.
 
     The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
     computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
@@ -119,7 +119,7 @@ class VllmV0:
 
 
 class SimpleChunking:
-    """Chunks of prompts alone, in steps that alternate with decode steps. `decodes`: the next step decodes."""
+    """The policy of prompt chunks alone, in steps that alternate with decode steps. `decodes`: the next one decodes."""
 
     def __init__(self, settings: SimpleChunkingSettings) -> None:
         self._size = settings.chunk_size

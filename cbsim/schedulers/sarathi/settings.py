@@ -178,7 +178,7 @@ class ServeOptions(Generic[S]):
 
     @property
     def limits(self) -> Limits:
-        """The limits: prompts' tokens, or one a running request. With any prompts the longest is reserved."""
+        """The limits: a step's prompt tokens or its slots; without a bound, the blocks of the longest sequence."""
         slots, tokens = self.max_num_seqs, self.max_batched_tokens
         if tokens is None:
             return Limits(slots=slots, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))

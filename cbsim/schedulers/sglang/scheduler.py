@@ -29,7 +29,7 @@ RETRACT_STEPS = 20  # decode steps for which retraction makes room
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SglangScheduler(SchedulerBase):
-    """SGLang as a policy. Depth 1 is its `event_loop_normal`, depth 2 `event_loop_overlap`."""
+    """A policy with SGLang's rules. Depth 1 is its `event_loop_normal`, depth 2 `event_loop_overlap`."""
 
     def __init__(self, options: SglangOptions, observer: Observer = NULL_OBSERVER) -> None:
         self.options = o = options

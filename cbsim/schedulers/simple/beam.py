@@ -137,7 +137,7 @@ class Search:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BeamScheduler(SchedulerBase):
-    """Beam search as a policy."""
+    """A policy for beam search."""
 
     def __init__(self, options: BeamOptions) -> None:
         self.pool = BeamPool(options.block_size, options.num_blocks)

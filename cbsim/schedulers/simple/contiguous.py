@@ -63,7 +63,7 @@ class Contiguous:
 
 
 def _turn(request: Request) -> tuple[bool, int]:
-    """Sort decoding requests first, then partly computed prompts; each in order of admission."""
+    """Return the sort key: decoding requests, then partly computed prompts; each in order of admission."""
     return request.status is Status.PREFILL, request.order
 
 

@@ -37,7 +37,7 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """Parallel sampling (n > 1): samples that wait for their first request, which has not computed its prompt yet.
+    """The samples (n > 1) that wait for their first request, which has not computed its prompt yet.
 
     The prompt is computed up to its last token by the request that came first. Its samples then take over what it has,
     and each computes the last token by itself, so that each samples a first output of its own.
@@ -159,7 +159,7 @@ class Step:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TransformersScheduler(SchedulerBase):
-    """transformers 5.17 as a policy. Depth 1 is its synchronous loop, depth 2 `use_async_batching`."""
+    """A policy with transformers 5.17's rules. Depth 1 is its synchronous loop, depth 2 `use_async_batching`."""
 
     awaits_when_idle = False
 

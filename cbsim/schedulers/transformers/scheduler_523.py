@@ -35,7 +35,7 @@ from cbsim.schedulers.transformers.settings import (
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Transformers523(TransformersScheduler):
-    """transformers 5.23 as a policy."""
+    """A policy with transformers 5.23's rules."""
 
     def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(options, observer)
@@ -47,7 +47,7 @@ class Transformers523(TransformersScheduler):
         return SectorPool(self.options.block_size, self.options.num_blocks, self.make_sectors(0), observer)
 
     def make_sectors(self, first: int) -> Sectors:
-        """Return the sectors of the cache. The original's first two are scratch and never claimed."""
+        """Return the sectors of the cache. The original's first two are only scratch, and never claimed."""
         per = self.options.blocks_per_sector
         return Sectors(list(range(first, first + self.options.num_blocks // per)), per)
 
@@ -123,7 +123,7 @@ class Transformers523(TransformersScheduler):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KindsOfLayers(Transformers523):
-    """The policy with a table for each kind of layers. `num_blocks` counts pages: the largest common pieces."""
+    """A policy with a table for each kind of layers. `num_blocks` counts pages: the largest that make all blocks."""
 
     def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(options, observer)

@@ -70,7 +70,7 @@ class TransformersSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersOptions(TransformersSettings):
-    """ContinuousBatchingConfig's options, all resolved. In 5.23 both numbers of blocks are those of whole sectors.
+    """The options of ContinuousBatchingConfig, all resolved. In 5.23 both numbers of blocks are those of whole sectors.
     `groups`: those of layers, if some have windows; then 5.23's blocks are counted as pages, of which theirs are made.
     """
 

@@ -23,7 +23,7 @@ class Fit(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Capacity:
-    """GUARANTEED_NO_EVICT: the cache of a request is reserved to its end, so no started request is paused.
+    """The GUARANTEED_NO_EVICT rule: cache is reserved to a request's end, so no started request is paused.
 
     STATIC_BATCH is the same, but no request starts while another generates.
     """
@@ -81,7 +81,7 @@ class Capacity:
 
 
 class MaxUtilization(Capacity):
-    """MAX_UTILIZATION: a request needs room for its next step only; if it lacks it, the last started is paused."""
+    """The MAX_UTILIZATION rule: a request needs room for its next step; if it lacks it, the last started is paused."""
 
     def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
         super().__init__(options, decoding)
@@ -114,9 +114,8 @@ class MaxUtilization(Capacity):
         return self._walk(sorted([*generating, *contexts], key=by_order), 0, 0)
 
     def _walk(self, line: list[Request], slots: int, used: int) -> Fit:
-        """Return the fitting requests, in order of arrival, behind `slots` slots and `used` blocks in use. For one that
-        does not fit, the last started from it on, perhaps itself, is paused and ends the line; if there is none, the
-        walk ends.
+        """Return the fitting requests, in order of arrival, behind `slots` slots and `used` blocks. For a misfit, the
+        last started from it on, perhaps itself, is paused and ends the line; if none has started, the walk ends.
         """
         fits: list[Request] = []
         paused: list[Request] = []

@@ -119,7 +119,7 @@ def equal_progress(missing: list[int], capacity: int, unit: int) -> list[int]:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TrtllmScheduler(SchedulerBase):
-    """TensorRT-LLM as a policy. Depth 1 is its plain executor loop, depth 2 the one with the overlap scheduler."""
+    """A policy with TensorRT-LLM's rules. Depth 1 is its plain executor loop, depth 2 the overlap scheduler's."""
 
     def __init__(self, options: TrtllmOptions, observer: Observer = NULL_OBSERVER) -> None:
         self.pool = plain_pool(options, observer)

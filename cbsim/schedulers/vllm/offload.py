@@ -12,7 +12,7 @@ from cbsim.schedulers.vllm.transfers import Ahead, Rows
 
 
 class SimpleOffload:
-    """SimpleCPUOffloadConnector: the host's tier is a second pool of blocks, found by the same keys.
+    """The SimpleCPUOffloadConnector: the host's tier is a second pool of blocks, found by the same keys.
 
     Eager and lazy have everything in common but the choice of stored blocks. All loads that begin with a step are a
     job, and so are its stores. What is read or stored on the device has a reference, so it is not handed out meanwhile.
@@ -124,7 +124,7 @@ class SimpleOffload:
 
 
 class EagerOffload(SimpleOffload):
-    """Blocks go to the host once they are computed: those of running requests with every step, the rest when a request
+    """An offload of blocks once they are computed: those of running requests with every step, the rest when a request
     ends.
     """
 
@@ -189,7 +189,7 @@ class EagerOffload(SimpleOffload):
 
 
 class LazyOffload(SimpleOffload):
-    """Blocks go to the host when they may be handed out soon."""
+    """An offload of blocks when they may be handed out soon."""
 
     def __init__(self, decoding: Decoding, host: HostBlocks, most: int) -> None:
         """Consider at most `most` blocks of the free queue in a step."""
@@ -199,8 +199,8 @@ class LazyOffload(SimpleOffload):
         self._restless = 0  # blocks stored since the last request ended
 
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
-        """Choose blocks of the free queue. A host smaller than what the device caches never has it all, and a store
-        puts its blocks behind the cursor again: vLLM alone never ends. This ends when as many are stored as there are.
+        """Choose blocks of the free queue. A host smaller than the device's cache never has it all, and a store puts its
+        blocks behind the cursor again: vLLM stores for ever. Here it ends after as many stores as there are blocks.
         """
         self._restless = self._restless if ahead.alone else 0
         if self._restless > self._pool.num_blocks:
@@ -243,7 +243,7 @@ class _Job:
 
 
 class NativeOffload:
-    """OffloadingConnector: the host's tier is a cache of chunks, filled with prompts as they are computed.
+    """The OffloadingConnector: the host's tier is a cache of chunks, filled with prompts as they are computed.
 
     A chunk has `blocks_per_chunk` blocks and the key of its last one. Every load, and what a request stores in a step,
     is a job. What is stored has no reference on the device: before a block of an ended request is written again, the

@@ -32,7 +32,7 @@ from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class VllmScheduler(SchedulerBase):
-    """vLLM V1 as a policy. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
+    """A policy with vLLM V1's rules. Depth 1 is `EngineCore.step`, depth 2 `step_with_batch_queue`."""
 
     polls_before_update = True
 

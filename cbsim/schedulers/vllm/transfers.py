@@ -256,7 +256,7 @@ class Transfers:
             self._last_row[self._decoding.requests[spec]] = self._planned
 
     def in_flight(self, request: Request) -> bool:
-        """True if a row of this request is planned and not back; never without plans ahead."""
+        """True if a row of this request is planned and not back; without plans ahead its result is there already."""
         if not self._ahead:
             return False
         last = self._planned if request.batch is not None else self._last_row.get(request, 0)
@@ -316,7 +316,7 @@ class Transfers:
 
 
 class HandOff:
-    """Prefill and decode on different servers: vLLM's rules for a connector that pulls KV from one to the other.
+    """A hand-off between servers that prefill and decode: vLLM's rules for a connector that pulls KV across.
 
     Consumer: a request whose prompt was computed elsewhere loads all of it behind what is cached here; its last token
     is computed again, and gives the first output. It loads once: after a preemption, or if the load fails, it prefills
