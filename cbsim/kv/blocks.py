@@ -120,7 +120,7 @@ class BlockPool:
         return blocks
 
     def spans(self, request: Request) -> list[tuple[int, int]]:
-        """Return, for each table of a request, the first token of the sequence that its blocks hold and the end."""
+        """Return, for each table of a request, (first, end) of the tokens of the sequence that its blocks hold."""
         return [(0, self.allocated(request) * self.block_size)]
 
     def missing(self, request: Request, tokens: int) -> int:
@@ -226,7 +226,7 @@ class BlockPool:
         self.adopt(sample, table)
 
     def fan_out(self, request: Request, samples: list[Request], whole: int) -> None:
-        """Make tables for samples of a request, as long as its own; they share the first `whole` blocks."""
+        """Make tables for samples of a request, as long as its own: the first `whole` blocks shared, others fresh."""
         for sample in samples:
             self.share(request, sample, whole)
             self.grow(sample, self.allocated(request) - whole)

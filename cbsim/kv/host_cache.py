@@ -253,7 +253,7 @@ class Arc(Eviction):
         if len(once) + len(often) < count:
             return None
         victims: list[int] = []
-        size, first, second = len(self.once), 0, 0  # size of `once`, and how many of either list go
+        size, first, second = len(self.once), 0, 0  # what is left of `once`, and how many of either go
         while len(victims) < count:
             if first < len(once) and (size >= int(self.goal) or second == len(often)):
                 victims.append(once[first])

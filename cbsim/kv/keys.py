@@ -55,7 +55,7 @@ class KeysWhenKnown(Keys):
         self.pool.publish(request, min(end, request.known) // self.pool.block_size)
 
     def joins(self, request: Request) -> bool:
-        """True if blocks get keys as they fill as a member: not if no other request could ever look them up."""
+        """True if the blocks that a member fills get keys: not if no other request could ever look them up."""
         full = request.computed // self.pool.block_size
         named = min(full + 1, request.named) > request.hashed
         if named and request.hashed < full:
