@@ -1,12 +1,12 @@
-"""Simulator of continuous batching: scheduling, KV blocks, chunked prefill and CPU/GPU overlap.
+"""A simulator of continuous batching: scheduling, KV blocks, chunked prefill and CPU/GPU overlap.
 
     scenario = cbsim.load("8k_b32", "loop.mode=async")
     result = cbsim.run(scenario)
     print(result)
 
-Nothing is loaded before it is used, nothing is written before `save`, nothing is remembered between two calls. A
-package named like a function of this module (`run`, `sweep`, `read`) would shadow it once it is imported: that is why
-the rooms are `runs` and `sweeps`.
+Nothing is loaded before it is used, nothing is written before `save`, no state is kept between two calls. A package
+named like a function of this module (`run`, `sweep`, `read`) would shadow it once it is imported, so the rooms are
+called `runs` and `sweeps`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
 
 def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> Scenario:
-    """A scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such as
-    `loop.mode=async`. Raises ScenarioError.
+    """Return a scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such
+    as `loop.mode=async`. Raises ScenarioError.
     """
     from cbsim.scenario.scenario import scenario_of
 
@@ -81,7 +81,7 @@ def run(
 
 
 def read(path: str | Path) -> Result:
-    """The Result of a run directory, simulated or measured. Raises RunError."""
+    """Read the Result of a run directory, simulated or measured. Raises RunError."""
     from cbsim.runs import result
 
     return result.read(path)
@@ -90,9 +90,9 @@ def read(path: str | Path) -> Result:
 def sweep(
     source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps", jobs: int = 1, ray: str | None = None
 ) -> Swept:
-    """Make the runs of a sweep file, or of its fields, that `store` lacks: in this process, or in `jobs` others. Then a
-    script stands under `if __name__ == "__main__":`, since each of them imports it. Or on the Ray cluster at the
-    address `ray`. What comes back has a `table` with a row a point. Raises ScenarioError, RunError.
+    """Make the runs of a sweep file, or of its fields, that `store` lacks: in this process, in `jobs` others, or on the
+    Ray cluster at the address `ray`. Other processes import the calling script, so its code must be under
+    `if __name__ == "__main__":`. The result's `table` has a row a point. Raises ScenarioError, RunError.
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
@@ -113,8 +113,8 @@ def capacity(
     ray: str | None = None,
     **terms: float,
 ) -> Capacity:
-    """How much load a server of one loop holds within conditions such as `ttft.p99<=2s`, and with a `goodput` such as
-    `99%` of the requests within the scenario's slo. `terms` are confidence, width, replicates and warmup as those of
+    """Find the load that a server of one loop sustains within conditions such as `ttft.p99<=2s`, and with a `goodput`
+    such as `99%` of the requests within the scenario's slo. `terms` are confidence, width, replicates and warmup, as in
     the command. `store`, `jobs` and `ray` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
     """
     from contextlib import closing
@@ -144,8 +144,8 @@ def tune(
     ray: str | None = None,
 ) -> Tuned:
     """Search the values of `knobs` for the best `metric`, such as `goodput` or `min:ttft.p99`, with all conditions of
-    `slo` kept. `changes` are overrides as for `load`; `store`, `jobs` and `ray` are those of `sweep`. What comes back
-    prints as what is known of each candidate. Raises ScenarioError, CheckError, RunError.
+    `slo` kept. `changes` are overrides as for `load`; `store`, `jobs` and `ray` are those of `sweep`. The result prints
+    as a table of the candidates. Raises ScenarioError, CheckError, RunError.
     """
     from cbsim.metrics import checks
     from cbsim.scenario.fields import check_strings

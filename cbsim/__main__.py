@@ -1,4 +1,4 @@
-"""`python -m cbsim`."""
+"""The entry point of `python -m cbsim`."""
 
 import gc
 import sys
@@ -6,5 +6,5 @@ import sys
 from cbsim.cli.parser import main
 
 status = main()
-gc.freeze()  # at its end Python looks through all there is for cycles, which takes a tenth of a second
+gc.freeze()  # at exit Python searches all objects for cycles, which takes a tenth of a second
 sys.exit(status)

@@ -1,4 +1,4 @@
-"""The errors that a user can cause, and the exit status each stands for: 1 a run failed, 2 a mistake in what was asked.
+"""The errors that a user can cause, and their exit statuses: 1 for a failed run, 2 for a mistake in the input.
 
 Every command line maps errors to statuses by `UserError.exit_status` alone.
 """
@@ -12,9 +12,9 @@ OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3  # exit statuses of the commands
 
 
 class UserError(ValueError):
-    """Something that a user wrote or named cannot be used. The message says all; the attributes say the same apart,
-    each None where it is not known: `file` and `line`, the dotted `field`, the `value` in it, and the `bound`, a text
-    that says what would be allowed.
+    """An error in something that a user wrote or named. The message is complete; the attributes hold its parts, each
+    None where it is not known: `file` and `line`, the dotted `field`, the `value` in it, and the `bound`, a text of
+    what would be allowed.
     """
 
     exit_status = USAGE
@@ -35,28 +35,28 @@ class UserError(ValueError):
 
 
 class ScenarioError(UserError):
-    """Something a user wrote cannot be used. Its text says where it is, what it is, and what would be allowed."""
+    """An error in a user's input. The message has its place, its value, and what would be allowed."""
 
 
 class CheckError(UserError):
-    """A condition that cannot be understood; the message says what is wrong with it."""
+    """An error in a condition; the message says what is wrong with it."""
 
 
 class RunError(UserError):
-    """A run that failed, or a file of one that cannot be written or read; the message names file and reason."""
+    """An error of a run, or in writing or reading one of its files; the message names file and reason."""
 
     exit_status = ERROR
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt; the message says what becomes of the work."""
+    """An interrupt by the user; the message says what becomes of the work."""
 
 
 class ServerError(UserError):
-    """A server cannot go on: what happened until then is kept. The message says why."""
+    """An error after which a server cannot continue; the record up to it is kept. The message has the reason."""
 
     exit_status = ERROR
 
 
 class DeadlockError(Exception):
-    """The scheduler holds requests, can plan nothing, and nothing is in flight that could change that."""
+    """An error of a scheduler that has requests and can plan nothing, with nothing in flight that could change that."""

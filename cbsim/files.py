@@ -1,4 +1,4 @@
-"""Files that a user names, read with one wording of what is wrong with them. Standard library only."""
+"""Readers of files that a user names, with one wording of their errors. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 b
 
 
 def too_long(path: str) -> bool:
-    """Is it a path that no system can look up?"""
+    """True if the path is longer than a system can look up."""
     return len(path) > 1000 or any(len(name.encode("utf-8", "replace")) > 255 for name in path.split("/"))
 
 
 @contextmanager
 def access(path: Path | str, error: type[UserError] = ScenarioError, done: str = "read") -> Iterator[None]:
-    """What the system refuses becomes `error`: the file, what cannot be done with it, and why."""
+    """Turn an error of the system into `error`, which names the file, the operation and the reason."""
     try:
         yield
     except UnicodeDecodeError:
@@ -34,7 +34,7 @@ def access(path: Path | str, error: type[UserError] = ScenarioError, done: str =
 
 
 def read_bytes(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file. Raises `error`, also if there are more bytes than that."""
+    """Read the content of a regular file. Raises `error`, also if it has more than `most_bytes`."""
     with access(path, error):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe may wait for ever
             raise error(f"{path}: cannot be read: it is not a regular file", file=path)
@@ -46,14 +46,14 @@ def read_bytes(path: Path, error: type[UserError] = ScenarioError, most_bytes: i
 
 
 def read_text(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> str:
-    """The text of a file in UTF-8. Raises `error`."""
+    """Read the text of a file in UTF-8. Raises `error`."""
     content = read_bytes(path, error, most_bytes)
     with access(path, error):
         return content.decode("utf-8-sig")
 
 
 def parsed_json(content: str | bytes, source: Path | str, error: type[UserError] = ScenarioError) -> Any:
-    """The JSON value in `content`; `source` is what messages call it. Raises `error`."""
+    """Return the JSON value in `content`; `source` is its name in messages. Raises `error`."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as failed:
@@ -61,7 +61,7 @@ def parsed_json(content: str | bytes, source: Path | str, error: type[UserError]
 
 
 def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error`."""
+    """Read the JSON object in a file. Raises `error`."""
     data = parsed_json(read_text(path, error, most_bytes), path, error)
     if not isinstance(data, dict):
         raise error(f"{path}: got {repr(data)[:60]}, expected a JSON object", file=path)
@@ -70,7 +70,7 @@ def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: in
 
 @contextmanager
 def lines_of(path: Path, error: type[UserError] = ScenarioError) -> Iterator[IO[str]]:
-    """A text file, perhaps gzipped, to be read line by line. Raises `error`."""
+    """Open a text file, perhaps gzipped, to be read line by line. Raises `error`."""
     with access(path, error):
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:

@@ -1,12 +1,12 @@
-"""A GPU as the driver sees it: steps are launched in order, and each says when it will have completed.
+"""A GPU as the driver sees it: steps are launched in order, and the completion time of each is computed at launch.
 
 Its lanes each do one thing at a time, in the order of submission. A CUDA stream runs its work in order of submission,
 so the start of a piece of work is known when it is submitted: the later of its dependencies and the end of the work
-before it. `Lane.book` is that sentence; no event is needed for it. Times are integer nanoseconds since the start of the
-run.
+before it. `Lane.book` computes just that; no event is needed for it. Times are integer nanoseconds since the start of
+the run.
 
-Transfers of KV on the simulated machine. To and from the host they have a lane for each direction, beside those of
-the steps' own small copies; a copy on the device takes its time on the compute lane, before the rows of its plan.
+KV transfers to and from the host have a lane for each direction, beside those of the steps' own small copies; a copy
+on the device takes its time on the compute lane, before the rows of its plan.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from cbsim.runs.inbox import NEVER_NS
 
 
 class Device(Protocol):
-    """Where steps run. `times` are filled in as far as the device decides them: its lanes."""
+    """The device that runs steps. It fills in the `times` of its lanes."""
 
     @property
     def mover(self) -> Mover | None:
-        """What moves KV there."""
+        """The part that makes KV transfers, or None."""
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
-        """Queue a step whose CPU phases are over: its copies and kernels."""
+        """Queue the copies and kernels of a step whose CPU phases are over."""
 
     def completion(self, times: StepTimes) -> simpy.Event | None:
-        """What to wait for before it is known when a launched step completes; None if it is."""
+        """Return the event after which a launched step's completion time is known; None if it is known already."""
 
     def rest(self, until: simpy.Event | None) -> None:
-        """The server has nothing to launch until this event, or ever."""
+        """Note that the server has nothing to launch until this event, or ever again for None."""
 
 
 class OneGpu:
-    """A GPU on its own: a launch says when its step will complete. `depth` I/O slots; `overlap` runs copies
-    beside kernels; `gap_ns` lie between the kernels of two steps at least. Plans that move KV need a `mover`, which is
-    made on the lanes from and to the host.
+    """A GPU on its own: the completion time of a step is known at launch. It has `depth` I/O slots; `overlap` runs
+    copies beside kernels; `gap_ns` is the least time between the kernels of two steps. Plans with KV transfers need a
+    `mover`, which is made on the lanes from and to the host.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OneGpu:
         mover: Callable[[Lane, Lane], Mover] | None = None,
     ) -> None:
         self._cost, self._gap_ns = cost, gap_ns
-        self._ready_ns = 0  # from when kernels can run after those of the last step
+        self._ready_ns = 0  # earliest start of kernels after those of the last step
         self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes(overlap=overlap)
         self.mover = None if mover is None else mover(kv_in, kv_out)
         self._slots = Slots(depth)
@@ -93,21 +93,21 @@ class OneGpu:
 
 
 class Stream:
-    """An order of execution. Lanes that share a stream never overlap."""
+    """A queue of work in order of execution. Lanes that share a stream never overlap."""
 
     def __init__(self) -> None:
         self.free_ns = 0
 
 
 class Lane:
-    """One engine of the machine: `h2d`, `compute`, `d2h`, `kv_in` or `kv_out`."""
+    """A unit of the machine that does one thing at a time: `h2d`, `compute`, `d2h`, `kv_in` or `kv_out`."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         self.name = name
         self._stream = stream
 
     def start_ns(self, ready_ns: int) -> int:
-        """When work submitted now, that may start at `ready_ns`, would start."""
+        """Return the start of work that is submitted now and may start at `ready_ns`."""
         return max(ready_ns, self._stream.free_ns)
 
     def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
@@ -120,23 +120,23 @@ class Lane:
 
 
 class Slots:
-    """The pinned I/O buffers of steps in flight. A slot is written again only after its last step's outputs are out."""
+    """The pinned I/O buffers of steps in flight. A slot is reused only after its last step's outputs are copied."""
 
     def __init__(self, count: int) -> None:
         self._until_ns = [0] * count
 
     def free_ns(self, step: int) -> int:
-        """When the slot of `step` may be written."""
+        """Return the time from which the slot of `step` may be written."""
         return self._until_ns[step % len(self._until_ns)]
 
     def hold(self, step: int, until_ns: int) -> None:
-        """The slot of `step` is in use until then."""
+        """Mark the slot of `step` as in use until `until_ns`."""
         self._until_ns[step % len(self._until_ns)] = until_ns
 
 
 def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
-    """(h2d, compute, d2h, kv_in, kv_out): a stream each, or one in-order stream for all when copies do not `overlap`
-    compute. The last two move KV from and to the host, beside the small copies of every step.
+    """Return (h2d, compute, d2h, kv_in, kv_out), with a stream each, or one in-order stream for all when copies do not
+    `overlap` compute. The last two transfer KV from and to the host, beside the small copies of every step.
     """
     shared = Stream()
     names = ("h2d", "compute", "d2h", "kv_in", "kv_out")
@@ -145,22 +145,22 @@ def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
 
 
 class Mover:
-    """Books the transfers of plans, and says which jobs are over. `ends` are those that nobody has been told of."""
+    """A scheduler of KV transfers: books those of plans, reports finished jobs. `ends` has jobs not yet reported."""
 
     def __init__(self, copies: Copies, log: TransferLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
-        self.ends: dict[int, int] = {}  # job -> when its last move ends
+        self.ends: dict[int, int] = {}  # job -> end of its last transfer
         self._copies, self._log = copies, log
         self._underway = Underway(block_size)
         self._in, self._out = kv_in, kv_out
 
     @property
     def next_ns(self) -> int:
-        """When the next job is over."""
+        """The end of the next job to finish."""
         return min(self.ends.values(), default=NEVER_NS)
 
     def before(self, plan: StepPlan, at_ns: int) -> int:
-        """Book what comes before the rows of a plan, not before `at_ns`, when those of the plans before have run.
-        Returns when its own may begin.
+        """Book the transfers that precede the rows of a plan, from `at_ns` on, the end of the rows of earlier plans.
+        Returns the earliest start of the plan's own rows.
         """
         self._underway.planned(plan)
         rows_ns = at_ns
@@ -172,12 +172,12 @@ class Mover:
         for transfer in plan.transfers:
             if (
                 transfer.job != IN_ORDER and transfer.direction is Direction.IN
-            ):  # into blocks that the others may just have left
+            ):  # into blocks that the other transfers may just have read
                 self._book(plan.step, transfer, rows_ns)
         return rows_ns
 
     def copying_ns(self, plan: StepPlan) -> int:
-        """What the copies on the device take, before the rows of a plan."""
+        """Return the time of the copies on the device that precede the rows of a plan."""
         return sum(
             [
                 self._copies.ns(transfer.direction, len(transfer.sources))
@@ -187,7 +187,7 @@ class Mover:
         )
 
     def after(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
-        """The compute lane has a plan's copies and rows from `start_ns` to `end_ns`: book what follows them."""
+        """Book what follows a plan's copies and rows, which take the compute lane from `start_ns` to `end_ns`."""
         for transfer in plan.transfers:
             if transfer.direction is Direction.COPY:
                 until_ns = start_ns + self._copies.ns(transfer.direction, len(transfer.sources))
@@ -197,7 +197,7 @@ class Mover:
                 self._book(plan.step, transfer, end_ns)
 
     def _book(self, step: int, transfer: Transfer, at_ns: int) -> int:
-        """On the lane of its direction; returns when it ends."""
+        """Book a transfer on the lane of its direction; returns its end."""
         lane = self._in if transfer.direction is Direction.IN else self._out
         start_ns, end_ns = lane.book(at_ns, self._copies.ns(transfer.direction, len(transfer.sources)))
         self._log.moved(step, transfer, start_ns, end_ns)
@@ -206,7 +206,7 @@ class Mover:
         return end_ns
 
     def over(self, now_ns: int, step: int) -> tuple[int, ...]:
-        """The jobs that are over by now, for the result of `step`: each is named once."""
+        """Return the jobs that have finished by now, for the result of `step`; each is reported once."""
         jobs = tuple(sorted([job for job, end_ns in self.ends.items() if end_ns <= now_ns]))
         for job in jobs:
             del self.ends[job]

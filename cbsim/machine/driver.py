@@ -1,7 +1,7 @@
-"""The simulated machine as a driver of the serving loop: a SimPy process that answers its effects in simulated time.
+"""The simulated machine as a driver of the serving loop: a SimPy process that performs its effects in simulated time.
 
 The CPU is the process itself: it does one thing at a time. It keeps its own clock, and lets the environment's catch up
-when it polls and before it applies a result, if anything else is due by then: only another process could tell the
+when it polls and before it applies a result, if anything else is due by then: only another process could see the
 difference, so phases and steps in between cost no event. Launching books the step's copies and kernels on the lanes of
 the device: the H2D copy waits for its lane and slot, compute for the copy and for the step before, the D2H copy for
 compute; awaiting blocks the CPU until that copy has ended.
@@ -25,12 +25,12 @@ from cbsim.runs.inbox import CLOSED, NEVER_NS, OPEN, Inbox, note_admissions
 from cbsim.workload import requests
 from cbsim.workload.requests import Parents
 
-LONGEST_NS = 1 << 61  # 73 years: beyond, times would not fit their columns
+LONGEST_NS = 1 << 61  # 73 years: later times would not fit their columns
 NO_NEWS = Completed(NOTHING_STOPPED)
 
 
 class Machine:
-    """One server: `depth` steps in flight on its device. Requests come out of its inbox."""
+    """A server with `depth` steps in flight on its device. Its requests come from its inbox."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Machine:
     ) -> None:
         self.scheduler = scheduler
         self.record = record
-        self.on_plan: Callable[[StepPlan], None] | None = None  # is told each plan when it has been launched
+        self.on_plan: Callable[[StepPlan], None] | None = None  # called with each plan after its launch
         self._cost = cost
         self._graphs = graphs
         self._depth = depth
@@ -57,11 +57,11 @@ class Machine:
 
     @property
     def now_ns(self) -> int:
-        """How far the CPU has come."""
+        """The time of the CPU's clock."""
         return self._cpu_ns
 
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
-        """The SimPy process. `on_step` is told the simulated time after every step."""
+        """Run the loop as a SimPy process. `on_step` is called with the simulated time after every step."""
         loop = serve(self.scheduler, self._depth)
         answer: Any = None
         while True:
@@ -96,7 +96,7 @@ class Machine:
                 self._other(effect)
 
     def _wait(self, env: simpy.Environment) -> Generator[Any, Any, None]:
-        """Nothing to do until something arrives. That nothing will any more is no news of a moment."""
+        """Wait until a request arrives. The end of arrivals does not advance the CPU's clock."""
         inbox = self.inbox
         while inbox and inbox.due_ns == NEVER_NS:
             self._device.rest(inbox.news)
@@ -107,18 +107,18 @@ class Machine:
             self._cpu_ns = max(self._cpu_ns, inbox.due_ns)
 
     def _poll(self) -> Polled:
-        """What has come in until now. A step may be planned next: its times start here."""
+        """Return arrivals and cancellations until now. A step may be planned next: its times start here."""
         self.record.polls += 1
         now, inbox = self._cpu_ns, self.inbox
         self._times = StepTimes(now)
         arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
         cancels = inbox.given_up(now) if inbox.quits else ()
         if arrived or cancels:
-            return Polled(arrived, cancels)  # not closed yet: one that is refused may be followed by others
+            return Polled(arrived, cancels)  # not closed yet: a rejected request may be followed by others
         return OPEN if inbox else CLOSED
 
     def _launch(self, effect: Launch) -> StepTimes:
-        """CPU phases `schedule`, `prepare` and `launch`; then the device has the step."""
+        """Advance the CPU by the phases `schedule`, `prepare` and `launch`, and queue the step on the device."""
         plan, times, cost = effect.plan, self._times, self._cost
         if plan.work.chunks:
             note_admissions(self.record, self.scheduler, plan)
@@ -136,7 +136,7 @@ class Machine:
         return times
 
     def _await(self, effect: Await, completed_ns: int) -> Completed:
-        """The CPU blocks until the step's outputs are on the host. Declared ends short of the limit are stop tokens."""
+        """Block the CPU until the step's outputs are on the host. Declared ends below the limit are stop tokens."""
         times: StepTimes = effect.ticket
         times.await_start_ns = self._cpu_ns
         times.await_end_ns = self._cpu_ns = completed_ns
@@ -159,8 +159,8 @@ class Machine:
         return Completed(StepResult(stopped, moved=moved, parents=parents), cancels)
 
     def _completed_ns(self, effect: Await) -> int:
-        """When the result of a step is there. One without rows is over at once, unless transfers are under way: then it
-        waits for the first of them, or for a request.
+        """Return the time of a step's result. A step without rows completes at once, unless transfers are under way:
+        then it waits for the first of them to end, or for a request.
         """
         times: StepTimes = effect.ticket
         completed_ns = max(self._cpu_ns, times.d2h_end_ns)
@@ -169,8 +169,8 @@ class Machine:
         return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
 
     def _until_completed(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
-        """Let the environment's clock catch up. Where a request may come that nobody knows of, and end the wait of a
-        step without rows, this says when it did.
+        """Let the environment's clock catch up; returns the time of completion. An arrival that was not known before
+        may end the wait of a step without rows.
         """
         until = env.timeout(max(0, completed_ns - env.now))
         if self.inbox.news is not None and self._waits(effect):
@@ -181,7 +181,7 @@ class Machine:
         return completed_ns
 
     def _waits(self, effect: Await) -> bool:
-        """Does a step compute nothing, and transfers are under way?"""
+        """True if a step computes nothing while transfers are under way."""
         return self._mover is not None and not effect.plan.work.rows and bool(self._mover.ends)
 
     def _applied(self, effect: Applied) -> None:
@@ -195,7 +195,7 @@ class Machine:
             self.inbox.ended(spec, self._cpu_ns)
 
     def _other(self, effect: Idle | Refused) -> None:
-        """Nothing could be planned, or a request can never be served."""
+        """Handle a poll without a plan, or the rejection of a request that can never be served."""
         if isinstance(effect, Idle):
             self._cpu_ns += self._cost.cpu_ns(None)[0]
             return

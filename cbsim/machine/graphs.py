@@ -15,7 +15,7 @@ Bucket = tuple[int, Hashable] | None  # (query tokens computed, key of the graph
 
 @value(frozen=True)
 class Shape:
-    """How a step is run: at how many query tokens, eagerly or not, and the CPU time to capture its graph first."""
+    """The shape that a step runs at: query tokens, eager or as a graph, and the CPU time to capture the graph first."""
 
     tokens: int
     eager: bool
@@ -45,13 +45,13 @@ class Graphs:
 
 
 def unpadded(plan: StepPlan) -> Bucket:
-    """A graph for every size: nothing is padded."""
+    """Return a graph of the step's own size: nothing is padded."""
     tokens = plan.work.computed_tokens
     return tokens, tokens
 
 
 def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
-    """Transformers 5.17: powers of two on the decode fast path, else queries to 64s and KV reads to 16,384s."""
+    """Return transformers 5.17's rule: powers of two in fast decode, else queries to 64s and KV reads to 16,384s."""
     return partial(_transformers, max_requests, max_tokens, cache_tokens)
 
 
@@ -66,7 +66,7 @@ def _transformers(max_requests: int, max_tokens: int, cache_tokens: int, plan: S
 
 
 def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
-    """vLLM: the smallest captured size that holds the step's tokens; larger steps run eagerly."""
+    """Return vLLM's rule: the smallest captured size that holds the step's tokens; larger steps run eagerly."""
     return partial(_vllm, sorted(sizes))
 
 
@@ -76,7 +76,7 @@ def _vllm(sizes: list[int], plan: StepPlan) -> Bucket:
 
 
 def engine_buckets(rows: int) -> Callable[[StepPlan], Bucket]:
-    """Our engine with up to `rows` requests: decoding steps at a captured batch size, all others eagerly."""
+    """Return our engine's rule for up to `rows` requests: decoding steps at a captured batch size, others eagerly."""
     return partial(_engine, captured_sizes(rows))
 
 

@@ -1,11 +1,11 @@
-"""Data-parallel servers whose GPUs exchange tokens in every layer: they step together.
+"""Data-parallel servers whose GPUs exchange tokens in every layer, so that they step together.
 
 Every rank is a server of its own, with its queue, its cache and its loop. A wave is one step of all of them: it starts
-when every rank that has something to run has launched it, takes what the slowest takes, and ends for all at once. A
-rank without requests takes part with a token of nobody; one that gets its first after the others have planned theirs
-waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is. Requests
-go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (it knows the counts of up to 0.1 s
-before; here they are those of the moment).
+when every rank that has something to run has launched it, takes as long as the slowest, and ends for all at once. A
+rank without requests takes part with a dummy token; one that gets its first request after the others have planned their
+step waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is.
+Requests go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (its counts are up to 0.1 s
+old; here they are current).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WAITING_WEIGHT = 4
 
 
 class WaveCost(Protocol):
-    """What a wave takes."""
+    """A cost model of waves."""
 
     def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
-        """Kernels of a step that ranks take together: the query tokens that each computes, those of `plans` first."""
+        """Return the ns of kernels of a step of all ranks, of `tokens` query tokens each, those of `plans` first."""
 
 
 class _Launched(NamedTuple):
@@ -42,7 +42,7 @@ class _Launched(NamedTuple):
 
 
 class Lockstep:
-    """`ranks` GPUs in step. Copies to and from the device take no time."""
+    """A group of `ranks` GPUs that step together. Copies to and from the device take no time."""
 
     def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int) -> None:
         self.env = env
@@ -66,7 +66,7 @@ class Lockstep:
             step.event.succeed()
 
     def _tokens(self, steps: Sequence[_Launched]) -> list[int]:
-        """What every rank computes, those of `steps` first."""
+        """Return the query tokens that every rank computes, those of `steps` first."""
         tokens = [step.shape.tokens for step in steps] + [1] * (len(self.ranks) - len(steps))
         return tokens if any(step.shape.eager for step in steps) else [max(tokens)] * len(tokens)
 
@@ -77,7 +77,7 @@ def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:
 
 
 class Rank:
-    """One GPU of the group, as its server's device."""
+    """A GPU of the group, as its server's device."""
 
     def __init__(self, group: Lockstep) -> None:
         self._group = group
@@ -115,12 +115,12 @@ class Rank:
 
     @property
     def resting(self) -> bool:
-        """No request has come since the last one ended."""
+        """Whether no request has arrived since the last one ended."""
         return self._rests and not (self._until and self._until.triggered)
 
 
 class Balanced(Protocol):
-    """What balancing looks at."""
+    """A server as balancing sees it."""
 
     @property
     def waiting(self) -> Sized: ...
@@ -132,11 +132,11 @@ class Balanced(Protocol):
 def balance(
     env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Balanced]
 ) -> Generator[Any, Any, None]:
-    """The SimPy process of the client: every request goes to a rank when it arrives. Servers take up work again by it.
+    """Run the SimPy process of the client: every request goes to a rank when it arrives, and wakes its server.
 
-    `specs` are in order of arrival; the inboxes are empty, and end with the last request.
+    `specs` are in order of arrival; the inboxes are empty, and close after the last request.
     """
-    sent = [env.timeout(spec.arrival_ns) for spec in specs]  # older than any of a server's: at a tie they come first
+    sent = [env.timeout(spec.arrival_ns) for spec in specs]  # before any event of a server: at a tie they are first
     for spec, event in zip(specs, sent, strict=True):
         yield event
         scores = [_score(server, inbox) for server, inbox in zip(servers, inboxes, strict=True)]
@@ -153,6 +153,6 @@ def _score(server: Balanced, inbox: Inbox) -> int:
 
 
 def wake(env: simpy.Environment, inbox: Inbox) -> None:
-    """Tell a server that its inbox was fed."""
+    """Signal a server that its inbox has a new request."""
     news, inbox.news = inbox.news, env.event()
     news.succeed()

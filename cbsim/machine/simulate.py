@@ -1,4 +1,4 @@
-"""A scenario and a loop in, a record out: a run is a pure function of the two.
+"""A simulated run: a pure function from a scenario and a loop to a record.
 
 Everything a run needs is built from the scenario, which alone has defaults; nothing is shared between two runs.
 """
@@ -24,11 +24,11 @@ from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
-VLLM_LARGEST = 512  # likewise as vLLM does
+VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM does
 
 
 def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
-    """The simulated server. Its record is empty."""
+    """Build the simulated server, with an empty record."""
     policy, cost = scheduler(scenario, loop), cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
@@ -39,16 +39,16 @@ def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
 
 
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
-    """Run a server to the end of its workload. Interrupted, its record holds what happened until then."""
+    """Run a server to the end of its workload. After an interrupt its record holds the run until then."""
     env = simpy.Environment()
     over = env.process(server.run(env, on_step))
-    env.timeout(NEVER_NS)  # so that there is always a next event: to ask an empty list for it costs an exception
+    env.timeout(NEVER_NS)  # so that there is always a next event: peeking at an empty list costs an exception
     with no_collections():
         env.run(over)
 
 
 def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
-    """The CUDA graphs of a fresh server with this scheduler."""
+    """Return the CUDA graphs of a fresh server with this scheduler."""
     settings, limits, pool = scenario.loop.cuda_graphs, policy.limits, policy.pool
     capture_ns = round(settings.capture_s * NS)
     if not settings.enabled:

@@ -1,1 +1,1 @@
-"""Metrics of a run: the catalogue, their computation, conditions on them, how they are shown."""
+"""Metrics of a run: the catalogue, their computation, conditions on them, and their formatting."""

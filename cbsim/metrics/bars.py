@@ -1,7 +1,7 @@
-"""How near a simulated run has to be to a measured one: metrics, bounds, and the verdict on each.
+"""Bounds on the error of a simulated run against a measured one: metrics, bounds, and the verdict on each.
 
-A bound is a share of what was measured, or points of a share. Where a workload was measured several times its runs lie
-apart by themselves: `spread` says how far, and what misses a bound by no more than that is undecided.
+A bound is a share of the measured value, or points of a share. Several measured runs of one workload differ by
+themselves: `spread` is their range, and an error that misses a bound by no more than that is undecided.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cbsim.metrics.terminal import lookup, shown
 
-SATURATED = 0.95  # of the capacity: from there on the queue's length, and so TTFT, rests on what cannot be predicted
+SATURATED = 0.95  # of the capacity: above it the queue's length, and so TTFT, depends on what cannot be predicted
 SPEED_UP = "async speed-up"
 BOTH = "both"
 
@@ -22,23 +22,23 @@ Summary = Mapping[str, Any]
 
 
 class Bar(NamedTuple):
-    """`bound` is a share of what was measured, or points (0.01 is one) where the metric is a share itself.
+    """A bound on a metric's error: a share of the measured value, or points (0.01 is one) if the metric is a share.
 
-    `metric` is its dotted name in summary.json; None: how much faster the asynchronous loop is.
+    `metric` is its dotted name in summary.json; None: the speed-up of the asynchronous loop.
     """
 
     label: str
     metric: str | None
     unit: str
     bound: float
-    unsaturated: bool = False  # asked only of arrivals below saturation
+    unsaturated: bool = False  # counts only for arrivals below saturation
 
     @property
     def points(self) -> bool:
         return self.unit.endswith("share")
 
     def error(self, simulated: float, measured: float) -> float:
-        """In the unit of the bound; NaN where nothing was measured to compare with."""
+        """Return the error in the unit of the bound; NaN if the measured value is 0."""
         if self.points:
             return simulated - measured
         return simulated / measured - 1 if measured else float("nan")
@@ -57,8 +57,8 @@ BARS = (
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One metric of one workload and loop (`both` for the speed-up). `counts`: does the bar count here? `spread`: how
-    far the measured runs lie apart, in the unit of the error; None if there is one.
+    """The score of one metric of one workload and loop (`both` for the speed-up). `counts`: whether the bar applies
+    here. `spread`: the range of the measured runs, in the unit of the error; None if there is only one.
     """
 
     loop: str
@@ -71,23 +71,23 @@ class Score:
 
     @property
     def met(self) -> bool:
-        """What is no number is not met."""
+        """Whether the error is finite and within the bound."""
         return isfinite(self.error) and abs(self.error) <= self.bar.bound
 
     @property
     def decidable(self) -> bool:
-        """Is the error beyond the bound by more than the measured runs lie apart?"""
+        """Whether the error is decided against the bound: False if it is beyond it by no more than the spread."""
         return self.spread is None or not abs(self.error) <= self.bar.bound + self.spread
 
     @property
     def verdict(self) -> str:
-        """`met`, `missed`, `undecided` (missed by no more than the measured runs lie apart), `not asked`."""
+        """The verdict: `met`, `missed`, `undecided` (missed by no more than the spread) or `not asked`."""
         if not self.counts:
             return "not asked"
         return "met" if self.met else "missed" if self.decidable else "undecided"
 
     def shown(self) -> tuple[str, str, str]:
-        """Simulated, measured and error as text."""
+        """Return simulated value, measured value and error as text."""
         error = f"{self.error * 100:+z.2f} pt" if self.bar.points else f"{self.error:+z.1%}"
         return shown(self.simulated, self.bar.unit), shown(self.measured, self.bar.unit), error
 
@@ -95,9 +95,9 @@ class Score:
 def scores(
     simulated: Mapping[str, Summary], measured: Mapping[str, Sequence[Summary]], load: float | None
 ) -> list[Score]:
-    """A score for every bar and loop of a workload. `simulated` and `measured` are summaries by loop, of several
-    measured runs the median counts; a loop that was not simulated is left out. `load` is the rate of arrivals as a
-    share of the capacity; None: all at once.
+    """Return a score for every bar and loop of a workload. `simulated` and `measured` are summaries by loop; the median
+    of several measured runs counts; a loop that was not simulated is left out. `load` is the rate of arrivals as a
+    share of the capacity; None: all requests arrive at once.
     """
     results = []
     for bar in BARS:
@@ -121,11 +121,11 @@ def _score(loop: str, bar: Bar, simulated: float, measured: Sequence[float], *, 
 
 
 def speed_up(summaries: Mapping[str, Summary]) -> float:
-    """How much faster the asynchronous loop is than the synchronous one: 0.22 is 22 %."""
+    """Return the speed-up of the asynchronous loop over the synchronous one: 0.22 is 22 %."""
     return float(summaries["sync"]["makespan_s"]) / float(summaries["async"]["makespan_s"]) - 1
 
 
 def speed_ups(measured: Mapping[str, Sequence[Summary]]) -> list[float]:
-    """One for each pair of measured runs, in the order in which they were measured."""
+    """Return a speed-up for each pair of measured runs, in the order of measurement."""
     pairs = zip(measured["sync"], measured["async"], strict=False)
     return [speed_up({"sync": sync, "async": overlapped}) for sync, overlapped in pairs]

@@ -1,4 +1,4 @@
-"""Every metric once: its name in summary.json, unit, label, which way is better, how it is shown, and its definition.
+"""The list of all metrics: name in summary.json, unit, label, better direction, format, and definition.
 
 The terminal, conditions, sweeps, `pareto`, `tune`, `contrast`, reports, pages and docs/metrics.md all read this list. A
 new metric is an entry here and its computation in `metrics.py`.
@@ -19,7 +19,7 @@ MORE: Better = "more"
 LESS: Better = "less"
 SIGNS: Mapping[Better, int] = {MORE: 1, LESS: -1, None: 0}
 FORMS = {"s": "s", "share": "share", "tokens/s": "number", "1/s": "number", "USD": "number", "USD/h": "number"}
-FINE, REAL = "fine share", "number"  # a share with more digits; of a count that need not be whole
+FINE, REAL = "fine share", "number"  # a share with more digits; a count that need not be whole
 MAIN = ("p50", "p99")
 PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
 STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
@@ -29,7 +29,7 @@ STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
 class Metric:
     """A number of a run. `name` is its dotted key in summary.json; `better` is None where neither direction is better.
 
-    `listed`: the table that a run prints has it. `style`: a form other than that of the unit.
+    `listed`: whether a run's printed table has it. `style`: a format other than that of the unit.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is, 0 where neither is."""
+        """The direction: 1 where more is better, -1 where less is, 0 where neither is."""
         return SIGNS[self.better]
 
     @property
     def form(self) -> str:
-        """How `cbsim.metrics.terminal.shown` writes it."""
+        """The format of `cbsim.metrics.terminal.shown`."""
         return self.style or FORMS.get(self.unit, "count")
 
     @property
@@ -55,7 +55,7 @@ class Metric:
         return self.unit == "share"
 
     def shown(self, value: float | None) -> str:
-        """A value with its unit; "-" if there is none."""
+        """Return a value with its unit; "-" if there is none."""
         if value is None or math.isnan(value):
             return "-"
         return shown(value, self.form)
@@ -63,7 +63,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values of each request, token gap or step: its STATISTICS are metrics in seconds, of which less is better."""
+    """A set of values of requests, token gaps or steps: its STATISTICS are metrics in seconds; less is better."""
 
     name: str
     label: str
@@ -71,7 +71,7 @@ class Distribution:
     listed: tuple[str, ...] = ()
 
     def metrics(self) -> Iterator[Metric]:
-        """A metric for every statistic; the number of values is neither good nor bad."""
+        """Yield a metric for every statistic; for the number of values no direction is better."""
         for statistic in STATISTICS:
             unit, better = ("count", None) if statistic == "n" else ("s", LESS)
             label, about = f"{self.label} {statistic}", f"{statistic} of {self.name}"
@@ -172,12 +172,12 @@ SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment"
 
 
 def metric(name: str) -> Metric:
-    """The metric of that dotted name, of a run or of a sweep's table; for an unknown column, what its name tells."""
+    """Return the metric of a dotted name, of a run or a sweep's table; for an unknown column one made of its name."""
     return METRICS.get(name) or OF_SWEEPS.get(name) or Metric(name, "", None, name, "", style=REAL)
 
 
 def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Every metric of a summary, by its dotted name."""
+    """Return every metric of a summary, by its dotted name."""
     return {name: value for name, value in _flat(summary) if name in METRICS and isinstance(value, int | float)}
 
 
@@ -190,7 +190,7 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The summaries of the loops side by side; with two, how the second differs from the first."""
+    """Return a table of the loops' summaries side by side; with two, with the change from first to second."""
     loops = list(summaries)
     header = ["", *loops, *(["change"] if len(loops) == 2 else [])]
     rows = []

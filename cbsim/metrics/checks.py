@@ -22,15 +22,15 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by what the metric is in; anything else takes none
+UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by the metric's unit; any other takes none
 METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
-NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # and its unit
+NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # with its unit
 DIRECTIONS = {"max:": 1, "min:": -1}
 FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
 
 
 class Verdict(NamedTuple):
-    """What a condition says of a run: true if it holds. It prints as the line that the command prints."""
+    """The verdict of a condition on a run: true if it holds. It prints as the line that the command prints."""
 
     holds: bool
     line: str
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition; `rule` is what the user wrote."""
+    """A condition on a metric; `rule` is the user's text."""
 
     rule: str
     metric: str
@@ -52,12 +52,12 @@ class Check:
     bound: float
 
     def value(self, summary: Mapping[str, Any]) -> float | None:
-        """The metric's value in a summary; None if the run has no sample of it."""
+        """Return the metric's value in a summary; None if the run has no sample of it."""
         value = lookup(summary, self.metric)
         return None if value is None else float(value)
 
     def verdict(self, summary: Mapping[str, Any]) -> Verdict:
-        """Does it hold, and a line that says so. A metric without a sample fails."""
+        """Evaluate the condition on a summary. A metric without a sample fails."""
         value = self.value(summary)
         if value is None:
             return Verdict(False, f"FAILED  {self.rule}: the run has no {self.metric}")
@@ -80,9 +80,9 @@ class Objective(NamedTuple):
 
 
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:
-    """Understand a condition; messages begin with the `option` that it stands behind. Raises CheckError. Durations need
-    no `_s`, and without a unit are seconds; `%` is a hundredth of a share. No bound is infinite: such a condition would
-    hold of every run, or of none. `sweep`: metrics that only the table of a sweep has are known, too.
+    """Parse a condition; messages begin with the `option` that has it. Raises CheckError. Names of durations need no
+    `_s`, and values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite: else a condition
+    would hold for every run, or for none. `sweep`: metrics that only the table of a sweep has are known, too.
     """
     match, source = FORM.fullmatch(condition), f"{option} {condition!r}"
     if not match:
@@ -95,7 +95,7 @@ def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Ch
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:
-    """`number` in the unit of the metric. Raises CheckError unless its unit is allowed and the bound finite."""
+    """Return `number` in the unit of the metric. Raises CheckError unless its unit is allowed and the bound finite."""
     if unit not in allowed:
         takes = f"takes {', '.join(each or 'none' for each in allowed)}"
         unexpected = f"unit {unit!r}" if unit else "no unit"
@@ -111,9 +111,9 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
 
 
 def objective(name: str, source: str, sign: int | None = None, *, directed: bool = True) -> Objective:
-    """A metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else the catalogue's.
+    """Return a metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else its usual one.
 
-    Raises CheckError, its message led by `source`, for an unknown metric, and if it has no direction but `directed`.
+    Raises CheckError, its message led by `source`, for an unknown metric, and if `directed` for one without direction.
     """
     prefix = next((prefix for prefix in DIRECTIONS if name.startswith(prefix)), "")
     known = metric(named(name.removeprefix(prefix), source, sweep=True))
@@ -125,7 +125,7 @@ def objective(name: str, source: str, sign: int | None = None, *, directed: bool
 
 
 def named(name: str, source: str, *, sweep: bool = False) -> str:
-    """The metric of that name, dotted or short; of a distribution `_s` may be left out. `sweep`: those that only the
+    """Return the full name of a metric, dotted or short; a distribution may omit `_s`. `sweep`: metrics that only the
     table of a sweep has are known, too. Raises CheckError, its message led by `source`.
     """
     head, dot, tail = name.partition(".")

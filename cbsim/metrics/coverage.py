@@ -1,8 +1,8 @@
-"""Does a run stay within what its coefficients were measured on? Reasons not to trust it, each with its figures.
+"""Checks that a run stays within the range its coefficients were measured on: reasons not to trust it, with figures.
 
 A `fitted` cost model is a fit to measured steps. Beyond the largest of them it extrapolates, and for another model or
-scheduler it says nothing: it computes all the same, and here it is said. Terms of kernel tables were calibrated on
-published measurements of some servers; how sure predictions with them are is known for these, and said with each.
+scheduler it is not valid; it computes all the same, so a warning is given here. Terms of kernel tables were calibrated
+on published measurements of some servers; the error of predictions is known for these, and reported with each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV to
 
 
 def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
-    """What of a run, by its resolved scenario and its step table, the calibration of its cost model does not cover."""
+    """Return what the calibration of the cost model does not cover of a run, by its resolved scenario and its steps."""
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
         return []
@@ -51,8 +51,8 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
 
 
 def sureness(cost: TableSettings) -> list[str]:
-    """What is known of predictions with calibrated terms: the terms with their intervals, and how far measurements of
-    left-out servers lay from what was predicted of them.
+    """Return the known errors of predictions with calibrated terms: the terms with their intervals, and the range of
+    measured over predicted values of left-out servers.
     """
     calibrated = cost.calibrated
     if calibrated is None:
@@ -76,13 +76,13 @@ def _term(name: str, value: float, ends: Sequence[float]) -> str:
 
 
 def _changed(cost: TableSettings, calibrated: CalibratedTerms) -> dict[str, float]:
-    """What was calibrated of the terms that the scenario gives itself."""
+    """Return the calibrated values of the terms that the scenario overrides."""
     return {field: value for field, value in calibrated.values.items() if getattr(cost, field, value) != value}
 
 
 def _unlike(scenario: Mapping[str, Any]) -> list[str]:
-    """How the server differs from those that the terms were calibrated on. Nothing is validated: a run of other code
-    may say more.
+    """Return the differences of the server from those that the terms were calibrated on. Nothing is validated: a run of
+    other code may have more fields.
     """
     cost = TableSettings.model_construct(**scenario["cost"])
     calibrated = CalibratedTerms.model_construct(**scenario["cost"]["calibrated"])

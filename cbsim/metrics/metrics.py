@@ -1,7 +1,7 @@
-"""From what happened to numbers: one definition of every metric, for simulated and measured runs alike.
+"""The computation of every metric from a run's tables, the same for simulated and measured runs.
 
-Percentiles are numpy's `linear`, of all values: those of one distribution at a time are sorted in memory, and of token
-gaps each distinct one and how often it occurs. Columns of long runs are read one after the other.
+Percentiles are numpy's `linear`, over all values: one distribution at a time is sorted in memory; token gaps are kept
+as distinct values with their counts. Columns of long runs are read one after the other.
 
 A request's token times are the ends of the steps that delivered them. The span of a run is from the first arrival to
 the end of the last step. All results are plain numbers in seconds, tokens and shares.
@@ -24,7 +24,7 @@ SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its
 
 
 def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
-    """n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} if there are none."""
+    """Return n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} for none."""
     values, counts = _in_order(values, counts)
     upto = None if counts is None else np.cumsum(counts)
     total = len(values) if upto is None else int(upto[-1:].sum())
@@ -59,7 +59,7 @@ def summarise(
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
+    """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
 
     Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
     names the window, null for an open end.
@@ -93,12 +93,12 @@ def summarise(
 
 
 def named_window(window_s: tuple[float, float] | None) -> list[float | None] | None:
-    """A window as files have it: null for an open end."""
+    """Return a window as it is in files: null for an open end."""
     return window_s and [edge if np.isfinite(edge) else None for edge in window_s]
 
 
 def latencies(requests: Requests) -> dict[str, Floats]:
-    """Per request that ended with its last token: its latencies in seconds. A request of one token has no TPOT."""
+    """Return the latencies in seconds of requests that ended with their last token; TPOT needs two tokens or more."""
     done = requests.done
     arrival, first, last = requests.arrival_ns[done], requests.first_token_ns[done], requests.last_token_ns[done]
     queued, scheduled, tokens = requests.queued_ns[done], requests.scheduled_ns[done], requests.generated[done]
@@ -115,7 +115,7 @@ def latencies(requests: Requests) -> dict[str, Floats]:
 
 
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
-    """Goodput: requests a second that meet all bounds. Attainment: their share of all sent. TPOT of one token is 0."""
+    """Return goodput (requests a second within all bounds) and attainment (their share). TPOT of one token is 0."""
     latency = latencies(requests)
     values = dict(latency)
     values["tpot_s"] = latency["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
@@ -128,7 +128,7 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 
 def _counts(requests: Requests) -> dict[str, Any]:
-    """Requests that the server has got, by how they ended."""
+    """Return the number of requests that the server received, in all and by status."""
     by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
     return {"requests": len(requests.rows), "requests_by_status": by_status}
 
@@ -149,7 +149,7 @@ def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, An
 
 
 def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
-    """Shares of the span. KV use lasts from one plan to the next, or to the end of the step if nothing follows it."""
+    """Return shares of the span. KV use lasts until the next plan, or to the end of the step if none follows."""
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
@@ -167,14 +167,14 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
 
 
 def _compute(steps: Steps, span_ns: int) -> tuple[float, float, dict[str, Any]]:
-    """Of the compute lane: its share of the span, seconds of bubbles, and the times of steps with rows."""
+    """Return the compute lane's share of the span, its seconds of bubbles, and the times of steps with rows."""
     compute, ran = steps.lane("compute"), steps["rows"] > 0
     active, bubble_s = int(compute.sum()) / span_ns, _idle_ns(steps, np.flatnonzero(ran)) / NS
     return active, bubble_s, distribution(compute[ran] / NS)
 
 
 def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
-    """What lasts from one plan to the next: blocks in use, and requests that wait."""
+    """Return time averages of what lasts from one plan to the next: blocks in use, and waiting requests."""
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
     lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
     del starts, ends
@@ -186,7 +186,7 @@ def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
 
 
 def _idle_ns(steps: Steps, ran: Ints) -> int:
-    """Of the compute lane from its first step with rows to its last: `ran` are those. An empty step between is busy."""
+    """Return the idle ns of the compute lane from the first to the last of `ran`; an empty step between is busy."""
     if not len(ran):
         return 0
     reach = np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))
@@ -194,7 +194,7 @@ def _idle_ns(steps: Steps, ran: Ints) -> int:
 
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
-    """Work that produced nothing, and work that was spared."""
+    """Return the work without a result (padding, recomputed tokens, wasted rows) and the work saved by prefix hits."""
     computed, useful = int(steps["padded_tokens"].sum()), int(steps["tokens"].sum())
     table = requests.rows
     prompts = int(table.numbers("prompt_tokens")[table.numbers("first_step") >= 0].sum())
@@ -212,7 +212,7 @@ def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
 
 
 def _price(summary: Mapping[str, Any], price_usd_hour: float) -> dict[str, Any]:
-    """What the span costs a million tokens, and what an hour pays for an idle GPU."""
+    """Return the price of the span a million tokens, and the price of an hour's idle GPU time, USD."""
     spent = price_usd_hour * summary["makespan_s"] / 3600
     output, total = summary["output_tokens"], summary["output_tokens"] + summary["input_tokens"]
     return {

@@ -1,4 +1,4 @@
-"""How numbers are shown in text: values, changes and tables."""
+"""Formatting of numbers as text: values, changes and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lookup(summary: Mapping[str, Any], metric: str) -> Any:
-    """A dotted metric of a summary, or None."""
+    """Return a dotted metric of a summary, or None."""
     value: Any = summary
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -15,7 +15,7 @@ def lookup(summary: Mapping[str, Any], metric: str) -> Any:
 
 
 def shown(value: Any, unit: str) -> str:
-    """A number in the form of its unit: `s`, `share`, `fine share`, `count` (of which a mean need not be whole) or
+    """Return a number in the format of its unit: `s`, `share`, `fine share`, `count` (a mean need not be whole) or
     `number`; "-" for None.
     """
     if value is None:
@@ -32,7 +32,7 @@ def shown(value: Any, unit: str) -> str:
 
 
 def change(values: Sequence[Any], unit: str) -> str:
-    """The second value against the first: points for shares, percent for the rest."""
+    """Return the change from the first value to the second: points for shares, percent for the rest."""
     before, after = values
     if before is None or after is None:
         return ""
@@ -44,7 +44,7 @@ def change(values: Sequence[Any], unit: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns, the first row over a rule, the first column to the left."""
+    """Return rows of text aligned in columns, a rule below the first row, the first column left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
