@@ -1,7 +1,7 @@
-"""Reports whose text is written by hand: a script beside report.md makes its tables, its figures and report.json.
+"""Reports with hand-written text: a script beside report.md makes its tables, its figures and report.json.
 
-A table stands below a mark, `<!-- name -->` on a line of its own; nothing but its rows is made again. Run a script from
-the root of the repository, as `python -m reports.fidelity.hopper.make`.
+A table stands below a mark, `<!-- name -->` on a line of its own; only its rows are made again. Run a script from the
+root of the repository, as `python -m reports.fidelity.hopper.make`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Hold runs against the numbers that README.md and docs/analysis.md publish, which published.yaml lists.
+"""Compare runs with the numbers that README.md and docs/analysis.md publish, which published.yaml lists.
 
     python reports/published.py reports/published.yaml RUN [RUN ...]
 
-Exits 3 if a number has drifted. A number whose run is not there has drifted, too: nothing passes because it was not
-looked at.
+Exits 3 if a number has drifted. A number whose run is missing counts as drifted, since it was not compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a streamed token costs the endpoint, beside the least that asyncio can do: bytes written to transports from the
+"""The endpoint's cost of a streamed token, beside the least that asyncio can do: bytes written to transports from the
 loop that makes the steps, without HTTP parsing, tasks or text. `python reports/endpoint/token_cost.py [--json]`.
 
-A server is a process of its own, and its CPU time is what counts. All serve the same streams, in alternation: the bare
+Each server is a process of its own, whose CPU time is measured. All serve the same streams, in alternation: the bare
 writer, the endpoint in front of a script, and the endpoint in front of the simulated machine, metered, as `serve` is.
 """
 

@@ -1,14 +1,14 @@
-"""What is measured on a GPU, in three calls of about eight minutes for a machine that is to be had for minutes.
+"""Measurements on a GPU, in three calls of about eight minutes for a machine that is available for minutes.
 
     python reports/hardware/campaign.py first|second|third|PART ... [--minutes 8] [--device cuda] [--out DIR]
 
     OUT/<gpu>/provenance.json    device, driver, versions, commit, and every command with its time and exit status
     OUT/<gpu>/<part>/log.txt     what the commands printed
     OUT/<gpu>/<part>/runs        run directories, without their timelines
-    OUT/<gpu>/validation         what `predict` measured
+    OUT/<gpu>/validation         the measurements of `predict`
 
-A command that ended well by the same commit is not run again; one that failed or did not fit the time is. On the
-devices `process` and `modelled` the same parts are rehearsed on a CPU with a tiny model: their numbers are of no GPU.
+A command that succeeded on the same commit is not run again; one that failed or ran out of time is. On the devices
+`process` and `modelled` the same parts are rehearsed on a CPU with a tiny model: their numbers are of no GPU.
 """
 
 from __future__ import annotations

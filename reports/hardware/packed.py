@@ -3,11 +3,11 @@
     python reports/hardware/packed.py pack reports/hardware/cpu-modelled [CASE ...]
     python reports/hardware/packed.py unpack reports/hardware/cpu-modelled
 
-runs.parquet has a row a run: which it is, and its documents as they were written. steps.parquet and requests.parquet
-have a row a step and a row a request of the runs that the report looks into, of these CASEs only if any are named. Each
-row begins with case, loop, repeat and world. Times of a step are kept as what they lie behind an earlier one (BEHIND),
-in half the room. Unpacked they are the run directories that they were made of, to the byte; a measured run without its
-tables has in replay.json what deriving its plans again came to.
+runs.parquet has a row a run: its key, and its documents verbatim. steps.parquet and requests.parquet have a row a step
+and a row a request of the runs that the report looks into, only of these CASEs if any are named. Each row begins with
+case, loop, repeat and world. Times of a step are stored as differences from an earlier one (BEHIND), which halves their
+size. Unpacked they are the original run directories, to the byte; a measured run without its tables has the outcome of
+replanning in replay.json.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Hugging Face transformers' own continuous batching beside the engine: same requests, weights and prompts, greedy.
+"""Hugging Face transformers' own continuous batching against the engine: same requests, weights and prompts, greedy.
 
     python reports/hardware/peer.py [SCENARIO] [--set FIELD=VALUE] [--loop sync] [--device cuda] [--out DIR]
 
-Both serve the requests of a scenario that are all there at once (8k_b32 with 512 tokens an output). The result,
-OUT/peer-<loop>.json, has seconds, output tokens a second, the ratio, and how many texts are the same; in bfloat16 near
+Both serve the requests of a scenario that all arrive at once (8k_b32 with 512 tokens an output). The result,
+OUT/peer-<loop>.json, has seconds, output tokens a second, the ratio, and the number of equal texts; in bfloat16 near
 ties may differ.
 
 With a `flash_attn` package the library takes its fast paths: paged decode, CUDA graphs and asynchronous batches.

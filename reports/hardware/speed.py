@@ -1,4 +1,4 @@
-"""How fast a device and the engine's kernels are, size by size; each line is printed and kept as it is measured.
+"""The speed of a device and of the engine's kernels, size by size; each line is printed and stored when measured.
 
     python reports/hardware/speed.py copies gemms attention tiles [--model NAME] [--quick] [--out DIR]
     python reports/hardware/speed.py loop

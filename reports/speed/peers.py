@@ -1,4 +1,4 @@
-"""The simulator beside another one that can be installed.
+"""A comparison of the simulator's speed with another installable simulator's.
 
 `python -m reports.speed.peers [--json]` prints the table of docs/speed.md: the case `splitwise_conv` of `cbsim bench`
 (19,366 chat requests, 512 slots, 512 tokens a step, 29,696 blocks of 16 tokens), whole processes in turn, best of

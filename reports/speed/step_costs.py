@@ -1,4 +1,4 @@
-"""What a step costs the simulator against what runs, waits and is prefilled.
+"""The simulator's cost of a step, by requests that run, requests that wait and tokens that are prefilled.
 
 `python -m reports.speed.step_costs` prints the table of docs/speed.md.
 

@@ -1,8 +1,8 @@
-"""What asynchronous batching buys, by model, GPU, batch, context and CPU cost of a step: a map to look a case up in.
+"""The gain of asynchronous batching by model, GPU, batch, context and CPU cost of a step: a map to look a case up in.
 
-A sweep of decode steps under both loops. Steps one after the other take cpu + gpu each, overlapped ones the larger of
-the two, so a case is two times a step and its gain is min / sum of them: the map has those two as its axes, and the
-sweep says where models lie on one and engines on the other.
+It is a sweep of decode steps under both loops. Consecutive steps take cpu + gpu each, overlapped ones the larger of the
+two, so a case is two times a step and its gain is min / sum of them: the map has those two as its axes, and the sweep
+places models on one and engines on the other.
 """
 
 from __future__ import annotations

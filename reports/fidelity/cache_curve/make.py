@@ -1,12 +1,12 @@
-"""Prefix-cache hit rate by cache capacity: what a trace's prompts would find in one cache that all of them share.
+"""The prefix-cache hit rate of a trace's prompts by cache capacity, in one cache that all of them share.
 
 The hit rate is weighted by tokens: tokens found over prompt tokens, all requests of the trace in order. Only the order
 counts, no time passes: a request has filled the cache before the next one looks. Outputs are not cached, as a Mooncake
-trace names the blocks of prompts only (a next turn names what was said before as part of its prompt).
+trace names the blocks of prompts only (a next turn names the conversation so far as part of its prompt).
 
 The cache is an LRU of capacity // block_tokens blocks, each of them found by its id. A request looks up its blocks from
-the start until one is missing; then all of its blocks are touched, the last one first. So the start of a prompt is
-evicted after its end, and what is cached of a prompt never has a hole; vLLM frees blocks in this order too. Whether
+the start until one is missing; then all of its blocks are touched, the last one first. The start of a prompt is thus
+evicted after its end, and the cached part of a prompt never has a hole; vLLM frees blocks in this order too. Whether
 blocks are evicted one by one or after the whole prompt makes no difference: an LRU holds the blocks touched most
 recently, and if a prompt is larger than the cache these are its first ones. A larger cache holds all that a smaller
 one does, so no hit rate falls with capacity.

@@ -1,6 +1,6 @@
-"""Step times and chunking overheads published with Sarathi-Serve (OSDI'24), and what the roofline says of each.
+"""Step times and chunking overheads published with Sarathi-Serve (OSDI'24), and the roofline's prediction of each.
 
-What was measured is said by the paper's artifact, github.com/microsoft/sarathi-serve at 02d2567e, the files README.md,
+The measured values are from the paper's artifact, github.com/microsoft/sarathi-serve at 02d2567e, the files README.md,
 *.sh and *.ipynb in osdi-experiments/figure-2, figure-9 and table-2: Yi-34B-200K on two A100 80GB PCIe, joined by an
 NVLink bridge, tensor parallelism 2. Figure 2: prompts prefilled alone, in one step; decode batches of 1,020 prompt
 tokens and 4 outputs, so 1,020 to 1,022 tokens cached (the batch numbers of the file agree). Figure 9: the sum of a
@@ -8,8 +8,8 @@ prompt's steps, mean of five requests. Table 2: prompts of 1,024 and 16 outputs,
 profiled. The times are wall times of whole engine steps, scheduling and output processing included
 (sarathi/engine/base_llm_engine.py, read at another commit).
 
-The roofline knows one GPU: it gets half of the heads, of the feed-forward layers and of the vocabulary, and no
-all-reduce. Its efficiencies are our defaults; nothing is fitted but what is called fitted.
+The roofline models one GPU: it gets half of the heads, of the feed-forward layers and of the vocabulary, and no
+all-reduce. Its efficiencies are our defaults; nothing is fitted except where stated.
 """
 
 from __future__ import annotations

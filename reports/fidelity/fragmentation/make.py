@@ -1,8 +1,8 @@
-"""How much of the KV memory holds tokens: figure 2 of the vLLM paper (SOSP 2023), and what its numbers rest on.
+"""The share of the KV memory that holds tokens: figure 2 of the vLLM paper (SOSP 2023), and the assumptions behind it.
 
 The scenario `fragmentation` is its setting: OPT-13B on an A100 40GB, 15,728 tokens of KV, sequences of 2,048 at most.
-Three servers reserve one piece a request, placed by the buddy system as the paper assumes; the fourth is paged.
-Shares are means over the time in which requests wait: what is free then is of use to nobody.
+Three servers reserve one extent a request, placed by the buddy system as the paper assumes; the fourth is paged. Shares
+are means over the time in which requests wait: memory that is free then is wasted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What asynchronous batching buys on an H100 or H200 with the kernels of today, from tables of measured kernels.
+"""The gain of asynchronous batching on an H100 or H200 with current kernels, from tables of measured kernels.
 
-A decode step takes the GPU what its kernels were measured to take, plus ADDED_MS. Steps one after the other take
-cpu + gpu each, overlapped ones the larger of the two, so async saves min(cpu, gpu) / (cpu + gpu) of the time: 5 % from
-where the CPU takes a 19th of what the GPU takes.
+A decode step takes the measured time of its kernels plus ADDED_MS on the GPU. Consecutive steps take cpu + gpu each,
+overlapped ones the larger of the two, so async saves min(cpu, gpu) / (cpu + gpu) of the time: at least 5 % if the CPU
+takes a 19th of the GPU's time or more.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""All schedulers on one mixed workload and on one of agents who share prefixes, with the same memory for all.
+"""A comparison of all schedulers on a mixed workload and on one of agents who share prefixes, with equal memory.
 
-Each has as many tokens of KV cache, at most as many requests at a time, and otherwise its defaults; a loop that its
-original has: the asynchronous one where there are two. What is not the scheduler's is the same, so the numbers say what
-rules do on this machine, and nothing of how fast the originals compute.
+Each has equally many tokens of KV cache, at most as many requests at a time, and otherwise its defaults; its loop is
+one that its original has: the asynchronous one if there are two. All else is equal, so the numbers show what rules do
+on this machine, and nothing of how fast the originals compute.
 
 The agents' trace is made here from a seed, so that no data is needed: all sessions begin with the same tools and system
 prompt; those of a group share a repository, too; a task is each session's own. Every further turn adds a tool's answer
-to what was said before.
+to the conversation so far.
 """
 
 from __future__ import annotations

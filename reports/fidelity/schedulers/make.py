@@ -1,4 +1,4 @@
-"""How much of a simulator's error is its scheduler, and how much its cost model?
+"""The shares of a simulator's error that its scheduler and its cost model cause.
 
 The recorded vLLM runs are replayed by the exact policy and by the simplifications that simulators make, each with the
 measured kernel tables and with a data-sheet roofline in their place. The exact policy is the one whose every decision
@@ -6,7 +6,7 @@ equals vLLM's on the golden traces; the cost models are the same for all.
 
     no prefix cache         every prompt, and every preempted request, is computed from its first token
     no preemption           the cache has no limit: nobody waits for blocks, nobody loses them
-    static reservation      a request is admitted when its whole output has room, as in FasterTransformer or TGI
+    no preemption           the cache has no limit: no request waits for blocks, none is preempted
     one step early          a step sees every result and arrival before it is planned: the synchronous loop, free of
                             CPU cost and of its idle time
 """

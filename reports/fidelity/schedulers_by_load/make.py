@@ -1,8 +1,8 @@
 """Goodput under an SLO over the request rate, for every scheduler at its default settings and at its best, on one axis.
 
-By default each scheduler has its usual blocks, seats and budgets, solved for the same GPU as in its own system; a loop
-that its original has. At its best it has the seats and budgets that `tune` finds for the same SLO at one rate, kept at
-all others. Requests, lengths and gaps are the same for all; a rate scales the gaps.
+By default each scheduler has its usual blocks, slots and budgets, computed for the same GPU as in its own system, and a
+loop that its original has. At its best it has the slots and budgets that `tune` finds for the same SLO at one rate,
+kept at all others. Requests, lengths and gaps are the same for all; a rate scales the gaps.
 """
 
 from __future__ import annotations

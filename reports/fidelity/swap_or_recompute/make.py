@@ -1,9 +1,9 @@
-"""Swap or recompute: from which context and which host link on a preempted request should keep its KV.
+"""Swap or recompute: the context and the host link from which a preempted request should keep its KV.
 
-A closed form beside the simulator: two requests of which one has to give way, where nothing else differs, and batches
-under pressure, where the two rules also order the work differently.
+The report has a closed form beside the simulator: two requests of which one is preempted, where nothing else differs,
+and batches under pressure, where the two rules also order the work differently.
 
-A preempted request has n tokens in the cache. Swapped, their KV of k bytes each goes over a link of B bytes/s twice,
+A preempted request has n tokens in the cache. Swapped, their KV of k bytes each crosses a link of B bytes/s twice,
 and the row that goes on computes one token. Recomputed, its row computes m = n + 1. On a roofline that takes longer by
 
     extra(n) = n e + max(m l, i) - i + max(p m (m + 1) / 2, m v) - max(p m, m v)
