@@ -1,12 +1,15 @@
-"""The requests that a scheduler has admitted: their rows, the changes that the next plan lists, the effects of a
-result.
+"""The requests that a scheduler has admitted: their rows, the changes that a plan lists, the effects of a result.
 
-A scheduler decides who runs and how far; everything that follows from it is done here. There are two ways to plan. Rows
-one by one: the scheduler makes a `row` for every request that is to compute something, and hands all to `plan`. That is
-all that a new policy needs. Together: in most steps every decoding request gets its token and none can be refused.
-Those requests are the members of a decode batch, and `go_on` plans them all at the cost of what changes. If budgets or
-blocks might not do for all, the scheduler calls `split` and plans every request by its rules; so these are stated once.
-Both ways give the same rows, blocks and tokens.
+A scheduler decides which requests run and how far; everything that follows from it is done here. There are two ways to
+plan.
+
+Rows one by one: the scheduler makes a `row` for every request that is to compute something, and hands all to `plan`.
+That is all that a new policy needs.
+
+Together: in most steps every decoding request gets its token and none can be refused. Those requests are the members
+of a decode batch, and `go_on` plans them all at the cost of what changes. If budgets or blocks might not do for all,
+the scheduler calls `split` and plans every request by its rules; so these are stated once. Both ways give the same
+rows, blocks and tokens.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Sarathi:
             admit_chunks(self, serve, step)
 
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
-        """Return the prompt tokens that the step has room for; may depend on how much of the prompt is computed."""
+        """Return the prompt tokens that the step has room for, which may depend on how many are computed."""
         stage = min(serve.done(request) // self._stage_tokens, len(self._sizes) - 1)
         return max(0, min(serve.left(request), self._sizes[stage] - step.tokens))
 

@@ -130,7 +130,7 @@ class SarathiSettings(ServeSettings):
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """The chunk size of each stage: equally spaced from high to low, cut to whole tokens, rounded half to even."""
+        """The chunk size by stage: equally spaced from high to low, in whole tokens, half to even; or the only one."""
         low, high, stages = self.low_chunk_size, self.high_chunk_size, self.chunk_schedule_stages
         if not self.enable_dynamic_chunking_schedule or low is None or high is None or stages is None:
             return (self.chunk_size,)
@@ -210,7 +210,7 @@ def _sized(settings: S, site: Site, tokens: int) -> ServeOptions[S]:
 
 
 def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:
-    """Return the options. A preempted request is recomputed in one step: no sequence is longer than a step."""
+    """Return the options. A step has whole prompts, recomputed ones too: no sequence is longer than a step."""
     longest = settings.max_model_len or site.max_position
     tokens = min(settings.max_batched_tokens or longest, longest)
     options = _sized(settings, site, tokens)

@@ -102,7 +102,7 @@ class SglangOptions(SglangSettings):
     context_length: int
 
     def __post_init__(self) -> None:
-        """Skip the checks of the settings: recorded schedulers have sizes of their own."""
+        """Skip the checks of the settings: recorded schedulers have settings of their own."""
 
     @property
     def pool_tokens(self) -> int:

@@ -3,9 +3,10 @@
 A request is k texts. One of them computes the prompt but for its last token; then all compute that token and every one
 after it, side by side in each step, and go on with the k best continuations of all k texts: a result names the text
 that each beam took over. What texts have in common lies in shared blocks; the last block of a text that several go on
-with is copied. Requests are admitted first come, first served, if the cache has room for k whole texts that share
-nothing: so none is preempted. The next step's tables follow from a result, so no step is planned ahead of one, in
-either loop.
+with is copied.
+
+Requests are admitted first come, first served, if the cache has room for k whole texts that share nothing: so none is
+preempted. The next step's tables follow from a result, so no step is planned ahead of one, in either loop.
 """
 
 from __future__ import annotations
