@@ -1,1 +1,1 @@
-"""Replay of recorded schedulers: the same arrivals through our policy, loop and block pool, compared line by line."""
+"""Replay of recorded schedulers: the same arrivals through this project's policy, loop and block pool, line by line."""

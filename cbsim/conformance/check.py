@@ -1,7 +1,7 @@
-"""Recorded traces against our policies, line by line: what `cbsim conformance` does.
+"""Comparison of recorded traces with this project's policies, line by line: the work of `cbsim conformance`.
 
-Every line counts, with every field. A trace outside what the policies model is listed with the reason and compared
-with nothing. `READERS` lists whose traces can be compared: a family of traces more is one more entry there.
+Every line is compared, with every field. A trace outside what the policies model is listed with the reason and not
+compared. `READERS` lists the families of traces that can be compared; another family needs another entry there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ READERS = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line that is not the same. `fields` holds (where in the line, ours, theirs), shortened."""
+    """The first line that differs. `fields` holds (place in the line, replayed, recorded), shortened."""
 
     line: int
     step: int | None
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TraceResult:
-    """One trace compared, or the reason why it was not."""
+    """The result of comparing one trace, or the reason why it was skipped."""
 
     name: str
     scheduler: str
@@ -81,7 +81,7 @@ class TraceResult:
 
 
 def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool = False) -> int:
-    """Compare every trace in `paths`. Status 0: all matched, 1: a mismatch, 2: unreadable input or nothing compared."""
+    """Compare every trace in `paths`. Return 0 if all matched, 1 on a mismatch, 2 if unreadable or nothing compared."""
     results: list[TraceResult] = []
     unreadable = 0
     for path in paths:
@@ -98,7 +98,7 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
 
 
 def _listed(path: Path) -> list[Path]:
-    """The traces at a path; itself, to be found unreadable, if it cannot have any."""
+    """Return the traces at a path, or the path itself if it is unreadable, which is reported later."""
     try:
         return traces(path)
     except UnreadableError:
@@ -106,7 +106,7 @@ def _listed(path: Path) -> list[Path]:
 
 
 def _table(compared: Sequence[TraceResult]) -> str:
-    """What was compared, by scheduler and version: how many traces, their lines, and how many of these matched."""
+    """Return the table of compared traces by scheduler and version: the numbers of traces, lines and matched lines."""
     parts: dict[tuple[str, str], list[TraceResult]] = {}
     for result in compared:
         parts.setdefault((result.scheduler, result.version), []).append(result)
@@ -119,7 +119,7 @@ def _sums(results: Sequence[TraceResult]) -> list[str]:
 
 
 def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
-    """Replay one trace's workload and compare. `invariants`: check pool and decode batch after every line."""
+    """Replay one trace's workload and compare. `invariants` checks pool and decode batch after every line."""
     (trace,) = traces(trace)
     recorded = content(trace).splitlines()
     header = parsed(trace, 1, recorded[0] if recorded else "")
@@ -135,14 +135,14 @@ def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
 
 
 def reader_of(header: Line) -> Reader | None:
-    """The reader of the trace with this header, None if there is none."""
+    """Return the reader of traces with this header, None if there is none."""
     return next((reader for reader in READERS if reader.reads(header)), None)
 
 
 def _first_difference(
     trace: Path, reader: Reader, case: Case, recorded: list[str], invariants: bool
 ) -> tuple[int, Difference | None]:
-    """How many lines are the same, and the first that is not: the header itself, if ours has to be another."""
+    """Return the number of matching lines and the first difference, which is the header's if its fields differ."""
     assert case.replay is not None
     if case.header:
         header = _part(parsed(trace, 1, recorded[0]), case.header)
@@ -163,7 +163,7 @@ def _first_difference(
 
 
 def _part(theirs: Line, ours: Line) -> Line:
-    """Of a header, the fields that ours has, and so on in the dictionaries in it."""
+    """Return the fields of the recorded header that the replayed one has, recursively in its dictionaries."""
     part: Line = {}
     for key, own in ours.items():
         value = theirs.get(key, ABSENT)
@@ -172,7 +172,7 @@ def _part(theirs: Line, ours: Line) -> Line:
 
 
 def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:
-    """Our lines; an exception out of the replay becomes the last of them, for it is a finding like any other."""
+    """Yield the replayed lines; an exception of the replay is yielded as the last one, since it is a finding, too."""
     lines = replay.lines()
     while True:
         try:
@@ -192,13 +192,13 @@ def _step(line: Line | None) -> int | None:
 
 
 def _differing(ours: Line, theirs: Line) -> tuple[tuple[str, str, str], ...]:
-    """Every field that differs, at the innermost place where it does."""
+    """Return every field that differs, each at its innermost difference."""
     keys = [key for key in {**theirs, **ours} if ours.get(key, ABSENT) != theirs.get(key, ABSENT)]
     return tuple(_innermost(key, ours.get(key, ABSENT), theirs.get(key, ABSENT)) for key in keys)
 
 
 def _innermost(where: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
-    """Go down to the first difference as long as it is a dictionary, or a list of them."""
+    """Return the first difference inside nested dictionaries and lists of dictionaries."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**theirs, **ours}:
             if ours.get(key, ABSENT) != theirs.get(key, ABSENT):
@@ -211,7 +211,7 @@ def _innermost(where: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
 
 
 def _around(ours: str, theirs: str) -> tuple[str, str]:
-    """Both texts, cut to a window round their first difference."""
+    """Return both texts cut to a window round their first difference."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, at - WINDOW)
     return cut(ours, start, at + WINDOW), cut(theirs, start, at + WINDOW)

@@ -1,9 +1,10 @@
-"""Defects of transformers' continuous batching, put back into our rules, which do not share them.
+"""Defects of transformers' continuous batching, added to this project's rules, which do not have them.
 
-Blocks that a finishing step completes get no content key. Keys are counted out from the first block that has none; so
-async mode loses those of a chunk before the last, and 5.17 after a whole-prompt hit names a block that is not full.
-Sampling goes on for a request cancelled in flight. One request too large for the cache fails all. Admission stays
-closed if all active requests are cancelled after a soft reset. In 5.23 a row without tokens is not asked what it reads.
+Blocks that a finishing step completes get no content key. Keys are assigned by count, starting at the first block
+without one; so async mode loses those of a chunk before the last, and 5.17 keys a block that is not full after a
+whole-prompt hit. Sampling continues for a request cancelled in flight. A single request too large for the cache fails
+all. Admission stays closed if all active requests are cancelled after a soft reset. In 5.23 the KV reads of a row
+without tokens are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cbsim.schedulers.transformers.settings import TransformersOptions
 
 
 class MisnamingPool(BlockPool):
-    """From the first block on that got its key before it was full, keys are ones that no request can ask for."""
+    """A pool with misnamed blocks: from the first one keyed before it was full, no request can hit a request's keys."""
 
     def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer) -> None:
         super().__init__(block_size, num_blocks, free, observer)
@@ -43,14 +44,14 @@ class MisnamingPool(BlockPool):
 
 
 class CountedKeys(KeysWhenCompleted):
-    """Keys for so many blocks as the row has filled, counted out from the first that has none."""
+    """A rule that keys as many blocks as the row has filled, starting at the first block without a key."""
 
     def __init__(self, pool: BlockPool, scheduler: TransformersScheduler) -> None:
         super().__init__(pool)
         self._scheduler = scheduler
 
     def fills(self, request: Request, row: Chunk) -> int:
-        """Blocks that the row fills, and with the first row after a stay on the host those that came back."""
+        """Return the number of blocks that the row fills; the first row after a swap-in adds the swapped-in blocks."""
         size = self.pool.block_size
         before = 0 if request in self._scheduler.returned else row.start // size
         return (row.start + row.tokens) // size - before
@@ -62,7 +63,7 @@ class CountedKeys(KeysWhenCompleted):
         return self.merge(request, self.reach(request, completion.fills))
 
     def reach(self, request: Request, count: int) -> int:
-        """Where the key of the last of `count` blocks comes, be it full or not."""
+        """Return the number of keyed blocks after `count` more; the last one is misnamed if it is not full."""
         blocks = min(request.hashed + count, self.pool.entries(request))
         if blocks * self.pool.block_size > request.known:
             assert isinstance(self.pool, MisnamingPool)
@@ -71,7 +72,7 @@ class CountedKeys(KeysWhenCompleted):
 
 
 class FullKeys(CountedKeys):
-    """As 5.23 counts: blocks that have keys are passed over, and none gets one before it is full."""
+    """The counting rule of 5.23: blocks with keys are skipped, and no block gets a key before it is full."""
 
     def reach(self, request: Request, count: int) -> int:
         pool = self.pool
@@ -85,7 +86,7 @@ class FullKeys(CountedKeys):
 
 
 class Ghosts(Observer):
-    """Requests that were cancelled in flight and sample on; their last token finishes them once more."""
+    """An observer of ghosts: requests cancelled in flight that still sample; their last token finishes them again."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[RequestSpec, Finish]] = []  # in the order of the rows, ghosts or not
@@ -103,19 +104,19 @@ class Ghosts(Observer):
                 self._finish(request)
 
     def ghost_finished(self, completion: Completion) -> None:
-        """A request that is over already is about to be finished."""
+        """Handle the event that a request that is over already is about to be finished."""
 
     def _finish(self, request: Request) -> None:
         self.finished.append((request.spec, request.natural_end))
 
     def take(self) -> list[tuple[RequestSpec, Finish]]:
-        """Who has finished since the last call."""
+        """Return the requests that finished since the last call."""
         finished, self.finished = self.finished, []
         return finished
 
 
 class DefectiveTransformers(TransformersScheduler):
-    """The rules of transformers as they are, faults included: 5.17's, or those of a version inherited beside it."""
+    """The rules of transformers with their defects: those of 5.17, or of a version that is inherited from as well."""
 
     def __init__(self, options: TransformersOptions, ghosts: Ghosts) -> None:
         self._ghosts = ghosts
@@ -124,7 +125,7 @@ class DefectiveTransformers(TransformersScheduler):
     def make_keys(self) -> Keys:
         return CountedKeys(self.pool, self)
 
-    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (nobody is refused)
+    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (no request is rejected)
         return None
 
     def cancel(self, spec: RequestSpec) -> None:
@@ -141,7 +142,7 @@ class DefectiveTransformers(TransformersScheduler):
 
 
 class DefectiveSectors(DefectiveTransformers, Transformers523):
-    """The rules of 5.23, faults included; but the host counts the sectors that it lacks once it has reclaimed some."""
+    """The rules of 5.23 with their defects; but the host counts its missing sectors after it has reclaimed some."""
 
     def make_keys(self) -> Keys:
         return FullKeys(self.pool, self)

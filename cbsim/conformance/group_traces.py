@@ -1,4 +1,4 @@
-"""What format 3 of vLLM's traces says of layer groups: the groups, and an entry for each where there was one."""
+"""Layer groups in format 3 of vLLM's traces: the groups, and an entry per group where other formats have one entry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk"}
 
 
 def grouping(config: Line) -> Grouping | None:
-    """The groups of a workload's layers, if it names any."""
+    """Return the groups of a workload's layers; None if it names no layers."""
     if "layers" not in config:
         return None
     size = config["block_size"]
@@ -26,7 +26,7 @@ def grouping(config: Line) -> Grouping | None:
 
 
 def options(config: Line) -> Line:
-    """Scheduler options that follow from a workload's layers."""
+    """Return the scheduler options that follow from a workload's layers."""
     made = grouping(config)
     if made is None:
         return {"num_blocks": config["num_blocks"]}
@@ -45,7 +45,7 @@ def _page_bytes(layer: Line, block_size: int) -> int:
 
 
 class GroupsHeard(Observer):
-    """Blocks that left tables of groups since the plan before, and those of released tables."""
+    """An observer of blocks that left tables of groups since the last plan, and of released tables' block counts."""
 
     def __init__(self) -> None:
         self.dropped: list[Line | list[Any]] = []
@@ -59,7 +59,7 @@ class GroupsHeard(Observer):
 
 
 class GroupLines:
-    """Our words for a scheduler with groups. A plain cache is one of a single group."""
+    """The fields of a scheduler with groups in trace lines. A plain cache is one of a single group."""
 
     def __init__(self, scheduler: VllmScheduler, heard: GroupsHeard, config: Line) -> None:
         self._scheduler = scheduler
@@ -67,7 +67,7 @@ class GroupLines:
         self._config = config
 
     def effective(self) -> Line:
-        """What the header says of groups and sizes; not how tensors are laid out."""
+        """Return the header's fields on groups and sizes, without the layout of tensors."""
         o, made = self._scheduler.options, grouping(self._config)
         assert made is not None
         unit = units(made.groups, caching=o.enable_prefix_caching)
@@ -99,7 +99,7 @@ class GroupLines:
         }
 
     def row(self, row: Row, plan: StepPlan) -> Line:
-        """Of a row: blocks added to the table of each group, or all of it for one let in; lengths; the junction."""
+        """Return a row's fields: blocks added to each group's table (all if admitted), lengths, the junction."""
         request, pool = self._scheduler.requests[row.spec], self._scheduler.pool
         admitted = row.chunk is not None and row.chunk.admitted
         line: Line
@@ -119,13 +119,13 @@ class GroupLines:
         return line | {"junction": 0} if admitted else line
 
     def planned(self, plan: StepPlan, requests: dict[RequestSpec, Request]) -> Line:
-        """Of a step: what left the windows, and the blocks of those who were preempted."""
+        """Return a step's fields: blocks that left the windows, and the block counts of preempted requests."""
         heard, dropped = self._heard, self._heard.dropped
         preempted = [[p.spec.id, p.lost_tokens, heard.tables[requests[p.spec]]] for p in plan.changes.preempted]
         heard.dropped, heard.tables = [], {}
         return {"dropped": dropped, "preempted": preempted}
 
     def cached(self) -> list[int]:
-        """Blocks with a key, by group."""
+        """Return the number of blocks with a key, by group."""
         pool = self._scheduler.pool
         return pool.keyed_in_groups() if isinstance(pool, GroupPool) else [pool.keyed]

@@ -1,6 +1,6 @@
-"""What traces of vLLM's connectors say beside the rest. Offload: lookups, loads, stores, the host's tier; and the
-workers of the recording, which complete a job so many steps after it was ordered. Hand-off between a prefill and a
-decode side: what is sent and received, and when, by the clock of the recording.
+"""The additional fields of traces of vLLM's connectors. Offload: lookups, loads, stores, the host's tier; and the
+workers of the recording, which complete a job a set number of steps after it was ordered. Hand-off between a prefill
+and a decode side: the transfers sent and received, with times of the recording's clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXTRA = {"offload_prompt_only"}
 
 
 def unsupported(config: Line) -> str | None:
-    """Why a workload's `connector` is not one that the policy follows, or None."""
+    """Return why the policy does not model a workload's `connector`, None if it does."""
     connector = config.get("connector")
     if connector is None:
         return None
@@ -39,7 +39,7 @@ def unsupported(config: Line) -> str | None:
 
 
 def options(config: Line) -> Line:
-    """Scheduler options of a workload's `connector`, by name."""
+    """Return the scheduler options of a workload's `connector`, by name."""
     connector = config.get("connector")
     if connector is None:
         return {}
@@ -59,7 +59,7 @@ def options(config: Line) -> Line:
 
 
 class Heard(Observer):
-    """Questions and loads of the step being planned."""
+    """An observer of the connector lookups and loads of the step being planned."""
 
     def __init__(self) -> None:
         self.match: list[list[Any]] = []
@@ -78,22 +78,22 @@ class Heard(Observer):
 
 
 class Workers:
-    """The recording's: a transfer is over so long after the step that ordered it began, and the first step that ends
-    then, or that one itself, reports it. A job that a plan awaits is over with that step. Of some blocks that are to
-    come, nothing does. Time is the trace's clock, or steps (`by_step`). They see to it that no block is handed out that
-    they read or write.
+    """The recording's workers: a transfer completes a set time after the start of the step that ordered it, and the
+    first step that ends then or later, perhaps that step itself, reports it. A job that a plan awaits completes with
+    that step. Some expected blocks never arrive. Time is that of the trace's clock, or steps (`by_step`). The workers
+    check that no block that they read or write is allocated.
     """
 
     def __init__(self, block_size: int, lasts: Callable[[Transfer], int], *, by_step: bool = True) -> None:
         self._underway = Underway(block_size)
         self._lasts, self._by_step = lasts, by_step
-        self._due: dict[int, int] = {}  # job -> when it is over
-        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks that do not come
-        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs
-        self.broken: tuple[int, ...] = ()  # as reported last
+        self._due: dict[int, int] = {}  # job -> time at which it completes
+        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks that never arrive
+        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs that its result reports
+        self.broken: tuple[int, ...] = ()  # the missing blocks reported last
 
     def planned(self, plan: StepPlan, start: int, end: int) -> None:
-        """The step of a plan runs from start to end. Call it for every plan, in order."""
+        """Take the transfers of a plan, whose step runs from start to end. Must be called for every plan, in order."""
         if self._by_step:
             start = end = plan.step
         self._underway.planned(plan)
@@ -107,11 +107,11 @@ class Workers:
             del self._due[job]
 
     def breaks(self, job: int, blocks: tuple[int, ...]) -> None:
-        """These blocks of a job never come."""
+        """Mark blocks of a job as never arriving."""
         self._bad[job] = blocks
 
     def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The jobs that the result of a step names, and the blocks that were broken."""
+        """Return the jobs that the result of a step reports, and their blocks that never arrived."""
         jobs = self._reports.pop(step)
         self._underway.completed(jobs)
         self.broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
@@ -119,13 +119,15 @@ class Workers:
 
 
 def _in_steps(block_size: int, load: int, store: int) -> Workers:
-    """Workers that take so many steps for a load or a store."""
+    """Return workers that take `load` steps for a load and `store` steps for a store."""
     steps = {Direction.IN: load, Direction.OUT: store}
     return Workers(block_size, lambda transfer: steps[transfer.direction])
 
 
 class SimpleLines:
-    """SimpleCPUOffloadConnector: what begins with a step is an event, loads and stores counted apart."""
+    """Lines of SimpleCPUOffloadConnector: the transfers that begin with a step are an event; loads and stores are
+    numbered separately.
+    """
 
     def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
         self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"])
@@ -157,15 +159,15 @@ class SimpleLines:
 
 
 class NativeLines:
-    """OffloadingConnector: what a request loads or stores with a step is a job, all counted together."""
+    """Lines of OffloadingConnector: a request's load or store in a step is a job; all jobs are numbered together."""
 
     def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
         self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
         self._connector = connector
         self._per_chunk = recorded.get("blocks_per_chunk", 1)
         self._count = 0
-        self._numbers: dict[int, int] = {}  # job -> what the recording calls it
-        self._at_once: dict[int, list[int]] = {}  # step -> stores that were over before its rows
+        self._numbers: dict[int, int] = {}  # job -> its number in the recording
+        self._at_once: dict[int, list[int]] = {}  # step -> stores completed before its rows
 
     def jobs(self, plan: StepPlan) -> Line:
         loads: list[list[Any]] = []
@@ -202,7 +204,7 @@ class NativeLines:
 
 
 class OffloadLines:
-    """What schedule and update lines say of a connector."""
+    """The fields of schedule and update lines on a connector."""
 
     def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
         assert scheduler.transfers is not None
@@ -216,11 +218,11 @@ class OffloadLines:
             self._lines = NativeLines(connector, size, recorded)
         else:
             self._lines = HandOffLines(scheduler.transfers, size, workload)
-        self._loading: dict[int, list[str]] = {}  # by job
+        self._loading: dict[int, list[str]] = {}  # job -> ids of requests
         self._over: dict[int, tuple[int, ...]] = {}
 
     def planned(self, plan: StepPlan) -> Line:
-        """Fields of its line."""
+        """Return the connector's fields of a schedule line."""
         for transfer in plan.transfers:
             if transfer.direction is Direction.IN and transfer.spec is not None:
                 self._loading.setdefault(transfer.job, []).append(transfer.spec.id)
@@ -230,16 +232,16 @@ class OffloadLines:
         return line | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
 
     def launched(self, plan: StepPlan, start: int, end: int) -> None:
-        """The step of a plan runs from start to end: the workers get what it orders."""
+        """Pass a plan's transfers to the workers; its step runs from start to end."""
         self._lines.workers.planned(plan, start, end)
 
     def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The jobs that the result of a step names, and the blocks that were broken."""
+        """Return the jobs that the result of a step reports, and their blocks that never arrived."""
         self._over[step], broken = self._lines.workers.over(step)
         return self._over[step], broken
 
     def updated(self, step: int) -> Line:
-        """Fields of an update's line."""
+        """Return the connector's fields of an update line."""
         jobs = self._over.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
         line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
@@ -254,7 +256,7 @@ LATENCY = {Direction.IN: "recv_us", Direction.OUT: "send_us"}
 
 
 class HandOffLines:
-    """What schedule and update lines say of the transfers of either side."""
+    """The fields of schedule and update lines on the transfers of a prefill or decode side."""
 
     def __init__(self, transfers: Transfers, block_size: int, workload: Line) -> None:
         assert isinstance(transfers.connector, HandOff)

@@ -1,4 +1,4 @@
-"""What it takes to read the traces of a scheduler: the files, the workload of a trace, a reader for a family of them.
+"""Reading of recorded traces: the files, the workload of a trace, and a reader for each family of traces.
 
 A trace is a `.jsonl` or `.jsonl.gz` file whose first line, its header, names its family and version. Its workload lies
 beside the version's folder (`../workloads/NAME.json`) or beside the trace, perhaps gzipped.
@@ -19,15 +19,15 @@ from cbsim.scenario import rows
 Line = dict[str, Any]
 T = TypeVar("T")
 TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
-SHOWN = 192  # characters of a text in a message
+SHOWN = 192  # the most characters of a text in a message
 
 
 class UnreadableError(ValueError):
-    """A file that should be a trace or a workload and is not; the message says where and what was expected."""
+    """An error raised for a file that is no trace or workload; the message states the place and what was expected."""
 
 
 def traces(path: Path) -> list[Path]:
-    """The trace file `path`, or the traces anywhere below the directory `path`."""
+    """Return the trace file `path`, or all traces below the directory `path`."""
     if path.is_dir():
         return sorted(p for p in path.rglob("*") if p.name.endswith(TRACES) and p.is_file())
     if not path.is_file():
@@ -38,12 +38,12 @@ def traces(path: Path) -> list[Path]:
 
 
 def stem(trace: Path) -> str:
-    """The name of a trace."""
+    """Return the name of a trace without its suffixes."""
     return trace.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def workload(trace: Path, name: str) -> Line:
-    """The workload of a trace, which is called `name`."""
+    """Read the workload of a trace, which is called `name`."""
     folders = [trace.parent.parent / "workloads", trace.parent]
     paths = [folder / f"{name}{suffix}" for folder in folders for suffix in WORKLOADS]
     path = next((path for path in paths if path.is_file()), None)
@@ -55,7 +55,7 @@ def workload(trace: Path, name: str) -> Line:
 
 
 def by_arrival(workload: Line) -> list[RequestSpec]:
-    """Requests of which only lengths matter, in order of arrival, then of the file; each ends at its limit."""
+    """Return requests with lengths but no content, in order of arrival, then of the file; each ends at its limit."""
     specs = [
         RequestSpec(i, str(r["id"]), r["arrival_us"], r["prompt"], r["output"], r["output"])
         for i, r in enumerate(workload["requests"])
@@ -72,7 +72,7 @@ def content(path: Path) -> str:
 
 
 def parsed(path: Path, number: int | None, document: str) -> Line:
-    """The JSON object on one line of a file, or in all of it."""
+    """Parse the JSON object on line `number` of a file, or that of the whole file if None."""
     at = f"{path}" if number is None else f"{path}, line {number}"
     try:
         line = json.loads(document)
@@ -84,7 +84,7 @@ def parsed(path: Path, number: int | None, document: str) -> Line:
 
 
 def header_fields(path: Path, line: Line, **kinds: type) -> list[Any]:
-    """The named fields of a header or workload, each of its type."""
+    """Return the named fields of a header or workload, each checked for its type."""
     for name, kind in kinds.items():
         value = line.get(name)
         if not isinstance(value, kind):
@@ -93,7 +93,7 @@ def header_fields(path: Path, line: Line, **kinds: type) -> list[Any]:
 
 
 def guarded(trace: Path, build: Callable[[], T]) -> T:
-    """What `build` makes of header and workload; if it cannot, the files are at fault."""
+    """Return the result of `build`; an error in it means that header or workload is wrong: raises UnreadableError."""
     try:
         return build()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -102,7 +102,7 @@ def guarded(trace: Path, build: Callable[[], T]) -> T:
 
 
 def cut(line: str, start: int, end: int) -> str:
-    """A part of a line, with dots where more of it is."""
+    """Return a part of a line, with dots where text is left out."""
     return ("..." if start else "") + line[start:end] + ("..." if end < len(line) else "")
 
 
@@ -111,21 +111,21 @@ def short(line: str) -> str:
 
 
 class Replay(Protocol):
-    """A workload on our policy."""
+    """A replay of a workload by this project's policy."""
 
     def lines(self) -> Iterator[Line]:
-        """Our lines for it, in order, without the header."""
+        """Yield the replayed trace lines in order, without the header."""
 
     def check(self) -> None:
-        """Raise AssertionError unless the policy's accounts are right at this moment."""
+        """Raise AssertionError unless the policy's invariants hold at this moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the header of a trace says, and the replay of its workload unless there is a reason to skip it.
+    """The content of a trace's header, and the replay of its workload unless there is a reason to skip it.
 
-    `name` is its workload's, `version` may say in a word more how the trace was made. `header` has the fields of the
-    header that follow from the workload, as we make them; they are compared before any line.
+    `name` is its workload's; `version` may add a word on how the trace was made. `header` has the header's fields that
+    follow from the workload, as the replay makes them; they are compared before any line.
     """
 
     name: str
@@ -143,8 +143,8 @@ def as_recorded(line: Line) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One family of traces. `reads` tells them by their header, `case` may raise UnreadableError; `comparable` is a
-    recorded line without what two recorders may write differently.
+    """A reader of one family of traces. `reads` recognises them by their header, `case` may raise UnreadableError;
+    `comparable` returns a recorded line without the parts that two recorders may write differently.
     """
 
     reads: Callable[[Line], bool]
@@ -153,13 +153,13 @@ class Reader:
 
 
 def not_followed(version: str, followed: Sequence[str]) -> str | None:
-    """Why this version is not one that the policies follow, or None."""
+    """Return why the policies do not model this version, None if they do."""
     if ".".join(version.split(".")[:2]) in followed:
         return None
     return f"version {version} is not followed, only {', '.join(followed)}"
 
 
 def not_modelled(config: Line, options: frozenset[str]) -> str | None:
-    """Why this configuration is not one that the policies follow, or None."""
+    """Return why the policies do not model this configuration, None if they do."""
     unknown = [key for key in config if key not in options]
     return f"option {', '.join(unknown)} is not modelled" if unknown else None

@@ -1,12 +1,12 @@
-"""Golden traces of Sarathi-Serve's schedulers: our lines for the same workload, on the same virtual clock.
+"""Golden traces of Sarathi-Serve's schedulers: the replayed lines for the same workload, on the same virtual clock.
 
 Format and engine loop are described beside the traces. Times are integer microseconds. Defects of the original, which
-our rules do not share, are put back for the comparison:
+this project's rules do not have, are added for the comparison:
 
-A preempted request has its output limit once more. Until its pass is over it counts as read as far as it was; so half
-a prompt may come back in the pass that threw it out, and needs the rest only. With one stage a pass without rows is
-forgotten, though its blocks are gone: such a request never needs its prompt again. A request above the limit comes
-as far as the head of the queue, also one that has grown so long, and disappears.
+A preempted request gets its whole output limit again. Until its pass is over its computed tokens still count; so half
+a prompt may be admitted again in the pass that preempted it, and computes only the rest. With one stage a pass without
+rows is discarded, though its blocks were freed: such a request never computes its prompt again. A request above the
+limit, also one that has grown beyond it, reaches the head of the queue and is dropped there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
 from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOptions, VllmV0Settings
 
 COMMIT = "96f9911790ecc00af12ee9fae47cb8fa9ba0d199"
-PATIENCE = 4  # plans without rows after which a run without arrivals counts as stuck
+PATIENCE = 4  # plans without rows after which a run without arrivals is a deadlock
 
 
 KINDS: dict[str, SchedulerKind[Any, Any]] = {
@@ -58,7 +58,7 @@ OPTIONS = frozenset(["chunk_size", "enable_dynamic_chunking_schedule", "max_batc
 
 
 class InFlight(NamedTuple):
-    """A batch on its way through the stages: its number in the trace, its rows with their requests' epochs, its end."""
+    """A batch in the pipeline: its number in the trace, its plan, its rows with their requests' epochs, its end."""
 
     number: int
     plan: StepPlan
@@ -67,7 +67,7 @@ class InFlight(NamedTuple):
 
 
 class SarathiReplay:
-    """One workload; `lines()` are our trace lines in order, the summary last."""
+    """The replay of one workload; `lines()` yields its trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
         config = header["config"]
@@ -79,7 +79,7 @@ class SarathiReplay:
         options = ServeOptions.of(kind.settings(**server), **{name: config[name] for name in SIZES})
         made: Any = kind.make(options)
         self._policy: Policy = made.policy
-        self.effective = _effective(options)  # what the header has to say of limits
+        self.effective = _effective(options)  # the header's fields on limits
         self.scheduler = DefectiveServe(options, self._policy, self.effective["prompt_limit"])
         self._timing: Line = config["timing"]
         self._coming = deque(by_arrival(workload))
@@ -87,12 +87,12 @@ class SarathiReplay:
         self._in_flight: deque[InFlight] = deque()
         self._free_at = [0] * self._stages
         self._now = self._steps = 0
-        self._added: list[str] = []  # since the plan before
+        self._added: list[str] = []  # requests added since the last plan
         self._lost: list[int] = []
         self._stats: dict[str, Line] = {}
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's accounts are right."""
+        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.decoding.check()
 
     def lines(self) -> Iterator[Line]:
@@ -119,19 +119,19 @@ class SarathiReplay:
         yield self._summary()
 
     def _returned(self) -> Iterator[Line]:
-        """With stages, the batches that have come back meanwhile."""
+        """Yield the update lines of batches that have left the pipeline by now, if there are several stages."""
         while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
             yield self._update()
 
     def _wait(self) -> Iterator[Line]:
-        """No row could be planned: a batch comes back, or a request arrives."""
+        """Wait, as no row could be planned, for the oldest batch in flight, or else for the next arrival."""
         if self._in_flight:
             yield self._update()
         elif self._coming and not self.scheduler.ignored:
             self._skip()
 
     def _skip(self) -> None:
-        """Nothing happens until somebody arrives."""
+        """Advance the clock to the next arrival."""
         self._now = max(self._now, self._coming[0].arrival_ns)
 
     def _arrive(self) -> None:
@@ -191,7 +191,7 @@ class SarathiReplay:
         }
 
     def _launch(self, plan: StepPlan, rows: list[Row], tokens: int) -> None:
-        """The batch passes the stages in order."""
+        """Send the batch through the stages in order."""
         each = (self._timing["base_us"] + self._timing["per_token_us"] * tokens) // self._stages
         end = self._now
         for stage, free_at in enumerate(self._free_at):
@@ -202,7 +202,7 @@ class SarathiReplay:
             self._now = self._free_at[0]
 
     def _update(self) -> Line:
-        """The oldest batch has come back."""
+        """Apply the oldest batch in flight, and return its update line."""
         number, plan, rows, end = self._in_flight.popleft()
         self._now = max(self._now, end)
         requests = self.scheduler.requests
@@ -229,7 +229,7 @@ class SarathiReplay:
 
 
 def _effective(options: ServeOptions[Any]) -> Line:
-    """What the original makes of its options."""
+    """Return the limits that the original derives from its options."""
     settings = options.settings
     if isinstance(settings, VllmV0Settings):
         return {"prompt_limit": options.max_batched_tokens, "max_num_batched_tokens": options.max_batched_tokens}
@@ -248,21 +248,21 @@ def _lives(request: Request | None, epoch: int) -> bool:
 
 
 class DefectiveServe(SarathiServe):
-    """A scheduler of Sarathi-Serve as it is. Its prompt grows with each preemption by what it has said. `longest` is
-    what is not ignored.
+    """A scheduler of Sarathi-Serve with its defects. At each preemption a request's outputs are added to its prompt.
+    Requests longer than `longest` tokens are ignored.
     """
 
     def __init__(self, options: ServeOptions[Any], policy: Policy, longest: int) -> None:
         super().__init__(options, policy)
         self._longest = longest
         self.prompts: dict[Request, int] = {}
-        self.claims: dict[Request, int] = {}  # tokens of a prompt that count as read and are lost
-        self.claimed: dict[Request, int] = {}  # those with which requests were let in by the pass
-        self.ignored: list[RequestSpec] = []  # by the pass
-        self.preempted: list[Request] = []  # by the pass
-        self.lost = False  # the pass was forgotten
+        self.claims: dict[Request, int] = {}  # prompt tokens that count as computed, though they are lost
+        self.claimed: dict[Request, int] = {}  # tokens counted as computed for requests that this pass admitted
+        self.ignored: list[RequestSpec] = []  # requests that this pass ignored
+        self.preempted: list[Request] = []  # requests that this pass preempted
+        self.lost = False  # whether the pass was discarded
 
-    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (nobody is refused)
+    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (no request is rejected)
         return None
 
     def add(self, spec: RequestSpec) -> None:
@@ -310,7 +310,7 @@ class DefectiveServe(SarathiServe):
             return
         step.taken = True
         self.waiting.popleft()
-        self.decoding.admit(request, request.target - 1)  # without what it lost
+        self.decoding.admit(request, request.target - 1)  # the lost tokens are not computed again
         self.running[request] = None
         step.decodes[request] = self.decoding.row(request, 1, self.pool.grow(request, self._needed(request)))
         step.tokens += 1

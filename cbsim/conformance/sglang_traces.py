@@ -1,8 +1,8 @@
-"""Golden traces of SGLang's scheduler: our lines for the same workload, pass by pass.
+"""Golden traces of SGLang's scheduler: the replayed lines for the same workload, pass by pass.
 
 The formats, and the protocol by which the recorder drove the event loops, are described beside the traces. Time is the
-number of the pass; one without work is one like any other. Slot s of page p is p * page_size + s; pages count from 1.
-What SGLang 0.5.23 does that its authors did not mean is put back for the comparison.
+number of the pass, passes without work included. Slot s of page p is p * page_size + s; pages count from 1. Defects of
+SGLang 0.5.23 are added for the comparison.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
-OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # may be null
+OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # options that may be null
 SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", "max_queued_requests", *OPEN}
 CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", "max_queued_requests", *SETTINGS, *OPEN])
 VERSIONS = ("0.5.23",)
 
 
 def options(config: Line) -> SglangOptions:
-    """Scheduler options of a workload's `config`."""
+    """Return the scheduler options of a workload's `config`."""
     return SglangOptions(
         block_size=config["page_size"],
         num_blocks=config["max_total_num_tokens"] // config["page_size"],
@@ -43,14 +43,14 @@ def options(config: Line) -> SglangOptions:
 
 
 def unsupported(config: Line) -> str | None:
-    """Why this configuration is not one that the policy follows, or None."""
+    """Return why the policy does not model this configuration, None if it does."""
     if config.get("max_queued_requests") is not None:
         return "max_queued_requests is not followed for those who were retracted or preempted"
     return None
 
 
 class Heard(Observer):
-    """Rows of the request table as they come free; what a result did."""
+    """An observer of the request table's rows as they become free, and of the effects of results."""
 
     def __init__(self, slots: int) -> None:
         self.free_rows = list(range(1, slots + 1))
@@ -76,7 +76,7 @@ class Heard(Observer):
 
 
 class WatchedPool(RadixPool):
-    """Notes each call that has to evict."""
+    """A pool that records each call that has to evict."""
 
     evictions: list[list[list[int]]]
 
@@ -89,14 +89,14 @@ class WatchedPool(RadixPool):
 
 
 class DefectivePrefill(Prefill):
-    """Who ends after all others is put before the last of them."""
+    """A prefill with a defect: a request that ends after all others is inserted before the last of them."""
 
     def behind(self, line: list[Finishing]) -> int:
         return max(0, len(line) - 1)
 
 
 class DefectiveSglang(SglangScheduler):
-    """The rules of SGLang as they are, faults included."""
+    """The rules of SGLang with their defects."""
 
     def make_prefill(self) -> DefectivePrefill:
         return DefectivePrefill(self.options, self.ratio, self.batch, self.most)
@@ -105,18 +105,18 @@ class DefectiveSglang(SglangScheduler):
         return None
 
     def extend_tokens(self, entry: Entry) -> int:
-        """What was last found out: nothing, before it was looked at for admission."""
+        """Return the tokens of the last prefix match: 0 before the request was considered for admission."""
         return entry.todo
 
     def stranded(self, entry: Entry) -> list[Entry]:
-        """The last one that decodes is given up for good."""
+        """Abort the last decoding request instead of preempting it."""
         self.leave_batch(entry.request)
         self._give_up(entry.request)
         return []
 
 
 class WatchedSglang(DefectiveSglang):
-    """The scheduler, asked in every pass, and what it did in the last one."""
+    """The scheduler, called in every pass, with records of its decisions in the last one."""
 
     pool: WatchedPool
     idle = False
@@ -126,7 +126,7 @@ class WatchedSglang(DefectiveSglang):
         self.retracted: list[list[Any]] = []
         self.preempted: list[list[Any]] = []
         self.aborted: list[str] = []
-        self.written: dict[RequestSpec, int] = {}  # outputs of those that ended outside a result
+        self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
         super().__init__(options, heard)
 
     def make_pool(self, observer: Observer) -> WatchedPool:
@@ -142,7 +142,7 @@ class WatchedSglang(DefectiveSglang):
             self.decoding.defer_abort(self.requests[spec])
 
     def rest(self) -> None:
-        """Passes without work are passes here."""
+        """Do nothing, as passes without work count here."""
 
     def outputs(self, spec: RequestSpec) -> int:
         return self.options.outputs(self._recorded[spec].prompt_tokens, self._recorded[spec].max_new)
@@ -152,11 +152,11 @@ class WatchedSglang(DefectiveSglang):
 
     @property
     def finished(self) -> bool:
-        """Is nothing left, not even those that have ended and are still listed?"""
+        """True if no request is left, not even one that has ended and is still listed."""
         return not (self.requests or self.in_flight or self.launched or self._departed)
 
     def forget(self) -> None:
-        """A pass begins."""
+        """Clear the records at the beginning of a pass."""
         self.retracted, self.preempted, self.aborted = [], [], []
         self.pool.evictions = []
 
@@ -191,7 +191,7 @@ class WatchedSglang(DefectiveSglang):
 
 
 class SglangReplay:
-    """One workload and loop; `lines()` are our trace lines in order, the footer last."""
+    """The replay of one workload and loop; `lines()` yields its trace lines in order, the footer last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
         config = header["config"]
@@ -209,12 +209,12 @@ class SglangReplay:
         self._batch = Batch()
         self._rows: dict[int, tuple[int, list[Row]]] = {}
         self._arrived: Line = {}
-        self._open = False  # has the pass no line yet?
-        self._last = False  # had nothing been left when it began?
+        self._open = False  # whether the pass has no line yet
+        self._last = False  # whether no request was left when the pass began
         self._over: set[RequestSpec] = set()
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's accounts are right."""
+        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.check()
 
     def lines(self) -> Iterator[Line]:
@@ -286,7 +286,7 @@ class SglangReplay:
         return next(recorded for recorded in self._recorded.values() if recorded.id == name)
 
     def _aborted(self) -> list[str]:
-        """Those that ended outside a result; who was in the middle of its prompt after those that waited."""
+        """Return the requests that ended outside a result: first cancelled ones that waited, then those in prefill."""
         requests, given_up = self.scheduler.requests, self.scheduler.aborted
         gone = [name for name in self._arrived["cancels"] if self._named(name).spec not in requests]
         gone = [name for name in gone if self._named(name).spec not in self._over]
@@ -335,7 +335,7 @@ class SglangReplay:
         heard = self._heard
         useless, ended = set(heard.dropped), heard.ended
         heard.dropped, heard.ended = [], []
-        useless |= {row.spec.id for row in rows if row.spec in self._over}  # parts of prompts among them
+        useless |= {row.spec.id for row in rows if row.spec in self._over}  # including chunks of prompts
         dropped = [row.spec.id for row in rows if row.spec.id in useless]
         sampling = [row.spec for row in rows if row.chunk is None or row.chunk.outputs]
         got = [spec for spec in sampling if spec.id not in dropped]
@@ -369,7 +369,7 @@ def _ranges(pages: list[int], size: int) -> list[list[int]]:
 
 
 def _ranges_of(slots: list[int]) -> list[list[int]]:
-    """Slots as [first, count]."""
+    """Return slots as ranges [first, count]."""
     ranges: list[list[int]] = []
     for slot in slots:
         if ranges and sum(ranges[-1]) == slot:
@@ -380,7 +380,7 @@ def _ranges_of(slots: list[int]) -> list[list[int]]:
 
 
 class Recorded:
-    """A request of a workload: what it says, and how it went."""
+    """A request of a workload: its recorded fields, and its statistics in the replay."""
 
     def __init__(self, index: int, request: Line, too_long: int, keys: ChainedKeys) -> None:
         self.id: str = request["id"]

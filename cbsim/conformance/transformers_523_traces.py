@@ -1,5 +1,5 @@
-"""Golden traces of transformers' continuous batching, 5.23, whose cache has sectors, and with layers of several kinds
-tables and blocks of each kind; and the headers of all traces of transformers: which are compared, by which replay.
+"""Golden traces of transformers' continuous batching, 5.23. Its cache has sectors, and with layers of several kinds a
+table and blocks per kind. This file also decides by the header which traces of transformers are compared, and how.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from cbsim.schedulers.transformers.settings import VERSIONS, TransformersOptions
 from cbsim.workload.scheduler_tests import unsupported
 
 KIND = KINDS[Sight.FULL]
-TRASH = 2  # sectors in front that are never claimed
+TRASH = 2  # leading sectors that are never claimed
 OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_space", *SETTINGS])
 
 
 class SectorEvents(Events):
-    """Allocations name tokens and sectors, and who is set back is freed twice."""
+    """The events of 5.23: allocations name tokens and sectors, and a preempted request is freed twice."""
 
     sectors: Sectors | KindSectors  # the scheduler's
 
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__(options, names)
-        self.tokens = 1  # of the row that needs blocks
-        self._stack: list[int] = []  # before blocks are taken
+        self.tokens = 1  # tokens of the row that needs blocks
+        self._stack: list[int] = []  # the free blocks before some are taken
         self._taking = self._setting_back = False
 
     def watch(self, scheduler: WatchedTransformers) -> None:
@@ -102,11 +102,11 @@ class SectorEvents(Events):
 
 
 class ContentSectors(NamedByContent, SectorPool):
-    """Of layers that all see everything."""
+    """A pool keyed by content, for layers that all have full attention."""
 
 
 class WatchedSectors(WatchedTransformers, DefectiveSectors):
-    """The scheduler of 5.23, and all that is heard of it."""
+    """The scheduler of 5.23 with an observer of its events."""
 
     events = SectorEvents
     heard: SectorEvents
@@ -125,7 +125,7 @@ class WatchedSectors(WatchedTransformers, DefectiveSectors):
 
 
 class WatchedKinds(WatchedSectors, KindsOfLayers):
-    """That of layers of several kinds."""
+    """The watched scheduler for layers of several kinds."""
 
     def make_pool(self, observer: Observer) -> BlockPool:
         o = self.options
@@ -136,7 +136,7 @@ class WatchedKinds(WatchedSectors, KindsOfLayers):
 
 
 class SectorsReplay(TransformersReplay):
-    """One workload and mode of 5.23."""
+    """The replay of one workload and mode of 5.23."""
 
     scheduler_type = WatchedSectors
 
@@ -184,18 +184,18 @@ class SectorsReplay(TransformersReplay):
         return {"cpu": {"free_sectors": list(sectors.stack), "free_blocks": free, "held": tables}}
 
     def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
-        """For each kind of layers that completes some: the number alone if there is one kind."""
+        """Return the number of blocks that a row completes; an empty dict if none or with several kinds of layers."""
         return {} if self._names else super()._completes(spec, start, tokens) or {}
 
 
 def _on_host(resolved: Line, per_sector: int) -> Line:
-    """Blocks of the host, if the trace says how many sectors it has."""
+    """Return the number of host blocks, if the trace states the host's sectors."""
     return {"cpu_blocks": resolved["cpu_sectors"] * per_sector} if "cpu_sectors" in resolved else {}
 
 
 def comparable(line: Line) -> Line:
-    """Some recorders wrote lists of free blocks down when they had grown further. What came later was in a table still,
-    as the same line tells: a list ends where it names such a block.
+    """Return the line with corrected free lists. Some recorders wrote these after they had grown further. Blocks freed
+    later are still in a table of the same line: a list is cut at the first such block.
     """
     for state in (line.get("after_schedule"), line.get("after_update")):
         if not isinstance(state, dict) or len(trees := state.get("free_block_trees", {})) < 2:

@@ -1,8 +1,8 @@
-"""Golden traces of transformers' continuous batching, 5.17: our lines for the same workload, pass by pass.
+"""Golden traces of transformers' continuous batching, 5.17: the replayed lines for the same workload, pass by pass.
 
-The format is described beside the traces. One line is one pass of the generation loop. Our scheduler runs with the
-original's defects; what the trace calls events is what its observer hears. With layers of several kinds every table is
-named by its group, `kind.index`.
+The format is described beside the traces. One line is one pass of the generation loop. The replaying scheduler has the
+original's defects; the trace's events are those of its observer. With layers of several kinds every table is named by
+its group, `kind.index`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from cbsim.schedulers.transformers.settings import (
 )
 from cbsim.workload.scheduler_tests import TransformersRequests
 
-TOKEN_BYTES = 2 * 2 * 64  # keys and values, of two layers, of one head of 16 in float32: the recorded models
+TOKEN_BYTES = 2 * 2 * 64  # keys and values, two layers, one head of 16 in float32, as in the recorded models
 SETTINGS = {field.name for field in fields(TransformersSettings)} - {"name", "version", "cpu_offload_gib"}
 KINDS = {Sight.FULL: "full_attention", Sight.SLIDING: "sliding_attention"}
 STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
 
 
 def options(resolved: Line, workload: Line) -> TransformersOptions:
-    """Scheduler options of a trace's `resolved` header. Older ones do not say how many blocks of the host there are."""
+    """Return the scheduler options of a trace's `resolved` header. Older headers lack the number of host blocks."""
     host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * GIB)
     return TransformersOptions(
         version=resolved["transformers"].rpartition(".")[0],
@@ -53,14 +53,14 @@ def options(resolved: Line, workload: Line) -> TransformersOptions:
 
 
 class TransformersWorkload(TransformersRequests):
-    """The requests, and the content of their blocks as the original names it."""
+    """The requests, and the content keys of their blocks as the original assigns them."""
 
     def __init__(self, workload: Line, block_size: int) -> None:
         super().__init__(workload, block_size)
         self._misnamed: dict[tuple[Request, int], dict[int, int]] = {}  # (request, admission) -> block -> id
 
     def key(self, request: Request, block: int) -> int:
-        """Content key of a block at the moment the original computes its hash: perhaps before the block is full."""
+        """Return a block's content key at the time when the original computes its hash, perhaps before it is full."""
         misnamed = self._misnamed.setdefault((request, request.order), {})
         known, size = request.known, self.block_size
         if block - 1 in misnamed or known < (block + 1) * size:
@@ -72,7 +72,7 @@ class TransformersWorkload(TransformersRequests):
 
 
 class NamedByContent:
-    """A pool whose keys are ids of the very tokens that the original hashes."""
+    """A pool whose keys are ids of the tokens that the original hashes."""
 
     workload: TransformersWorkload
 
@@ -81,22 +81,22 @@ class NamedByContent:
 
 
 class ContentPool(NamedByContent, MisnamingPool):
-    """Of layers that all see everything."""
+    """A pool keyed by content, for layers that all have full attention."""
 
 
 class ContentRings(NamedByContent, RingPool):
-    """Of layers of several kinds."""
+    """A pool keyed by content, for layers of several kinds."""
 
 
 class ByGroup:
-    """Lists that are heard group by group, put together under the groups' names; without names there is one list."""
+    """A collector of lists that arrive group by group, returned by group name; without names, a single list."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
         self._lists: list[list[Any]] = []
 
     def hear(self, part: Sequence[Any]) -> list[Any] | dict[str, list[Any]] | None:
-        """Another group's list; with the last one all of them."""
+        """Add the next group's list; return all lists once the last group's is added, else None."""
         if not self._names:
             return list(part)
         self._lists.append(list(part))
@@ -107,15 +107,15 @@ class ByGroup:
 
 
 class Events(Ghosts):
-    """What a trace records between two of its lines."""
+    """An observer of the events that a trace records between two of its lines."""
 
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__()
-        self.on_host: dict[Request, list[list[int]]] = {}  # the scheduler's, once there is one
+        self.on_host: dict[Request, list[list[int]]] = {}  # the scheduler's host tables, once there is a scheduler
         self.free_list = CachedLast(range(options.num_blocks))
         self.lines: list[Line] = []
-        self.empty_rows: list[tuple[int, Request]] = []  # of the step being planned: their positions
-        self.entries = 0  # of tables that a row needs
+        self.empty_rows: list[tuple[int, Request]] = []  # (position, request) in the step being planned
+        self.entries = 0  # block-table entries that a row needs
         self.names = names
         self._full = [name for name, group in zip(names, options.groups, strict=True) if not group.ring]
         self._size = options.block_size
@@ -126,12 +126,12 @@ class Events(Ghosts):
         self._offload: Line = {}
 
     def watch(self, scheduler: WatchedTransformers) -> None:
-        """From now on it hears this one."""
+        """Begin to observe this scheduler."""
         self.on_host = scheduler.host.tables
 
     @property
     def nothing(self) -> Any:
-        """Empty tables, of all groups."""
+        """Return empty tables for all groups."""
         return {name: [] for name in self.names} if self.names else []
 
     def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:
@@ -161,7 +161,7 @@ class Events(Ghosts):
             self.note("free", request, blocks=tables)
 
     def merged(self, request: Request, named: Sequence[int], replaced: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
-        """Heard once of each group that sees everything; events have the blocks of all."""
+        """Record merged blocks; called once per group with full attention. Events have the blocks of all groups."""
         exchanged = [[own, now] for own, now in replaced]
         if self.names:
             self._by_name[self._full[len(self._by_name) % len(self._full)]] = exchanged
@@ -209,7 +209,7 @@ def _ids(requests: Sequence[Request]) -> list[str]:
 
 
 class WatchedTransformers(DefectiveTransformers):
-    """The scheduler, and all that is heard of it. `objects` are its requests, those that have ended included."""
+    """The scheduler with an observer of its events. `objects` are its requests, including those that have ended."""
 
     events: type[Events] = Events
     heard: Events
@@ -241,7 +241,7 @@ class WatchedTransformers(DefectiveTransformers):
         self.objects[spec] = self.requests[spec]
 
     def _fork(self) -> None:
-        """What forks take is not among the recorded events."""
+        """Fork requests; their allocations are not among the recorded events."""
         lines = list(self.heard.lines)
         super()._fork()
         self.heard.lines = lines
@@ -253,23 +253,23 @@ class WatchedTransformers(DefectiveTransformers):
 
 
 def sights(model: Line) -> list[Attention]:
-    """What each layer of a workload's model sees."""
+    """Return the attention of each layer of a workload's model."""
     window = Attention(Sight.SLIDING, model.get("sliding_window") or 1)
     return [FULL if kind == KINDS[Sight.FULL] else window for kind in model["layer_types"]]
 
 
 def several_kinds(workload: Line) -> bool:
-    """Are there other layers than those that see everything?"""
+    """True if some layers do not have full attention."""
     return bool(set(workload.get("model", {}).get("layer_types") or ()) - {KINDS[Sight.FULL]})
 
 
 class TransformersReplay:
-    """One workload and mode; `lines()` are our trace lines in order, the footer last."""
+    """The replay of one workload and mode; `lines()` yields its trace lines in order, the footer last."""
 
     scheduler_type: type[WatchedTransformers] = WatchedTransformers
 
     def __init__(self, header: Line, workload: Line) -> None:
-        self._names: list[str] = []  # of groups, if there are several
+        self._names: list[str] = []  # names of groups, if there are several
         self.resolved = self.resolve(header["resolved"], workload)
         ours = TransformersWorkload(workload, self.resolved["block_size"])
         self.scheduler = self.scheduler_type(options(self.resolved, workload), ours, self._names)
@@ -289,7 +289,7 @@ class TransformersReplay:
         self._outputs: dict[str, Line] = {}
 
     def resolve(self, resolved: Line, workload: Line) -> Line:
-        """The header's sizes, under the names of 5.17."""
+        """Return the header's sizes, under the names of 5.17."""
         if not several_kinds(workload):
             return resolved
         groups = cut(sights(workload["model"]), resolved["block_size"], "5.17").groups
@@ -297,7 +297,7 @@ class TransformersReplay:
         return resolved | {"layer_groups": groups}
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's accounts are right."""
+        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.decoding.check()
         self.scheduler.host.check()
 
@@ -382,7 +382,7 @@ class TransformersReplay:
         }
 
     def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
-        """Blocks that get their keys when a row lands, as the original counts: with what came back from the host."""
+        """Return the number of blocks keyed when a row completes, as the original counts: with swapped-in blocks."""
         if not self.resolved["allow_block_sharing"]:
             return 0
         size = self.resolved["block_size"]
@@ -408,12 +408,12 @@ class TransformersReplay:
         }
 
     def _named(self, tables: list[list[int]]) -> Any:
-        """Of a request, by group: the table alone if there is one group that sees all."""
+        """Return a request's tables by group, or the single table if there are no group names."""
         named = [list(table) for table in tables]
         return dict(zip(self._names, named, strict=True)) if self._names else named[0]
 
     def _free(self) -> Line:
-        """The free lists."""
+        """Return the fields on the free lists."""
         free = self.scheduler.heard.free_list
         return {
             "free": free.free,
@@ -424,7 +424,7 @@ class TransformersReplay:
         }
 
     def _host(self) -> Line:
-        """What the host holds, if the trace tells."""
+        """Return the fields on the host's blocks, if the trace has them."""
         host = self.scheduler.host
         if "cpu_blocks" not in self.resolved:
             return {}
@@ -433,7 +433,7 @@ class TransformersReplay:
         return {"cpu": {"free": host.places.order(), "held": blocks, "per_group": per_group}}
 
     def _await(self, plan: StepPlan) -> Completed:
-        """Note what each sampling row is worth just before its result is applied."""
+        """Record just before a result is applied whether each sampling row's token is new or discarded."""
         rows, epochs = self._in_flight.pop(0)
         self._completion = []
         for row in rows:
@@ -466,6 +466,6 @@ class TransformersReplay:
         }
 
     def _after_the_loop(self) -> Iterator[Line]:
-        """The result still in flight when the loop has ended gets a line of its own."""
+        """Yield the last line, and one for the result still in flight when the loop has ended."""
         yield from self._close()
         self._line = {"step": self._pass, "scheduled": False, "final_update_only": True}

@@ -1,7 +1,7 @@
-"""Golden traces of TensorRT-LLM's Python schedulers: our lines for the same workload, on the same virtual clock.
+"""Golden traces of TensorRT-LLM's Python schedulers: the replayed lines for the same workload, on the same clock.
 
-The format, and the executor loop whose clock this is, are described beside the traces: one step in flight, times are
-integer microseconds. The classes that were recorded are restated from the text of the original.
+The format, and the executor loop with its virtual clock, are described beside the traces: one step in flight, times are
+integer microseconds. The classes that were recorded are rewritten from the text of the original.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNKING = ("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")
 
 
 def unsupported(config: Line) -> str | None:
-    """Why a configuration is outside what this policy models, or None."""
+    """Return why the policy does not model a configuration, None if it does."""
     if config["policy"] not in POLICIES:
         return f"policy {config['policy']} is not modelled"
     if config["chunking"] and config["chunking"][0] not in CHUNKING:
@@ -44,7 +44,7 @@ def unsupported(config: Line) -> str | None:
 
 
 def options(config: Line) -> TrtllmOptions:
-    """Scheduler options of a workload's `config`."""
+    """Return the scheduler options of a workload's `config`."""
     chunking: Any
     chunking, unit = config["chunking"] or ("FIRST_COME_FIRST_SERVED", 1)
     return TrtllmOptions(
@@ -60,7 +60,7 @@ def options(config: Line) -> TrtllmOptions:
 
 
 class Fitting(Observer):
-    """Hears who has cache."""
+    """An observer of the requests that fit in the cache."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -70,7 +70,7 @@ class Fitting(Observer):
 
 
 class TrtllmReplay:
-    """One workload; `lines()` are our trace lines in order, the summary last."""
+    """The replay of one workload; `lines()` yields its trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
         config = header["config"]
@@ -78,13 +78,13 @@ class TrtllmReplay:
         self.scheduler = TrtllmScheduler(options(config), self._heard)
         self._timing = config["timing"]
         self._coming = by_arrival(workload)[::-1]
-        self._taken: set[int] = set()  # from the queue
+        self._taken: set[int] = set()  # requests taken from the queue
         self._batch = Batch()
         self._rows: list[Row] = []
         self._now = self._steps = 0
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's accounts are right."""
+        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.decoding.check()
 
     def lines(self) -> Iterator[Line]:

@@ -1,14 +1,14 @@
-"""Golden traces of vLLM's scheduler: our lines for the same workload, on the same virtual clock.
+"""Golden traces of vLLM's scheduler: the replayed lines for the same workload, on the same virtual clock.
 
-The formats, and the engine loop whose clock this is, are described beside the traces. Format 2 counts the tokens of an
-update and, at the end, all blocks with a key instead of their different contents; it leaves out what was cached. What
-it says of a connector is in offload_traces.py. Format 3 counts as format 1 does, and says more of layer groups
+The formats, and the engine loop with its clock, are described beside the traces. Format 2 counts the tokens of an
+update and, at the end, all blocks with a key instead of their distinct contents; it leaves out cached tokens. Its
+fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on layer groups
 (group_traces.py). Times are integer microseconds.
 
-At its end a trace reports of every request when it was queued, scheduled and got its tokens, and how often it was
-preempted. The engine reports events with the next token of their request. From format 2 on that is what the report has:
-a request that is aborted before its first token was never reported as queued or scheduled, and a preemption behind
-which no token came is not counted. Format 1 read the requests themselves, and so has every event.
+At its end a trace reports for every request when it was queued, scheduled and got its tokens, and how often it was
+preempted. The engine reports events with the next token of their request. From format 2 on the report has only these:
+a request that is aborted before its first token was never reported as queued or scheduled, and a preemption without a
+later token is not counted. Format 1 read the requests themselves, and so has every event.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 
 def options(version: str, mode: str, config: Line) -> VllmOptions:
-    """Scheduler options of a workload's `config`."""
+    """Return the scheduler options of a workload's `config`."""
     return VllmOptions(
         version="0.19" if version.startswith("0.19") else "0.33",
         async_scheduling=mode == "async",
@@ -66,9 +66,9 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, with the free blocks noted after each cancellation: planning follows in the same breath. Every
-    full block has a key, as in the original, whether anybody could ask for it or not, for the trace counts them.
-    `leaves_stores`: it counts as idle although stores are on their way.
+    """The scheduler, with the free blocks recorded after each cancellation, as planning follows at once. Every full
+    block has a key, as in the original, even if no request could hit it, because the trace counts them. With
+    `leaves_stores` it counts as idle although stores are in flight.
     """
 
     free_after_cancel = 0
@@ -88,7 +88,7 @@ class WatchedVllm(VllmScheduler):
 
 
 class VllmReplay:
-    """One workload, one version and mode; `lines()` are our trace lines in order, the summary last."""
+    """The replay of one workload, version and mode; `lines()` yields its trace lines in order, the summary last."""
 
     def __init__(self, header: Line, workload: Line) -> None:
         config, heard, groups_heard = header["config"], Heard(), GroupsHeard()
@@ -99,7 +99,7 @@ class VllmReplay:
         self._format = header.get("format", 1)
         self._offload = OffloadLines(self.scheduler, heard, connector, workload) if connector else None
         self._groups = GroupLines(self.scheduler, groups_heard, config) if "layers" in config else None
-        self.effective = self._groups.effective() if self._groups else None  # what the header has to say of groups
+        self.effective = self._groups.effective() if self._groups else None  # the header's fields on groups
         self._depth = 2 if header["mode"] == "async" else 1
         self._timing = header["config"]["timing"]
         self._coming = vllm_requests(workload)[::-1]
@@ -115,7 +115,7 @@ class VllmReplay:
         self._reports = Reports(self._format)
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's accounts are right."""
+        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.decoding.check()
         if self.scheduler.transfers is not None:
             self.scheduler.transfers.check()
@@ -130,7 +130,7 @@ class VllmReplay:
                 yield self._summary()
                 return
             if isinstance(effect, Poll) and self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
-                yield self._summary()  # whatever is in flight
+                yield self._summary()  # even if stores are in flight
                 return
             if self._aborted:
                 free, ids = self.scheduler.free_after_cancel, self._aborted
@@ -186,8 +186,8 @@ class VllmReplay:
         return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:
-        """Requests that are to be aborted by now and are alive; an abort that comes too early is lost. Format 1 has
-        them in the order of their times, the others in that of the requests.
+        """Return the live requests whose abort is due; an abort before its request's arrival is lost. Format 1 orders
+        them by the times of the aborts, the others by the requests.
         """
         due = [s for at, s in self._aborts if at <= self._now]
         self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
@@ -206,7 +206,7 @@ class VllmReplay:
             self._reports.scheduled(row.spec, self._now)
         for preempted in plan.changes.preempted:
             self._reports.preempted(preempted.spec)
-            if self.scheduler.options.hands_on:  # what is in flight of it is dropped
+            if self.scheduler.options.hands_on:  # its rows in flight are dropped
                 self._dropped |= {(step, preempted.spec) for step in self._rows if step < plan.step}
         line = {
             "ev": "schedule",
@@ -267,11 +267,11 @@ class VllmReplay:
 
 
 class Reports:
-    """The reports of all requests; `lines` is what they report by now. Times are the trace's."""
+    """The reports of all requests; `lines` are the fields reported so far. Times are those of the trace."""
 
     def __init__(self, trace_format: int) -> None:
         self.lines: dict[str, Line] = {}
-        self._events: dict[str, Line] = {}  # as `lines`, of what has happened
+        self._events: dict[str, Line] = {}  # as `lines`, with events that are not reported yet
         self._at_once = trace_format == 1
 
     def arrived(self, spec: RequestSpec, now: int) -> None:
@@ -280,7 +280,7 @@ class Reports:
         self._happened(spec)
 
     def scheduled(self, spec: RequestSpec, now: int) -> None:
-        """Of a row: it tells when the first one was planned."""
+        """Record the time when a request's first row was planned."""
         if "scheduled_ts" not in self._events[spec.id]:
             self._events[spec.id]["scheduled_ts"] = now
             self._happened(spec)
@@ -315,7 +315,7 @@ def case(trace: Path, header: Line) -> Case:
 
 
 def comparable(line: Line) -> Line:
-    """The order of a set is nobody's, and null is for what is absent."""
+    """Return the line with sets sorted, as their order is arbitrary, and with null fields removed."""
     if line.get("ev") == "schedule" and isinstance(line.get("finished"), list):
         line["finished"] = sorted(line["finished"])
     if line.get("ev") == "summary" and isinstance(line.get("requests"), dict):
