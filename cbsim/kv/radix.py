@@ -204,7 +204,7 @@ class RadixKey:
         return self._source if position < self.prompt_tokens else self._own
 
     def page(self, page: int, size: int) -> int:
-        """Return the number of a page of `size` tokens, its last token's: equal numbers, equal tokens so far."""
+        """Return the number of a page of `size` tokens, its last one's: equal numbers, equal tokens up to its end."""
         return self.at((page + 1) * size - 1)
 
     def common(self, other: RadixKey, size: int, known: int, most: int) -> int:

@@ -1,9 +1,10 @@
 """Block tables of layer groups as transformers fills them: from the front, and no block leaves one.
 
 Tables of layers that see all grow with the sequence. Those of layers with windows are rings: they stop growing where a
-window is covered, and further tokens overwrite the oldest. `RingPool` is 5.17's: groups of as many layers each, over
-one free list. `KindPool` is 5.23's: a group for each kind of layers, over sectors that every kind cuts in blocks of its
-own size.
+window is covered, and further tokens overwrite the oldest.
+
+`RingPool` is 5.17's: groups of as many layers each, over one free list. `KindPool` is 5.23's: a group for each kind of
+layers, over sectors that every kind cuts in blocks of its own size.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class KindPool(FilledPool):
         return False
 
     def lacks(self, request: Request, tokens: int) -> list[int]:
-        """Return the blocks of each group that a request lacks for its first `tokens` tokens, or its ring."""
+        """Return the blocks of each group that a request lacks for its first `tokens` tokens, up to its ring."""
         tables = self.group_tables(request)
         return [max(0, count - len(tables[g].blocks)) for g, count in enumerate(self.counts(tokens))]
 

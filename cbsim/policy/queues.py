@@ -1,4 +1,4 @@
-"""Queues of requests that wait for admission."""
+"""Queues of requests that wait for admission, and their orders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ArrivalQueue(deque[Request]):
 
 
 class PriorityQueue:
-    """A queue with the least (priority, arrival, id) first. A preempted request takes its place by the same key."""
+    """A queue of least (priority, arrival, id) first. It has no front: a preempted request goes by the same key."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, str], int, Request]] = []

@@ -19,9 +19,9 @@ from cbsim.policy.kind import (
 from cbsim.policy.loop import Limits
 
 PROFILE_TOKENS = 8192
-"""Query tokens of the step that sizes memory, where no option bounds a step."""
+"""The query tokens of the step that sizes memory, where no option bounds a step."""
 WATERMARK = 0.01
-"""Share of the blocks that admission leaves free, where sequences grow."""
+"""The share of the blocks that admission leaves free, where sequences grow."""
 SCHEDULE = ("low_chunk_size", "high_chunk_size", "chunk_schedule_max_tokens", "chunk_schedule_stages")
 SWITCH = "enable_dynamic_chunking_schedule"
 ROUNDING = 32  # tokens: chunk sizes of a schedule are multiples of it, or of the smallest

@@ -24,9 +24,9 @@ from cbsim.policy.kind import (
 from cbsim.policy.loop import Limits
 
 PROFILE_TOKENS = 8192
-"""Query tokens of the step that sizes memory, where no option bounds a step."""
+"""The query tokens of the step that sizes memory, where no option bounds a step."""
 DEFAULT_TOKENS = 2048
-"""Query tokens in a step of `contiguous`."""
+"""The query tokens in a step of `contiguous`."""
 
 
 # -- static and dynamic_padded ----------------------------------------------------------------------------------------
