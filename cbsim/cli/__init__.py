@@ -1,1 +1,1 @@
-"""The command line: arguments and exit codes only."""
+"""The command line: arguments and exit statuses only."""

@@ -1,4 +1,4 @@
-"""What the command lines of simulator, engine and analysis have in common: commands, options, errors, exit statuses."""
+"""The common parts of the simulator's, engine's and analysis' command lines: commands, options, errors, statuses."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
     "ray": "ray",
 }
-RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands whose runs are kept in a --store
+RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands with a --store of runs
 
 
 class Verb(NamedTuple):
-    """A command of a program: its line in the help, an example of its arguments, and what it does.
+    """A command of a program: its line in the help, an example of its arguments, and its function.
 
     `act` is `module:function`, by default the function of that name in the program's `cli.commands`, imported when the
     command is run. It takes the parsed arguments, with the command as a shell line in `line`, and returns the exit
@@ -50,7 +50,7 @@ class Verb(NamedTuple):
 
 
 def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]) -> Parser:
-    """The parser of a program with these commands."""
+    """Build the parser of a program with these commands."""
     example = f"python -m {program} {verbs[0].name} {verbs[0].example}"
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog, example=example)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -72,7 +72,7 @@ def run_verb(program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong and how the command is used; exits 2. Its help ends with a complete `example`."""
+    """A parser whose errors show the mistake and the usage, and exit with 2. Its help ends with an `example`."""
 
     def __init__(self, *names: Any, example: str = "", **options: Any) -> None:
         super().__init__(*names, **options)
@@ -87,12 +87,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def brief(message: str) -> str:
-    """A message without words so long that nobody wrote them, and no path can be."""
+    """Return a message with words shortened that are too long to be typed or to be a path."""
     return re.sub(r"\S{1001,}", lambda word: f"{word[0][:40]}...", message)
 
 
 def guarded(program: str, command: str, act: Callable[[], int], run_error: int = ERROR) -> int:
-    """The exit status of `act`. An error of the user or of the system is one message on stderr, never a traceback.
+    """Return the exit status of `act`. An error of user or system is one message on stderr, never a traceback.
 
     `run_error` is the status of a RunError.
     """
@@ -113,7 +113,7 @@ def guarded(program: str, command: str, act: Callable[[], int], run_error: int =
 
 
 def _explained(error: BaseException, command: str, run_error: int) -> tuple[str, int] | None:
-    """The message and the exit status of an error that a user or the system can cause; None for a defect of ours."""
+    """Return message and exit status of an error that a user or the system can cause; None for a defect of ours."""
     match error:
         case KeyboardInterrupt():
             return f"interrupted{'; the same command goes on where it stopped' if command in RESUMED else ''}", ERROR
@@ -136,27 +136,27 @@ def _explained(error: BaseException, command: str, run_error: int) -> tuple[str,
 
 
 def _drop_stdout() -> None:
-    """What is left in its buffer can be written nowhere; Python would complain of it at exit."""
-    with suppress(io.UnsupportedOperation):  # no file: a caller of ours that collects it
+    """Discard stdout's buffer: it can be written nowhere, and Python would report that at exit."""
+    with suppress(io.UnsupportedOperation):  # no file: a caller that captures stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _innermost(error: BaseException) -> str:
-    """The innermost function of ours that was at work, such as cbsim.workload.generators._synthetic."""
+    """Return the innermost function of ours in the traceback, such as cbsim.workload.generators._synthetic."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
     return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
 
 
 def a_path(value: str) -> Path:
-    """A path of the command line; the option is named if no system can look it up."""
+    """Parse a path of the command line; the error for one too long to be looked up names the option."""
     if too_long(value):
         raise argparse.ArgumentTypeError(f"got {value[:40]!r}..., {PATH_BOUND}")
     return Path(value)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number between two bounds."""
+    """Return the type of an option that takes a whole number between two bounds."""
 
     def parse(value: str) -> int:
         number = int(value) if value.isdecimal() and len(value) < 20 else -1
@@ -168,7 +168,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def real(value: str) -> float:
-    """The number that is written; NaN, which is within no bounds, if it is none."""
+    """Parse a number; returns NaN, which is within no bounds, if it is none."""
     try:
         return float(value)
     except ValueError:
@@ -176,14 +176,14 @@ def real(value: str) -> float:
 
 
 def share(value: str) -> float:
-    """`5%` or 0.05."""
+    """Parse a share: `5%` or 0.05."""
     number = real(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
     if math.isnan(number):
         raise argparse.ArgumentTypeError(f"{value!r}: expected a share, such as 5% or 0.05")
     return number
 
 
-OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change what it says of one
+OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change parts of a declaration
     "scenario": {"help": "a scenario file, or the name of one that comes with the project"},
     "runs": {"nargs": "+", "type": a_path, "metavar": "RUN", "help": "a run directory"},
     "--set": {
@@ -209,18 +209,18 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change wh
 
 
 def option(parser: argparse.ArgumentParser, like: str, name: str = "", **changes: Any) -> None:
-    """An argument of OPTIONS, or another of that form called `name`, with `changes` to its declaration."""
+    """Add an argument of OPTIONS, or one like it called `name`, with `changes` to its declaration."""
     parser.add_argument(name or like, **OPTIONS[like] | changes)
 
 
 def common_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Arguments of OPTIONS as they are declared."""
+    """Add arguments of OPTIONS as they are declared."""
     for name in names:
         option(parser, name)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """What `--set`, `--seed` and `--loop` change in a scenario."""
+    """Return the overrides of `--set`, `--seed` and `--loop`."""
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
@@ -230,7 +230,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
-    """The options of a command that runs a scenario; `more` are parts that its line lacks, to be run again."""
+    """Return the options of a command that runs a scenario; `more` are parts to add to its line to run it again."""
     from cbsim.metrics import checks
     from cbsim.runs.run_command import RunOptions
 
@@ -248,7 +248,7 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that runs a scenario."""
+    """Add the arguments of a command that runs a scenario."""
     common_options(parser, "scenario", "--set")
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
     common_options(parser, "--seed", "--loop")
@@ -263,7 +263,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_out(out: Path | None) -> None:
-    """To be called before the work, not after it. Raises RunError unless a report can be written to that folder."""
+    """Raise RunError unless a report can be written to that folder. It is called before the work, not after it."""
     from cbsim.draw import folder
 
     if out is not None:
@@ -271,7 +271,7 @@ def check_out(out: Path | None) -> None:
 
 
 def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path | None = None) -> int:
-    """Print a report, or its numbers with `--json`, and write it to a folder: `out`, or what `--out` names."""
+    """Print a report, or with `--json` its numbers, and write it to a folder: `out`, or that of `--out`."""
     from cbsim.draw import report as reports
 
     out = out or arguments.out
@@ -292,7 +292,7 @@ def _seconds(value: str) -> tuple[float, float]:
 
 
 def _bounds(value: str, number: Callable[[str], N], least: str, most: str, expected: str) -> tuple[N, N]:
-    """`A:B`; either may be left out."""
+    """Parse `A:B`; either may be left out."""
     low, colon, high = value.partition(":")
     try:
         first, last = number(low or least), number(high or most)

@@ -1,4 +1,4 @@
-"""What the commands do, from parsed arguments to an exit status."""
+"""The commands as functions from parsed arguments to an exit status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbsim.scenario import scenario
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario under each of its loops, write the run directories, print what came out."""
+    """Simulate a scenario under each of its loops, write the run directories, print the results."""
     return run_command.run(run_options(arguments), Simulation)
 
 
@@ -40,7 +40,7 @@ def conformance(arguments: argparse.Namespace) -> int:
 
 
 def replan(arguments: argparse.Namespace) -> int:
-    """Derive recorded plans again; 1 if one differs."""
+    """Derive recorded plans again; returns 1 if one differs."""
     from cbsim.runs.replan import rederive
 
     status = OK
@@ -54,7 +54,7 @@ def replan(arguments: argparse.Namespace) -> int:
 
 
 def occupancy(arguments: argparse.Namespace) -> int:
-    """What the KV caches of runs held: of what was reserved, how much held tokens, would later, or never did."""
+    """Print the use of runs' KV caches: the shares of reserved blocks that are used, used later, or never used."""
     from cbsim.metrics import terminal
     from cbsim.runs import result
     from cbsim.runs.occupancy import Shares
@@ -86,7 +86,7 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def catalogue(_: argparse.Namespace) -> int:
-    """Everything that can be named in a scenario."""
+    """Print everything that can be named in a scenario."""
     from cbsim.scenario import catalog, documents
     from cbsim.schedulers import registry
 
@@ -102,7 +102,7 @@ def catalogue(_: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """A simulated server for real clients, in real or scaled time."""
+    """Run a simulated server for real clients, in real or scaled time."""
     from cbsim.http import command
     from cbsim.http.tokenizer import open_tokenizer
     from cbsim.virtual.clocks import RealClock
@@ -114,7 +114,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def drive(arguments: argparse.Namespace) -> int:
-    """A client of the same process against a simulated server, in virtual time."""
+    """Run a client in the same process against a simulated server, in virtual time."""
     from cbsim.virtual import drive
 
     return drive.run(

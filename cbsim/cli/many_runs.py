@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that makes many runs: where they are stored, and who makes them."""
+    """Add the arguments of a command that makes many runs: where they are stored and where they execute."""
     stored = "where runs are kept and found (sweeps)"
     parser.add_argument("--store", type=a_path, default=Path("sweeps"), metavar="DIR", help=stored)
     add = parser.add_mutually_exclusive_group().add_argument
@@ -26,7 +26,7 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def executor(arguments: argparse.Namespace) -> Executor:
-    """Who makes the runs: not this process, which a run may kill. Raises ScenarioError if there is no such cluster."""
+    """Return the executor of runs: never this process, which a run may kill. Raises ScenarioError without a cluster."""
     from cbsim.sweeps import executor as executors
 
     return executors.executor(arguments.jobs or os.cpu_count() or 1, arguments.ray, apart=True)
@@ -44,7 +44,7 @@ def _cluster(value: str) -> str:
 
 
 def a_shard(value: str) -> tuple[int, int]:
-    """`i/n`: the i-th of n parts."""
+    """Parse `i/n`, the i-th of n parts."""
     number, slash, of = value.partition("/")
     if not (slash and number.isdecimal() and of.isdecimal() and len(of) < 9 and 1 <= int(number) <= int(of)):
         raise argparse.ArgumentTypeError(f"{value!r}: expected I/N with 1 <= I <= N")
@@ -105,7 +105,7 @@ def capacity_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def contrast(arguments: argparse.Namespace) -> int:
-    """What a field of a sweep changes."""
+    """Print the effect of a field of a sweep."""
     from cbsim.metrics.checks import objective
     from cbsim.stats import contrast as contrasting
     from cbsim.stats import replicated
@@ -122,7 +122,7 @@ def contrast(arguments: argparse.Namespace) -> int:
 
 
 def pareto(arguments: argparse.Namespace) -> int:
-    """The frontier of a sweep in two metrics."""
+    """Print the frontier of a sweep in two metrics."""
     from cbsim.metrics import checks
     from cbsim.stats import pareto as frontiers
     from cbsim.stats import replicated
@@ -136,7 +136,7 @@ def pareto(arguments: argparse.Namespace) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """The best settings; 3 if nobody keeps the conditions, 1 if no candidate could be run."""
+    """Search the best settings; returns 3 if no candidate keeps the conditions, 1 if none could be run."""
     from cbsim.metrics import checks
     from cbsim.search import tune as tuning
     from cbsim.search.racing import FAILED, Goal
@@ -162,14 +162,14 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def a_share(value: str) -> float:
-    """`95%` or 0.95: above 0 and below 1."""
+    """Parse a share above 0 and below 1: `95%` or 0.95."""
     if not 0 < share(value) < 1:
         raise argparse.ArgumentTypeError(f"{value!r}: expected a share between 0 and 1, such as 95%")
     return share(value)
 
 
 def a_confidence(value: str) -> float:
-    """A share that can be one of being right."""
+    """Parse a share that can be a confidence."""
     from cbsim.search.tune import EVEN, SURE
 
     confidence = a_share(value)
@@ -179,7 +179,7 @@ def a_confidence(value: str) -> float:
 
 
 def capacity(arguments: argparse.Namespace) -> int:
-    """Search; the exit status."""
+    """Search the load that a server sustains; returns the exit status."""
     from cbsim.scenario import scenario as scenarios
     from cbsim.search import capacity as searching
     from cbsim.search import probe

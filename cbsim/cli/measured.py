@@ -48,7 +48,7 @@ def _data_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def where_argument(parser: argparse.ArgumentParser, about: str) -> None:
-    """Values by field; none by default. Of several all hold."""
+    """Add `--where`: values by field, none by default. All of several must hold."""
     parser.add_argument("--where", type=_values, action=_Joined, default={}, metavar="FIELD=VALUE,...", help=about)
 
 
@@ -71,7 +71,7 @@ def _values(argument: str) -> dict[str, str]:
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Replay a recorded run, or all of a folder of request logs, and print how far off the simulator is."""
+    """Replay a recorded run, or all of a folder of request logs, and print the simulator's errors."""
     from cbsim.measured.recorded import verdict as validation
     from cbsim.measured.request_logs import log
 
@@ -99,7 +99,7 @@ def _score_logs(arguments: argparse.Namespace, out: Path | None) -> int:
 
 
 def score_points(arguments: argparse.Namespace) -> int:
-    """Predict the points of a folder, and print how far off that is; 1 if a run failed."""
+    """Predict the points of a folder and print the errors; returns 1 if a run failed."""
     from cbsim.draw import folder
     from cbsim.measured.points import published, report
 
@@ -114,7 +114,7 @@ def score_points(arguments: argparse.Namespace) -> int:
 
 
 def calibrate_terms(arguments: argparse.Namespace) -> int:
-    """Calibrate terms on the open points, and write them where scenarios find them."""
+    """Calibrate terms on the open points, and write them to the folder in which scenarios look for them."""
     from cbsim.draw import folder
     from cbsim.measured.points import calibration, published
     from cbsim.scenario import terms

@@ -1,4 +1,4 @@
-"""`python -m cbsim`: its commands and their arguments. Nothing heavy is imported before a command is known.
+"""The commands of `python -m cbsim` and their arguments. Nothing heavy is imported before a command is known.
 
 Exit codes: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.
 """

@@ -1,4 +1,4 @@
-"""The arguments of a session, simulated or real, and what they mean."""
+"""The arguments of a session, simulated or real, and the values made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every session."""
+    """Add the arguments of every session."""
     common_options(parser, "scenario", "--set", "--seed")
     option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
@@ -26,7 +26,7 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def door_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a session on a socket."""
+    """Add the arguments of a session on a socket."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65_535), default=8000, help="0 for any free one (8000)")
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="keys, one a line; also CBSIM_API_KEY")
@@ -35,7 +35,7 @@ def door_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """The scenario with one loop. Raises ScenarioError."""
+    """Load the scenario with one loop. Raises ScenarioError."""
     from cbsim.runs.served import with_one_loop
     from cbsim.scenario import scenario
 
@@ -43,7 +43,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    """Raises EndpointError."""
+    """Return the options of `serve`. Raises EndpointError."""
     from cbsim.http.command import ServeOptions
     from cbsim.http.settings import Settings, read_keys
 
@@ -71,14 +71,14 @@ def _grace(value: str) -> float:
 
 
 def a_name(value: str) -> str:
-    """A name that can be read in a line."""
+    """Parse a name of printable characters, at least one."""
     if not value or not value.isprintable():
         raise argparse.ArgumentTypeError(f"{value!r}: expected letters that can be printed, at least one")
     return value
 
 
 def _clock(value: str) -> float:
-    """Simulated seconds in a real one."""
+    """Parse a clock as the simulated seconds in a real one."""
     scale = 1.0 if value == "real" else real(value.removeprefix("scale=")) if value.startswith("scale=") else math.nan
     if not 0 < scale <= 1000:
         raise argparse.ArgumentTypeError(f"{value!r}: expected real, or scale=X with 0 < X <= 1000")

@@ -1,1 +1,1 @@
-"""Charts as values, how they are drawn, and the folders that reports go to."""
+"""Charts as values, their drawing, and the folders of reports."""

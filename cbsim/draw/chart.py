@@ -1,4 +1,4 @@
-"""What a figure shows, as data: marks on panels.
+"""The content of a figure as data: marks on panels.
 
 A figure function makes a `Chart` from tables; `render.py` draws it for print, `interactive.py` for a browser. Arrays
 are numbers in the units that the axes name. Colours are Okabe and Ito's, distinguishable without colour vision and in
@@ -37,7 +37,7 @@ COLOURS = {
 
 
 class Style(NamedTuple):
-    """How a mark looks. `dash`: solid, dashed, dotted, dashdot. `marker`: circle, square, diamond, triangle, cross."""
+    """A mark's look. `dash`: solid, dashed, dotted, dashdot. `marker`: circle, square, diamond, triangle, cross."""
 
     colour: str
     dash: str = "solid"
@@ -45,7 +45,7 @@ class Style(NamedTuple):
 
     @property
     def rgb(self) -> tuple[int, int, int]:
-        """Its colour, from 0 to 255 each."""
+        """The colour's red, green and blue, each from 0 to 255."""
         red, green, blue = bytes.fromhex(self.colour[1:])
         return red, green, blue
 
@@ -57,7 +57,7 @@ class Style(NamedTuple):
 
     @property
     def opacity(self) -> float:
-        """Of areas: strong colours let the grid and other areas through, pale ones do not."""
+        """The opacity of areas: strong colours let the grid and other areas through, pale ones do not."""
         return 1.0 if self.colour.startswith("#F") or self.colour == "#EEEEEE" else 0.35
 
 
@@ -76,7 +76,7 @@ LANE_STYLES = {name: Style(colour) for name, colour in COLOURS.items()}  # as in
 
 
 def series(index: int) -> Style:
-    """The style of the run number `index`, from 0. Colours return with another dash and marker: 28 styles."""
+    """Return the style of run `index`, from 0. Colours repeat with another dash and marker: 28 styles."""
     lap, at = divmod(index, len(SERIES))
     return Style(
         SERIES[at].colour,
@@ -87,7 +87,7 @@ def series(index: int) -> Style:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """y over x, of equal length, x ascending; NaN leaves a gap. With `step`, a value holds from its x to the next."""
+    """A line, y over x of equal length, x ascending; NaN leaves a gap. `step`: a value holds from its x to the next."""
 
     name: str
     x: Floats
@@ -98,7 +98,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Filled between `low` and `high` over x, of equal length."""
+    """An area filled between `low` and `high` over x, of equal length."""
 
     name: str
     x: Floats
@@ -110,10 +110,10 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Horizontal bars from `start` to `end`, bar i on row `row[i]` of a panel with rows.
+    """A set of horizontal bars from `start` to `end`, bar i on row `row[i]` of a panel with rows.
 
-    `texts`, if given, say what each bar is when it is pointed at; `labels`, if given, are written into bars that are
-    wide enough.
+    `texts`, if given, are shown when a bar is pointed at; `labels`, if given, are written into bars that are wide
+    enough.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Markers at (x, y). `texts`, if given, say what each is when pointed at; `labels` are written beside them."""
+    """A set of markers at (x, y). `texts`, if given, are shown when pointed at; `labels` are written beside them."""
 
     name: str
     x: Floats
@@ -146,7 +146,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Whiskers:
-    """Intervals from `low` to `high`, upright at x = `at`; with `level`, lying at y = `at`."""
+    """A set of intervals from `low` to `high`, vertical at x = `at`; with `level` horizontal at y = `at`."""
 
     name: str
     at: Floats
@@ -175,7 +175,7 @@ class Cells:
     log: bool = False
 
     def shares(self) -> Floats:
-        """Where on the scale of colours each value lies, from 0 to 1; NaN for an empty cell."""
+        """Return the position of each value on the scale of colours, from 0 to 1; NaN for an empty cell."""
         ends = np.array([self.low, self.high])
         values, (low, high) = (np.log(self.values), np.log(ends)) if self.log else (self.values, ends)
         shares: Floats = (values - low) / ((high - low) or 1.0)
@@ -184,7 +184,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Vertical bars at whole x of a panel with categories; series of one panel stand side by side."""
+    """A set of vertical bars at whole x of a panel with categories; series of one panel are side by side."""
 
     name: str
     x: npt.NDArray[np.int64]
@@ -218,8 +218,8 @@ Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 class Panel:
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
 
-    `y_range` or `x_range` fix what is shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are the
-    numbers on x that are written. One that is `tall` has room for many points.
+    `y_range` or `x_range` fix the range shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are
+    the numbers written on the x axis. A `tall` panel has room for many points.
     """
 
     marks: Sequence[Mark]
@@ -238,7 +238,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure: `key` names its files, `caption` says what is shown, and what was left out or thinned.
+    """A figure: `key` names its files, `caption` describes its content, and what was left out or thinned.
 
     Panels fill a grid of `columns` row by row. With `share_x` all have one x axis, and zoom together.
     """
@@ -270,37 +270,37 @@ UNITS = ((0.001, Unit("µs", 1e-6)), (1.0, Unit("ms", 1e-3)), (600.0, Unit("s", 
 
 
 def unit(longest_s: float) -> Unit:
-    """The unit in which times up to `longest_s` seconds are read easily."""
+    """Return the unit in which times up to `longest_s` seconds are read easily."""
     return next((unit for below, unit in UNITS if longest_s < below), Unit("h", 3600.0))
 
 
 class Scale(NamedTuple):
-    """What an axis shows: values divided by `size`, with a unit called `name`, which may be ""."""
+    """The scale of an axis: values are divided by `size`; the unit is called `name`, which may be ""."""
 
     name: str
     size: float
 
 
 def scale_of(unit_of_values: str, most: float) -> Scale:
-    """The scale on which values up to `most`, in seconds, shares or another unit, are read easily."""
+    """Return the scale on which values up to `most`, in seconds, shares or another unit, are read easily."""
     if unit_of_values == "s":
         return Scale(*unit(most))
     return Scale("%", 0.01) if unit_of_values == "share" else Scale("", 1.0)
 
 
 def column(table: Columns, name: str) -> Floats:
-    """A column as floats."""
+    """Return a column as floats."""
     values: Floats = np.asarray(table[name], dtype=np.float64)
     return values
 
 
 def pipelined(steps: Columns) -> bool:
-    """Was ever a step planned before the one before it had been applied? So an async loop does, and a sync one not."""
+    """True if a step was planned before the previous one was applied, as in async loops and never in sync ones."""
     starts, ends = column(steps, "schedule_start_ns"), column(steps, "update_end_ns")
     return bool((starts[1:] < ends[:-1]).any())
 
 
 def without(tables: Mapping[str, Columns], what: str = "step") -> str:
-    """A sentence naming the runs whose table is empty, for a caption; "" if there are none."""
+    """Return a sentence naming the runs whose table is empty, for a caption; "" if there are none."""
     names = [label for label, table in tables.items() if not len(table)]
     return f" No {what} in {', '.join(names)}." if names else ""

@@ -1,4 +1,4 @@
-"""A report's folder: what is written, and that nothing else is written over."""
+"""A report's folder: its files are written, and no file of anything else is overwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("png", "svg")  # of a figure's files
 
 
 def check(folder: Path) -> None:
-    """Raises RunError if there is such a folder and it is neither empty nor that of a report, or cannot be read."""
+    """Raise RunError if the folder exists and is neither empty nor that of a report, or cannot be read."""
     with access(f"--out {folder}", RunError, "written"):
         present = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if present and not _written(folder):
@@ -25,7 +25,7 @@ def check(folder: Path) -> None:
 
 
 def _written(folder: Path) -> set[str]:
-    """The files that the report in this folder says are its own; none if it is not one of ours."""
+    """Return the files that the report in this folder lists as its own; none if it is not one of ours."""
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         ours = facts["command"].startswith(("python -m analysis ", "python -m cbsim "))
@@ -36,16 +36,16 @@ def _written(folder: Path) -> set[str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier report, so that none of its figures passes for one of the next. Nothing else is touched."""
+    """Remove an earlier report, so that none of its figures is taken for one of the next. Other files are kept."""
     for path in (folder / name for name in sorted(_written(folder))):
         with access(path, RunError, "removed"):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody's own files may be in it
+    with contextlib.suppress(OSError):  # a user's own files may be in it
         (folder / "figures").rmdir()
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their name in the folder, which is made. Raises RunError naming what cannot be written."""
+    """Write files by name into the folder, which is created. Raises RunError naming what cannot be written."""
     with access(f"--out {folder}", RunError, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

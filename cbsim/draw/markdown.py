@@ -1,4 +1,4 @@
-"""Tables, figures and code in Markdown that no reader takes for anything else."""
+"""Tables, figures and code in Markdown, escaped so that every reader shows the text as it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbsim.draw.chart import Chart
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a header; all columns but the first are numbers, right-aligned. `note` stands above it."""
+    """A table of text under a header; all columns but the first are numbers, right-aligned. `note` is above it."""
 
     title: str
     header: Sequence[str]
@@ -21,7 +21,7 @@ class Table:
 
 
 def table(content: Table) -> list[str]:
-    """A Markdown table: the first column left, the others right."""
+    """Return a Markdown table: the first column left-aligned, the others right-aligned."""
     lines = [plain(content.note), ""] if content.note else []
     lines.append(_row(content.header))
     lines.append("|---" + "|---:" * (len(content.header) - 1) + "|")
@@ -33,17 +33,17 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def figure(chart: Chart) -> list[str]:
-    """A figure that lies at figures/KEY.png, with its caption."""
+    """Return a figure, whose file is figures/KEY.png, with its caption."""
     title = plain(chart.title)
     return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.caption), ""]
 
 
 def plain(sentence: str) -> str:
-    """Text on one line that no reader of Markdown takes for HTML."""
+    """Return text on one line, escaped so that no reader of Markdown takes it for HTML."""
     return html.escape(" ".join(sentence.split()), quote=False)
 
 
 def fenced(kind: str, code: str) -> list[str]:
-    """A block of code, whatever backticks are in it."""
+    """Return a block of code, which may contain any backticks."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
     return [f"{fence}{kind}", code, fence]

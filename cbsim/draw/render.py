@@ -1,4 +1,4 @@
-"""Charts for print: matplotlib draws a `Chart` as PNG or SVG. Equal charts give equal bytes."""
+"""Rendering for print: matplotlib draws a `Chart` as PNG or SVG. Equal charts give equal bytes."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ SETTINGS: Any = {
     "svg.hashsalt": "cbsim",
     "path.simplify_threshold": 0.5,
 }
-LEGEND_LETTERS = 150  # that fit into a line of the legend
-CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; what is below the middle of it is dark
+LEGEND_LETTERS = 150  # letters that fit into a line of the legend
+CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; colours below its middle are dark
 WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
 
 def png(chart: Chart) -> bytes:
-    """The chart as a PNG."""
+    """Draw the chart as a PNG."""
     with _settings():
         return _png(chart, figure(chart))
 
 
 def svg(chart: Chart) -> bytes:
-    """The chart as an SVG whose texts are text."""
+    """Draw the chart as an SVG whose texts remain text."""
     with _settings():
         return _saved(figure(chart), SVG)
 
 
 def both(chart: Chart) -> tuple[bytes, bytes]:
-    """(PNG, SVG) of one drawing, in less time than one after the other."""
+    """Return (PNG, SVG) of one drawing, in less time than one after the other."""
     with _settings():
         drawn = figure(chart)
         return _png(chart, drawn), _saved(drawn, SVG)
@@ -75,7 +75,7 @@ def _settings() -> Any:
 
 
 def _png(chart: Chart, drawn: Figure) -> bytes:
-    """In a palette, but for cells, whose many colours would leave none for the marks upon them."""
+    """Save a PNG, in a palette unless the chart has cells, whose many colours would leave none for the other marks."""
     whole = _saved(drawn, PNG)
     shaded = any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks)
     return whole if shaded else _paletted(whole)
@@ -88,7 +88,7 @@ def _saved(drawn: Figure, options: Any) -> bytes:
 
 
 def _paletted(png: bytes) -> bytes:
-    """The PNG with its colours in a palette. Areas and lines keep theirs."""
+    """Return the PNG with its colours in a palette. Areas and lines keep their colours."""
     from PIL import Image
 
     whole = Image.open(io.BytesIO(png)).convert("RGB")
@@ -99,7 +99,7 @@ def _paletted(png: bytes) -> bytes:
 
 
 def figure(chart: Chart) -> Figure:
-    """The chart as a figure of matplotlib, for use in a notebook."""
+    """Return the chart as a figure of matplotlib, for use in a notebook."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -127,7 +127,7 @@ def figure(chart: Chart) -> Figure:
 
 
 def _plain(label: str) -> str:
-    """Text that matplotlib writes as it is, not as mathematics."""
+    """Escape text so that matplotlib does not read it as mathematics."""
     return label.replace("$", r"\$")
 
 
@@ -142,7 +142,7 @@ def _height(panel: Panel) -> float:
 
 
 def _panel(axis: Axes, panel: Panel) -> None:
-    """Axes of a panel, then its marks."""
+    """Draw the axes of a panel, then its marks."""
     axis.set_title(_plain(panel.title))
     axis.set_xlabel(_plain(panel.x))
     axis.set_ylabel(_plain(panel.y))
@@ -213,7 +213,7 @@ def _spans(axis: Axes, mark: Spans) -> None:
     low, high = mark.row - 0.4, mark.row + 0.4
     corners = [(mark.start, low), (mark.start, high), (mark.end, high), (mark.end, low)]
     boxes = np.stack([np.stack([np.asarray(x, dtype=float), y], axis=1) for x, y in corners], axis=1)
-    plain = mark.thin or len(mark.row) > 100  # a line of its colour keeps what is thinner than a pixel visible
+    plain = mark.thin or len(mark.row) > 100  # a line of its colour keeps bars thinner than a pixel visible
     edge = "#D55E00" if mark.hatched else mark.style.colour if plain else "#444444"
     axis.add_collection(
         PolyCollection(
@@ -296,7 +296,7 @@ def _write_labels(axis: Axes, mark: Spans) -> None:
 
 
 def _legend(chart: Chart) -> list[Any]:
-    """One entry a name, in order of appearance."""
+    """Return one legend entry a name, in order of appearance."""
     named: dict[str, Mark] = {}
     for mark in (mark for panel in chart.panels for mark in panel.marks if mark.name):
         named.setdefault(mark.name, mark)
@@ -324,7 +324,7 @@ ENDINGS = (".png", ".svg")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Drawn when it is looked at."""
+    """A chart that is drawn when it is shown."""
 
     chart: Chart
 
@@ -335,7 +335,7 @@ class Picture:
         return self.png()
 
     def save(self, path: Path | str) -> Path:
-        """Write it as .png or .svg, by the name. Raises RunError."""
+        """Write the picture as .png or .svg, by the file's name. Raises RunError."""
         file = Path(path)
         if file.suffix not in ENDINGS:
             bound = f"expected a name that ends in {' or '.join(ENDINGS)}"

@@ -1,6 +1,6 @@
 """A report as a value, and as a folder: report.md with its figures, and report.json with its numbers and the command
-that makes it again. What compares runs, predicts measurements or searches settings answers with one; the analysis adds
-a page of HTML.
+that makes it again. Comparisons of runs, predictions of measurements and searches of settings return one; the analysis
+adds a page of HTML.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table, fenced, figure, plain, table
 from cbsim.metrics.terminal import aligned
 
-MOST_COLUMNS = 4  # runs; a table of the report has the numbers of more
+MOST_COLUMNS = 4  # runs in the table of tiles; a table of the report has the numbers of more
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number of a run that a reader looks at first. `metric` is its dotted key in summary.json."""
+    """A headline number of a run. `metric` is its dotted key in summary.json."""
 
     metric: str
     label: str
@@ -40,15 +40,15 @@ class Caveat:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run that the report was made of: everything needed to make it again."""
+    """A run that the report was made from, with everything needed to make it again."""
 
     label: str
     folder: str
     kind: str  # simulated or measured, and on what
     tiles: Sequence[Tile]
     scenario: str  # the resolved scenario, YAML, or how it differs from the first; "" if another source has it
-    environment: str  # env.json, likewise
-    command: str  # makes the run again
+    environment: str  # env.json, or how it differs from the first; "" if another source has it
+    command: str  # the command that makes the run again
 
     def tile(self, metric: str) -> Tile | None:
         return next((tile for tile in self.tiles if tile.metric == metric), None)
@@ -56,10 +56,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`findings` are sentences in the order of weight; `data` is what the tables were made of, for report.json.
+    """A report. `findings` are sentences in the order of weight; `data` has the tables' numbers, for report.json.
 
-    `sources` are the runs behind it; without any, `kind` says in the index what it rests on. `caveats` is None if none
-    were looked for. `coloured`: each source has a colour of its own in the charts. `command` makes the report again.
+    `sources` are the runs behind it; without any, `kind` names in the index what it is based on. `caveats` is None if
+    none were searched for. `coloured`: each source has its own colour in the charts. `command` makes the report again.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Report:
 
 
 def terminal(report: Report) -> str:
-    """Tables and findings, as the terminal shows them."""
+    """Return tables and findings as the terminal shows them."""
     tables = [f"{part.title}\n{aligned([part.header, *part.rows])}\n" for part in report.tables]
     return "\n".join([*tables, *report.findings])
 
@@ -92,7 +92,7 @@ def write(report: Report, out: Path) -> None:
 
 
 def facts(report: Report) -> bytes:
-    """report.json: what the index says of the report, its tiles, the keys of its figures, its data."""
+    """Return report.json: the report's entry in the index, its tiles, the keys of its figures, its data."""
     runs: list[dict[str, Any]] = [
         {
             "label": source.label,
@@ -114,7 +114,7 @@ def facts(report: Report) -> bytes:
 
 
 def markdown(report: Report) -> str:
-    """report.md: complete on its own, with its figures as files beside it."""
+    """Return report.md: complete on its own, with its figures as files beside it."""
     return "\n".join(_lines(report)) + "\n"
 
 
@@ -143,7 +143,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _tiles(sources: Sequence[Source]) -> Table:
-    """Tiles of all runs, a metric a row."""
+    """Return a table of the tiles of all runs, a metric a row."""
     labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
     rows = [(label, *(_cell(source.tile(metric)) for source in sources)) for metric, label in labels.items()]
     return Table("", ("", *(source.label for source in sources)), rows)
