@@ -254,7 +254,7 @@ def ops(device: str) -> Ops:
 
 
 def _check_memory(plan: ExecutorPlan) -> None:
-    """Check memory before allocating, since Linux overcommits a CPU's memory and kills the process later."""
+    """Check memory before allocating, since a system may overcommit a CPU's memory and kill the process later."""
     free = host_memory()
     if free is None:
         return

@@ -260,7 +260,7 @@ class Engine:
         return stopped
 
     def _rank(self, plan: StepPlan, results: Ints) -> Parents:
-        """Continue the beams of searches as they were ranked. Returns the beams that replaced another one's text."""
+        """Continue the beams of searches as they were ranked. Returns (beam, its parent) where these differ."""
         parents: list[tuple[RequestSpec, RequestSpec]] = []
         for group, choice in zip(plan.ranked, choices(results, len(plan.ranked[0])), strict=True):
             texts = [self.sequences[spec] for spec in group]

@@ -43,7 +43,7 @@ class Sequence:
         self.blocks = 0  # entries of its block table
         self.tables: dict[int, int] = {}  # with layer groups instead: entries of each group's table
         self.over = False
-        self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, as a beam
+        self.score = OTHER_SCORE if spec.sample_of else FIRST_SCORE  # of the outputs, in a beam search
 
     @property
     def stopped(self) -> bool:

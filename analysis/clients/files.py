@@ -30,7 +30,7 @@ MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p99")
 KNOWN = "what aiperf (JSONL, JSON, CSV), vllm bench serve (JSON) or GuideLLM (JSON) writes"
 MOST_BYTES = 1_000_000_000
-MOST = 1e19  # the limit of any number: above nanoseconds since 1970 for centuries
+MOST = 1e19  # the limit of any number: nanoseconds since 1970 stay below it for centuries
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}
 
 Distribution = Mapping[str, float]

@@ -38,7 +38,7 @@ from cbsim.record.columns import NS
 from cbsim.scenario.scenario import parse
 
 PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
-MOST_POINTS = 1000  # of a run's steps with prefill, and of its others
+MOST_POINTS = 1000  # points of a run's steps with prefill, and as many of its others
 SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: its line would flatten smaller steps
 
 

@@ -49,8 +49,8 @@ from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
 
-FAR = 8  # a factor: an axis from its first number to its last at least, for it to be logarithmic
-MOST_LETTERS = 36  # of the numbers written along an axis
+FAR = 8  # the least ratio of an axis's last number to its first for a logarithmic axis
+MOST_LETTERS = 36  # characters of the numbers written along an axis
 INTERVALS = "Means of the replicates of a place, with 95 % intervals (Student's t) where there are two or more."
 
 
@@ -186,7 +186,7 @@ def _number(value: float) -> str:
 
 
 MOST_LABELLED = 24  # places; labels of more would overlap
-MOST_WHISKERS = 60  # places with their intervals
+MOST_WHISKERS = 60  # places; of more only the best ones' intervals are drawn
 PALE = 0.7  # share of white in the colour of dominated places
 MISSED = Style("#BBBBBB", "solid", "cross")
 

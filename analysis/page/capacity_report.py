@@ -46,9 +46,9 @@ STYLES = {
     "fails": Style(RED, "solid", "cross"),
     "undecided": Style(ORANGE, "solid", "diamond"),
 }
-FAR = 8  # a factor: from the least load to the greatest at least, for the axis to be logarithmic
-AROUND = 1.1  # a factor around the capacity, or the cube of that between its ends: the range of the second panel
-ROOM = 1.08  # above the highest mark
+FAR = 8  # the least ratio of the greatest load to the least for a logarithmic axis
+AROUND = 1.1  # the second panel extends the capacity's ends by this factor, or by the cube of their ratio if larger
+ROOM = 1.08  # top of the axis above the highest mark, as a factor
 MOST_BYTES = 100_000_000
 
 

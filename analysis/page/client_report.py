@@ -23,7 +23,7 @@ from cbsim.draw.report import Caveat, Report
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import shown
 
-NOTHING_S = 0.5e-9  # the tables have whole nanoseconds
+NOTHING_S = 0.5e-9  # a smaller difference is none: the tables have whole nanoseconds
 WAY = "network, HTTP, event loop and client"
 
 

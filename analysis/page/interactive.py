@@ -23,7 +23,7 @@ from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, 
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}
 MARKERS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-up", "cross": "x"}
-BAR_HATCHES = ("", "/", ".", "x")  # of the first series, the second, ...
+BAR_HATCHES = ("", "/", ".", "x")  # patterns of the first series, the second, ...
 
 
 def figure(chart: Chart) -> Dict:
@@ -240,7 +240,7 @@ def _across(mark: Level | Edge, number: int) -> Dict:
 
 Dict = dict[str, Any]
 
-HEADROOM = 1.06  # above a level, as a factor of it
+HEADROOM = 1.06  # top of the axis above a level, as a factor
 WIDE_PX, NARROW_PX = 1060, 340  # widths of the plots that the layouts are made for
 TITLE_PX, AXIS_PX, LEGEND_LINE_PX, LETTER_PX = 26, 52, 21, 7
 CATEGORY_LETTERS, MOST_ROW_LABELS = 16, 40

@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 SEED = 20_110_527  # of all draws: the same runs always have the same intervals
 CONFIDENCE = 0.95
 MOST, LEAST = 2000, 200  # replicates
-WORK = 20_000_000  # units drawn in all; if there would be more, replicates become fewer
+WORK = 20_000_000  # units drawn in all; replicates become fewer to stay below
 CHUNK = 1_000_000  # counts in memory at a time
 FEWEST = 5  # units; with fewer, draws are meaningless
 STATISTICS = ("mean", *(f"p{q}" for q in QUANTILES))
@@ -149,7 +149,7 @@ def weighted(values: Floats, counts: Ints) -> Floats:
     result = np.full((len(counts), len(STATISTICS)), np.nan)
     if not len(values):
         return result
-    part = isqrt(len(values))  # sums of parts, then one part: a search without summing everything
+    part = isqrt(len(values))  # the search sums parts first, then one part only
     upto = np.cumsum(np.add.reduceat(counts, np.arange(0, len(values), part), axis=1, dtype=np.int64), axis=1)
     rows = np.flatnonzero(upto[:, -1])
     total = upto[rows, -1]

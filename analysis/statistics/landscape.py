@@ -25,7 +25,7 @@ COLUMNS = (  # header, metric, unit
 )
 LOOPS = ("sync", "async")
 NEARLY = 0.99  # share of the requests that counts as all, and of the best rate that counts as equal
-FEW = 3  # as many are named
+FEW = 3  # at most this many runs are named
 ASIDE = ("name", "question", "loop.mode")  # fields that do not belong to a run's configuration
 
 

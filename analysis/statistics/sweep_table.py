@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 LOOP, SEED = "loop", "seed"
 ABOUT = (LOOP, SEED, "replicate", "key", "status", "reason")
 DONE, FAILED, MISSING = STATUSES = ("done", "failed", "missing")
-MOST_LETTERS = 60  # of a value
+MOST_LETTERS = 60  # characters of a value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ LAG, GROWTH = 0.05, 1.2
 USUAL, EARLY = 0.9, 0.05
 """Warm-up: until USUAL of the median occupancy is reached; reported if that takes EARLY of the requests."""
 FIRST, SLOW, ALIKE = 5, 3.0, 2.0
-"""Slow start: one of the FIRST steps lasts SLOW times the median of later ones whose tokens differ by at most ALIKE."""
+"""Slow start: one of the FIRST steps lasts SLOW times the median of later ones with tokens within a factor ALIKE."""
 TAIL = 0.1
 NEAR_FULL = 0.9
 """Capacity: share of the KV blocks in use above which their number determines waits and preemptions."""

@@ -45,7 +45,7 @@ from cbsim.record.tables import Floats
 from cbsim.scenario import documents
 
 DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
-MOST_NAMED = 3  # runs of a caveat
+MOST_NAMED = 3  # runs named in a caveat
 
 
 def build(validation: DeviceCases, command: str) -> Report:
@@ -192,7 +192,7 @@ VERDICTS = {  # style of a score
     "missed": Style(RED, marker="cross"),
     "undecided": Style(ORANGE, marker="diamond"),
 }
-REACH = 0.4  # half the width of a metric's space, as a share of it
+REACH = 0.4  # the farthest dot from the middle of a metric's space of width 1
 LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
 EDGE = 5.0  # multiples of the bar; larger errors are drawn here
 MARGIN = 1.08

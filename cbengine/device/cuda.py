@@ -201,7 +201,7 @@ class Cuda:
         assert step is not None
         return self._executor.run(step, header)
 
-    # -- before the first one -----------------------------------------------------------------------------------------
+    # -- before the first step ----------------------------------------------------------------------------------------
 
     def _allocate(self, depth: int) -> None:
         torch.cuda.empty_cache()  # cached memory left over from building the weights

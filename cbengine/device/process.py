@@ -33,7 +33,7 @@ PROC = Path("/proc")
 SHARED = 0.05  # share of the time wanted on a core: a process that waits for more counts as having no core of its own
 LOOK_S = 0.2  # interval of checks that the other process lives
 START_S = 120.0  # the longest that a worker may take to load its model
-STEP_S = 600.0  # ... and to answer for a step: a stopped one never does, and no step of a CPU is that long
+STEP_S = 600.0  # the longest that a step may take: a stopped worker never answers, and no step of a CPU is that long
 Build = Callable[[], Executor]
 Packed = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
 

@@ -16,7 +16,7 @@ from cbsim.record.record import Record
 from cbsim.record.tables import Steps
 
 SKIPPED = 20  # steps before the profiler starts
-COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # to and from the host: no kernels, and beside them
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # copies to and from the host run beside kernels and are none
 FILE = "kernels.csv"
 
 

@@ -20,7 +20,7 @@ def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> I
     no row more than the `reach` of a slot.
     """
     most, beams = capacity.rows, capacity.beams
-    sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # twice the rows, half the splits of each
+    sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # doubling the rows halves the splits of each
     for rows in sizes if beams else ():
         if rows >= beams:
             yield scratch_step(

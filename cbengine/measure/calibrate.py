@@ -31,7 +31,7 @@ from cbsim.scenario.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
-COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns that these terms multiply
+COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
 EQUAL_TIMES = ("sync_s", "async_s", "difference_s")

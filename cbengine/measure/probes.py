@@ -34,10 +34,10 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
-SETTLING = 3  # first steps of a run, in which caches are cold
+SETTLING = 3  # first steps of a run, left out because caches are cold
 KEYS = ("padded_tokens", "rows", "context_tokens")  # steps that are equal in these columns are of one kind
 SHORTEST = 8  # the least number of tokens of the longest sequence and of the largest step
-SPREAD = 1.2  # of the logarithm of prompt lengths: many short ones and some as long as allowed
+SPREAD = 1.2  # sigma of the lognormal prompt lengths: many short ones and some as long as allowed
 Ints = npt.NDArray[np.int64]
 Kinds = dict[tuple[int, ...], list[int]]
 

@@ -13,7 +13,7 @@ from cbsim.policy.groups import LayerGroup
 
 
 class DeviceMemoryError(UsageError):
-    """A device cannot hold what a run needs; the message states the bytes and the field that requests them."""
+    """A lack of device memory for a run; the message states the bytes needed and the field that requests them."""
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -105,7 +105,7 @@ class KvCache:
         cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"
         if free is None:
             return f"{cache}: more than it gives"
-        fit = max(free // (self.bytes // (self.scratch + 1)) - 1, 0)  # one of them would be scratch
+        fit = max(free // (self.bytes // (self.scratch + 1)) - 1, 0)  # less the scratch block
         return f"{cache}, where {free:,} bytes are free: {fit:,} blocks would fit"
 
 

@@ -24,8 +24,8 @@ from cbsim.scenario.pretrained import Config
 DTYPE_FIELDS = ("dtype", "torch_dtype")  # fields of config.json; tensors are converted to the type of the run
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has ten
-SHARPNESS = 1.5  # of random queries and keys; at 1 greedy texts repeat themselves, at 2 rounding decides them
+MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has 10 MiB
+SHARPNESS = 1.5  # gain of random queries and keys; at 1 greedy texts repeat themselves, at 2 rounding decides them
 READABLE = ("F64", "F32", "F16", "BF16")
 MODELLED: dict[str, object] = {  # fields of config.json that must be absent, null or this
     "hidden_act": "silu",

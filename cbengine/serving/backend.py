@@ -71,7 +71,7 @@ class EngineBackend(SessionBackend):
 
     @property
     def load(self) -> Load:
-        """The load of the engine; requests that have neither ended nor run count as waiting, on the way there, too."""
+        """The engine's load; a request that neither runs nor has ended counts as waiting, also on its way to it."""
         load = self._reporter.load
         return replace(load, waiting=max(0, len(self._streams) - load.running))
 
