@@ -64,7 +64,7 @@ class Marks(NamedTuple):
 
 
 class Cuda:
-    """A CUDA GPU. `graphs`: capture decode steps. `overlap`: copies have own streams. `spin`: wait without sleeping."""
+    """A CUDA GPU. `graphs`: capture decode steps. `overlap`: copies use own streams. `spin`: wait without sleeping."""
 
     def __init__(
         self,

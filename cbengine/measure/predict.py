@@ -157,7 +157,7 @@ def _write_case(folder: Path, case: CaseFile) -> None:
 
 
 def _gain(scenario: Scenario) -> float:
-    """Return the simulated speed-up of the asynchronous loop. The case itself has already shown the warnings."""
+    """Return the asynchronous loop's simulated speed-up and keep no runs; the case itself has shown the warnings."""
     with TemporaryDirectory() as folder:
         return bars.speed_up(simulated(scenario, Path(folder) / "run", lambda _: None))
 
@@ -353,7 +353,7 @@ def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms
 
 
 def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, Any]:
-    """Run `python -m cbsim run` on a scenario file kept beside `out`, and return summaries by loop. Old results go."""
+    """Run `python -m cbsim run` on a scenario file kept beside `out`, and return summaries by loop. Replaces `out`."""
     file = out.with_name(f"{out.name}.yaml")
     shutil.rmtree(out, ignore_errors=True)
     provenance.write(file, scenarios.dump(scenario).encode(), ServerError)
