@@ -1,1 +1,1 @@
-"""What happened: the record, its columns, the run directory, and the numbers made of it."""
+"""The record of a run, its columns, and the tables and files of the run directory."""

@@ -13,7 +13,7 @@ from cbsim.policy import plan
 
 PHASES = plan.PHASES
 LANES = ("h2d", "compute", "d2h")
-NS = 1e9  # of a second
+NS = 1e9  # nanoseconds of a second
 
 
 class Column(NamedTuple):
@@ -127,4 +127,4 @@ TOKENS = (
     Column("prompt", "id", "token ids of its prompt", "list<int32>"),
     Column("output", "id", "token ids that it was told", "list<int32>"),
 )
-"""The tokens of a measured run's requests, where they are saved."""
+"""The columns of the tokens of a measured run's requests, where they are saved."""

@@ -1,4 +1,4 @@
-"""Where a run was made: enough to make it again, or to see why it came out otherwise."""
+"""The environment of a run: enough to make it again, or to see why its results differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 def environment(
     command: str, workload_hash: str, seed: int, process: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The contents of env.json. `process` is what `of_process` returns, if it is known already."""
+    """Return the contents of env.json. `process` is the result of `of_process`, if it is known already."""
     return {
         "command": command,
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -38,7 +38,7 @@ def environment(
 
 
 def of_process() -> dict[str, Any]:
-    """What holds of every run of a process: code, interpreter, libraries. It asks git, which takes as long as a run."""
+    """Return the facts of a process: code, interpreter, libraries. It calls git, which takes as long as a run."""
     return {
         "git": git_state(),
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def of_process() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what a run rests on, by name; what is not installed is left out."""
+    """Return the versions of the packages that a run uses, by name; those not installed are left out."""
     return {name: installed for name in PACKAGES if (installed := _version(name))}
 
 
@@ -61,10 +61,10 @@ def _version(package: str) -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the source tree and whether it has uncommitted changes. Outside a checkout what the variable
-    CBSIM_COMMIT says, as `code_version` does; without it nulls.
+    """Return the commit of the source tree and whether it has uncommitted changes. Outside a checkout they are read
+    from the variable CBSIM_COMMIT, in the format of `code_version`; without it they are null.
 
-    What lies in reports/ is output: a report written before does not make the next run's code a changed one.
+    Files in reports/ are output: an earlier report does not make the next run's code a changed one.
     """
     if not (ROOT / ".git").exists():
         known = os.environ.get(COMMIT)
@@ -75,8 +75,8 @@ def git_state() -> dict[str, Any]:
 
 
 def code_version() -> str | None:
-    """What tells one state of the code from another: the commit, and behind a + a hash of the changes to it. None where
-    it is not known.
+    """Return an identifier of the state of the code: the commit, and behind a + a hash of the changes to it. None if it
+    is not known.
     """
     state = git_state()
     if not (ROOT / ".git").exists():

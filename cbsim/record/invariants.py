@@ -1,4 +1,4 @@
-"""What must hold of every step table, simulated or measured, finished or cut short. Callable: `check(steps, ...)`.
+"""Invariants of every step table, simulated or measured, finished or cut short. Callable: `check(steps, ...)`.
 
 A failure is an AssertionError that names the rule and the step and prints both sides.
 """
@@ -33,8 +33,8 @@ def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None
 
 def check_read(steps: Steps, total_blocks: int) -> None:
     """Raise AssertionError unless the table can be that of any server, simulated or on a real clock, finished or not:
-    steps and phases in order, one thing at a time on the CPU, rows, tokens and blocks that add up. What a device does
-    beside the CPU is left alone: a clock of its own has errors of its own.
+    steps and phases in order, one thing at a time on the CPU, rows, tokens and blocks that add up. The times of a
+    device are not checked: its clock has errors of its own.
     """
     _order(steps)
     check_cpu(steps)
@@ -43,7 +43,7 @@ def check_read(steps: Steps, total_blocks: int) -> None:
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
-    """`holds` says for which steps the rule does; the first other one is shown with both of its sides."""
+    """Raise AssertionError unless the rule `holds` for all steps; it shows both sides of the first violation."""
     if not holds.all():
         at = int(np.flatnonzero(~holds.astype(bool))[0])
         sides = int(left[at]), int(np.broadcast_to(right, left.shape)[at])
@@ -59,7 +59,7 @@ def _equal(rule: str, left: Ints, right: Ints | int) -> None:
 
 
 def _order(steps: Steps) -> None:
-    """Steps come in order, and nothing ends before it starts."""
+    """Check that steps are in order, and that nothing ends before it starts."""
     _equal("steps are numbered 0, 1, 2 ...", steps["step"], np.arange(len(steps), dtype=np.int64))
     _at_most("steps begin at or after the run", np.zeros_like(steps["step"]), steps["schedule_start_ns"])
     for name in (*PHASES, *LANES):
@@ -74,7 +74,7 @@ def check_cpu(steps: Steps) -> None:
 
 
 def _lane(steps: Steps, names: Sequence[str]) -> None:
-    """Some steps at a time: what starts before all that follows them is in order and can be checked."""
+    """Check a lane in blocks of steps: intervals that start before all later blocks are in order and can be checked."""
     rule = f"{' + '.join(names)}: one thing at a time, in order of start"
     lows = np.arange(0, len(steps), AT_ONCE)
     starts = ends = np.empty(0, dtype=np.int64)
@@ -84,13 +84,13 @@ def _lane(steps: Steps, names: Sequence[str]) -> None:
         ends = np.concatenate([ends, *(block[f"{name}_end_ns"] for name in names)])
         order = np.lexsort((ends, starts))
         starts, ends = starts[order], ends[order]
-        known = int(np.searchsorted(starts, following))  # these, and the first of those after them
+        known = int(np.searchsorted(starts, following))  # to check: these, and the first one after them
         _at_most(rule, ends[: min(known, len(ends) - 1)], starts[1 : known + 1])
         starts, ends = starts[max(known - 1, 0) :], ends[max(known - 1, 0) :]
 
 
 def _following(steps: Steps, names: Sequence[str], lows: Ints) -> Ints:
-    """For each block of steps, by its first, when the earliest of all that come after the block starts."""
+    """Return for each block of steps, by its first step, the earliest start of all intervals after the block."""
     if not len(lows):
         return lows
     firsts = np.min([np.minimum.reduceat(steps[f"{name}_start_ns"], lows) for name in names], axis=0)
@@ -108,7 +108,7 @@ def _dependencies(steps: Steps) -> None:
 
 
 def _flight(steps: Steps, depth: int) -> None:
-    """At most `depth` steps are in flight, so a buffer is written again only after the CPU has read it."""
+    """Check that at most `depth` steps are in flight, so that a buffer is reused only after the CPU has read it."""
     later, earlier = slice(depth, None), slice(None, max(len(steps) - depth, 0))
     h2d = steps["h2d_start_ns"][later]
     _at_most("a buffer is written after its last outputs were copied", steps["d2h_end_ns"][earlier], h2d)
@@ -118,7 +118,7 @@ def _flight(steps: Steps, depth: int) -> None:
 
 
 def _rows(steps: Steps) -> None:
-    """The rows and tokens of each step add up."""
+    """Check that the rows and tokens of each step add up."""
     rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
     for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
@@ -137,7 +137,7 @@ def _rows(steps: Steps) -> None:
 
 
 def _blocks(steps: Steps, total: int) -> None:
-    """The cache of so many blocks can have been used so."""
+    """Check that the use of blocks is possible in a cache of `total` blocks."""
     used, new, cached = steps["used_blocks"], steps["new_blocks"], steps["cached_blocks"]
     _at_most("blocks in use are not negative", np.zeros_like(used), used)
     _at_most("cached blocks are not negative", np.zeros_like(used), cached)

@@ -1,7 +1,7 @@
-"""The tables of a run directory: in memory if they are short, else a column is read when it is used, and not kept.
+"""The tables of a run directory: in memory if they are short, else each column is read when it is used, and not kept.
 
 A table may be one file, or pieces that follow one another. So a run of millions of steps takes the memory of the few
-columns that are looked at together.
+columns that are used together.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cbsim.record.parquet import TableError, TableFiles
 from cbsim.record.record import STATUSES, STEP_COLUMNS
 from cbsim.record.tables import NUMBERS, RUNS, TEXTS, Ints, RequestTable, Steps
 
-LARGE = 1 << 19  # rows of a table, beyond which columns are read when they are asked for
+LARGE = 1 << 19  # rows of a table, beyond which columns are read on access
 
 
 class StepsOnDisk(Steps):
-    """The step table of a long run: each column is read when it is asked for."""
+    """The step table of a long run: each column is read on access."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
 
     @property
     def table(self) -> Ints:
-        """All columns, one after the other, in one array."""
+        """All columns in one array, column by column in memory."""
         values = np.empty((len(self), len(STEP_COLUMNS)), dtype=np.int64, order="F")
         for i, name in enumerate(STEP_COLUMNS):
             values[:, i] = self[name]
@@ -49,7 +49,7 @@ class StepsOnDisk(Steps):
 
 
 def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:
-    """A request table, in memory; if `lazy` the token runs alone are, and any other column is read when it is used."""
+    """Return a request table in memory; if `lazy` only its token runs are, and other columns are read on access."""
 
     def numbers(name: str) -> Ints:
         values: Ints = table[name].to_numpy()
@@ -66,8 +66,8 @@ def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> Reques
 
 
 def read_steps(file: Path, *, check: bool = False) -> Steps:
-    """A step table, in memory if it is not a long one. With `check` every column is read once, so that a damaged file
-    is noticed now.
+    """Read a step table, into memory if it is not a long one. With `check` every column is read once, so that a damaged
+    file is noticed now. Raises RunError.
     """
     steps = StepsOnDisk(TableFiles([file], columns.STEPS))
     if len(steps) <= LARGE:
@@ -79,7 +79,7 @@ def read_steps(file: Path, *, check: bool = False) -> Steps:
 
 
 def read_requests(file: Path, steps: int | None = None) -> RequestTable:
-    """A request table, in memory if it is not a long one; checked against a step table of so many steps."""
+    """Read a request table, into memory unless it is long, and check it against so many steps. Raises RunError."""
     files = TableFiles([file], columns.REQUESTS)
     requests = request_table(files, lazy=len(files) > LARGE)
     if steps is not None:
@@ -91,7 +91,7 @@ def read_requests(file: Path, steps: int | None = None) -> RequestTable:
 
 
 def _check_requests(requests: RequestTable, steps: int) -> None:
-    """Raise TableError unless they agree with a step table of so many steps."""
+    """Raise TableError unless the requests agree with a step table of so many steps."""
     names, index, first = requests.texts("id"), requests.numbers("index"), requests.numbers("first_step")
     for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
         raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
@@ -104,7 +104,7 @@ def _check_requests(requests: RequestTable, steps: int) -> None:
 
 
 def _check_runs(names: pa.Array, lengths: Ints, flat: Ints, steps: int) -> None:
-    """Token runs are pairs of a first step and a count, at least 1, one behind the other, inside the step table."""
+    """Raise TableError unless token runs are pairs of first step and count >= 1, ascending, within the step table."""
     odd = np.flatnonzero(lengths % 2)
     if len(odd):
         raise TableError(f"token_runs of request {names[odd[0]]} has {lengths[odd[0]]} numbers, expected pairs")

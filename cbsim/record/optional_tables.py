@@ -19,23 +19,23 @@ from cbsim.record.tables import Ints
 TRANSFERS, PARENTS = "moves.parquet", "parents.parquet"
 TABLES: Mapping[str, Sequence[Column]] = {TRANSFERS: columns.MOVES, PARENTS: columns.PARENTS}
 Files = Path | Mapping[str, bytes]
-"""Where the files of a run are: a folder, or in memory, by name."""
+"""The files of a run: a folder, or their contents in memory, by name."""
 
 
 def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
-    """The columns of a table, from its rows one after the other."""
+    """Return the columns of a table from its rows, given one after the other."""
     table = np.array(rows, dtype=np.int64).reshape(-1, len(TABLES[name]))
     return {column.name: np.ascontiguousarray(table[:, at]) for at, column in enumerate(TABLES[name])}
 
 
 def files_of(record: Record) -> dict[str, bytes]:
-    """The tables that have rows, as files of the run directory by name."""
+    """Return the tables that have rows, as files of the run directory by name."""
     logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents}
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}
 
 
 def read(files: Files, name: str) -> dict[str, Ints]:
-    """The columns of a table by name, without rows if this run has none. Raises RunError."""
+    """Read the columns of a table by name, without rows if this run has none. Raises RunError."""
     if isinstance(files, Path):
         source: Path | bytes | None = files / name if (files / name).exists() else None
     else:
@@ -47,7 +47,7 @@ def read(files: Files, name: str) -> dict[str, Ints]:
 
 
 def reported_jobs(files: Files) -> dict[int, tuple[int, ...]]:
-    """The jobs that the result of a step named, ascending, by step. Raises RunError."""
+    """Return the jobs that the result of each step reported, ascending, by step. Raises RunError."""
     transfers = read(files, TRANSFERS)
     named: defaultdict[int, set[int]] = defaultdict(set)
     for job, step in zip(transfers["job"].tolist(), transfers["reported_step"].tolist(), strict=True):
@@ -57,7 +57,7 @@ def reported_jobs(files: Files) -> dict[int, tuple[int, ...]]:
 
 
 def parents(files: Files) -> dict[int, list[tuple[int, int]]]:
-    """(request, the one whose text it took over) by step. Raises RunError."""
+    """Return (request, parent whose text it continues) by step. Raises RunError."""
     table = read(files, PARENTS)
     pairs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for step, request, parent in zip(*(table[column.name].tolist() for column in columns.PARENTS), strict=True):
@@ -66,7 +66,7 @@ def parents(files: Files) -> dict[int, list[tuple[int, int]]]:
 
 
 def summarise_transfers(log: TransferLog, span_s: float) -> dict[str, Any]:
-    """Blocks by direction, and for which share of the span each direction of the host's link was busy with them."""
+    """Return the blocks by direction, and the busy share of the span of each direction of the host's link."""
     table = values_of(TRANSFERS, log.rows)
     took_s, directions = (table["end_ns"] - table["start_ns"]) / columns.NS, table["way"]
     blocks = {each: int(table["blocks"][directions == each].sum()) for each in Direction}

@@ -2,7 +2,7 @@
 
 Pages carry checksums, so a file that was damaged is noticed. The same values give the same bytes.
 
-Arrow arrays made of their bytes and read as such: Arrow's own way loads pandas, which takes half a second.
+Arrow arrays are made from bytes and read as such: Arrow's own conversion loads pandas, which takes half a second.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from cbsim.record.columns import Column
 
 SCHEMA_VERSION = 4  # of the run directory: raised whenever a reader of the version before would misread it
 _VERSION_KEY = b"schema_version"
-COUNTED = ("tokens", "blocks", "rows", "requests")  # units of what cannot be less than nothing
-BROKEN = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises when it reads no or a damaged file
+COUNTED = ("tokens", "blocks", "rows", "requests")  # units of values that cannot be negative
+BROKEN = (pa.ArrowException, OSError, ValueError)  # pyarrow's errors for a missing or damaged file
 Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
 class TableError(ValueError):
-    """A table that is not what was declared; the message says what it has and what was expected."""
+    """An error of a table that differs from its declaration; the message has what was found and what was expected."""
 
 
 def other_version(version: object) -> str:
-    """What is wrong with a run directory of this schema version, and what to do about it."""
+    """Return the message for a run directory of another schema version, with its remedy."""
     again = "make the run again with the `command` in its env.json, or read it with the commit named there"
     return f"schema_version {version}, this version reads {SCHEMA_VERSION}: {again}"
 
 
 def schema(columns: Sequence[Column]) -> pa.Schema:
-    """The declaration as a schema: unit and definition are metadata of the field, the version that of the table."""
+    """Return the declared schema: unit and definition are metadata of each field, the version is that of the table."""
     fields = []
     for column in columns:
         about = {"unit": column.unit, "definition": column.definition}
@@ -50,14 +50,14 @@ def schema(columns: Sequence[Column]) -> pa.Schema:
 
 
 def table(columns: Sequence[Column], values: Mapping[str, Any]) -> pa.Table:
-    """`values`, a sequence or array for each column, as a table of Arrow."""
+    """Return `values`, a sequence or array for each column, as a table of Arrow."""
     made = {column.name: values[column.name] for column in columns}
     numbers = {name: int_array(part) for name, part in made.items() if getattr(part, "dtype", None) == np.int64}
     return pa.table(made | numbers, schema=schema(columns))
 
 
 def encoded(columns: Sequence[Column], values: Mapping[str, Any], group: int = 1 << 20, **options: Any) -> bytes:
-    """A parquet file of `values`, in groups of so many rows."""
+    """Return a parquet file of `values`, in row groups of `group` rows."""
     sink = pa.BufferOutputStream()
     made = table(columns, values)
     pq.write_table(made, sink, row_group_size=group, compression="zstd", write_page_checksum=True, **options)
@@ -66,18 +66,18 @@ def encoded(columns: Sequence[Column], values: Mapping[str, Any], group: int = 1
 
 
 def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa.Table], **options: Any) -> None:
-    """The file that `encoded` makes of the tables as one; they come one by one, each a group."""
+    """Write the file that `encoded` would make of all tables together; they are given one by one, each a row group."""
     with pq.ParquetWriter(file, schema(columns), compression="zstd", write_page_checksum=True, **options) as out:
         for group in groups:
             out.write_table(group)
 
 
 class TableFiles:
-    """The declared columns of parquet files that follow one another, read when they are asked for; other columns are
-    ignored. A file is a path, or its content.
+    """The declared columns of parquet files that follow one another, read on access; other columns are ignored. A file
+    is a path, or its content.
 
-    Raises RunError naming the file: not a parquet file, damaged, another version, a column missing, of another type,
-    with nulls, or with numbers of things below 0.
+    Raises RunError naming the file if it is not a parquet file, is damaged, has another version, or if a column is
+    missing, has another type, nulls, or negative counts.
     """
 
     def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column]) -> None:
@@ -92,20 +92,20 @@ class TableFiles:
         return pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=parts[0].type)
 
     def lists(self, name: str) -> tuple[Ints, Ints]:
-        """A column of lists of integers, as the length of each list and the items of all."""
+        """Return a column of lists of integers, as the length of each list and the items of all."""
         parts = [self._read(file, lambda table: list_items(name, self._column(table, name))) for file in self._files]
         lengths, items = zip(*parts, strict=True)
         return np.concatenate(lengths), np.concatenate(items)
 
     def rows(self, low: int, high: int) -> Iterator[pa.Table]:
-        """Rows low:high with every declared column, file by file."""
+        """Yield rows low:high with every declared column, file by file."""
         for number, count in enumerate(self.counts):
             if low < count and high > 0:
                 yield self.file(number, max(low, 0), min(high, count))
             low, high = low - count, high - count
 
     def file(self, number: int, low: int = 0, high: int | None = None) -> pa.Table:
-        """Rows low:high of one of the files, all by default, with every declared column."""
+        """Return rows low:high of one of the files, all by default, with every declared column."""
         end = self.counts[number] if high is None else high
         return self._read(self._files[number], lambda table: self._rows(table, low, end))
 
@@ -133,7 +133,7 @@ class TableFiles:
         return values
 
     def _rows(self, table: pq.ParquetFile, low: int, high: int) -> pa.Table:
-        """Only the groups that they lie in are read."""
+        """Return rows low:high; only the row groups that contain them are read."""
         sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
         ends = np.cumsum(sizes)
         groups = np.flatnonzero((ends > low) & (ends - sizes < high))
@@ -155,7 +155,7 @@ class TableFiles:
 
 
 def list_items(name: str, values: pa.ChunkedArray) -> tuple[Ints, Ints]:
-    """A column of lists of integers, as the length of each list and the items of all. Raises TableError for nulls."""
+    """Return a column of lists as the length of each list and the items of all. Raises TableError for nulls."""
     items = pc.list_flatten(values)
     if items.null_count:
         raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
@@ -169,12 +169,12 @@ def _arrow(name: str) -> pa.DataType:
 
 
 def _name(kind: pa.DataType) -> str:
-    """As `Column.type` has it: what the items of a list are called does not matter."""
+    """Return the name of a type as in `Column.type`: the name of a list's items does not matter."""
     return f"list<{_name(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)
 
 
 def int_array(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """Whole numbers; null where they are `missing`."""
+    """Return whole numbers as an Arrow array; null where they are `missing`."""
     numbers = np.ascontiguousarray(values, dtype=np.int64)
     valid = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little").tobytes())
     return pa.Array.from_buffers(pa.int64(), len(numbers), [valid, pa.py_buffer(numbers)])
@@ -187,20 +187,20 @@ def text_array(values: Sequence[str]) -> pa.Array:
 
 
 def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> pa.Array:
-    """Lists of whole numbers, of these lengths."""
+    """Return lists of whole numbers, of these lengths, as an Arrow array."""
     inside = int_array(items)
     return pa.Array.from_buffers(pa.list_(pa.int64()), len(lengths), [None, _ends(lengths)], children=[inside])
 
 
 def bool_mask(values: pa.BooleanArray) -> npt.NDArray[np.bool_]:
-    """Booleans, none of them null."""
+    """Return booleans, none of them null, as a mask."""
     bits = np.frombuffer(values.buffers()[1], dtype=np.uint8)
     first = values.offset
     return np.unpackbits(bits, bitorder="little")[first : first + len(values)].astype(bool)
 
 
 def _ends(lengths: Sequence[int] | npt.NDArray[np.int64]) -> pa.Buffer:
-    """Where each item ends among the bytes or items of all."""
+    """Return the end of each item among the bytes or items of all."""
     ends = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=ends[1:])
     assert ends[-1] < 1 << 31, "too much for one Arrow array"

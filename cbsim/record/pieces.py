@@ -1,11 +1,11 @@
-"""The tables of a long run, written while it goes on: pieces of so many steps, joined when it is over.
+"""The tables of a long run, written while it is under way: pieces of so many steps, joined when it is over.
 
     steps/000000.parquet     steps, columns.STEPS
     requests/000000.parquet  requests as they were after these steps, columns.RECORDED: the last row of an index counts
-    pieces.json              what the numbers of a summary are to be computed with
+    pieces.json              the inputs of a summary besides the tables
 
 Each piece is a whole file, and those of steps and requests agree, so a run that is killed can be read up to its last
-piece. A run with fewer steps than a piece writes none of this.
+piece. A run with fewer steps than a piece has no such files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ OnSteps = Callable[[int], None]
 
 
 class Pieces:
-    """Takes the tables of a record piece by piece. `terms` are those of `summary`.
+    """A sink that takes the tables of a record piece by piece. `terms` are the inputs of the summary (pieces.json).
 
-    `early`, if there is one, is called after each piece with the number of steps until then: what else can be written
-    before the end is written by it.
+    `early`, if given, is called after each piece with the number of steps so far; it writes files that can be written
+    before the end.
     """
 
     def __init__(self, writer: RunWriter, terms: Mapping[str, Any], early: OnSteps | None = None) -> None:
@@ -42,7 +42,7 @@ class Pieces:
         self._count = self._steps = 0
 
     def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
-        """Write a piece. Raises RunError if that cannot be done."""
+        """Write a piece. Raises RunError if it cannot be written."""
         writer, name = self._writer, name_of(self._count)
         if not self._count:
             writer.file(directory.TERMS, (json.dumps(self._terms, indent=2, allow_nan=False) + "\n").encode())
@@ -57,7 +57,7 @@ class Pieces:
             self._early(self._steps)
 
     def tables(self, record: Record) -> tuple[RequestTable, Steps]:
-        """Both tables of a record that has come to its end. If there are pieces they are joined to files first."""
+        """Return both tables of a finished record. Pieces, if there are any, are joined to files first."""
         if not self._count:
             return directory.contents(record)
         record.hand_over()
@@ -70,7 +70,7 @@ class Pieces:
         return read_requests(path / "requests.parquet"), steps
 
     def _requests(self, steps: Steps) -> Iterator[pa.Table]:
-        """The request table, some at a time in order of index, with the times that follow from the steps."""
+        """Yield the request table in groups in order of index, with the times that follow from the steps."""
         started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
         files, group = request_pieces(self._writer.path), self._writer.group
         last = last_rows(files)
@@ -83,7 +83,7 @@ class Pieces:
 
 
 def _picked(files: TableFiles, at: Ints) -> RequestTable:
-    """The rows at these positions of the pieces, in this order. Of pieces, one at a time is in memory."""
+    """Return the rows at these positions of the pieces, in this order. One piece at a time is in memory."""
     ends = np.cumsum(files.counts)
     piece = np.searchsorted(ends, at, side="right")
     parts = [
@@ -95,17 +95,17 @@ def _picked(files: TableFiles, at: Ints) -> RequestTable:
 
 
 def name_of(number: int) -> str:
-    """The file of a piece."""
+    """Return the file name of a piece."""
     return f"{number:06}.parquet"
 
 
 def any_piece(path: Path) -> bool:
-    """Is there anything to read?"""
+    """True if the run has a piece to read."""
     return (path / directory.REQUEST_PIECES / name_of(0)).exists()
 
 
 def step_pieces(path: Path) -> TableFiles:
-    """The pieces of a step table whose requests are there as well."""
+    """Return the pieces of a step table for which the pieces of requests exist as well."""
     last = max(file.name for file in (path / directory.REQUEST_PIECES).glob("*.parquet"))
     return TableFiles([file for file in _pieces(path / directory.STEP_PIECES) if file.name <= last], columns.STEPS)
 
@@ -119,7 +119,7 @@ def _pieces(folder: Path) -> list[Path]:
 
 
 def last_rows(files: TableFiles) -> Ints:
-    """Positions of the rows that count, in order of index: of several rows of a request the last one."""
+    """Return the positions of the rows that count, the last one of each request, in order of index."""
     index = files["index"].to_numpy()
     order = np.argsort(index, kind="stable")
     last: Ints = order[np.append(index[order][1:] != index[order][:-1], True)[: len(order)]]
@@ -127,11 +127,11 @@ def last_rows(files: TableFiles) -> Ints:
 
 
 def steps_so_far(path: Path) -> Steps:
-    """The steps until now of a run that is under way."""
+    """Return the steps so far of a run that is under way."""
     return StepsOnDisk(step_pieces(path))
 
 
 def requests_so_far(path: Path) -> RequestTable:
-    """Its requests, as they were after these steps."""
+    """Return the requests of a run that is under way, as they were after `steps_so_far`."""
     files = request_pieces(path)
     return request_table(files).rows(last_rows(files))

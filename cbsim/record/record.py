@@ -1,9 +1,9 @@
-"""What happened in a run, as a driver reports it: one row a step, one row a request. Numbers come later (metrics.py).
+"""The record of a run, as a driver reports it: one row a step, one row a request. Metrics are computed later.
 
-Both worlds fill the same record, so a simulated and a measured run have the same columns; columns.py says what each
-holds. All times are integer nanoseconds since the start of the run. Step rows are kept packed, because a run may have a
-million of them. A record that has a sink hands it the steps and the requests that are over, from time to time, and
-forgets them: then it holds no more than what runs and waits, and the steps since the last time.
+Simulator and engine fill the same record, so a simulated and a measured run have the same columns; columns.py defines
+each. All times are integer nanoseconds since the start of the run. Step rows are packed, because a run may have a
+million of them. A record with a sink passes it the steps and the finished requests from time to time and drops them:
+it then keeps only the running and waiting requests, and the steps since the last time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting
 
 
 class StepTimes:
-    """When a step's phases and lanes started and ended. Filled in by the driver while the step is under way."""
+    """The starts and ends of a step's phases and lanes. The driver fills them in while the step is under way."""
 
     __slots__ = (*STEP_TIMES, "padded_tokens", "update_ns")
     schedule_start_ns: int
@@ -57,7 +57,7 @@ class StepTimes:
 class RequestRow(NamedTuple):
     """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received.
 
-    A row and step deliver one token at most: `Record` refuses plans whose rows may yield several.
+    A row of a step delivers one token at most: `Record` rejects plans whose rows may yield several.
     """
 
     index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
@@ -83,10 +83,10 @@ class TransferLog:
 
     def __init__(self) -> None:
         self.rows = array("q")
-        self._of_job: dict[int, list[int]] = {}  # where the step is noted whose result names it
+        self._of_job: dict[int, list[int]] = {}  # positions of `reported_step` in the rows of a job
 
     def moved(self, step: int, transfer: Transfer, start_ns: int, end_ns: int) -> None:
-        """A transfer that the plan of `step` lists, and when it began and ended, or will."""
+        """Add a transfer that the plan of `step` lists, with its start and end, which may be in the future."""
         index, blocks = -1 if transfer.spec is None else transfer.spec.index, len(transfer.sources)
         row = (step, index, transfer.job, int(transfer.direction), blocks, start_ns, end_ns, UNREPORTED)
         self.rows.extend(row)
@@ -94,17 +94,17 @@ class TransferLog:
             self._of_job.setdefault(transfer.job, []).append(len(self.rows) - 1)
 
     def reported(self, jobs: tuple[int, ...], step: int) -> None:
-        """The result of `step` named these jobs."""
+        """Note that the result of `step` reported these jobs."""
         for job in jobs:
             for at in self._of_job.pop(job, ()):
                 self.rows[at] = step
 
 
 class Sink(Protocol):
-    """Where the tables of a long run go while it works (pieces.py)."""
+    """A receiver of the tables of a long run while it is under way (pieces.py)."""
 
     def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
-        """The next steps, and requests as they are after them. A later row of a request takes the place of others."""
+        """Take the next steps, and requests as they are after them. A later row of a request replaces earlier ones."""
 
 
 NEVER_BYTES = 1 << 60
@@ -112,7 +112,7 @@ STEP_BYTES = 8 * len(STEP_COLUMNS)
 
 
 class Record:
-    """The run so far, but for what its sink has taken. `total_blocks` is the size of the KV cache."""
+    """The run so far, except for the parts that its sink has taken. `total_blocks` is the size of the KV cache."""
 
     def __init__(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
@@ -128,10 +128,10 @@ class Record:
         self._first_step: dict[RequestSpec, int] = {}
         self._requests: dict[RequestSpec, Request] = {}
         self._sink: Sink | None = None
-        self._full_bytes = NEVER_BYTES  # of steps, from which on the sink takes them
-        self._taken_steps = 0  # by the sink
-        self._forgotten = 0  # requests that were over
-        self._passed_polls = 0  # polls whose requests the sink has heard of
+        self._full_bytes = NEVER_BYTES  # size of steps at which the sink takes them
+        self._taken_steps = 0  # steps that the sink has taken
+        self._forgotten = 0  # finished requests that were dropped
+        self._passed_polls = 0  # polls whose requests the sink has rows of
 
     @property
     def step_count(self) -> int:
@@ -143,15 +143,15 @@ class Record:
         return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
 
     def request(self, spec: RequestSpec) -> Request:
-        """How far a request has come that was admitted."""
+        """Return the state of an admitted request."""
         return self._requests[spec]
 
     def hand_to(self, sink: Sink, steps: int) -> None:
-        """From now on `sink` takes what is over, whenever there are so many steps."""
+        """Let `sink` from now on take the finished parts whenever there are `steps` steps."""
         self._sink, self._full_bytes = sink, steps * STEP_BYTES
 
     def hand_over(self) -> None:
-        """Give the sink the steps, and a row of every request that it does not know as it is; forget what is over."""
+        """Pass the sink the steps, and a row of every request that may have changed; drop finished requests."""
         assert self._sink is not None
         rows: list[RequestRow] = []
         for spec, (poll, _) in list(self._queued.items()):
@@ -165,7 +165,7 @@ class Record:
         self._sink.take(steps, rows)
 
     def _over(self, spec: RequestSpec) -> bool:
-        """Will the row of a request never change again? Asked between steps."""
+        """True if the row of a request can no longer change. Called between steps."""
         request = self._requests.get(spec)
         if request is None:
             return spec in self.refusals or spec in self.cancels
@@ -181,11 +181,11 @@ class Record:
         self.cancels.pop(spec, None)
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
-        """The scheduler got a request, in poll number `polls`."""
+        """Note that the scheduler got a request in poll number `polls`."""
         self._queued[spec] = (self.polls, now_ns)
 
     def cancelled(self, spec: RequestSpec) -> bool:
-        """A client gave a request up, in poll number `polls`. False if it is over already, or has not come yet."""
+        """Note a cancellation in poll number `polls`. Returns False if the request is over, or not queued yet."""
         request = self._requests.get(spec)
         over = spec in self.refusals or spec in self.cancels or (request is not None and request.finish is not None)
         if over or spec not in self._queued:
@@ -194,7 +194,7 @@ class Record:
         return True
 
     def failed(self, spec: RequestSpec, reason: str) -> bool:
-        """The engine could not go on with a request. If it is not over, it is cancelled in poll number `polls`."""
+        """Note that the engine failed a request. If it is not over, it is cancelled in poll number `polls`."""
         self.failures[spec] = reason
         return self.cancelled(spec)
 
@@ -202,17 +202,17 @@ class Record:
         self.refusals[spec] = reason
 
     def admitted(self, request: Request, step: int) -> None:
-        """First row of a request since it was queued or preempted."""
+        """Note the first row of a request since it was queued or preempted."""
         self._first_step.setdefault(request.spec, step)
         self._requests[request.spec] = request
 
     def took_over(self, step: int, parents: tuple[tuple[RequestSpec, RequestSpec], ...]) -> None:
-        """The result of a step: these beams took over the text of their parents."""
+        """Note from the result of a step that these beams continue the text of their parents."""
         for spec, parent in parents:
             self.parents.extend((step, spec.index, parent.index))
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
-        """A step is over."""
+        """Append the row of a completed step."""
         work, counts = plan.work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         prefill, context = work.prefill_tokens, work.decode_context
@@ -250,12 +250,12 @@ class Record:
             self.hand_over()
 
     def requests(self) -> list[RequestRow]:
-        """A row for every request that was queued or refused and is not forgotten, in order of index."""
+        """Return a row for every request that was queued or rejected and is not dropped, in order of index."""
         rows = [self._row(spec) for spec in self._queued]
         return sorted(rows)
 
     def _row(self, spec: RequestSpec) -> RequestRow:
-        """Of steps that were cut short nothing shows: the tables of an interrupted run agree."""
+        """Return a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
         runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
         status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
@@ -294,7 +294,7 @@ class Record:
 
 
 def _write_times(row: BytesWriter, times: StepTimes) -> None:
-    """The columns STEP_TIMES."""
+    """Write the columns STEP_TIMES."""
     write_i64_le(row, times.schedule_start_ns)
     write_i64_le(row, times.schedule_end_ns)
     write_i64_le(row, times.prepare_start_ns)

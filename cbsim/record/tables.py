@@ -1,4 +1,4 @@
-"""The two tables of a run as columns: its steps and its requests, and when each request got its tokens.
+"""The two tables of a run as columns: its steps and its requests, and the times of each request's tokens.
 
 A run may have a million requests. As columns they take as many bytes as they have numbers; iteration gives rows.
 """
@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 TEXTS = ("id", "status", "reason")
 RUNS = "token_runs"
 NUMBERS = tuple(name for name in RequestRow._fields if name not in (*TEXTS, RUNS))
-ENDED = ("length", "stop")  # with their last token
+ENDED = ("length", "stop")  # statuses of requests that ended with their last token
 AT_ONCE = 1 << 14  # rows made together
 
 
@@ -37,7 +37,7 @@ class Steps:
 
     @classmethod
     def of(cls, record: Record) -> Steps:
-        """The steps of a record until now, copied."""
+        """Return the steps of a record until now, copied."""
         return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
 
     @property
@@ -53,27 +53,27 @@ class Steps:
         return len(self._table)
 
     def window(self, low: int, high: int) -> Steps:
-        """Steps low:high."""
+        """Return steps low:high."""
         return Steps(self._table[low:high])
 
     def lane(self, name: str) -> Ints:
-        """Busy nanoseconds of a lane or phase, step by step."""
+        """Return the busy nanoseconds of a lane or phase, step by step."""
         return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
 
 
 class RequestTable(Sequence[RequestRow]):
-    """Requests in order of index. `lengths` says how many numbers of `runs` are a request's token runs."""
+    """The requests in order of index. `lengths` are the counts of numbers in `runs` that are a request's token runs."""
 
     def __init__(
         self, numbers: Callable[[str], Ints], texts: Callable[[str], pa.Array], lengths: Ints, runs: Ints
     ) -> None:
-        """`numbers` and `texts` give a column of NUMBERS or TEXTS by its name."""
+        """Take `numbers` and `texts`, functions from a name in NUMBERS or TEXTS to its column."""
         self.numbers, self.texts = numbers, texts
         self.lengths, self.runs = lengths, runs
 
     @classmethod
     def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
-        """These rows as columns."""
+        """Return rows as columns."""
         if isinstance(rows, RequestTable):
             return rows
         values = dict(zip(RequestRow._fields, zip(*rows, strict=True) if rows else ((),) * 16, strict=True))
@@ -86,11 +86,11 @@ class RequestTable(Sequence[RequestRow]):
         )
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
-        """Which requests have one of these statuses?"""
+        """Return the mask of requests that have one of these statuses."""
         return parquet.bool_mask(pc.is_in(self.texts("status"), parquet.text_array(statuses)))
 
     def rows(self, chosen: npt.NDArray[np.integer] | Mask) -> RequestTable:
-        """The requests at these positions, in their order, or those that a mask leaves."""
+        """Return the requests at these positions, in this order, or those that a mask selects."""
         at = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
         indices = parquet.int_array(at)
         lengths = self.lengths[at]
@@ -127,7 +127,7 @@ class RequestTable(Sequence[RequestRow]):
             yield from map(RequestRow._make, zip(*(columns[name] for name in RequestRow._fields), strict=True))
 
     def __eq__(self, other: object) -> bool:
-        """The same rows as another table or sequence of rows?"""
+        """True for another table or sequence of the same rows."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
@@ -137,7 +137,7 @@ class RequestTable(Sequence[RequestRow]):
 
 @dataclass(frozen=True)
 class Requests:
-    """The request table with what follows from the steps, in order of index. Times that never happened are -1."""
+    """The request table with the times derived from the steps, in order of index; -1 for what never happened."""
 
     rows: RequestTable
     scheduled_ns: Ints
@@ -156,12 +156,12 @@ class Requests:
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
-        """Requests that ended with their last token."""
+        """The mask of requests that ended with their last token."""
         return self.rows.is_in(ENDED)
 
     @cached_property
     def gaps(self) -> tuple[Ints, Ints]:
-        """Distinct gaps between tokens of a request, and how often each occurred."""
+        """The gaps between two tokens of a request, ns, and their counts."""
         return _gaps(self.rows, self.ended_ns)
 
     @property
@@ -179,7 +179,7 @@ def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
 
 
 def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
-    """The times of every request from when the steps started and ended."""
+    """Derive the times of every request from the starts and ends of the steps."""
     lengths, flat = table.lengths // 2, table.runs.reshape(-1, 2)
     ends, has = np.cumsum(lengths), lengths > 0
     column = np.full(len(table), -1, dtype=np.int64)
@@ -194,7 +194,7 @@ def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
 
 
 def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
-    """Gaps between successive tokens: inside a run of steps by counting runs, between runs one by one."""
+    """Return gaps between successive tokens and their counts: a gap a step within runs, single gaps between runs."""
     flat = table.runs.reshape(-1, 2)
     first, last = flat[:, 0], flat.sum(axis=1) - 1
     owner = np.repeat(np.arange(len(table)), table.lengths // 2)

@@ -1,4 +1,4 @@
-"""A window of steps as a Chrome trace (opens in ui.perfetto.dev): one lane a tid, so that nothing overlaps."""
+"""A Chrome trace of a window of steps (opens in ui.perfetto.dev): one lane a tid, so that nothing overlaps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_to
 def chrome_trace(
     steps: Steps, window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None = None
 ) -> bytes:
-    """Gzipped JSON of steps window[0]:window[1], and of the transfers that their plans list. Times are microseconds,
-    as the format wants.
+    """Return gzipped JSON of steps window[0]:window[1], and of the transfers that their plans list. Times are
+    microseconds, as the format requires.
     """
     shown = steps.window(*window)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
@@ -48,7 +48,7 @@ def chrome_trace(
 
 
 def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """Transfers of KV as events, on a lane for each direction."""
+    """Yield KV transfers as events, on a lane for each direction."""
     inside = np.flatnonzero((transfers["step"] >= window[0]) & (transfers["step"] < window[1]))
     columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
     for lane, start, end, *details in zip(*columns, strict=True):
