@@ -1,6 +1,6 @@
-"""The simulated server behind the endpoint, on the wall clock, a scaled one, or a virtual one.
+"""A simulated server behind the endpoint, on the wall clock, a scaled clock, or a virtual clock.
 
-`virtual(scenario)` is a server for clients in the same process, in virtual time (cbsim.virtual.server).
+`virtual(scenario)` returns a server for clients in the same process, in virtual time (cbsim.virtual.server).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["VirtualServer", "VirtualTimeError", "virtual"]
 
 
 def __getattr__(name: str) -> Any:
-    """Nothing is imported before it is used."""
+    """Import a public name at its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cbsim.virtual import clocks as virtual_loop

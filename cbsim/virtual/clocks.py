@@ -1,10 +1,10 @@
-"""An event loop whose time is virtual: when nothing is left to do now, it jumps to the next moment.
+"""An event loop with virtual time, which jumps to the next timer when nothing is left to do, and a server's clocks.
 
-Sockets and threads work as on any loop, and take no virtual time: before it jumps the loop looks for bytes on their way
-to it over the loopback interface, and waits for work that was handed to threads. It reports what it was not made for: a
-sleep that is not asyncio's, a call that blocks the loop, a thread that waits for it.
+Sockets and threads work as on any loop, and take no virtual time: before a jump the loop checks for bytes in transit
+over the loopback interface, and waits for work that threads are doing. It reports what it does not support: a sleep
+that is not asyncio's, a call that blocks the loop, a thread that waits for the loop.
 
-A simulated server has a clock: the wall's, a multiple of it, or that of a virtual loop.
+A simulated server has a clock: the wall clock, a multiple of it, or that of a virtual loop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, Protocol
 from cbsim.errors import RunError
 
 EPOCH_S = 1_700_000_000
-"""What time.time() says at the start: every run has the same dates."""
+"""The value of time.time() at the start, the same in every run."""
 SETTLING = 3
-"""Looks for what is on its way over a socket, before a jump."""
+"""The number of checks for bytes in transit over sockets before a jump."""
 PATIENCE_S = 10.0
-"""Real seconds that a call may block the loop, or a thread may work, before that counts as waiting for ever."""
+"""Real seconds that a call may block the loop, or a thread may work, before this counts as a deadlock."""
 SHORT_S = 0.05
 RESOLUTION_S = 1e-9
 WATCH_S = 1.0
@@ -44,12 +44,12 @@ _now_s, _thread_s = time.perf_counter, time.thread_time
 
 
 class VirtualTimeError(RunError):
-    """Something that virtual time cannot be had with. The message says what and where."""
+    """An error raised for an operation that virtual time does not support. The message states which, and where."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` is virtual, in seconds from 0. `strays` lists calls it was not made for and their
-    effect; `deadlock` says what could not go on, whether or not the caller swallowed the error.
+    """An event loop whose `time()` is virtual, in seconds from 0. `strays` lists unsupported calls and their effect;
+    `deadlock` states what could not continue, even if the caller suppressed the error.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def _wait(self, timeout: float | None) -> list[Any]:
-        """In place of the selector's wait. Nothing is ready unless `timeout` is 0."""
+        """Replace the selector's wait. No callback is ready unless `timeout` is 0."""
         self._check_blocked()
         try:
             return self._ready_or_later(timeout)
@@ -127,12 +127,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._outside()
 
     def _set(self, when_s: float) -> None:
-        """Jump. Timers are due within the clock's resolution, which is never finer than its numbers are."""
+        """Jump to `when_s`. Timers are due within the clock's resolution, never finer than its floating-point one."""
         self._virtual_s = max(self._virtual_s, when_s)
         self._clock_resolution = max(RESOLUTION_S, math.ulp(self._virtual_s))
 
     def _outside(self) -> list[Any]:
-        """Only the outside world could wake it. Raises VirtualTimeError if it does not for a while."""
+        """Wait for bytes from outside, the only possible event. Raises VirtualTimeError after PATIENCE_S."""
         began = _now_s()
         while not (ready := self._look(SHORT_S)):
             if _now_s() - began > PATIENCE_S:
@@ -141,14 +141,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return ready
 
     def _hear_echo(self) -> None:
-        """Send a byte to this loop: everything that was sent before it has arrived when it does."""
+        """Send a byte over loopback and wait for it: then everything that was sent before it has arrived, too."""
         self._sound.send(b".")
         self._echo.recv(1)
 
-    # -- what virtual time cannot be had with
+    # -- operations that virtual time does not support
 
     def _check_threads(self) -> None:
-        """Raise VirtualTimeError if a thread has been at work for too long."""
+        """Raise VirtualTimeError if a thread has been working for longer than PATIENCE_S."""
         name, began = min(self._threads.values(), key=lambda thread: thread[1])
         if (worked := _now_s() - began) > PATIENCE_S:
             message = f"a thread has been in {name} for {worked:.0f} s of real time"
@@ -157,7 +157,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise VirtualTimeError(self.deadlock)
 
     def _check_blocked(self) -> None:
-        """Note a callback that waited by itself for a while: a busy machine does not count."""
+        """Record a callback that waited of its own accord for a while; a delay by a busy machine does not count."""
         waited = _now_s() - self._left_at
         if waited <= SHORT_S or self._threads or _waits() == self._left_waits:
             return
@@ -165,7 +165,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.strays.append(f"a callback kept the loop for {waited:.2f} s of real time, in which it did not compute")
 
     def _leave(self) -> None:
-        """Callbacks are at work from here on."""
+        """Record the moment from which callbacks run."""
         self._left_at, self._left_cpu, self._left_waits = _now_s(), _thread_s(), _waits()
 
     def check_deadlock(self) -> None:
@@ -174,8 +174,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise VirtualTimeError(self.deadlock)
 
     def stray_sleep(self, seconds: float) -> None:
-        """In place of time.sleep: that time passes for the whole loop. Other threads may sleep: whether the loop
-        waits for them is not known.
+        """Replace time.sleep: that time passes for the whole loop. Other threads do sleep, as it is unknown whether the
+        loop waits for them.
         """
         if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
             self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
@@ -186,7 +186,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual_s += seconds
 
     def blocked(self, signum: int, frame: FrameType | None) -> None:
-        """A signal handler: raise VirtualTimeError where the loop has been stuck for too long."""
+        """Raise VirtualTimeError, as a signal handler, where the loop has been blocked for longer than PATIENCE_S."""
         del signum
         waited = _now_s() - self._left_at
         if self.is_running() and waited > PATIENCE_S and waited - (_thread_s() - self._left_cpu) > waited / 2:
@@ -197,7 +197,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def clocks(loop: VirtualLoop) -> Iterator[None]:
-    """The functions of the module `time` say the loop's time. Names imported from it before stay real."""
+    """Make the functions of the module `time` return the loop's time. Names imported from it before stay real."""
     zero = {"time": EPOCH_S, "monotonic": 0, "perf_counter": 0}
     patched: dict[str, Callable[..., Any]] = {}
     for name, start in zero.items():
@@ -215,7 +215,7 @@ def clocks(loop: VirtualLoop) -> Iterator[None]:
 
 @contextmanager
 def watched(loop: VirtualLoop) -> Iterator[None]:
-    """Report a loop that is stuck in a call. Only the main thread has signals."""
+    """Report a loop that is blocked by a call. Does nothing outside the main thread, as only it has signals."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -233,19 +233,19 @@ def _location(frame: FrameType | None) -> str:
 
 
 def _waits() -> int:
-    """How often this thread has given up its core by itself; 0 where that is not counted."""
+    """Return how often this thread has yielded its core voluntarily; 0 where that is not counted."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
 def _name(function: Any) -> str:
-    """Of what a thread was given; asyncio.to_thread wraps it."""
+    """Return the name of the function that a thread runs, without the wrappers of asyncio.to_thread."""
     while isinstance(function, partial):
         function = next(filter(callable, function.args[:1]), function.func)
     return str(getattr(function, "__qualname__", function))
 
 
 def _loopback() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection over the loopback interface, as clients' are."""
+    """Return both ends of a connection over the loopback interface, like those of clients."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -255,29 +255,29 @@ def _loopback() -> tuple[socket.socket, socket.socket]:
 
 NS = 1_000_000_000
 EARLY_S = 1.1e-3
-"""A selector wakes up to a millisecond late. From so long before a deadline on this thread takes naps between two looks
-at what is ready."""
+"""The time before a deadline, in seconds, from which this thread polls with short sleeps: a selector wakes up to a
+millisecond late."""
 NAP_S = 2.5e-4
 
 
 class Clock(Protocol):
-    """Simulated nanoseconds since `start`."""
+    """A clock of simulated nanoseconds since `start`."""
 
-    scale: float  # simulated seconds in one of the loop's
+    scale: float  # simulated seconds per second of the loop
 
     def start(self) -> None: ...
 
     def now_ns(self) -> int: ...
 
     async def until(self, at_ns: int, news: Future[None]) -> None:
-        """Return when it is `at_ns`, or soon after there is news."""
+        """Return at `at_ns`, or soon after `news` is resolved."""
 
     def lag_s(self, at_ns: int) -> float:
-        """How late it is for something that was due then, in seconds of this machine."""
+        """Return how late an event due at `at_ns` is now, in seconds of this machine."""
 
 
 class RealClock:
-    """`scale` simulated seconds in one second of this machine. Deadlines count from the start: no lag is carried on."""
+    """A clock with `scale` simulated seconds per real second. Deadlines count from the start: no lag adds up."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -307,7 +307,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """The time of a virtual loop. What is due happens after everything that clients do at that moment."""
+    """The clock of a virtual loop. Events due at a moment happen after everything that clients do at that moment."""
 
     scale = 1.0
 
@@ -334,6 +334,6 @@ class VirtualClock:
 
 
 def resolve(future: Future[None]) -> None:
-    """Wake the task that waits for it, if it still does."""
+    """Resolve a future unless it is done, waking the task that waits for it."""
     if not future.done():
         future.set_result(None)

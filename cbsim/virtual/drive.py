@@ -1,9 +1,9 @@
 """`cbsim drive`: any asyncio program and a simulated server in one process, in virtual time.
 
-The client talks to the server over the loopback interface, whatever its HTTP library is. It finds the address in
-OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes it as its only argument; its own arguments are in sys.argv.
+The client connects to the server over the loopback interface with any HTTP library. It finds the address in
+OPENAI_BASE_URL and a key in OPENAI_API_KEY, or takes the address as its only argument; its arguments are in sys.argv.
 
-`vllm bench serve`, as it is installed, as a client in virtual time.
+An installed `vllm bench serve` can be the client, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cbsim.virtual.server import IN_PROCESS, end, end_others
 from cbsim.virtual.simulated import SimulatedBackend, open_session
 
 VLLM = ("vllm", "bench", "serve")
-FAILED = "client_error.txt"  # of a run directory
+FAILED = "client_error.txt"  # a file of the run directory
 Client = Callable[[str], Awaitable[Any]]
 
 
@@ -48,7 +48,7 @@ def run(
     tokenizer: Path | None = None,
     quiet: bool = False,
 ) -> int:
-    """Run a client against a scenario; write the run directory; the exit status. Raises ScenarioError, RunError."""
+    """Run a client against a scenario; write the run; return the exit status. Raises ScenarioError, RunError."""
     command = " ".join(("python -m cbsim drive", scenario.name, *argv))
     backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, command)
     loop = VirtualLoop()
@@ -56,7 +56,7 @@ def run(
     try:
         with clocks(loop), watched(loop), as_program(argv):
             client = client_of(argv)
-            directory = SessionDirectory(backend.session, backend.log, out.absolute())  # clients may go elsewhere
+            directory = SessionDirectory(backend.session, backend.log, out.absolute())  # clients may change the folder
             work = loop.create_task(_together(backend, client))
             try:
                 loop.run_until_complete(work)
@@ -70,7 +70,7 @@ def run(
 
 
 async def _together(backend: SimulatedBackend, client: Client) -> None:
-    """Listen, run the client, and close."""
+    """Listen on a socket, run the client, and close."""
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     app = App(backend, IN_PROCESS, VllmMeter(backend))
     door = asyncio.ensure_future(
@@ -100,7 +100,7 @@ def _close(
     failure: BaseException | None,
     quiet: bool,
 ) -> int:
-    """Write the run; print its result, and what went wrong."""
+    """Write the run; print its result and any error; return the exit status."""
     wrong = _wrong(loop, backend, failure)
     result = directory.write(backend.timing.facts, wrong)
     for stray in dict.fromkeys(loop.strays):
@@ -136,7 +136,7 @@ def _wrong(loop: VirtualLoop, backend: SimulatedBackend, failure: BaseException 
 
 @contextmanager
 def as_program(argv: Sequence[str]) -> Iterator[None]:
-    """The client sees its own arguments, and finds modules where it was started. SIGTERM ends it as Ctrl-C does."""
+    """Give the client its own arguments, and modules from the current folder. SIGTERM ends it as Ctrl-C does."""
     saved_argv, saved_path = sys.argv, list(sys.path)
     sys.argv = list(argv)
     sys.path.insert(0, str(Path.cwd()))
@@ -154,7 +154,7 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 
 
 def client_of(argv: Sequence[str]) -> Client:
-    """The function that the arguments name. Raises ScenarioError."""
+    """Return the client function that the arguments name. Raises ScenarioError."""
     if tuple(argv[:3]) == VLLM:
         return client(argv[3:])
     module, colon, name = argv[0].partition(":")
@@ -175,7 +175,7 @@ def client_of(argv: Sequence[str]) -> Client:
 
 
 def _called(name: str, function: Any) -> Client:
-    """With the address if it takes an argument."""
+    """Return the function as a client, called with the address if it takes an argument. Raises ScenarioError."""
     needed = [
         p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
     ]
@@ -196,7 +196,7 @@ def _called(name: str, function: Any) -> Client:
 
 
 def client(argv: Sequence[str]) -> Callable[[str], Awaitable[Any]]:
-    """VLLM's benchmark with these arguments; host and port are the server's. Raises ScenarioError."""
+    """Return vLLM's benchmark with these arguments as a client of the server's host and port. Raises ScenarioError."""
     try:
         serve: Any = import_module("vllm.benchmarks.serve")
     except ModuleNotFoundError as error:

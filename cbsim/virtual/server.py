@@ -1,4 +1,4 @@
-"""Clients and a simulated server in one process, in virtual time: latencies are the model's, and take no real time.
+"""Clients and a simulated server in one process, in virtual time: latencies are simulated and take no real time.
 
     server = cbsim.virtual.virtual("8k_b32")
 
@@ -9,7 +9,7 @@
     print(server.run(client()))
     print(server.result)
 
-Any client can join that awaits on the event loop it runs in. It need not know of the clock: `time.time` and the other
+Any client works that awaits on the event loop it runs in. It need not know the clock: `time.time` and the other
 functions return virtual time, and threads that it waits for take none.
 """
 
@@ -34,31 +34,31 @@ from cbsim.virtual.simulated import SimulatedBackend, open_session
 T = TypeVar("T")
 HOST = "http://simulated"
 PATIENCE_S = 60.0
-"""Virtual seconds that cancelled tasks have to end."""
+"""Virtual seconds within which cancelled tasks have to end."""
 IN_PROCESS = Settings(inline_characters=sys.maxsize)
-"""Threads end in any order, and virtual time waits for them anyhow: texts are encoded where they come in."""
-COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
+"""Settings that encode all texts without threads, which would end in any order, and for which virtual time waits."""
+COMMAND = "python -m cbsim run scenario.resolved.yaml"  # to be run in the run directory
 
 
 class VirtualServer:
-    """A simulated server for one `run` of clients. `model` is the name to ask it for."""
+    """A simulated server for one `run` of clients. `model` is the model's name in their requests."""
 
     def __init__(self, scenario: Scenario, *, model: str | None = None, tokenizer: str | Path | None = None) -> None:
-        """Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
+        """Open the session. Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
         self.backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
         self.model = self.backend.model
         self.app = App(self.backend, IN_PROCESS)
         self.base_url = f"{HOST}/v1"
         self._used = False
-        self.strays: tuple[str, ...] = ()  # what virtual time was not made for, of the run
+        self.strays: tuple[str, ...] = ()  # the run's calls that virtual time does not support
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
-        """For an AsyncClient of `http`, the module httpx or httpx2: requests to any address come here."""
+        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2: every request comes here."""
         return transport(self.app, http)
 
     def openai(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI` that talks to this server."""
+        """Return an `openai.AsyncOpenAI` connected to this server."""
         import openai
 
         http = import_http()
@@ -66,8 +66,8 @@ class VirtualServer:
         return openai.AsyncOpenAI(http_client=http.AsyncClient(transport=self.transport(http), timeout=None), **options)
 
     def run(self, client: Coroutine[Any, Any, T]) -> T:
-        """What `client` returns. Requests that it leaves behind are given up. Raises VirtualTimeError for what cannot
-        be had in virtual time, and whatever the client raises.
+        """Run `client` and return its value. Requests that it leaves behind are cancelled. Raises VirtualTimeError for
+        operations that virtual time does not support, and whatever the client raises.
         """
         if self._used:
             client.close()
@@ -88,7 +88,7 @@ class VirtualServer:
 
     @property
     def result(self) -> Result:
-        """The run that the clients made. Raises VirtualTimeError before there is one."""
+        """The result of the clients' run. Raises VirtualTimeError before there is one."""
         if self._result is None:
             raise VirtualTimeError("nobody has run against this server yet")
         return self._result
@@ -100,15 +100,15 @@ def virtual(
     model: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> VirtualServer:
-    """A simulated server in virtual time, for the scenario that `cbsim.load` makes of its first arguments; of both
-    loops the asynchronous one. `tokenizer` is a folder with a tokenizer.json; without one texts are cut into tokens by
+    """Return a simulated server in virtual time for the scenario that `cbsim.load` makes of the first arguments; a
+    scenario with both loops gets the asynchronous one. `tokenizer` is a folder with a tokenizer.json; the default is
     the small vocabulary of cbsim. Raises ScenarioError, UserError.
     """
     return VirtualServer(with_one_loop(scenario_of(scenario, overrides)), model=model, tokenizer=tokenizer)
 
 
 async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
-    """Serve until `client` is done."""
+    """Serve until `client` is done, and return its value."""
     serving = asyncio.ensure_future(backend.run())
     await asyncio.sleep(0)
     try:
@@ -120,11 +120,11 @@ async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancel it, and let it clean up."""
+    """Cancel a task, and wait until it has cleaned up."""
     task.cancel()
     await asyncio.wait({task}, timeout=PATIENCE_S)
     if task.done() and not task.cancelled():
-        task.exception()  # it is known
+        task.exception()  # mark it as retrieved
 
 
 async def end_others() -> None:
@@ -142,7 +142,7 @@ async def end_others() -> None:
 
 
 def import_http() -> Any:
-    """The HTTP library that openai's client stands on."""
+    """Return the HTTP library that openai's client uses."""
     try:
         import httpx2
     except ModuleNotFoundError:
@@ -157,7 +157,7 @@ Asgi = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awai
 
 
 class Exchange:
-    """One request and its answer."""
+    """A request and its answer."""
 
     def __init__(self, app: Asgi, scope: Message, body: bytes) -> None:
         self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -169,7 +169,7 @@ class Exchange:
         self._task = asyncio.ensure_future(self._answer(app, scope))
 
     async def started(self) -> None:
-        """Return when status and headers are there. Raises what the application did before."""
+        """Return when status and headers are available. Raises an exception that the application raised before."""
         await self._started.wait()
         if self._task.done():
             self._task.result()
@@ -180,7 +180,7 @@ class Exchange:
         await self._task
 
     async def leave(self) -> None:
-        """The client wants no more: as if its connection had been closed."""
+        """End the exchange as if the client had closed its connection."""
         self._left.set()
         if not self._task.done():
             await asyncio.wait([self._task])
@@ -223,7 +223,7 @@ class Exchange:
 
 
 def scope_of(request: Any) -> Message:
-    """The ASGI scope of a request of httpx."""
+    """Return the ASGI scope of an httpx request."""
     url = request.url
     return {
         "type": "http",
@@ -243,8 +243,8 @@ def scope_of(request: Any) -> Message:
 
 
 def transport(app: Asgi, http: Any) -> Any:
-    """A transport for clients of the module `http`, httpx or httpx2. It hands requests to an application in the same
-    process, and streams its answers: httpx's own waits for whole ones.
+    """Return a transport for clients of the module `http`, httpx or httpx2. It passes requests to an application in the
+    same process and streams its answers; httpx's own ASGI transport waits for whole ones.
     """
 
     class Parts(http.AsyncByteStream):  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""The simulated machine behind the endpoint: its environment is stepped by a task that keeps the clock's time.
+"""The simulated machine behind the endpoint: a task steps its environment in the clock's time.
 
-The machine is the one that `cbsim run` has. Its environment says that something is always due, so it lets the clock
-catch up at every poll and await; then the task takes in the requests that have come, and steps it. Requests come
-through the inbox at the moment of the clock, but after the last moment at which the machine looked: so the same
-requests, known beforehand, lead to the same steps, whatever the clock was.
+The machine is that of `cbsim run`. Its environment reports that an event is always due, so at every poll and await it
+waits for the clock; then the task accepts the requests that have arrived, and steps it. Requests enter the inbox at
+the clock's time, but after the machine's last poll: so the same requests, known beforehand, lead to the same steps,
+whatever the clock was.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ NEVER = float("inf")
 
 
 class Live(simpy.Environment):
-    """An environment in which something may always happen before the next event."""
+    """An environment in which something may happen at any time before the next event."""
 
     def peek(self) -> float:
         return -1.0
 
     @property
     def due_ns(self) -> float:
-        """When the next event is; infinite if there is none."""
+        """The time of the next event in ns; infinite if there is none."""
         return super().peek()
 
 
 class Unknown(Workload):
-    """Clients that are not known before a run: the end of a request is reported, and none follows it."""
+    """A workload of clients not known before a run: the end of a request is reported, and no request follows it."""
 
     def __init__(self, over: Callable[[RequestSpec], None]) -> None:
         super().__init__([], 0)
@@ -64,7 +64,7 @@ class Unknown(Workload):
 
 
 class Answer:
-    """A request that runs: how many of its tokens its stream has, or will have with the next delivery."""
+    """A running request, with the number of tokens that its stream has or will have with the next delivery."""
 
     __slots__ = ("emitted", "request", "stream")
 
@@ -73,22 +73,22 @@ class Answer:
 
 
 class SimulatedBackend(SessionBackend):
-    """One session of a simulated server, and the run that it becomes."""
+    """A session of a simulated server, which becomes a run."""
 
     def __init__(
         self, scenario: Scenario, loop: str, clock: Clock, tokenizer: Tokenizer, model: str, command: str
     ) -> None:
-        """Raises ScenarioError."""
+        """Build the machine of the session. Raises ScenarioError."""
         super().__init__(model, tokenizer, scenario, loop)
         self._clock, self._speech, self._env = clock, Speech(scenario, tokenizer), Live()
         self._running: dict[RequestSpec, Answer] = {}
         self._plans: deque[tuple[int, int]] = deque()  # (query tokens, preempted) of the steps in flight
-        self._ended: list[RequestSpec] = []  # since the step before
-        # tokens of a stream from one number to another; how it ends, if it does, and the message of an error
+        self._ended: list[RequestSpec] = []  # requests that ended since the last step
+        # (stream, first token, end of its tokens, finish if it ends, message of an error)
         self._pending: list[tuple[Stream, int, int, str | None, str | None]] = []
-        self._pending_ns = NEVER  # when that is visible
-        self._acted_ns = -1  # the last moment at which the machine looked
-        self._last_ns = 0  # when tokens were visible last
+        self._pending_ns = NEVER  # the time at which the pending tokens are visible
+        self._acted_ns = -1  # the time at which the machine was stepped last
+        self._last_ns = 0  # the time at which tokens were visible last
         self._news: Future[None] | None = None
         self._lags, self._gaps = Durations(), Durations()
         self.session = session_of(scenario, loop, self._server, command)
@@ -98,7 +98,7 @@ class SimulatedBackend(SessionBackend):
         self._contents = Contents(pool.block_size, pool.num_blocks)
 
     def _server(self, scenario: Scenario, loop: str, workload: Workload) -> Simulated:
-        """The server of a scenario with the session in place of its workload."""
+        """Return the server of a scenario, with the session in place of its workload."""
         del workload
         self.machine = simulate.machine(scenario, loop, Unknown(self._over))
         self.machine.on_plan = self._planned
@@ -135,7 +135,7 @@ class SimulatedBackend(SessionBackend):
         self._inbox.give_up(at_ns, spec)
 
     def abandon(self) -> None:
-        """Give up every request that is under way."""
+        """Cancel every request under way."""
         for stream in [*self._specs]:
             self.cancel(stream)
 
@@ -156,7 +156,7 @@ class SimulatedBackend(SessionBackend):
             self._fail(reason, self._clock.now_ns())
 
     async def _next(self) -> None:
-        """Wait for whatever is next, and do it: tokens become visible, or the machine goes on."""
+        """Wait for the next event and perform it: tokens become visible, or the machine is stepped."""
         due = min(self._env.due_ns, self._pending_ns)
         self._news = get_running_loop().create_future()
         if due == NEVER:
@@ -176,11 +176,11 @@ class SimulatedBackend(SessionBackend):
             self._env.step()
 
     def _stamp(self) -> int:
-        """Now, but after the last moment at which the machine looked."""
+        """Return the clock's time, but at least 1 ns after the machine was stepped last."""
         return max(self._clock.now_ns(), self._acted_ns + 1)
 
     def _announce(self, at_ns: int, *, last: bool = False) -> None:
-        """A request has come, or none will any more."""
+        """Notify the machine that a request has arrived, or that no request will arrive any more (`last`)."""
         news, env = self._inbox.news, self._env
         self._inbox.news = None if last else env.event()
         news._ok, news._value = True, None
@@ -200,7 +200,7 @@ class SimulatedBackend(SessionBackend):
                 stream.schedule(now_s, answer.request.cached or 0)
 
     def _stepped(self, cpu_ns: int) -> None:
-        """A step was applied: its tokens are visible from `cpu_ns` on."""
+        """Queue the tokens of an applied step, which are visible from `cpu_ns` on."""
         pending, going = self._pending, 0
         for answer in self._running.values():
             emitted = answer.emitted
@@ -227,14 +227,14 @@ class SimulatedBackend(SessionBackend):
         self._ended.clear()
 
     def _over(self, spec: RequestSpec) -> None:
-        """A request has ended. One that is refused is in no step."""
+        """Record that a request has ended. A rejected one is in no step, so its end is queued at once."""
         self._ended.append(spec)
         if spec in self.machine.record.refusals:
             self._queue_ends()
             self._pending_ns = min(self._pending_ns, self.machine.now_ns)
 
     def _deliver(self, at_ns: int) -> None:
-        """What is pending is visible now."""
+        """Deliver the pending tokens and ends to their streams."""
         pending, self._pending, self._pending_ns = self._pending, [], NEVER
         at_s, ids = at_ns / NS, self._speech.ids
         self._lags.add(max(0.0, self._clock.lag_s(at_ns)))
@@ -256,7 +256,7 @@ LEAST_S, STEP = 1e-7, math.log(1.02)
 
 
 class Durations:
-    """Counts of durations in classes 2 % wide from 0.1 us on; shorter ones are 0."""
+    """A histogram of durations in classes 2 % wide from 0.1 us on; shorter durations count as 0."""
 
     def __init__(self) -> None:
         self.most_s = self.last_s = 0.0
@@ -271,7 +271,7 @@ class Durations:
         self._counts[at] = self._counts.get(at, 0) + times
 
     def quantile(self, share: float) -> float:
-        """The upper edge of the class that the least duration is in which `share` of all do not exceed; 0 of none."""
+        """Return the upper edge of the class of the quantile `share`; 0 if there are no durations."""
         rank, passed = math.ceil(share * self.count), 0
         for at in sorted(self._counts):
             passed += self._counts[at]
@@ -280,7 +280,7 @@ class Durations:
         return 0.0
 
     def beyond(self, seconds: float) -> int:
-        """How many are longer, by classes that begin there or later."""
+        """Return the number of longer durations, counted in the classes that begin at `seconds` or later."""
         edge = math.ceil(math.log(seconds / LEAST_S) / STEP) if seconds > LEAST_S else 0
         return sum(number for at, number in self._counts.items() if at >= edge)
 
@@ -294,8 +294,8 @@ MOST_LENGTHS = 10_000
 
 
 class Speech:
-    """Every answer is the same text, again and again. It ends where an answer of the scenario's workload would: its
-    length is drawn from those of the workload, by the number of the request and the seed of the scenario.
+    """The answers of a simulated server: the same text, repeated. An answer's length is drawn from those of the
+    scenario's workload, by the request's number and the scenario's seed.
     """
 
     def __init__(self, scenario: Scenario, tokenizer: Tokenizer) -> None:
@@ -306,7 +306,7 @@ class Speech:
         self._alone = [(token,) for token in self._ids]
 
     def tokens(self, index: int, generation: Generation) -> int:
-        """How many tokens the answer to this request has."""
+        """Return the number of tokens of the answer to this request."""
         if generation.ignore_eos or not self._lengths:
             return generation.max_tokens
         rng = np.random.default_rng((self._seed, index))
@@ -314,7 +314,7 @@ class Speech:
         return min(generation.max_tokens, max(generation.min_tokens, drawn, 1))
 
     def ids(self, first: int, end: int) -> Sequence[int]:
-        """Tokens `first` to `end` of any answer."""
+        """Return tokens `first` to `end` of any answer."""
         ids = self._ids
         if end - first == 1:
             return self._alone[first % len(ids)]
@@ -322,7 +322,7 @@ class Speech:
 
 
 class Simulated:
-    """The server of a session, as a run wants one: clients run it."""
+    """The server of a session in the form that a run needs; clients drive it."""
 
     measured = False
 
@@ -345,7 +345,7 @@ class Simulated:
 def open_session(
     scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str
 ) -> SimulatedBackend:
-    """The session of a scenario with one loop. Without a name of its own the `model` has the scenario's. Raises
+    """Open a session of a scenario with one loop. The model is named after the scenario if `model` is None. Raises
     ScenarioError.
     """
     loop, *rest = loops(scenario)
