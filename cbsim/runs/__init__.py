@@ -1,1 +1,1 @@
-"""One server in either world: its parts, its inbox, a run of it, and its plans derived again."""
+"""A server, simulated or measured: its parts, its inbox, its run, and its plans derived again."""

@@ -1,4 +1,4 @@
-"""From a scenario to the parts of a server that both worlds share: its scheduler and its cost model.
+"""The parts of a server that simulator and engine share, built from a scenario: scheduler and cost model.
 
 Everything is built from the scenario, which alone has defaults; nothing is shared between two runs.
 """
@@ -31,20 +31,20 @@ FITTED = (  # in the order of FittedCost
 )
 FACTORS = ("elementwise", "decode_attention", "products", "large_products", "experts")  # of Terms
 LARGEST_CAPTURED = 512
-"""Query tokens, where the scenario names no size: vLLM's most. Terms were calibrated with it. With few seats vLLM
-captures less, as simulate.graphs has it."""
+"""Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
+With few slots vLLM captures less, as in simulate.graphs."""
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:
-    """A fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit,
-    PolicyError if it is not ours and cannot be made.
+    """Build a fresh scheduler for one loop, `sync` or `async`. Raises ScenarioError if the model does not fit,
+    PolicyError if the scheduler is not ours and cannot be made.
     """
     options, name = scenario.options(loop), scenario.scheduler.name
     return scenario.kind.make(options) if name in registry.OURS else guarded(scenario.kind, options, name)
 
 
 def cost_model(scenario: Scenario) -> Cost:
-    """The scenario's cost model, seconds turned into the clock's nanoseconds."""
+    """Build the scenario's cost model, with seconds converted to nanoseconds."""
     settings, cpu = scenario.cost, cpu_cost(scenario.cost.cpu)
     if isinstance(settings, ConstantSettings):
         return ConstantCost(cpu, *_ns(settings, "step", "per_token", "per_prefill_token", "per_context_token"))
@@ -61,12 +61,12 @@ def cost_model(scenario: Scenario) -> Cost:
 
 
 def _ns(settings: object, *terms: str) -> list[float]:
-    """Terms of a cost model, declared in seconds, in nanoseconds."""
+    """Return terms of a cost model, declared in seconds, in nanoseconds."""
     return [getattr(settings, f"{term}_s") * NS for term in terms]
 
 
 def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:
-    """What moves of KV take on the scenario's GPU, by its data sheet: of blocks of all layers, or pages of groups."""
+    """Return the time of KV transfers by the GPU's data sheet: of blocks of all layers, or of pages of groups."""
     gpu, model = scenario.hardware, scenario.model
     layers = page_layers(groups) if groups else model.layers
     block_bytes = scenario.block_size * model.kv_bytes_per_token // model.layers * layers // scenario.gpus
@@ -78,12 +78,12 @@ def _curve(points: Sequence[CurvePoint]) -> Curve:
 
 
 def cpu_cost(settings: CpuSettings) -> CpuCost:
-    """CPU coefficients in nanoseconds."""
+    """Return CPU coefficients in nanoseconds."""
     return CpuCost({name: PhaseCost(*_ns(getattr(settings, name), *PhaseCost._fields)) for name in PHASES})
 
 
 def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
-    """A cost model from the measured tables that `settings` name. Raises ScenarioError."""
+    """Build a cost model from the measured tables that `settings` name. Raises ScenarioError."""
     link = settings.link
     group = Group(
         tensor=settings.tensor_parallel,
@@ -102,7 +102,7 @@ def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
 
 
 def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
-    """A cost model from the tables of an engine, of one card. Raises ScenarioError."""
+    """Build a cost model from the tables of an engine, of one card. Raises ScenarioError."""
     from cbsim.cost import engine_tables
     from cbsim.cost.engine_tables import EngineTables, Share
 
@@ -125,7 +125,7 @@ def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
 
 
 def _captured(scenario: Scenario) -> int:
-    """The largest step that runs as a graph, tokens."""
+    """Return the largest step that runs as a graph, tokens."""
     graphs = scenario.loop.cuda_graphs
     if not graphs.enabled:
         return 0
@@ -135,7 +135,7 @@ def _captured(scenario: Scenario) -> int:
 
 
 def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
-    """Raises ScenarioError if the tables are of another model or GPU than the scenario's."""
+    """Raise ScenarioError if the tables are of another model or GPU than the scenario's."""
     meta = catalog.tables(settings.path) / "meta.yaml"
     if not meta.is_file():
         return
@@ -147,7 +147,7 @@ def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
 
 
 def _tables(model: ModelShape, settings: TableSettings) -> Tables:
-    """Layer profiles if the path is a folder, else tables of single kernels whose names begin so."""
+    """Read layer profiles if the path is a folder, else tables of single kernels whose names begin with it."""
     from cbsim.cost import bundle, kernels
 
     folder = catalog.tables(settings.path)
@@ -201,7 +201,7 @@ def _roofline(scenario: Scenario, settings: RooflineSettings, cpu: CpuCost) -> R
 
 
 def _all_reduces(scenario: Scenario, settings: RooflineSettings) -> AllReduces:
-    """Two a layer, each of the residual stream of a step's tokens."""
+    """Return the all-reduces of a step: two a layer, each of the residual stream of the step's tokens."""
     model, gpu, ranks = scenario.model, scenario.hardware, settings.tensor_parallel
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
     return AllReduces(2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s)

@@ -1,4 +1,4 @@
-"""What limits a run, with the number that shows it and what would change it: seats, the tokens of a step, the cache,
+"""The resources that limit a run, with the number that shows it and a remedy: slots, the tokens of a step, the cache,
 the arrivals; and in a step the CPU, or the GPU's bandwidth or arithmetic.
 
 Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is
@@ -12,12 +12,12 @@ import numpy as np
 from cbsim.record.tables import Floats, Requests, Steps
 from cbsim.scenario.scenario import Scenario
 
-WORK = ("schedule", "prepare", "launch", "update")  # of the CPU; `await` is none
+WORK = ("schedule", "prepare", "launch", "update")  # phases in which the CPU works, without `await`
 SEEN = 0.1  # share of the time from which on something is reported to bind
 
 
 def binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
-    """What binds, a sentence each: what keeps requests waiting, and what a step waits for. Empty if no row ran."""
+    """Return what binds, a sentence each: the cause of waiting requests, and of a step's time. Empty if no row ran."""
     if not steps["rows"].any():
         return []
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
@@ -27,7 +27,7 @@ def binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> 
 
 
 def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests: Requests) -> list[str]:
-    """Why requests wait; or that none waits while they are still arriving."""
+    """Return why requests wait, or that none waits while requests are still arriving."""
     waiting = steps["waiting"] > 0
     waits = float(shares[waiting].sum())
     if waits < SEEN:
@@ -56,8 +56,8 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
 
 
 def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
-    """What a step takes its time for. Arithmetic binds a GPU from as many tokens on as it computes while it reads the
-    weights, both at its peak.
+    """Return what limits a step. Arithmetic binds a GPU from that number of tokens on that it computes in the time of
+    reading the weights, both at peak rates.
     """
     ends, starts = steps["update_end_ns"][:-1], steps["schedule_start_ns"][1:]
     idle = float(np.maximum(starts - ends, 0).sum()) / max(span_ns, 1.0)  # there was nothing to plan

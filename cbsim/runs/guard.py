@@ -1,6 +1,6 @@
-"""A user's own scheduler, watched: what it breaks or raises ends the run in one line that names it and the step.
+"""Checks round a user's own scheduler: a broken rule or exception ends the run in one line with its name and step.
 
-Ours are proven by tests and recorded traces, and run without this.
+Our own schedulers are tested and compared with recorded traces, and run without these checks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 
 class PolicyError(RunError):
-    """A scheduler that is not ours has failed. The message names it, the step and what was wrong."""
+    """An error of a scheduler that is not ours. The message has its name, the step and the reason."""
 
 
 class Guarded:
-    """A scheduler whose every answer is checked: raises PolicyError."""
+    """A scheduler whose every result is checked. Raises PolicyError."""
 
     def __init__(self, policy: Scheduler, name: str) -> None:
         self._policy, self._name = policy, name
         self._steps = 0
         self._batch = Batch()
-        self._tables: dict[RequestSpec, list[int]] = {}  # as an executor knows them from the plans
-        self._open: dict[RequestSpec, None] = {}  # have come and not ended
+        self._tables: dict[RequestSpec, list[int]] = {}  # block tables as an executor derives them from the plans
+        self._open: dict[RequestSpec, None] = {}  # requests that were added and have not ended
 
     def __getattr__(self, name: str) -> Any:
-        """The pool, the limits, the requests and the queues are the scheduler's own."""
+        """Return the scheduler's own attribute: pool, limits, requests or queues."""
         return getattr(self._policy, name)
 
     @property
@@ -86,7 +86,7 @@ class Guarded:
         return PolicyError(f"scheduler {self._name}, step {self._steps}, {method}: {message}")
 
     def _check(self, plan: StepPlan) -> None:
-        """Rows belong to requests that are there, tables to the pool, and the step stays within its limits."""
+        """Check that rows are of known requests, tables agree with the pool, and the step is within its limits."""
         assert plan.step == self._steps, f"step is {plan.step}, expected {self._steps}"
         rows = self._batch.rows(plan)
         replaced = {(spec, index): block for spec, index, block in plan.changes.replaced}
@@ -126,25 +126,25 @@ class Guarded:
 
 
 def _message_of(broken: AssertionError) -> str:
-    """The message of an assertion in one line."""
+    """Return the message of an assertion in one line."""
     (message,) = broken.args or ("an assertion without a message",)
     return " ".join(str(part) for part in message) if isinstance(message, tuple) else str(message)
 
 
 def _error_line(error: Exception) -> str:
-    """An exception in one line, with its place."""
+    """Return an exception in one line, with its place."""
     message = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {message}{_raised_at(error)}"
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where it was raised: the last line of the traceback."""
+    """Return the place at which an error was raised: the last frame of the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def guarded(kind: Kind, options: Options, name: str) -> Scheduler:
-    """A plug-in's scheduler, with every answer checked. Raises PolicyError if it cannot even be made."""
+    """Make a plug-in's scheduler with every result checked. Raises PolicyError, also if it cannot be made."""
     try:
         return cast("Scheduler", Guarded(kind.make(options), name))
     except Exception as error:  # the plug-in's code may raise anything

@@ -1,8 +1,8 @@
-"""What a run's KV cache held: of what was reserved, how much held tokens, would later, or never did.
+"""The use of a run's KV cache: the shares of reserved blocks that hold tokens, will hold some later, or never do.
 
-No table of a run directory says that, so its plans are derived again (replan.py) and the scheduler's own tables are
-looked at after each: exact for every scheduler, shared blocks counted once, and only plans that equal the recorded ones
-are counted. A run pays nothing for it.
+No table of a run directory has these, so its plans are derived again (replan.py) and the scheduler's block tables are
+read after each: exact for every scheduler, shared blocks counted once, and only plans that equal the recorded ones are
+counted. The run itself has no cost from it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Shares(NamedTuple):
-    """Means over time, of the whole cache; they add up to 1.
+    """The shares of the whole cache, as means over time; they add up to 1.
 
     `held`: tokens whose KV is written or promised by a planned step, each once. `later`: reserved by a request that
-    will come to use it. `never`: reserved by one that will not. `rounded`: reserved beyond what was asked for, because
-    pieces have sizes of their own. `scattered`: free, enough for the next request, but not in one piece. `free`: all
-    else that is free.
+    will use it later. `never`: reserved by one that will not. `rounded`: reserved beyond the requested size, because
+    pieces have fixed sizes. `scattered`: free, enough for the next request, but not in one piece. `free`: all else that
+    is free.
     """
 
     held: float
@@ -44,15 +44,14 @@ class Shares(NamedTuple):
 
     @property
     def kv_used_share(self) -> float:
-        """Of what is reserved, what holds something."""
+        """The share of reserved blocks that holds tokens."""
         reserved = self.held + self.later + self.never + self.rounded
         return self.held / reserved if reserved else 0.0
 
 
 class Occupancy(NamedTuple):
-    """The cache of `tokens` tokens after planning each step: how many are what, as in `Shares`; of those free, how many
-    lie in the largest piece; how many more blocks would take if none were in several tables; how long it stayed so; and
-    whether requests waited.
+    """The cache of `tokens` tokens after planning each step: tokens by the columns of `Shares`; free tokens in the
+    largest piece; tokens saved by blocks that are in several tables; how long it stayed so; and whether requests waited.
     """
 
     tokens: int
@@ -63,13 +62,13 @@ class Occupancy(NamedTuple):
     waited: Mask
 
     def shares(self, chosen: Mask | None = None) -> Shares:
-        """Over the steps chosen, or all; zeros if they lasted no time."""
+        """Return the shares over the chosen steps, or all; zeros if they lasted no time."""
         lasted = self.lasted_ns if chosen is None else self.lasted_ns * chosen
         whole = float(lasted.sum()) * self.tokens
         return Shares(*(float(column @ lasted) / whole if whole else 0.0 for column in self.table.T.astype(np.float64)))
 
     def saved_share(self, chosen: Mask | None = None) -> float:
-        """What sharing saves: blocks that tables have in common over the blocks there would be if each had its own
+        """Return the share saved by sharing: blocks that tables have in common over blocks if each table had its own
         (Kwon et al., SOSP 2023, section 6.3), over time.
         """
         lasted = self.lasted_ns if chosen is None else self.lasted_ns * chosen
@@ -77,7 +76,7 @@ class Occupancy(NamedTuple):
         return float(self.saved @ lasted) / apart if apart else 0.0
 
     def fragmentation(self, chosen: Mask | None = None) -> float:
-        """1 - largest free piece / free tokens, over the time in which any are free."""
+        """Return 1 - largest free piece / free tokens, averaged over the time in which any are free."""
         lasted = self.lasted_ns if chosen is None else self.lasted_ns * chosen
         free = self.table[:, 4] + self.table[:, 5]
         lasted = lasted * (free > 0)
@@ -86,7 +85,7 @@ class Occupancy(NamedTuple):
 
 
 def of(run: Run, scenario: Scenario, workload: Workload) -> Occupancy:
-    """That of a run of this scenario. Raises RunError, also if its plans do not follow from its record."""
+    """Return the occupancy of a run of this scenario. Raises RunError, also if its plans cannot be derived again."""
     watch = _Watch(run)
     verdict = replan.derived(run, scenario, workload, watch.look)
     if verdict.difference is not None:
@@ -99,7 +98,7 @@ def of(run: Run, scenario: Scenario, workload: Workload) -> Occupancy:
 
 
 class _Watch:
-    """Looks at the tables of a scheduler after each of its plans."""
+    """An observer of a scheduler's block tables after each plan."""
 
     def __init__(self, run: Run) -> None:
         requests = token_times(run.requests, run.steps)
@@ -127,14 +126,14 @@ class _Watch:
             spare, largest = sum(pool.spare.values()) * size, pool.pieces.largest
             apart = largest < pool.sought <= pool.free
         free = pool.free * size
-        held = self.tokens - free - unused  # what is unused is in nobody else's table
+        held = self.tokens - free - unused  # unused tokens are in no other table
         self.rows.append((held, later, unused - later - spare, spare, free * apart, free * (not apart)))
         self.largest.append(largest * size)
         self.saved.append(pool.saved * size)
 
 
 def _written(request: Request, block_size: int) -> int:
-    """Tokens at the head of a table that hold something. What was found in the cache is whole blocks. The rows of a
-    static batch that have ended hold nothing that anybody reads.
+    """Return the number of tokens at the head of a table whose KV is written. Prefix hits are whole blocks. Ended rows
+    of a static batch count 0: their KV is never read.
     """
     return 0 if request.status is Status.FINISHED else max(request.computed, request.hashed * block_size)

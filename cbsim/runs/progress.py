@@ -1,4 +1,4 @@
-"""What a user sees of work under way, a line on stderr, and how a run is ended."""
+"""Progress of work, a line on stderr, and the interruption of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 from cbsim.runs.running import Session
 
-SOON_S = 1.0  # before, an estimate of the time left is noise
+SOON_S = 1.0  # earlier, an estimate of the time left is noise
 
 
 class ProgressLine:
-    """A line on stderr: rewritten in place on a terminal, else written every `pause_s` seconds."""
+    """A line on stderr: rewritten in place on a terminal, else printed every `pause_s` seconds."""
 
     def __init__(self, pause_s: float) -> None:
         self._live = sys.stderr.isatty()
@@ -27,11 +27,11 @@ class ProgressLine:
 
     @property
     def due(self) -> bool:
-        """Has the pause since the last line passed?"""
+        """Whether the pause since the last line has passed."""
         return time.monotonic() - self._last_s > self._pause_s
 
     def write(self, message: str, done: int, total: int, *, last: bool = False) -> None:
-        """Write the message, and how long the rest of `total` will take."""
+        """Write the message, with an estimate of the time that the rest of `total` will take."""
         self._last_s, spent_s = time.monotonic(), self.spent_s
         if 0 < done < total and spent_s > SOON_S:
             message += f", {roughly(spent_s * (total - done) / done)} left"
@@ -41,7 +41,7 @@ class ProgressLine:
 
 
 class Progress:
-    """How far a run is, as a line on stderr, and how a user ends it."""
+    """The progress of a run, as a line on stderr, and its interruption by the user."""
 
     def __init__(self, session: Session, *, quiet: bool) -> None:
         self._label, self._server, self._total, self._quiet = session.loop, session.server, session.requests, quiet
@@ -50,13 +50,13 @@ class Progress:
         self._interrupted = False
 
     def interrupt(self, *_: object) -> None:
-        """A signal handler: stop the run at the end of the step under way. The next signal ends the process."""
+        """Handle a signal: stop the run at the end of the step under way. The next signal ends the process."""
         self._interrupted = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Ctrl-C, or a request to end, ends a run where its state is whole: after a step."""
+        """Let Ctrl-C and SIGTERM end a run where its state is consistent: after a step."""
         before = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -65,7 +65,7 @@ class Progress:
                 signal.signal(number, handler)
 
     def __call__(self, now_ns: int) -> None:
-        """To be called after every step. Raises KeyboardInterrupt if the run is to stop."""
+        """Report progress; called after every step. Raises KeyboardInterrupt if the run is to stop."""
         if self._interrupted:
             raise KeyboardInterrupt
         if not self._quiet and self._line.due:
@@ -87,7 +87,7 @@ class Progress:
 
 
 def roughly(seconds: float) -> str:
-    """As far as an estimate goes: "40 s", "3 min", "2.5 h"."""
+    """Return a rounded duration: "40 s", "3 min", "2.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

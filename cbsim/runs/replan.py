@@ -1,8 +1,8 @@
-"""Recorded polls in, the same plans out: the check that a run's decisions follow from what it was sent, and when.
+"""Deriving a run's plans again from its recorded polls: the check that its decisions follow from its requests alone.
 
-A run directory says in which poll each request arrived or was given up. The policy is run again on those polls, without
-a clock, and every plan must have the recorded digest: row by row, block by block. This holds for a simulated run and
-for one measured on hardware alike, and is how the two are shown to have run the same policy.
+A run directory has the poll in which each request arrived or was cancelled. The policy is run again on those polls,
+without a clock, and every plan must have the recorded digest: row by row, block by block. This holds for simulated runs
+and for runs measured on hardware, which shows that both ran the same policy.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from cbsim.scenario.scenario import Scenario, depth, load
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
-OWN = "cbengine"  # of the engines, the one that runs our policies; a simulated run names none
+OWN = "cbengine"  # the engine that runs our policies; a simulated run names none
 Find = Callable[[int], RequestSpec | None]
 OnPlan = Callable[[Scheduler, StepPlan], None]
 READ_TOGETHER = 1 << 14  # steps
 NEVER = 1 << 63
-DECLARED = ("id", "prompt_tokens", "output_tokens", "max_tokens", "priority")  # of a request, by its workload
-COMPARED = (  # of a step; the counts before the digest
+DECLARED = ("id", "prompt_tokens", "output_tokens", "max_tokens", "priority")  # fields that the workload gives
+COMPARED = (  # columns of a step; the counts before the digest
     *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
     *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
 )
 
 
 class Replanned(NamedTuple):
-    """Steps whose plans were identical, and the first difference, or None."""
+    """The number of steps whose plans were identical, of how many, and the first difference, or None."""
 
     matched: int
     steps: int
@@ -55,7 +55,7 @@ def rederive(path: Path) -> Replanned:
 
 
 def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | None = None) -> Replanned:
-    """Derive the plans of a run that has been read. `on_plan` is called after each plan that is identical."""
+    """Derive the plans of a run that has been read. `on_plan` is called after each identical plan. Raises RunError."""
     engine = run.environment.get("engine", OWN)
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
@@ -105,17 +105,17 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: O
 
 
 def _recorded(run: Run) -> Iterator[tuple[int, ...]]:
-    """What is compared of each step, in order; read some at a time."""
+    """Yield the compared columns of each step, in order, read in parts."""
     for low in range(0, len(run.steps), READ_TOGETHER):
         steps = run.steps.window(low, low + READ_TOGETHER)
         yield from zip(*(steps[name].tolist() for name in COMPARED), strict=True)
 
 
 class _Numbered:
-    """Indices of requests by a number, a poll or a step; looked up in ascending order of it."""
+    """The indices of requests by a number, a poll or a step, looked up in ascending order of it."""
 
     def __init__(self, numbers: Ints, index: Ints) -> None:
-        """Indices of one number keep their order."""
+        """Sort by number; indices of one number keep their order."""
         order = np.argsort(numbers, kind="stable")
         self._numbers, self._index = numbers[order], index[order]
         self._next = int(self._numbers[0]) if len(order) else NEVER
@@ -131,8 +131,8 @@ class _Numbered:
 
 
 class _Polls:
-    """The answers to the polls of a run, in order, and which requests sampled a stop token in which step, as declared
-    by the workload or found in the text. A request is made when it arrives and forgotten when it is over.
+    """The results of a run's polls, in order, and the steps in which requests sampled a stop token, as declared by the
+    workload or found in the text. A request is made when it arrives and dropped when it ends.
     """
 
     def __init__(self, run: Run, find: Find) -> None:
@@ -153,7 +153,7 @@ class _Polls:
         self._last = max(self._arrivals.last, self._cancels.last, 0)
 
     def answer(self, wait: bool = False) -> Polled:
-        """Raises RunError if more polls waited for nothing than there are arrivals and cancels to wait for."""
+        """Return the next poll's result. Raises RunError if more polls wait in vain than arrivals and cancels exist."""
         self._poll += 1
         arrivals = [self._come(row) for row in self._arrivals.at(self._poll)]
         cancels = self._known(self._cancels.at(self._poll))
@@ -168,17 +168,17 @@ class _Polls:
         return tuple(self._known(self._stops.at(step)))
 
     def pairs(self, indices: Iterable[tuple[int, int]]) -> tuple[tuple[RequestSpec, RequestSpec], ...]:
-        """Requests by two indices, of those that have come and not ended."""
+        """Return pairs of requests by their indices, where both have arrived and not ended."""
         come = self._open
         return tuple([(come[one], come[other]) for one, other in indices if one in come and other in come])
 
     def over(self, ended: Sequence[RequestSpec]) -> None:
-        """These have ended."""
+        """Drop requests that have ended."""
         for spec in ended:
             self._open.pop(spec.index, None)
 
     def _come(self, row: int) -> RequestSpec:
-        """The request in this row of the table: content from the workload, arrival of a follower from the record."""
+        """Make the request of a row: content from the workload, a follower's arrival from the record."""
         index, arrival_ns = int(self._index[row]), int(self._arrival[row])
         spec = self._find(index)
         assert spec is not None, index
@@ -189,12 +189,12 @@ class _Polls:
         return spec
 
     def _known(self, indices: list[int]) -> list[RequestSpec]:
-        """The requests of these that have arrived and not ended."""
+        """Return those of the requests that have arrived and not ended."""
         return [self._open[index] for index in indices if index in self._open]
 
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:
-    """The first difference of a plan from the record."""
+    """Return the first difference of a plan from the record, or None."""
     work, counts = plan.work, plan.counts
     derived = (
         *(work.rows, work.decodes, work.prefill_tokens, work.tokens),
