@@ -31,7 +31,7 @@ class Client(Protocol):
         """The cancellations as (time, request), in order of time."""
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Return the requests that follow the end of `spec`, arriving at `now_ns` or later. Called once for each end."""
+        """Return the requests that follow the end of `spec`, arriving at `now_ns` or later; called once an end."""
 
 
 class Inbox:

@@ -51,7 +51,7 @@ class Shares(NamedTuple):
 
 class Occupancy(NamedTuple):
     """The cache of `tokens` tokens after planning each step: tokens by the columns of `Shares`; free tokens in the
-    largest piece; tokens saved by blocks that are in several tables; how long it stayed so; and whether requests waited.
+    largest piece; tokens saved by blocks that are in several tables; how long it stayed so; whether requests waited.
     """
 
     tokens: int
