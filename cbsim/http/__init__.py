@@ -1,1 +1,1 @@
-"""One OpenAI-compatible endpoint in front of any server: requests, answers, sockets, metrics."""
+"""An OpenAI-compatible endpoint in front of any server: requests, answers, sockets, metrics."""

@@ -1,6 +1,6 @@
-"""What clients make an endpoint keep: requests that wait, tokens that have not been taken. All of it has bounds.
+"""Admission of clients' requests to an endpoint: which are accepted, and which streams are cancelled or cut.
 
-Where requests come in: which are accepted, under which id, and which streams are cancelled or cut.
+Everything that an endpoint stores for clients has bounds: queued requests, and tokens that were not read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Abort = Callable[[], None]
 
 
 class ClientStream(Stream):
-    """A stream of this endpoint's. It counts in the controller's sums: while it is queued, until it ends, until it is
+    """A stream of this endpoint. It counts in the controller's sums: while it is queued, until it ends, until it is
     released.
 
-    With `stopped`, a stop string has ended its text, and its end is not an abort. Once it is `cut` nothing of it is
-    kept any more.
+    If `stopped`, a stop string has ended its text, and its end is not an abort. Once it is `cut`, none of its tokens
+    are stored.
     """
 
     __slots__ = ("abort", "admission", "cut", "queued", "stopped")
@@ -42,7 +42,7 @@ class ClientStream(Stream):
         super().schedule(at_s, cached_tokens)
 
     def put(self, ids: Sequence[int], at_s: float) -> None:
-        """Nothing happens once it is over: steps that were in flight then may yield more."""
+        """Buffer tokens, unless the stream is over: steps that were in flight then may yield more."""
         if self.finish is not None or self.cut:
             return
         admission = self.admission
@@ -63,12 +63,12 @@ class ClientStream(Stream):
         return ids
 
     def drop(self) -> None:
-        """Cut the stream: nothing more of it is written."""
+        """Cut the stream: no more of it is written."""
         self.cut = True
         self.take()
 
     def release(self) -> None:
-        """The client is done with it."""
+        """Release the stream, as its client no longer reads it."""
         self.take()
         self.admission.streams.pop(self.generation.id, None)
 
@@ -80,23 +80,23 @@ class ClientStream(Stream):
 
 
 class AdmissionController:
-    """Accepts or rejects (503) requests, and cancels those whose client has gone. One a session.
+    """A controller that accepts or rejects (503) requests, and cancels those whose client has gone; one per session.
 
     Limits: open streams, queued requests, queued prompt tokens. While `closing`, every request is rejected. Sums over
-    streams: `open` have not ended, `queued` have not begun, `unread` tokens have not been taken; `slow` ones were cut,
+    streams: `open` have not ended, `queued` have not begun, `unread` tokens were not read; `slow` ones were cut,
     because their clients read too slowly.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self.backend, self.settings = backend, settings
-        self.streams: dict[str, ClientStream] = {}  # by the id of the record, until nothing of them is kept
+        self.streams: dict[str, ClientStream] = {}  # id in the record -> stream, until it is released
         self.open = self.queued = self.queued_tokens = self.unread = self.slow = 0
         self.most_of_one, self.most_of_all = settings.max_unread_tokens, settings.max_unread_sum
         self.closing = False
         self.serials = count()  # a number for each prompt of the session
 
     def admit(self, prompts: int) -> None:
-        """Raise ApiError 503 if there is no room for `prompts` more. Checked before any work is done for them."""
+        """Raise ApiError 503 if there is no room for `prompts` more. Called before any work is done for them."""
         settings = self.settings
         if self.closing:
             raise self._api_error("closing", "the server is shutting down")
@@ -119,13 +119,13 @@ class AdmissionController:
         return streams
 
     def abandon(self, streams: Sequence[ClientStream]) -> None:
-        """Cancel streams whose client has gone or needs no more of them."""
+        """Cancel streams whose client has gone or needs no more tokens."""
         for stream in streams:
             if stream.finish is None:
                 self.backend.cancel(stream)
 
     def release(self, streams: Sequence[ClientStream]) -> None:
-        """Forget streams that are no longer read; those that have not ended are cancelled."""
+        """Release streams that are no longer read; those that have not ended are cancelled."""
         self.abandon(streams)
         for stream in streams:
             stream.release()
@@ -134,8 +134,8 @@ class AdmissionController:
         self.abandon([*self.streams.values()])
 
     def bound(self, stream: ClientStream) -> None:
-        """Cut this stream if it is past its bound; else all together are, and the one with most unread tokens is cut.
-        It is cancelled later: this is inside the step that produced the token.
+        """Cut this stream if it exceeds its bound; else the sum of all exceeds its own, and the stream with the most
+        unread tokens is cut. It is cancelled later, as this call is inside the step that produced the token.
         """
         if stream.unread <= self.most_of_one:
             stream = max(self.streams.values(), key=lambda each: each.unread)

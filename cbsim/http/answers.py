@@ -1,8 +1,8 @@
-"""Answers, from tokens to what their clients read: text, server-sent events, one document.
+"""Answers, from tokens to the bytes that clients read: text, server-sent events, a single document.
 
 A step has a token for hundreds of streams. No task is woken for it: streams with tokens to write join a flush round,
-which writes for all of them as soon as the server's step is over. Only a client that is behind has its task wait until
-it has caught up.
+which writes for all of them as soon as the server's step is over. Only for a client that is behind does a task wait
+until it has caught up.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cbsim.http.errors import ApiError
 from cbsim.http.tokenizer import TextDecoder
 
 BATCH = 256
-"""Tokens of a client that has fallen behind that are written at once."""
+"""The most tokens written at once for a client that is behind."""
 DONE = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """`tokens` of its stream have become text. `finish` is None until the last of it: `stop`, `length`, `abort` or
-    `error`; `stop_reason` is the stop string or token that ended it, where one did.
+    """A choice of an answer: the text of its stream, so far of `tokens` tokens. `finish` is None until the end, then
+    `stop`, `length`, `abort` or `error`; `stop_reason` is the stop string or token that ended it, if any.
     """
 
     __slots__ = ("_decoder", "_stops", "finish", "index", "stop_reason", "stream", "tokens")
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def error(self) -> ApiError | None:
-        """The error that its client gets in place of an answer."""
+        """The error that the client gets in place of an answer."""
         if self.finish == ABORT:
             return ApiError(503, "the request was given up by the server")
         if self.finish == ERROR:
@@ -47,7 +47,7 @@ class Choice:
         return None
 
     def texts(self) -> list[str]:
-        """What has come since the last time, a text a token, at most BATCH; none once it is over."""
+        """Return the texts of the tokens since the last call, one per token, at most BATCH; none once it is over."""
         stream = self.stream
         if stream.cut:
             self.finish = ABORT
@@ -84,8 +84,8 @@ class Choice:
 
 
 class Stops:
-    """The text ends at the stop string that ends first; of two that end together, the longer one counts. What may be
-    the beginning of a stop string is withheld. `hit` is the one that was found.
+    """A detector of stop strings. The text ends at the stop string that ends first; of two that end together, the
+    longer one counts. Text that may be the beginning of a stop string is withheld. `hit` is the one that was found.
     """
 
     __slots__ = ("_include", "_least", "_stops", "_withheld", "hit")
@@ -96,7 +96,7 @@ class Stops:
         self.hit: str | None = None
 
     def feed(self, delta: str, tokens: int) -> tuple[str, bool]:
-        """What may be written now, and whether a stop string ends it. The first `min_tokens` tokens stop nothing."""
+        """Return the text to write now, and whether a stop string ends it; the first `min_tokens` tokens cannot."""
         if tokens <= self._least:
             return delta, False
         pending = self._withheld + delta
@@ -110,13 +110,13 @@ class Stops:
         return pending[: len(pending) - keep], False
 
     def rest(self) -> str:
-        """The withheld end of a text in which no stop string followed."""
+        """Return the withheld end of a text in which no stop string followed."""
         rest, self._withheld = self._withheld, ""
         return rest
 
 
 def _beginning(pending: str, stop: str) -> int:
-    """Characters at the end of `pending`, which does not contain `stop`, that `stop` begins with."""
+    """Return the length of the longest end of `pending`, which does not contain `stop`, that is a prefix of `stop`."""
     at = pending.find(stop[0], max(0, len(pending) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(pending[at:]):
@@ -126,7 +126,7 @@ def _beginning(pending: str, stop: str) -> int:
 
 
 class FlushRound:
-    """Calls what has joined, in that order, when the event loop is next free. None of it may raise."""
+    """A round of writes, called in the order of joining when the event loop is next free. They must not raise."""
 
     def __init__(self) -> None:
         self._joined: list[Callable[[], None]] = []
@@ -143,8 +143,8 @@ class FlushRound:
 
 
 class Delivery:
-    """One choice of an answer, on its way: `put` takes its texts as they come, unless `writer` is full. `settle` is
-    called once, when its text is over, before the last of it is put. What failed is not put: its error is the choice's.
+    """The delivery of one choice: `put` takes its emitted texts, unless `writer` is full. `settle` is called once, when
+    the text is complete, before its last part is put. That of a failed choice is not put: the choice has an error.
     """
 
     __slots__ = ("_choice", "_pause", "_put", "_round", "_settle", "_writer")
@@ -161,7 +161,7 @@ class Delivery:
         self._pause: asyncio.Future[None]
 
     async def run(self) -> None:
-        """Return when all of it is put. Raises what went wrong."""
+        """Return when all of the choice is put. Raises the exception of a failed write."""
         choice, loop = self._choice, asyncio.get_running_loop()
         try:
             while choice.finish is None:
@@ -170,7 +170,7 @@ class Delivery:
                 await self._pause
                 await self._writer.drain()
                 if choice.stream.unread:
-                    await asyncio.sleep(0)  # others first: a step may be due
+                    await asyncio.sleep(0)  # let other tasks run first: a step may be due
         finally:
             choice.stream.listen(None)
 
@@ -178,7 +178,7 @@ class Delivery:
         self._round.join(self._flush)
 
     def _flush(self) -> None:
-        """Write what there is. The pause ends if that was all, or more cannot be written now."""
+        """Write the available texts. The pause ends if the text is over, or more has to be written later."""
         if self._pause.done():  # `run` has ended
             return
         try:
@@ -192,7 +192,7 @@ class Delivery:
             self._pause.set_result(None)
 
     def _write(self) -> bool:
-        """Whether it goes on without a pause."""
+        """Write the available texts; return whether to wait for more tokens."""
         choice = self._choice
         texts = choice.texts()
         if choice.finish is not None:
@@ -207,7 +207,7 @@ class Delivery:
 
 @lru_cache(maxsize=65_536)
 def escaped(string: str) -> bytes:
-    """The characters inside the quotes of a JSON string."""
+    """Return the characters inside the quotes of a JSON string."""
     return json.dumps(string, ensure_ascii=False)[1:-1].encode()
 
 
@@ -220,8 +220,8 @@ def event(value: Any) -> bytes:
 
 
 class Chunks:
-    """Server-sent events of one choice. All bytes of a chunk but its text are made once a request: `base` is what all
-    chunks of an answer repeat, id, object, created, model.
+    """The server-sent events of one choice. All bytes of a chunk but its text are encoded once per request: `base` has
+    the fields that all chunks of an answer repeat: id, object, created, model.
     """
 
     __slots__ = ("_choice", "_close", "_continuous", "_head", "_next", "_prompt_tokens", "_role")
@@ -239,7 +239,7 @@ class Chunks:
             self._role = b"%b%b%b}\n\n" % (start, role, self._usage(0))
 
     def encode(self, texts: list[str]) -> bytes:
-        """The newest texts of the choice, a chunk each, the last with its finish if it is over."""
+        """Encode the newest texts of the choice, a chunk each, the last with the finish reason if it is over."""
         choice, head = self._choice, self._head
         role, self._role = self._role, b""
         if choice.finish is None and not self._continuous:
@@ -262,7 +262,7 @@ class Chunks:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of all choices; `cached_tokens` are those whose KV the server had."""
+    """Return the token counts of all choices; `cached_tokens` are those whose KV was in the prefix cache."""
     prompt = sum(len(choice.stream.generation.prompt) for choice in choices)
     completion_tokens = sum(choice.tokens for choice in choices)
     cached = sum(choice.stream.cached_tokens for choice in choices)
@@ -275,8 +275,8 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def times(choices: Sequence[Choice]) -> dict[str, float | None] | None:
-    """Milliseconds of one request on the server's clock, by vLLM's definitions: time to first token is counted from
-    when it was scheduled. None of several requests at once.
+    """Return the times of one request in milliseconds of the server's clock, by vLLM's definitions: time to first token
+    is counted from when it was scheduled. None for several requests at once.
     """
     if len(choices) > 1:
         return None
@@ -293,7 +293,7 @@ def times(choices: Sequence[Choice]) -> dict[str, float | None] | None:
 
 
 def document(base: dict[str, Any], choices: Sequence[Choice], texts: Sequence[str], chat: bool) -> dict[str, Any]:
-    """An answer that is not streamed."""
+    """Return an answer that is not streamed."""
     documents = [
         {
             "index": choice.index,

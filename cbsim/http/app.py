@@ -70,7 +70,7 @@ class App:
             return await _lifespan(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
-        scope["app"] = self  # so that the router raises what it does not know
+        scope["app"] = self  # makes the router raise an exception for an unknown path
         try:
             if not may_pass(self.settings.keys, scope["path"], scope["headers"]):
                 raise ApiError(401, "an API key is needed: `Authorization: Bearer KEY`")
@@ -158,7 +158,7 @@ class App:
 def _installed() -> str:
     try:
         return version("cbsim")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # cbsim runs from its sources
         return "0"
 
 
@@ -201,7 +201,7 @@ _DOCUMENTED: dict[str, tuple[str, str, type[RequestBody] | None, str | None, tup
     "/metrics": ("get", "Prometheus text under vLLM's names", None, "text/plain", (401, 404)),
     "/load": ("get", "Requests in progress", None, "application/json", (401,)),
 }
-"""Method, summary, body, type of the answer where it is documented, and statuses of errors."""
+"""The method, summary, body, type of the answer if documented, and statuses of errors of each route."""
 
 
 def _content(model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bodies of requests, and answers, streamed or whole, in ASGI's messages."""
+"""Request bodies and answers, streamed or whole, as ASGI messages."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from starlette.types import Receive, Scope, Send
 from cbsim.http.errors import ApiError
 
 EXTENSION = "cbsim.response_writer"
-"""An ASGI extension: `writer` is the ResponseWriter of this request's answer, once its head was sent."""
+"""An ASGI extension whose `writer` is the ResponseWriter of this request's answer, once its head was sent."""
 
 
 class ResponseWriter(Protocol):
     @property
     def full(self) -> bool:
-        """The client is behind: `drain` before more is written."""
+        """True if the client is behind: call `drain` before more is written."""
 
     def write(self, body: bytes) -> None:
-        """Some of the answer's body, at once. Nothing happens if the client has left."""
+        """Write a part of the answer's body at once. Does nothing if the client has disconnected."""
 
     async def drain(self) -> None:
-        """Return when it is not full, or the client has left."""
+        """Return when the writer is not full, or the client has disconnected."""
 
     def abort(self) -> None:
-        """Close the connection without another word."""
+        """Close the connection without writing anything more."""
 
 
 class Messages:
-    """The ResponseWriter of any ASGI server: by its messages."""
+    """A ResponseWriter for any ASGI server, which writes by ASGI messages."""
 
     def __init__(self, send: Send) -> None:
         self._send, self._parts = send, list[bytes]()
@@ -59,7 +59,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class GoneError(Exception):
-    """The client has disconnected."""
+    """An error raised when the client has disconnected."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

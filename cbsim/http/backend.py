@@ -1,7 +1,7 @@
 """The interface between the HTTP front end and a server, simulated or real: submit, stream tokens, cancel.
 
-Everything in it is called on the thread of the event loop. Times are seconds of the server's clock since its start: of
-the simulated machine where time is scaled or virtual, of this one otherwise.
+All methods are called on the event loop's thread. Times are seconds of the server's clock since its start: those of the
+simulated machine if time is scaled or virtual, else those of this machine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cbsim.scenario.scenario import Scenario
 NS = 1_000_000_000
 LEAST_BOUND_S = 1e-3
 BOUND_OF_ITL = 0.01
-STOP, ABORT, ERROR = "stop", "abort", "error"  # ends of a stream
+STOP, ABORT, ERROR = "stop", "abort", "error"  # finish reasons of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A prompt to go on with. `id` is what the record calls it, unique in a session. `stop_token_ids` end a text that
-    has `min_tokens`, as the model's own end does unless `ignore_eos`. Requests of different `cache_salt` share no KV.
+    """A prompt to continue. `id` is its name in the record, unique in a session. `stop_token_ids` end a text that has
+    `min_tokens`, as the model's own end token does unless `ignore_eos`. Requests of different `cache_salt` share no KV.
     """
 
     id: str
@@ -45,25 +45,25 @@ class Generation:
 
 
 class Meter:
-    """What happens to requests and steps, on the server's clock, when it happens. This one counts nothing."""
+    """An observer of requests and steps, called at each event, in the server's time. This one counts nothing."""
 
     def arrived(self, stream: Stream) -> None: ...
 
     def scheduled(self, stream: Stream) -> None:
-        """Its first row is planned: `scheduled_s` and `cached_tokens` are known."""
+        """Handle the planning of a request's first row: `scheduled_s` and `cached_tokens` are known."""
 
     def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None:
-        """So many tokens, `gap_s` after those before, or after its arrival if they are the first."""
+        """Count emitted tokens, `gap_s` seconds after the previous ones, or after the arrival for the first ones."""
 
     def ended(self, stream: Stream) -> None: ...
 
     def stepped(self, tokens: int, preempted: int) -> None:
-        """A step is over that computed so many query tokens, and whose plan preempted so many requests."""
+        """Count a completed step: its query tokens, and the requests that its plan preempted."""
 
     def rejected(self, reason: str) -> None: ...
 
     def exposition(self) -> bytes | None:
-        """The counts as Prometheus reads them, for /metrics; None if there are none."""
+        """Return the counts in Prometheus's format for /metrics; None if there are none."""
         return None
 
 
@@ -73,8 +73,8 @@ UNMETERED = Meter()
 class Stream:
     """The tokens of a request: put by the server, taken by one reader, later or never.
 
-    Ids that have not been taken are buffered, so a server is never held up. `finish` is None until the end; then
-    `stop`, `length`, `abort` (cancelled) or `error`, whose message is in `error`.
+    Ids that were not taken are buffered, so a server is never blocked. `finish` is None until the end; then `stop`,
+    `length`, `abort` (cancelled) or `error`, whose message is in `error`.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Stream:
         self.arrived_s = 0.0
         self.scheduled_s: float | None = None
         self.first_s: float | None = None
-        self.last_s: float | None = None  # of its newest token; of its end, once that has come
+        self.last_s: float | None = None  # time of the newest token, or of the end once it has ended
         self.tokens = self.cached_tokens = self.preemptions = 0
         self.finish: str | None = None
         self.error: str | None = None
@@ -107,23 +107,23 @@ class Stream:
 
     @property
     def unread(self) -> int:
-        """Tokens that have not been taken."""
+        """The number of tokens that were not taken."""
         return len(self._unread)
 
     # -- by the server
 
     def arrive(self, at_s: float) -> None:
-        """The server knows of it."""
+        """Record the time at which the server received the request."""
         self.arrived_s = at_s
         self.meter.arrived(self)
 
     def schedule(self, at_s: float, cached_tokens: int) -> None:
-        """Its first row is planned."""
+        """Record that the request's first row is planned."""
         self.scheduled_s, self.cached_tokens = at_s, cached_tokens
         self.meter.scheduled(self)
 
     def put(self, ids: Sequence[int], at_s: float) -> None:
-        """Its next tokens, visible from `at_s` on."""
+        """Append the next tokens, visible from `at_s` on."""
         before = self.arrived_s if self.last_s is None else self.last_s
         if self.first_s is None:
             self.first_s = at_s
@@ -134,7 +134,7 @@ class Stream:
         self._wake()
 
     def end(self, finish: str, at_s: float, error: str | None = None) -> None:
-        """No more comes. The first end counts."""
+        """End the stream. Later calls do nothing."""
         if self.finish is None:
             self.finish, self.error, self.last_s = finish, error, at_s
             self.meter.ended(self)
@@ -148,11 +148,11 @@ class Stream:
     # -- by the reader
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this once, from within the next `put` or the end: so it may only take note."""
+        """Set a function to be called once, inside the next `put` or `end`, so it must be short."""
         self._heard = heard
 
     def take(self, most: int | None = None) -> list[int]:
-        """The next tokens that have not been taken, at most so many."""
+        """Take the next tokens, at most `most`."""
         ids = self._unread[:most]
         del self._unread[:most]
         return ids
@@ -160,7 +160,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How a server stands: requests that run and wait, the share of its cache that is in use."""
+    """The load of a server: running and waiting requests, and the share of its cache in use."""
 
     running: int
     waiting: int
@@ -177,8 +177,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How well a session has kept its time. Lags are seconds of this machine; `scale` simulated seconds pass in one of
-    its seconds. `late_steps` of `steps` came later than the bound.
+    """The timeliness of a session. Lags are seconds of this machine; `scale` simulated seconds pass in one of its
+    seconds. `late_steps` of `steps` were later than the bound.
     """
 
     scale: float
@@ -187,11 +187,11 @@ class Timing:
     lag_p99_s: float
     steps: int
     late_steps: int
-    median_itl_s: float  # of this machine
+    median_itl_s: float  # seconds of this machine
 
     @property
     def bound_s(self) -> float:
-        """The lag below which figures do not change: 1 ms, or 1 % of the median time between two tokens."""
+        """The lag in seconds below which figures do not change: 1 ms, or 1 % of the median ITL if that is more."""
         return max(LEAST_BOUND_S, BOUND_OF_ITL * self.median_itl_s)
 
     @property
@@ -200,7 +200,7 @@ class Timing:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the summary of a session says of its time."""
+        """Return the fields on timeliness in a session's summary."""
         return {
             "time_scale": self.scale,
             "faithful": self.faithful,
@@ -211,7 +211,7 @@ class Timing:
         }
 
     def unfaithful(self, reason: str) -> str:
-        """The complaint that a session's figures are not the model's alone, with the reason."""
+        """Return a message that a session's figures depend on more than the model, with the reason."""
         lag, bound = (
             f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
             for seconds in (self.lag_p99_s, self.bound_s)
@@ -220,13 +220,13 @@ class Timing:
 
 
 class Backend(Protocol):
-    """A server. One object serves one session."""
+    """A server; one object serves one session."""
 
-    model: str  # its name for clients
-    max_model_len: int  # tokens of prompt and answer
+    model: str  # the model's name for clients
+    max_model_len: int  # the most tokens of prompt and answer
     tokenizer: Tokenizer
     meter: Meter  # set by the front end before `run`
-    dead: str | None  # why it cannot go on; None while it can
+    dead: str | None  # why the server cannot continue; None while it can
 
     @property
     def now_s(self) -> float: ...
@@ -236,37 +236,37 @@ class Backend(Protocol):
 
     @property
     def timing(self) -> Timing | None:
-        """None of a server that has no deadlines to keep: a real one."""
+        """The session's timeliness; None for a real server, which has no deadlines."""
 
     def submit(self, stream: Stream) -> None:
-        """Take a request in, at this moment. If something is wrong with it, its stream ends with the error."""
+        """Submit a request now. If it is invalid, its stream ends with the error."""
 
     def cancel(self, stream: Stream) -> None:
-        """Cancel a request: the scheduler learns of it at its next poll, and the stream ends now, as aborted. Nothing
-        happens if it has ended.
+        """Cancel a request: the scheduler receives this at its next poll, and the stream ends now, as aborted. Does
+        nothing if it has ended.
         """
 
     def forget_prefixes(self) -> None:
-        """No request from now on finds KV of those before."""
+        """Prevent later requests from hitting the KV of earlier ones."""
 
     async def run(self) -> None:
-        """Serve until `close` was called and everything has ended. Raises nothing: a server that cannot go on is
+        """Serve until `close` was called and every request has ended. Raises nothing: a server that cannot continue is
         `dead`, and has ended its streams with that error.
         """
 
     def close(self) -> None:
-        """Take nothing more in; `run` ends when all streams have."""
+        """Stop accepting requests; `run` ends when all streams have ended."""
 
 
 def longest_text(scenario: Scenario, loop: str) -> int:
-    """Tokens of a prompt and its answer, at most: by the model, by the scheduler, by the cache."""
+    """Return the most tokens of a prompt and its answer that model, scheduler and cache allow."""
     options = scenario.options(loop)
     bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
     return min(bound for bound in bounds if bound is not None)
 
 
 class SessionBackend(Backend):
-    """The common part of the servers behind the endpoint: requests that have not ended, their log and their content."""
+    """A base of the servers behind the endpoint: requests that have not ended, their log and their content."""
 
     session: Session
     _contents: Contents
@@ -291,14 +291,14 @@ class SessionBackend(Backend):
 
     @abstractmethod
     def _stamp(self) -> int:
-        """The nanosecond at which something comes from a client now."""
+        """Return the time in ns at which a client's request or cancellation arrives now."""
 
     @abstractmethod
     def _withdraw(self, spec: RequestSpec, at_ns: int) -> None:
-        """Let the server know that a client gave its request up."""
+        """Notify the server that a client has cancelled its request."""
 
     def _enter(self, stream: Stream, at_ns: int, output_tokens: int, answer: Sequence[int] = ()) -> RequestSpec:
-        """Note a request that has come; an `answer` known beforehand is content, too."""
+        """Record a request that has arrived; an `answer` known beforehand is part of its content."""
         generation, contents = stream.generation, self._contents
         prefix = contents.prefix([*generation.prompt, *answer], generation.cache_salt)
         spec = RequestSpec(
@@ -318,13 +318,13 @@ class SessionBackend(Backend):
         return spec
 
     def _end(self, stream: Stream, finish: str, at_ns: int, error: str | None = None) -> None:
-        """End a stream, unless it has ended."""
+        """End a stream unless it has ended."""
         if (spec := self._specs.pop(stream, None)) is not None:
             del self._streams[spec]
             stream.end(finish, at_ns / NS, error)
 
     def _fail(self, reason: str | None, at_ns: int) -> None:
-        """The server has ended, and with it every request; `reason` says why, if not in order."""
+        """End every request, as the server has ended; `reason` states why, None if it ended regularly."""
         self.dead = reason
         for stream in [*self._specs]:
             self._end(stream, ERROR, at_ns, reason)

@@ -1,4 +1,4 @@
-"""The session of `cbsim serve` and `cbengine serve`: a directory from its first moment, a socket, a result."""
+"""The session of `cbsim serve` and `cbengine serve`: a directory, created at the start, a socket, a result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbsim.runs.served import SessionDirectory
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of a session besides its scenario, parsed."""
+    """The parsed options of a session, without its scenario."""
 
     host: str
     port: int
@@ -29,8 +29,8 @@ class ServeOptions:
 
 
 async def serve(backend: SessionBackend, options: ServeOptions) -> int:
-    """Serve until a signal; the exit status. The run directory is complete if every answer ended by itself or was given
-    up by its client. Raises EndpointError, RunError.
+    """Serve until a signal; return the exit status. The run directory is complete if every answer ended by itself or
+    was cancelled by its client. Raises EndpointError, RunError.
     """
     check_host(options.host, options.settings)
     directory = SessionDirectory(backend.session, backend.log, options.out)
@@ -60,7 +60,7 @@ def _facts(backend: Backend) -> dict[str, Any]:
 
 
 def _close(directory: SessionDirectory, backend: Backend, ending: Ending, options: ServeOptions) -> int:
-    """Write the run and print its result; the exit status."""
+    """Write the run and print its result; return the exit status."""
     result = directory.write(_facts(backend), _incomplete(ending))
     if not options.quiet:
         print(result if result.summary["requests"] else "no request was received")

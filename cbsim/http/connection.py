@@ -1,4 +1,4 @@
-"""A connection: uvicorn's, which has no deadlines and no bounds of its own, with both."""
+"""An HTTP connection: that of uvicorn, which has neither deadlines nor bounds, with both added."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LINGER_S, LINGER_BYTES = 1.0, 64 << 20
 
 
 class Connection(HttpToolsProtocol):
-    """Head and body of a request must arrive, and a full socket be read, within a time; a head has a size. A connection
-    that breaks a bound is closed, with an error if no answer was under way.
+    """A connection with deadlines for a request's head and body to arrive and for a full socket to be read, and a bound
+    of the head's size. A connection that exceeds one is closed, with an error if no answer was under way.
 
     A socket that is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to
-    a request that is not all there the rest is read and dropped for a while; not of a connection too many.
+    an incomplete request the rest is read and dropped for a while, except for a connection above the limit.
     """
 
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config, state, {}, loop)
         self._settings = settings
-        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request, and may wait for it
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request; it may wait for this
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0
         self._api_error: ApiError | None = None
-        self._to_drop: int | None = None  # bytes, once it lingers
+        self._to_drop: int | None = None  # bytes left to drop, once it lingers
 
     # -- from the transport
 
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
         self.shut()
 
     def shutdown(self) -> None:
-        """Close, or let it be closed after its answer. A request that is not all there gets none."""
+        """Close the connection, after its answer if one is under way. An incomplete request gets an error."""
         if self.lingers:
             self.shut()
         elif (cycle := self._answering) is not None and cycle.more_body and not cycle.response_started:
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._settings.max_head_bytes:
             self._api_error = self._too_large
-            raise ValueError("the head is too large")  # the parser stops here, and says so to data_received
+            raise ValueError("the head is too large")  # stops the parser, which reports it to data_received
         if len(self.pipeline) >= MOST_PIPELINED:
             self._api_error = ApiError(400, f"more than {MOST_PIPELINED} requests at once")
             raise ValueError("too many requests at once")
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
         self.cycle.transport = _Outlet(self, self.cycle)  # type: ignore[assignment]
         self.scope["extensions"] = {EXTENSION: {"writer": _Body(self, self.cycle)}}
         if self.pipeline:
-            self._disarm()  # it is not read on until the one before has its answer
+            self._disarm()  # it is not read further until the previous one has its answer
         else:
             self._answering = self.cycle
             self._arm(self._settings.body_s, "the body of the request")
@@ -121,27 +121,27 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.lingers:
-            return  # what waits is not begun
+            return  # pipelined requests are not started
         self._answering = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self._arm(self._settings.body_s, "the body of the request")
 
     def send_400_response(self, msg: str) -> None:
-        """Called for bytes that are not HTTP, and for a request that was refused while it was parsed."""
+        """Close with an error; called for bytes that are not HTTP, or a request rejected while it was parsed."""
         self._close(self._api_error or ApiError(400, msg))
 
     def linger(self) -> None:
-        """Write nothing more, and drop what still comes."""
+        """Write nothing more, and drop the bytes that still arrive."""
         self._to_drop = LINGER_BYTES
         self._disarm()
         self._deadline = self.loop.call_later(LINGER_S, self.shut)
         self.flow.resume_reading()
-        with contextlib.suppress(OSError):  # the client has left
+        with contextlib.suppress(OSError):  # the client has disconnected
             self.transport.write_eof()
 
     def shut(self) -> None:
-        """Close once all that was written has left; that has a deadline, too."""
+        """Close once all written bytes are sent, within a deadline."""
         self.transport.close()
         self._watch_reader()
 
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         return ApiError(431, f"the head of the request is longer than {self._settings.max_head_bytes} bytes")
 
     def _watch_reader(self) -> None:
-        """Close if the client does not read for too long."""
+        """Start the deadline after which a client that does not read is disconnected."""
         if self._stall is None:
             self._stall = self.loop.call_later(self._settings.stall_s, self.transport.abort)
 
@@ -189,7 +189,7 @@ class Connection(HttpToolsProtocol):
         self._close(ApiError(408, f"{what} has not come within {seconds:g} s"))
 
     def _close(self, error: ApiError) -> None:
-        """Write the error, if no answer has begun, and close."""
+        """Write the error if no answer has begun, and close."""
         self._disarm()
         self._leave()
         if self._answering is None or not self._answering.response_started:
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
             self.shut()
 
     def _leave(self) -> None:
-        """Let the coroutine of an answer know that its client is gone."""
+        """Notify the coroutine of an answer that its client has disconnected."""
         if self._answering is not None:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -212,7 +212,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Body:
-    """The ResponseWriter of a streamed answer: HTTP chunks, written past the cycle's coroutine."""
+    """A ResponseWriter of a streamed answer: HTTP chunks, written without the cycle's coroutine."""
 
     __slots__ = ("_cycle", "_flow", "_is_closing", "_write", "abort")
 
@@ -234,7 +234,7 @@ class _Body:
 
 
 class _Outlet:
-    """Where an answer is written. It is closed at once if its request is all there, and else lingers."""
+    """The transport to which an answer is written. It closes at once if its request is complete, else it lingers."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._connection, self._cycle = connection, cycle

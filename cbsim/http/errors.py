@@ -17,15 +17,15 @@ TYPES = {
 
 
 class EndpointError(UserError):
-    """An endpoint cannot be started with these settings: host, keys, a tokenizer's folder."""
+    """An error of settings with which an endpoint cannot start: host, keys, a tokenizer's folder."""
 
 
 class ConversationError(ValueError):
-    """A chat template refuses these messages."""
+    """An error raised for messages that a chat template refuses."""
 
 
 class ApiError(Exception):
-    """A request that is answered with an error, in the form that OpenAI's clients expect. `param` names the field."""
+    """An error answered to a request, in the form that OpenAI's clients expect. `param` names the field."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_s: int | None = None) -> None:
         super().__init__(message)

@@ -32,7 +32,7 @@ MOST_ID = 128
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer in progress: its request, the fields that all its parts repeat, and its choices."""
+    """An answer in progress: its request, the fields that all its chunks repeat, and its choices."""
 
     request: GenerationRequest
     base: dict[str, Any]
@@ -45,7 +45,7 @@ class Answer:
         return next((error for choice in self.choices if (error := choice.error) is not None), None)
 
     def end(self) -> bytes:
-        """The end of a stream: an error if there was one, usage if requested, and [DONE]."""
+        """Return the end of a stream: an error if there was one, usage if requested, and [DONE]."""
         if (error := self.error) is not None:
             return _failed(error)
         extra: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class Answer:
 
 
 class Generating:
-    """One of the two endpoints, as an ASGI application."""
+    """An ASGI application of one of the two endpoints."""
 
     def __init__(self, admission: AdmissionController, encoder: Encoder, chat: bool) -> None:
         self._admission, self._encoder, self._chat, self._round = admission, encoder, chat, FlushRound()
@@ -65,7 +65,7 @@ class Generating:
         self._prefix = "chatcmpl-" if chat else "cmpl-"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The streams are cancelled when the client disconnects."""
+        """Answer a request; its streams are cancelled when the client disconnects."""
         client_id = _client_id(scope)
         body = await read_json(scope, receive, self._admission.settings.max_body_bytes)
         writer = response_writer(scope, send)
@@ -82,7 +82,7 @@ class Generating:
             self._admission.release(streams)
 
     async def _submit(self, request: GenerationRequest, client_id: str | None, writer: ResponseWriter) -> Answer:
-        """Hand the request to the server. Raises ApiError if it is not accepted."""
+        """Submit the request to the server. Raises ApiError if it is not accepted."""
         admission = self._admission
         backend = admission.backend
         model_is(request.model, backend)
@@ -126,8 +126,8 @@ class Generating:
             raise ApiError(400, failed.error or "the server does not take this request")
 
     def _names(self, client_id: str | None, number: int) -> tuple[str, list[str]]:
-        """The request's name for its client, and those of its prompts in the record. These end with a number of the
-        session, so they are unique whatever clients call their requests.
+        """Return the request's id for its client, and those of its prompts in the record. The latter end with a number
+        of the session, so they are unique whatever ids clients choose.
         """
         serials = [next(self._admission.serials) for _ in range(number)]
         if client_id is None:
@@ -177,7 +177,7 @@ class Generating:
         await reply(send, 200, compact(content), answer.headers)
 
     def _settle(self, choice: Choice) -> None:
-        """A choice is complete. The server is told to stop if a stop string ended it."""
+        """Handle a complete choice: if a stop string ended it, its stream is cancelled in the server."""
         if choice.finish == STOP:
             choice.stream.stopped = True
             self._admission.abandon([choice.stream])
@@ -194,7 +194,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def _client_id(scope: Scope) -> str | None:
-    """The request id the client chose (X-Request-Id), or None. Raises ApiError 400 if it cannot be echoed."""
+    """Return the client's request id (X-Request-Id), or None. Raises ApiError 400 if it cannot be echoed."""
     value = header(scope, b"x-request-id")
     if value is None:
         return None

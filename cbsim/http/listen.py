@@ -23,14 +23,14 @@ from cbsim.http.settings import VARIABLE, Settings
 LOG = logging.getLogger("cbsim.http")
 BACKLOG = 2048
 LAST_WORDS_S = 1.0
-"""For what has been written to leave, once all answers have ended."""
+"""Seconds for written bytes to be sent, once all answers have ended."""
 SPARE_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why it is over: `asked`, a signal's name, or `dead`, with the server's message. `cut` answers did not end by
-    themselves; it was `interrupted` if it was stopped twice.
+    """The end of a session: `why` is `asked`, a signal's name, or `dead` with the server's message. `cut` answers did
+    not end by themselves; `interrupted` if the session was stopped twice.
     """
 
     why: str
@@ -40,7 +40,7 @@ class Ending:
 
 
 class Stop:
-    """The end of a session: requested once, answers under way may end; requested again, they may not."""
+    """A request to end a session: after the first one answers under way may end, after the second they are cut."""
 
     def __init__(self) -> None:
         self.why: str | None = None
@@ -64,7 +64,7 @@ async def listen(
     ready: Callable[[str, int], None] | None = None,
 ) -> Ending:
     """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` is called with host and port; port 0 is
-    any free one. EndpointError if the host is empty or may not be open to others, or the port is taken.
+    any free one. Raises EndpointError if the host is empty or may not be open to others, or the port is taken.
     """
     check_host(host, app.settings)
     stop = stop or Stop()
@@ -81,7 +81,7 @@ async def listen(
 
 
 async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
-    """No request is accepted any more; those in progress have `grace_s`, or until a second stop."""
+    """Stop accepting requests; those in progress have `grace_s` seconds to end, or until a second stop."""
     loop = asyncio.get_running_loop()
     end = loop.time() + app.settings.grace_s
     app.admission.closing = True
@@ -104,7 +104,7 @@ class _Door:
         self._settings = app.settings
         self._loop = asyncio.get_running_loop()
         self._state = ServerState()
-        # Only its protocol is uvicorn's here: no server of its, which would look ten times a second whether to stop.
+        # Only uvicorn's protocol is used, not its server, which would check ten times a second whether to stop.
         self._config = Config(
             app,
             http=Connection,
@@ -112,7 +112,7 @@ class _Door:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="error",  # not a line for everything that is no HTTP
+            log_level="error",  # no log line for every request that is not HTTP
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
@@ -120,7 +120,7 @@ class _Door:
         self._config.load()
 
     async def open(self, host: str, port: int) -> int:
-        """Listen; the port. Raises EndpointError."""
+        """Listen, and return the port. Raises EndpointError."""
         files_for(self._settings.max_connections)
         try:
             self._server = await self._loop.create_server(self._connection, host, port, backlog=BACKLOG)
@@ -134,19 +134,19 @@ class _Door:
         return Connection(self._config, self._state, self._settings, self._loop)
 
     def close(self) -> None:
-        """No more connections; those that ask nothing are closed, the others when they have their answer."""
+        """Accept no more connections; idle ones are closed, the others once they have their answer."""
         self._server.close()
         for connection in [*self._state.connections]:
             connection.shutdown()
 
     async def empty(self, hurried: asyncio.Event, within_s: float) -> None:
-        """Wait for answers that are being written, then cut what is left."""
+        """Wait for answers that are being written, then cut the remaining ones."""
         writing = self._loop.create_task(self._written())
         await _first(writing, hurried, within_s)
         writing.cancel()
         for connection in [*self._state.connections]:
             connection.transport.abort()
-        await asyncio.sleep(0)  # connections hear that they are lost
+        await asyncio.sleep(0)  # let connections receive connection_lost
         left = {task for task in self._state.tasks if not task.done()}
         for task in left:
             task.cancel()
@@ -161,7 +161,7 @@ class _Door:
 
 
 async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Until the work is done, or the event."""
+    """Wait until the work is done, the event is set, or the timeout."""
     waiting = asyncio.get_running_loop().create_task(event.wait())
     try:
         await asyncio.wait({work, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: floa
 
 @contextlib.contextmanager
 def _signals(stop: Stop | None) -> Iterator[None]:
-    """SIGTERM and SIGINT ask it to stop; only a process's main thread hears them."""
+    """Make SIGTERM and SIGINT request the stop; does nothing outside a process's main thread."""
     if stop is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -189,7 +189,7 @@ def _signals(stop: Stop | None) -> Iterator[None]:
 
 
 def check_host(host: str, settings: Settings) -> None:
-    """EndpointError if it is empty, or other machines could reach it and it has no key."""
+    """Raise EndpointError if the host is empty, or other machines could reach it and there is no key."""
     if not host:
         reason = f"host {host!r} is empty: it has to be a name or an address, 0.0.0.0 for all interfaces"
         raise EndpointError(reason, field="host", value=host, bound="a name or an address")
@@ -213,7 +213,7 @@ def _loopback(host: str) -> bool:
 
 
 def files_for(connections: int) -> None:
-    """Let this process have so many open files, if its hard limit does."""
+    """Raise this process's limit of open files for `connections` connections, as far as its hard limit allows."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

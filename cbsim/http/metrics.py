@@ -1,6 +1,6 @@
-"""Metrics as a monitor reads them at /metrics: names, types, labels and buckets of vLLM 0.33, and the clock's lag.
+"""The Prometheus metrics of /metrics: names, types, labels and buckets of vLLM 0.33, and the clock's lag.
 
-Seconds are those of the server's clock: simulated ones where time is simulated, whatever `cbsim_time_scale` is.
+Seconds are those of the server's clock: simulated ones if time is simulated, whatever `cbsim_time_scale` is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from prometheus_client.utils import floatToGoString
 from cbsim.http.backend import Load, Meter, Stream, Timing
 
 ENGINE = "0"
-DONE = ("stop", "length")  # ends of a text that is whole; latencies are of these, as in vLLM
+DONE = ("stop", "length")  # finish reasons of a complete text; latencies are of these, as in vLLM
 ENDS = (*DONE, "abort", "error", "repetition")
-REJECTIONS = {  # by the admission controller's reasons; the last is ours
+REJECTIONS = {  # reason of the admission controller -> label; the last label is not vLLM's
     "queued_requests": "max_num_queued_reqs",
     "queued_tokens": "max_num_queued_tokens",
     "streams": "max_streams",
@@ -62,11 +62,11 @@ HISTOGRAMS = {
     "request_prefill_kv_computed_tokens": ("Tokens of the prompt without those cached.", LENGTH),
 }
 
-Samples = Iterable[tuple[Mapping[str, str], float]]  # all labels, and the value
+Samples = Iterable[tuple[Mapping[str, str], float]]  # (labels, value)
 
 
 class Metered(Protocol):
-    """What is read of a server when its metrics are."""
+    """A server as its metrics need it."""
 
     model: str
     max_model_len: int
@@ -79,8 +79,8 @@ class Metered(Protocol):
 
 
 class VllmMeter(Meter, Collector):
-    """Counts what happens to requests and steps; families of Prometheus are made when they are read. No label takes a
-    value from a client.
+    """A meter that counts events of requests and steps; Prometheus families are made when they are read. No label takes
+    a value from a client.
     """
 
     def __init__(self, server: Metered, wall_s: Callable[[], float] = time.time) -> None:
@@ -92,8 +92,8 @@ class VllmMeter(Meter, Collector):
         self._steps = self._histograms["iteration_tokens_total"]
         self._ended = dict.fromkeys(ENDS, 0)
         self._rejected = dict.fromkeys(REJECTIONS, 0)
-        self._looked_up = self._hit = 0  # tokens of prompts, when they are first planned
-        self._prompt_tokens = self._cached_tokens = 0  # likewise, when their first token is there
+        self._looked_up = self._hit = 0  # prompt tokens, counted when requests are first planned
+        self._prompt_tokens = self._cached_tokens = 0  # prompt tokens, counted when requests get their first token
         self._generated = self._preempted = 0
 
     def scheduled(self, stream: Stream) -> None:
@@ -120,7 +120,7 @@ class VllmMeter(Meter, Collector):
         self._preempted += preempted
 
     def rejected(self, reason: str) -> None:
-        """Counted for want of room only: a server that ends or has ended takes no requests at all."""
+        """Count a rejection for lack of room; those of a server that ends or has ended do not count."""
         if reason in self._rejected:
             self._rejected[reason] += 1
 
@@ -128,7 +128,7 @@ class VllmMeter(Meter, Collector):
         return generate_latest(self)
 
     def _observe(self, stream: Stream, first_s: float, last_s: float) -> None:
-        """A whole text, whose last token came at `last_s`. The time a token of a single one is 0, as in vLLM."""
+        """Observe a complete text, whose last token was emitted at `last_s`. TPOT of one token is 0, as in vLLM."""
         arrived_s, tokens, prompt = stream.arrived_s, stream.tokens, len(stream.generation.prompt)
         scheduled_s = arrived_s if stream.scheduled_s is None else stream.scheduled_s
         observed = {
@@ -204,7 +204,7 @@ class VllmMeter(Meter, Collector):
         )
 
     def _clock(self) -> Iterator[Metric]:
-        """A server without deadlines has no lag, and its scale is 1."""
+        """Yield the clock's metrics. A server without deadlines has no lag, and its scale is 1."""
         timing = self._server.timing
         scale = 1.0 if timing is None else timing.scale
         yield GaugeMetricFamily("cbsim_time_scale", "The server's seconds in one of this machine's.", value=scale)
@@ -220,7 +220,7 @@ class VllmMeter(Meter, Collector):
 
 
 def _by(own: Mapping[str, str], label: str, values: Mapping[str, float]) -> Samples:
-    """A sample for each value of a label."""
+    """Return a sample for each value of a label."""
     return [({**own, label: key}, value) for key, value in values.items()]
 
 
@@ -243,19 +243,19 @@ def _family(
 
 
 def tokens_up_to(most: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to `most`."""
+    """Return the bounds 1, 2, 5, 10, 20, 50 ... up to `most`."""
     bounds = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
     return tuple(float(bound) for bound in bounds if bound <= most)
 
 
 class Histogram:
-    """How many values lie at or below each of its bounds, which ascend, and their sum."""
+    """A histogram: the number of values at or below each of its ascending bounds, and their sum."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # of each bucket alone; the last one is open
+        self.counts = [0] * (len(bounds) + 1)  # counts of each bucket alone; the last one has no upper bound
         self.total = 0.0
 
     def observe(self, value: float) -> None:
@@ -263,7 +263,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound as Prometheus writes it, values up to there), the last of them all."""
+        """Return (upper bound as Prometheus writes it, number of values up to it); the last one counts all values."""
         sum_ = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):

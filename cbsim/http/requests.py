@@ -1,7 +1,7 @@
-"""The requests of clients, field by field: https://platform.openai.com/docs/api-reference, as vLLM takes it.
+"""The fields of clients' requests: https://platform.openai.com/docs/api-reference, as vLLM accepts them.
 
-Nulls mean the default. Unknown fields are taken and ignored; those that would change the answer, and that no server
-here can honour, are refused by name. Each prompt becomes a Generation: token ids, lengths within the context.
+Nulls mean the default. Unknown fields are ignored; those that would change the answer, but that no server here
+supports, are rejected by name. Each prompt becomes a Generation: token ids, lengths within the context.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
-"""Fields that no server here honours, with the values beside null that change nothing."""
+"""Fields that no server here supports, with the values beside null that change nothing."""
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 5.0 is a whole one."""
+    """Convert a whole float such as 5.0 to an int, as JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -64,7 +64,7 @@ def _short(stop: str) -> str:
 
 
 def _otherwise(message: str) -> WrapValidator:
-    """One message for a field of several types, in place of one for each of them."""
+    """Return a validator with one message for a field of several types, in place of one per type."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -79,7 +79,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Token = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Item = TypeVar("Item")
-Some = Annotated[list[Item], Field(min_length=1, fail_fast=True)]  # of a long list one error is enough
+Some = Annotated[list[Item], Field(min_length=1, fail_fast=True)]  # reports only the first error of a long list
 Prompt = Annotated[
     str | Some[Id] | Some[str] | Some[Some[Id]],
     _otherwise("has to be a text, a list of token ids, a list of texts, or a list of lists of token ids"),
@@ -94,13 +94,13 @@ AnyOf = TypeVar("AnyOf", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
-    """A request's body. No silent conversions."""
+    """The body of a request, validated without silent conversions."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class StreamOptions(RequestBody):
-    """What a stream has beside its text."""
+    """The options of a stream beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -143,7 +143,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
 
     def prompts(self, most: int) -> list[str | list[int]]:
-        """Raises ApiError 400 if there are more than that."""
+        """Return the prompts. Raises ApiError 400 if there are more than `most`."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts = cast("list[str | list[int]]", [self.prompt] if one else self.prompt)
         if len(prompts) > most:
@@ -152,7 +152,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(RequestBody):
-    """A line of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -229,12 +229,12 @@ def _supported(data: Mapping[str, Any]) -> None:
 
 
 def _same(value: object, other: object) -> bool:
-    """JSON has one kind of number, and true is none."""
+    """True if two JSON values are equal: 1 equals 1.0, but not true."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    """All that is wrong in one message; `param` is the first field."""
+    """Return the error that lists all invalid fields; `param` is the first one."""
     entries = error.errors(include_url=False, include_input=False)
     fields = [".".join(str(part) for part in entry["loc"]) for entry in entries]
     complaints = [f"`{field}`: {entry['msg']}" for field, entry in zip(fields, entries, strict=True)]
@@ -243,13 +243,13 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 DEFAULT_TOKENS = 16
-"""Of a completion that does not say how many; a chat may fill the context."""
+"""The output limit of a completion without `max_tokens`; a chat may fill the context."""
 Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Texts to token ids; long ones in a thread, so that the steps of a server are not held up."""
+    """An encoder of texts to token ids; long texts are encoded in a thread, so as not to delay a server's steps."""
 
     tokenizer: Tokenizer
     inline_characters: int
@@ -265,11 +265,11 @@ class Encoder:
             raise ApiError(400, f"`messages`: {error}", "messages") from error
 
     async def strings(self, ids: Sequence[int]) -> list[str]:
-        """The names of these tokens in the vocabulary."""
+        """Return the names of these tokens in the vocabulary."""
         return await self._run(lambda: self.tokenizer.names(ids), len(ids))
 
     def checked(self, ids: list[int], field: str) -> list[int]:
-        """Raise ApiError 400 if there is none, or one outside the vocabulary."""
+        """Return the ids. Raises ApiError 400 if there is none, or one outside the vocabulary."""
         if not ids:
             raise ApiError(400, f"`{field}`: has no tokens", field)
         if min(ids) < 0 or max(ids) >= self.tokenizer.vocab:
@@ -291,7 +291,7 @@ def model_is(name: str | None, backend: Backend) -> None:
 def generations(
     request: GenerationRequest, prompts: Sequence[Sequence[int]], ids: Sequence[str], backend: Backend
 ) -> list[Generation]:
-    """One Generation a prompt, with the record's `ids`. Raises ApiError 400 if one does not fit into the context."""
+    """Return a Generation per prompt, with the record's `ids`. Raises ApiError 400 if one exceeds the context."""
     stop = tuple(request.stop_token_ids or ())
     return [
         Generation(

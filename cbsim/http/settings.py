@@ -15,27 +15,29 @@ from cbsim.http.errors import EndpointError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Times are seconds of the event loop's clock. `keys` are SHA-256 digests; without any, no request needs one."""
+    """An endpoint's settings; times are seconds of the loop's clock. `keys` are SHA-256 digests; if empty, no request
+    needs a key.
+    """
 
     keys: tuple[bytes, ...] = ()
-    insecure: bool = False  # no key, and yet open to other machines
+    insecure: bool = False  # whether to be open to other machines without a key
     max_body_bytes: int = 4 << 20
     max_head_bytes: int = 64 << 10
     max_connections: int = 4096
     max_streams: int = 8192  # answers under way
-    max_queued_requests: int = 8192  # of them, those that the server has not begun
-    max_queued_tokens: int = 1 << 26  # of their prompts
-    max_unread_tokens: int = 65_536  # of a stream, that its client has not taken
-    max_unread_sum: int = 4 << 20  # of all streams
-    max_prompts: int = 128  # in a request
-    head_s: float = 10.0  # for a request's line and headers to arrive
-    body_s: float = 30.0  # for its body
-    idle_s: float = 60.0  # between two requests of a connection
-    stall_s: float = 120.0  # for a client to read on, once its socket is full
-    grace_s: float = 30.0  # for answers under way to end, once it is time to go
-    retry_s: int = 1  # that a rejected client is to wait
+    max_queued_requests: int = 8192  # answers that the server has not begun
+    max_queued_tokens: int = 1 << 26  # prompt tokens of queued requests
+    max_unread_tokens: int = 65_536  # tokens of a stream that its client has not read
+    max_unread_sum: int = 4 << 20  # unread tokens of all streams
+    max_prompts: int = 128  # prompts in a request
+    head_s: float = 10.0  # limit for a request's line and headers to arrive
+    body_s: float = 30.0  # limit for a request's body to arrive
+    idle_s: float = 60.0  # limit between two requests of a connection
+    stall_s: float = 120.0  # limit for a client to read, once its socket is full
+    grace_s: float = 30.0  # limit for answers under way to end, once the session is stopped
+    retry_s: int = 1  # seconds that a rejected client should wait (Retry-After)
     inline_characters: int = 16_384  # a longer text is encoded in a thread; threads end in any order
-    request_metrics: bool = False  # every answer says what its request waited for; else where `include_metrics` asks
+    request_metrics: bool = False  # whether all answers have their request's times, not only with `include_metrics`
 
 
 VARIABLE = "CBSIM_API_KEY"
@@ -43,8 +45,8 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 def read_keys(file: Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
-    """Digests of the keys in a file, one a line, and of that in the environment. EndpointError if the file cannot be
-    read or has no key, or a key cannot be sent: it says where the key is, not what it is.
+    """Return digests of the keys in a file, one a line, and of that in the environment. Raises EndpointError if the
+    file cannot be read or has no key, or a key cannot be sent: the message has the key's place, not the key.
     """
     keys = []
     if file is not None:
@@ -66,7 +68,7 @@ def _checked(key: str, source: str, file: Path | None = None, line: int | None =
 
 
 def may_pass(keys: Sequence[bytes], path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the path is open to all, or the bearer has a key. Every key is compared, in constant time."""
+    """True if the path is open to all, or the bearer has a key. Every key is compared, in constant time."""
     if not keys or path in OPEN_PATHS:
         return True
     value = next((value for name, value in headers if name == b"authorization"), b"")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, without a network: a folder with tokenizer.json, by the library `tokenizers`."""
+"""Conversion of text to token ids and back, offline: a folder with tokenizer.json, by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from cbsim.files import read_json, read_text
 from cbsim.http.errors import ConversationError, EndpointError
 
 EMBEDDED = Path(__file__).parent / "words"
-"""The folder of the tokenizer that comes with cbsim, as transformers would have written it: clients take it, too."""
+"""The folder of cbsim's own tokenizer, in the format of transformers, so that clients can use it, too."""
 START, END = "<s>", "</s>"
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-"""The same as `plain`, in the words of transformers."""
+"""The chat template of transformers that is equal to `plain`."""
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class TextDecoder:
-    """The text of the tokens of one answer, as they come. Special tokens have none."""
+    """A decoder of the tokens of one answer, token by token. Special tokens have no text."""
 
     __slots__ = ("_step", "_tokenizer")
 
@@ -34,23 +34,23 @@ class TextDecoder:
         self._step = DecodeStream(skip_special_tokens=True).step
 
     def feed(self, token: int) -> str:
-        """The text that this token completes; empty while a character is half there."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         return self._step(self._tokenizer, token) or ""
 
 
 class Tokenizer:
-    """tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add if they are
-    there: the tokens that end a text, and how a conversation is written. A vocabulary has `vocab` tokens; `ends` are
-    those that end a text.
+    """A tokenizer of tokenizer.json, with the end tokens and the chat template of tokenizer_config.json,
+    generation_config.json and chat_template.jinja if they exist. The vocabulary has `vocab` tokens; `ends` are those
+    that end a text.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises EndpointError, which names the file that cannot be used."""
+        """Read the tokenizer. Raises an EndpointError that names the file that cannot be used."""
         path = folder / "tokenizer.json"
         content = read_text(path, EndpointError)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no more specific class
             raise EndpointError(f"{path}: is no tokenizer: {error}", file=path) from error
         config = _settings(folder / "tokenizer_config.json")
         self.vocab: int = self._tokenizer.get_vocab_size()
@@ -66,12 +66,12 @@ class Tokenizer:
         return decoded
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's names of tokens; empty where it has a hole. A space may be written otherwise there."""
+        """Return the vocabulary's names of tokens; empty for an unused id. A space may be written differently there."""
         return [self._tokenizer.id_to_token(token) or "" for token in ids]
 
     def chat(self, messages: Messages) -> list[int]:
-        """The prompt of a conversation (`role`, `content`), by the chat template. ConversationError if the template
-        refuses it.
+        """Return the prompt of a conversation (`role`, `content`) by the chat template. Raises ConversationError if the
+        template refuses it.
         """
         ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
         return ids
@@ -81,23 +81,23 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: Path | str | None = None) -> Tokenizer:
-    """That of a folder with tokenizer.json, or the one that comes with cbsim. Raises EndpointError."""
+    """Open the tokenizer of a folder with tokenizer.json, or that of cbsim. Raises EndpointError."""
     return Tokenizer(EMBEDDED if folder is None else Path(folder))
 
 
 def plain(messages: Messages) -> str:
-    """`<s>role: content` a line, and the beginning of an answer."""
+    """Return a prompt with a line `<s>role: content` per message, and the beginning of an answer."""
     eos = "".join(f"{START}{message['role']}: {message['content']}\n" for message in messages)
     return f"{eos}{START}assistant: "
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """Return the JSON object in a file; empty if there is no such file."""
     return read_json(path, EndpointError) if path.exists() else {}
 
 
 def _special(value: object) -> str | None:
-    """A special token as transformers writes it: a string, or an object with `content`."""
+    """Return a special token as transformers writes it: a string, or an object with `content`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
@@ -111,10 +111,10 @@ def _ends(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], generation: d
 
 
 def _template(folder: Path, config: dict[str, Any]) -> Callable[[Messages], str]:
-    """The folder's own, or `plain` if it has none or jinja2 is not installed."""
+    """Return the folder's chat template, or `plain` if it has none or jinja2 is not installed."""
     path = folder / "chat_template.jinja"
     source = read_text(path, EndpointError) if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, each with a name
+    if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if not isinstance(source, str) or source == PLAIN_TEMPLATE:
@@ -126,7 +126,7 @@ def _template(folder: Path, config: dict[str, Any]) -> Callable[[Messages], str]
 
 
 def _jinja(source: str, config: dict[str, Any], path: Path) -> Callable[[Messages], str]:
-    """A template with what transformers' templates may call, in jinja2's sandbox."""
+    """Return a template with the functions that transformers' templates may call, in jinja2's sandbox."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -151,7 +151,7 @@ def _jinja(source: str, config: dict[str, Any], path: Path) -> Callable[[Message
             )
         except TemplateError as error:
             raise ConversationError(str(error)) from error
-        except (TypeError, ValueError, AttributeError, KeyError) as error:  # of what a template does with messages
+        except (TypeError, ValueError, AttributeError, KeyError) as error:  # errors of a template with these messages
             raise ConversationError(f"the chat template fails: {error}") from error
 
     return render
