@@ -1,7 +1,7 @@
-"""How fast the simulator is: seconds, steps, requests and peak memory a case, each in a fresh process.
+"""Benchmarks of the simulator: seconds, steps, requests and peak memory a case, each in a fresh process.
 
 A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
-metric, writing every table and the timeline. Only the picture is left out, and so is the interpreter's start.
+metric, writing every table and the timeline. Only the picture and the interpreter's start are left out.
 `million` takes minutes and is run only by its name, after the cases that it is compared with.
 """
 
@@ -47,7 +47,7 @@ SERVER: dict[str, Any] = {
 
 
 def chat() -> dict[str, Any]:
-    """19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 seats."""
+    """Return the case of 19,366 chat requests, Poisson 6.45 a second, on vLLM with 512 tokens and 512 slots."""
     settings = {"name": "vllm", "max_num_batched_tokens": 512, "max_num_seqs": 512}
     workload: dict[str, Any] = {"kind": "csv", "path": TRACE} if _has_trace() else chat_like()
     return {"name": "splitwise_conv", "question": "Speed.", **SERVER, "workload": workload, "scheduler": settings}
@@ -62,7 +62,7 @@ def _has_trace() -> bool:
 
 
 def chat_like(requests: int = 19366) -> dict[str, Any]:
-    """A generated workload of the trace's rate, and of its lengths: near ones where that is not at hand."""
+    """Return a generated workload of the trace's rate and lengths; similar lengths where the trace is not available."""
     prompts: dict[str, Any] = {"lognormal": {"mean": 1155, "sigma": 1.0, "low": 3, "high": 8192}}
     outputs: dict[str, Any] = {"lognormal": {"mean": 211, "sigma": 0.9, "low": 1, "high": 1200}}
     if _has_trace():
@@ -77,12 +77,12 @@ def chat_like(requests: int = 19366) -> dict[str, Any]:
 
 
 def drawn(name: str, requests: int) -> dict[str, Any]:
-    """The generated workload, on the same server at the same rate, with any number of requests."""
+    """Return the case of the generated workload, on the same server at the same rate, with `requests` requests."""
     return {**chat(), "name": name, "workload": chat_like(requests)}
 
 
 def decode(running: int) -> dict[str, Any]:
-    """`running` requests that do nothing but decode."""
+    """Return the case of `running` requests that only decode."""
     workload = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
     cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
     settings = {"name": "vllm", "max_num_batched_tokens": 32768, "max_num_seqs": running}
@@ -97,7 +97,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
 EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
-    LIKE: lambda: drawn(LIKE, 19366),  # what SHORT is where the trace is not at hand
+    LIKE: lambda: drawn(LIKE, 19366),  # SHORT where the trace is not available
     LONG: lambda: drawn(LONG, 1_000_000),  # 43 hours of arrivals
 }
 ALL = {**CASES, **EXTRA}
@@ -105,7 +105,7 @@ MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of S
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """The command: the named cases, by default all but the long ones."""
+    """Run the command: the named cases, by default all but the long ones."""
     names = arguments.cases
     for name in names:
         if name not in ALL:
@@ -124,7 +124,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """What cases say together."""
+    """Print the comparisons between cases."""
     if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
@@ -140,12 +140,12 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 
 
 def python(program: str) -> list[str]:
-    """A program as a command."""
+    """Return a program as a command."""
     return [sys.executable, "-c", program]
 
 
 def printed(command: Sequence[str], what: str) -> str:
-    """What a command prints. Raises RunError with the last line of its errors if it fails."""
+    """Return the output of a command. Raises RunError with the last line of its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"{what} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
@@ -153,7 +153,7 @@ def printed(command: Sequence[str], what: str) -> str:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Run one case in this process. The short ones are simulated REPEATS times and their best time a step is taken."""
+    """Run one case in this process. Short ones are simulated REPEATS times, and their best time a step is taken."""
     fields = ALL[name]()
     scenario = scenarios.Scenario.model_validate(fields)
     warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []

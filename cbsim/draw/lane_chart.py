@@ -1,4 +1,4 @@
-"""What the CPU and the GPU do over a few steps: phases, copies, kernels, idle time; sync above async."""
+"""A chart of CPU and GPU over a few steps: phases, copies, kernels, idle time; sync above async."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ COLUMNS = ("step", "rows", "tokens", *(f"{name}_{edge}_ns" for name in (*PHASES,
 
 
 class View(NamedTuple):
-    """What of a run is shown: `length_ns` from `origin_ns` on."""
+    """The part of a run that is shown: `length_ns` from `origin_ns` on."""
 
     origin_ns: int
     length_ns: int
     unit: Unit
 
     def x(self, times_ns: Floats) -> Floats:
-        """Times on the axis, those outside moved to its ends."""
+        """Return times on the axis, those outside moved to its ends."""
         inside = np.clip(times_ns - self.origin_ns, 0, self.length_ns)
         moved: Floats = inside / NS / self.unit.seconds
         return moved
@@ -62,10 +62,10 @@ def lanes(
     active: Mapping[str, float] | None = None,
     transfers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Chart:
-    """One panel a run, from its step table; all show as long a time as the first, each from the same step of its own:
-    the `window` (first step, number of steps), or steps in the middle of the run, where neither start-up nor tail
-    shows. Sync runs stand above async ones unless the order is `as_given`. `active` is the share of the whole run in
-    which the GPU is active; without it titles have that of what is shown. `transfers` are those of KV, by run.
+    """Draw one panel a run, from its step table; all show as long a time as the first, each from the same step of its
+    own: the `window` (first step, number of steps), or steps in the middle of the run, without start-up and tail. Sync
+    runs are above async ones unless the order is `as_given`. `active` is the share of the whole run in which the GPU is
+    active; without it titles have that of the part shown. `transfers` are those of KV, by run.
     """
     runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
@@ -95,7 +95,7 @@ def _which(window: tuple[int, int] | None) -> str:
 
 
 def _window(steps: Columns, window: tuple[int, int] | None) -> tuple[int, int] | None:
-    """(start, end) in ns of the compute lane in these steps; at the ends of the run also of what the CPU does there."""
+    """Return (start, end) in ns of the compute lane in these steps, and at the ends of the run also of the CPU."""
     first, count = window or (max(0, len(steps) // 2 - STEPS_SHOWN // 2), STEPS_SHOWN)
     last = min(len(steps), first + count) - 1
     if last < first:
@@ -113,14 +113,14 @@ def _at(steps: Columns, name: str, row: int) -> int:
 
 
 def _near(steps: Columns, view: View) -> Mapping[str, Any]:
-    """The columns of the steps in view, with a neighbour at each end, for the idle time between."""
+    """Return the columns of the steps in view, with a neighbour at each end, for the idle time between."""
     low = int(np.searchsorted(np.asarray(steps["update_end_ns"]), view.origin_ns))
     high = int(np.searchsorted(np.asarray(steps["schedule_start_ns"]), view.origin_ns + view.length_ns, side="right"))
     return {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1].copy() for name in COLUMNS}  # no more is kept
 
 
 def _marks(steps: Columns, view: View) -> tuple[list[Mark], float]:
-    """The bars of one run, and for what share of the view the compute lane is busy."""
+    """Return the bars of one run, and the share of the view in which the compute lane is busy."""
     near = _near(steps, view)
     marks: list[Mark] = [_bars(near, name, view) for name in (*PHASES, *LANES)]
     busy = marks[len(PHASES) + LANES.index("compute")]
@@ -146,7 +146,7 @@ def _bars(steps: Mapping[str, Any], name: str, view: View) -> Spans:
 
 
 def _idle(steps: Mapping[str, Any], view: View) -> Spans:
-    """Where nothing runs on the compute lane between two steps."""
+    """Return the idle times of the compute lane between two steps."""
     from_ns, to_ns = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
     start, end = view.x(from_ns), view.x(to_ns)
     seen = end > start
@@ -156,7 +156,7 @@ def _idle(steps: Mapping[str, Any], view: View) -> Spans:
 
 
 def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
-    """When copies were done: the events by which one lane waits for another. A copy may be too short to be seen."""
+    """Mark the ends of copies, the events on which other lanes wait. A copy itself may be too short to be seen."""
     start, end = steps[f"{name}_start_ns"], steps[f"{name}_end_ns"]
     seen = (end > start) & (end >= view.origin_ns) & (end <= view.origin_ns + view.length_ns)
     texts = [f"step {step}: {name} done" for step in steps["step"][seen]]
@@ -166,7 +166,7 @@ def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
 
 
 def _transfers(transfers: Mapping[str, Any], view: View) -> list[Mark]:
-    """Transfers of KV: those to and from the host on lanes of their own, copies on the device before the kernels."""
+    """Return KV transfers: to and from the host on lanes of their own, copies on the device before the kernels."""
     marks: list[Mark] = []
     for direction, (name, row) in TRANSFER_ROWS.items():
         start, end = view.x(transfers["start_ns"]), view.x(transfers["end_ns"])

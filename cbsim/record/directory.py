@@ -7,12 +7,12 @@
     summary.json             the metrics, with schema_version, percentile method and n
     timeline.json.gz         Chrome trace of a window of steps, one lane a tid
     figures/                 drawings
-    INCOMPLETE               only while the run is under way or if it was cut short; says why
+    INCOMPLETE               only while the run is under way or if it was cut short; holds the reason
     steps/, requests/        only while a long run is under way or if it was killed: its tables so far (pieces.py)
 
 The marker is the first file written and the last one removed, so a run that dies at any moment, a full disk included,
-leaves a directory that says so, with whatever was complete by then: a file is there whole or not at all. Tables of the
-same scenario and seed are byte-identical.
+leaves a directory marked as incomplete, with all files complete by then: a file is there whole or not at all. Tables of
+the same scenario and seed are byte-identical.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ COUNTERS: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_B
 
 
 class RunWriter:
-    """Writes one run directory. It is marked as incomplete from its first moment until `complete` is called.
+    """A writer of one run directory, which is marked as incomplete from its creation until `complete` is called.
 
-    `group` rows of a table lie together. `joined`: the tables have been made of pieces.
+    `group` is the number of rows in a row group. `joined`: whether the tables have been made of pieces.
     """
 
     group = PIECE
     joined = False
 
     def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
-        """Creates `out`/<UTC>-<name>-<hash8>. Raises RunError if that cannot be done."""
+        """Create `out`/<UTC>-<name>-<hash8>. Raises RunError if it cannot be created."""
         stamp = (clock or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
         self._begin(_fresh(out / f"{stamp}-{name}-{digest[:8]}"))
 
     @classmethod
     def at(cls, path: Path) -> RunWriter:
-        """Writes to `path` itself, a new or an empty folder. Raises RunError if it is neither."""
+        """Return a writer to `path` itself, a new or an empty folder. Raises RunError if it is neither."""
         writer = cls.__new__(cls)
         writer._begin(_empty(path))
         return writer
@@ -79,7 +79,7 @@ class RunWriter:
         self._json("env.json", facts)
 
     def tables(self, record: Record) -> tuple[RequestTable, Steps]:
-        """Write both tables of a record; returns what was written."""
+        """Write both tables of a record, and return them."""
         rows, steps = contents(record)
         with self.writing(steps, lambda: token_times(rows, steps)):
             return rows, steps
@@ -94,8 +94,8 @@ class RunWriter:
 
     @contextmanager
     def writing(self, steps: Steps, requests: Callable[[], Requests]) -> Iterator[None]:
-        """Write both tables, unless they have been made of pieces; the step table beside what is done meanwhile, as
-        Arrow encodes it without Python. Raises RunError.
+        """Write both tables, unless they have been made of pieces. The step table is written in parallel to the body,
+        as Arrow encodes it without Python. Raises RunError.
         """
         if self.joined:
             yield
@@ -112,7 +112,7 @@ class RunWriter:
         self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))
 
     def drop_pieces(self) -> None:
-        """The tables are whole, and the summary is there: their pieces are not needed any more."""
+        """Remove the pieces, which are not needed once the tables and the summary are complete."""
         for name in (STEP_PIECES, REQUEST_PIECES):
             rmtree(self.path / name, ignore_errors=True)
         (self.path / TERMS).unlink(missing_ok=True)
@@ -142,13 +142,13 @@ class RunWriter:
         with access(path, RunError, "written"):
             path.parent.mkdir(exist_ok=True)
             if name == MARKER:
-                path.touch()  # an empty marker is one, too, where there is no room for a reason
+                path.touch()  # an empty marker counts, too, if there is no space for a reason
             _whole(path, write)
         return path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under another name and give it its own when all of it is there. Raises OSError."""
+    """Write a file under a temporary name, and rename it when it is complete. Raises OSError."""
     _whole(path, lambda part: part.write_bytes(content))
 
 
@@ -169,7 +169,7 @@ def _streamed(part: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def _fresh(path: Path) -> Path:
-    """Make a directory that did not exist: `path`, or `path`-2, -3 and so on."""
+    """Make and return a directory that did not exist: `path`, or `path`-2, -3 and so on. Raises RunError."""
     for attempt in range(1, 1000):
         candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
         try:
@@ -185,7 +185,7 @@ def _fresh(path: Path) -> Path:
 
 
 def _empty(path: Path) -> Path:
-    """`path`, made if need be, if nothing is in it."""
+    """Return `path`, created if it does not exist. Raises RunError unless it is empty."""
     with access(path, RunError, "created"):
         path.mkdir(parents=True, exist_ok=True)
         present = sorted(entry.name for entry in path.iterdir())
@@ -195,25 +195,25 @@ def _empty(path: Path) -> Path:
 
 
 def contents(record: Record) -> tuple[RequestTable, Steps]:
-    """Both tables of a record, not copied: nothing may be recorded any more."""
+    """Return both tables of a record, not copied: nothing may be recorded afterwards."""
     steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
     return RequestTable.of(record.requests()), steps
 
 
 def step_columns(steps: Steps) -> dict[str, Any]:
-    """The step table's values by column."""
+    """Return the step table's values by column."""
     return {name: steps[name] for name in STEP_COLUMNS}
 
 
 def recorded_columns(requests: RequestTable) -> dict[str, Any]:
-    """The values by column of the requests of a record."""
+    """Return the values by column of the requests of a record."""
     values: dict[str, Any] = {name: requests.numbers(name) for name in NUMBERS}
     values |= {name: requests.texts(name) for name in TEXTS}
     return values | {RUNS: parquet.list_array(requests.lengths, requests.runs)}
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
-    """The request table's values by column; times that never happened are null."""
+    """Return the request table's values by column; times of events that never happened are null."""
     values = recorded_columns(requests.rows)
     for name in ("scheduled_ns", "first_token_ns", "last_token_ns"):
         times = getattr(requests, name)

@@ -1,4 +1,4 @@
-"""A run directory read again, and the checks that its files have what is read of them, and agree.
+"""Reading a run directory, with checks that its files have the keys and columns that are read, and agree.
 
 Keys that are not read here may hold anything: a later version has more of them, and an engine has its own.
 """
@@ -29,7 +29,7 @@ from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run directory that has been read. `incomplete` holds the marker's text. The files that only some runs have are
-    under `path`, or in `files` if the run is in none.
+    under `path`, or in `files` for a run in memory.
     """
 
     path: Path
@@ -43,13 +43,13 @@ class Run:
 
     @property
     def source(self) -> Files:
-        """Where its further files are."""
+        """The place of the run's further files."""
         return self.path if self.files is None else self.files
 
 
 def load(path: Path, *, whole: bool = True) -> Run:
     """Read a run directory; if not `whole`, its documents only. Raises RunError naming the file that is missing or
-    broken, and what is wrong with it.
+    broken, and the reason.
     """
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory", file=path)
@@ -91,8 +91,8 @@ def _reason(marker: Path) -> str:
 
 
 def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable, steps: Steps) -> dict[str, Any]:
-    """What summary.json would say of these tables, had the run been interrupted here. `terms` are what `file`, TERMS,
-    holds. Raises RunError if they are not what a run writes.
+    """Return the summary.json of these tables as if the run had been interrupted here. `terms` is the content of
+    `file`, TERMS. Raises RunError if it is not what a run writes.
     """
     try:
         counted: dict[str, Any] = {**terms["counted"]}
@@ -105,14 +105,14 @@ def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable
 
 
 def check_documents(run: Run) -> None:
-    """Raises RunError if env.json or summary.json lack what is read of them."""
+    """Raise RunError if env.json or summary.json lack keys that are read."""
     check(run.path / "env.json", run.environment, ENVIRONMENT)
     check(run.path / "summary.json", run.summary, SUMMARY)
 
 
 def check_same(run: Run, loop: str, *, whole: bool = True) -> None:
-    """Raises RunError if the summary is not that of the scenario, whose loop this is, and of the tables beside it, if
-    these are read `whole`.
+    """Raise RunError if the summary is not that of the scenario, whose loop is `loop`, and, if `whole`, of the tables
+    beside it.
     """
     beside = (("steps", len(run.steps), "steps.parquet"), ("requests", len(run.requests), "requests.parquet"))
     for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
@@ -121,20 +121,20 @@ def check_same(run: Run, loop: str, *, whole: bool = True) -> None:
 
 
 def check_possible(run: Run) -> None:
-    """Raises RunError if no server can have run these steps, on whatever clock."""
+    """Raise RunError if no server can have run these steps, on whatever clock."""
     try:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     except AssertionError as error:
         raise RunError(f"{run.path / 'steps.parquet'}: {error}") from None
 
 
-AT_MOST_NAMED = 3  # things that are wrong with a document
+AT_MOST_NAMED = 3  # errors of a document that a message lists
 
 
 class Kind(NamedTuple):
-    """What a value has to be: in words, and as a type for pydantic. It may be missing or null unless it is `needed`.
+    """A required type of a value: in words, and for pydantic. The value may be missing or null unless `needed`.
 
-    Nothing is needed inside of what is not there.
+    Nothing is needed inside a value that is missing.
     """
 
     expected: str
@@ -191,7 +191,7 @@ SCENARIO = (
 
 
 def check(file: object, document: Mapping[str, Any], declared: Mapping[str, Kind]) -> None:
-    """Raises RunError naming the file, and each key, its value and what it has to be."""
+    """Raise RunError if keys have other types than declared, naming the file, the keys, their values and the types."""
     wrong = list(_complaints(document, declared))
     if wrong:
         more = [f"{len(wrong) - AT_MOST_NAMED} more"] if len(wrong) > AT_MOST_NAMED else []

@@ -1,4 +1,4 @@
-"""What a run gives: its numbers, its tables, its picture. In memory, and on disk as a run directory."""
+"""The result of a run: its numbers, its tables, its picture, in memory or on disk as a run directory."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ OURS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Result:
-    """One scenario under one loop, simulated or measured. It prints as the table that the command prints.
+    """The result of one scenario under one loop, simulated or measured. It prints as the command's table.
 
-    `summary` and `environment` are what summary.json and env.json hold. `incomplete` says why the run was cut short,
-    None if it was not. `path` is the run directory if there is one.
+    `summary` and `environment` are the contents of summary.json and env.json. `incomplete` is the reason why the run
+    was cut short, None if it was not. `path` is the run directory if there is one.
     """
 
     scenario: Scenario
@@ -55,10 +55,10 @@ class Result:
     step_numbers: Steps
     request_rows: RequestTable
     resolved: str  # scenario.resolved.yaml
-    files: Mapping[str, bytes] = field(default_factory=dict)  # what else the directory holds
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files of the directory
     incomplete: str | None = None
     path: Path | None = None
-    notices: tuple[str, ...] = ()  # what may not be meant or cannot be judged: a line each
+    notices: tuple[str, ...] = ()  # likely mistakes and limits of the result, a line each
 
     @property
     def loop(self) -> str:
@@ -66,14 +66,14 @@ class Result:
 
     @property
     def folder(self) -> Path:
-        """Its run directory. Raises RunError if it was never written."""
+        """The run directory. Raises RunError if it was never written."""
         if self.path is None:
             raise RunError(f"{self.summary['name']}: {self.loop}: is in memory only; save it first")
         return self.path
 
     @property
     def measured(self) -> bool:
-        """On a real clock?"""
+        """Whether the run was measured on a real clock."""
         return self.environment.get("device") != SIMULATED
 
     @property
@@ -83,32 +83,32 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """Where a simulated run leaves what its cost model was calibrated on."""
+        """The ways in which a simulated run leaves the range that its cost model was calibrated on."""
         return [] if self.measured else coverage.warnings(self.scenario.model_dump(mode="json"), self.step_numbers)
 
     @property
     def binding(self) -> list[str]:
-        """What limits the run, and what would change it: a sentence or two."""
+        """The resources that limit the run, with a remedy: a sentence or two."""
         return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
 
     @cached_property
     def steps(self) -> pa.Table:
-        """One row a step, the columns of steps.parquet."""
+        """The step table: one row a step, the columns of steps.parquet."""
         return parquet.table(columns.STEPS, directory.step_columns(self.step_numbers))
 
     @cached_property
     def requests(self) -> pa.Table:
-        """One row a request, the columns of requests.parquet."""
+        """The request table: one row a request, the columns of requests.parquet."""
         return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
 
     @cached_property
     def transfers(self) -> Mapping[str, Ints]:
-        """The transfers of KV, the columns of moves.parquet; without rows if there were none. Raises RunError."""
+        """The KV transfers, the columns of moves.parquet; without rows if there were none. Raises RunError."""
         return optional_tables.read(self.path or self.files, optional_tables.TRANSFERS)
 
     @cached_property
     def occupancy(self) -> Occupancy:
-        """What its KV cache held, step by step: its plans are derived again. Raises RunError, ScenarioError."""
+        """The use of the KV cache by step; the plans are derived again for it. Raises RunError, ScenarioError."""
         path, files = self.path, None
         if path is None:
             path, files = Path(f"{self.summary['name']} {self.loop}"), self.files
@@ -120,11 +120,11 @@ class Result:
         )
 
     def check(self, condition: str) -> Verdict:
-        """Does a condition such as `gpu_active>=99%` hold? Raises CheckError if it cannot be understood."""
+        """Evaluate a condition such as `gpu_active>=99%`. Raises CheckError if it cannot be parsed."""
         return checks.parse(condition).verdict(self.summary)
 
     def figure(self) -> Picture:
-        """What the CPU and the GPU do over a few steps. Raises RunError if no step ran."""
+        """Draw CPU and GPU over a few steps. Raises RunError if no step ran."""
         return figure([self])
 
     def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> Path:
@@ -135,7 +135,7 @@ class Result:
         return writer.path
 
     def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> None:
-        """Everything but the scenario, which is written before a run; then the directory is complete, if the run is."""
+        """Write everything but the scenario, which is written before a run; complete the directory if the run is."""
         if self.incomplete is not None:
             writer.note(self.incomplete)
         writer.environment(self.environment)
@@ -159,7 +159,7 @@ class Result:
         return token_times(self.request_rows, self.step_numbers)
 
     def _beside(self) -> Mapping[str, bytes]:
-        """Further files of the directory, by name."""
+        """Return further files of the directory, by name."""
         if self.path is None:
             return self.files
         with access(self.path, RunError):
@@ -175,7 +175,7 @@ class Result:
 
 
 class Results(Mapping[str, Result]):
-    """The loops of one scenario, by name. They print side by side."""
+    """The results of one scenario by loop. They print side by side."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._by_loop = {result.loop: result for result in results}
@@ -190,17 +190,17 @@ class Results(Mapping[str, Result]):
         return len(self._by_loop)
 
     def compare(self) -> Comparison:
-        """How the second loop differs from the first."""
+        """Compare the second loop with the first."""
         results = list(self.values())
         return Comparison(results[0], results[-1])
 
     def check(self, condition: str) -> Verdict:
-        """Does a condition hold of every loop?"""
+        """Evaluate a condition on every loop; the verdict is true if all hold."""
         verdicts = {loop: result.check(condition) for loop, result in self.items()}
         return Verdict(all(verdicts.values()), "\n".join(f"{loop:<6} {verdict}" for loop, verdict in verdicts.items()))
 
     def figure(self) -> Picture:
-        """The loops on one time axis. Raises RunError if one of them ran no step."""
+        """Draw the loops on one time axis. Raises RunError if one of them ran no step."""
         return figure(list(self.values()))
 
     def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> list[Path]:
@@ -217,7 +217,7 @@ class Results(Mapping[str, Result]):
 
 
 class Change(NamedTuple):
-    """A number of two runs: what it was, what it is, and how far that is from it."""
+    """A number of two runs: its value in the first and in the second, and their difference."""
 
     before: float
     after: float
@@ -228,13 +228,13 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """How one run differs from another. It prints as the table of both."""
+    """A comparison of two runs. It prints as the table of both."""
 
     first: Result
     second: Result
 
     def __getitem__(self, metric: str) -> Change:
-        """A metric by its dotted name, as in `--check`. Raises CheckError, or KeyError if a run has no such number."""
+        """Return a metric's change by its name, as in `--check`. Raises CheckError, or KeyError if a run lacks it."""
         name = checks.named(metric, "compare")
         before, after = (catalogue.quantities(run.summary)[name] for run in (self.first, self.second))
         relative = after / before - 1 if before else None
@@ -249,7 +249,7 @@ def _ours(file: Path) -> bool:
 
 
 def read(path: Path | str) -> Result:
-    """The result of a run directory. Raises RunError, ScenarioError."""
+    """Read the result of a run directory. Raises RunError, ScenarioError."""
     run = reading.load(Path(path))
     scenario = scenarios.load(run.path / "scenario.resolved.yaml")
     reading.check_documents(run)
@@ -268,7 +268,7 @@ def read(path: Path | str) -> Result:
 
 
 def figure(results: Sequence[Result]) -> Picture:
-    """The lanes of one run, or of several on one time axis. Raises RunError if one ran no step."""
+    """Draw the lanes of one run, or of several on one time axis. Raises RunError if one ran no step."""
     for result in results:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
@@ -279,7 +279,7 @@ def figure(results: Sequence[Result]) -> Picture:
 
 
 def draw_together(results: Results, path: Path) -> None:
-    """Two loops on one time axis, into the second one's directory. Raises RunError."""
+    """Write a picture of two loops on one time axis to the second one's directory. Raises RunError."""
     if len(results) != 2 or not all(len(result.step_numbers) for result in results.values()):
         return
     with access(path / BOTH, RunError, "written"):
@@ -287,7 +287,7 @@ def draw_together(results: Results, path: Path) -> None:
 
 
 def _printed(results: Sequence[Result]) -> str:
-    """The question, what the scenario left open, and the numbers."""
+    """Return the question, the solved values that the scenario left open, and the numbers."""
     summary = results[0].summary
     table = catalogue.table({result.loop: result.summary for result in results})
     heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario)]
@@ -295,6 +295,6 @@ def _printed(results: Sequence[Result]) -> str:
 
 
 def _bound(results: Sequence[Result]) -> list[str]:
-    """What binds each loop."""
+    """Return the lines on what binds each loop."""
     limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
     return [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]

@@ -1,4 +1,4 @@
-"""What `cbsim run` and `cbengine replay` do with a run: write its directory, print its table, judge its checks."""
+"""The common part of `cbsim run` and `cbengine replay`: write run directories, print tables, evaluate checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_OF_NAME = 80  # letters of a folder's name for what --set gave
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What `cbsim run` and `cbengine replay` have in common, parsed."""
+    """The parsed options that `cbsim run` and `cbengine replay` have in common."""
 
     scenario: str
     overrides: Sequence[str]
@@ -70,7 +70,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
 
 
 def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
-    """One scenario under one loop: one directory. Raises RunError if it could not be finished or written."""
+    """Run one scenario under one loop, to one directory. Raises RunError if it could not be finished or written."""
     recorder = _Recorder(options)
     try:
         result = running.one_loop(scenario, loop, serve, Terms(options.line, options.span_s), recorder)
@@ -81,7 +81,7 @@ def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -
 
 
 class _Recorder:
-    """Makes the run directory before a run, so that one that dies leaves it, and writes what there is after it."""
+    """A watch that makes the run directory before a run, so that it exists if the run dies, and writes the results."""
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
@@ -131,14 +131,14 @@ class _Recorder:
         return replace(result, path=self._writer.path)
 
     def note(self, reason: str) -> None:
-        """Why the directory is incomplete, if there is one and room for a word."""
+        """Note why the directory is incomplete, if it exists and there is space for it."""
         if self._writer is not None:
             with suppress(RunError):
                 self._writer.note(reason)
 
 
 def settings(overrides: Sequence[str]) -> str:
-    """What `--set` gave, as part of a folder's name: fields by their last word, no longer than can be read."""
+    """Return the values of `--set` as part of a folder's name: fields by their last word, at most MOST_OF_NAME long."""
     parts = (override.partition("=") for override in overrides)
     label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
     return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", label))[:MOST_OF_NAME].strip("-.")
@@ -158,7 +158,7 @@ def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
 
 
 def _print_failed(results: Results) -> bool:
-    """Print requests that a server failed of its own accord, and whether there are any."""
+    """Print the requests that a server failed by itself; True if there are any."""
     for loop, result in results.items():
         requests = result.request_rows
         if (failed := requests.is_in((FAILED,))).any():

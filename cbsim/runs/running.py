@@ -1,6 +1,6 @@
-"""A scenario run under each of its loops, by whatever serves it. The simulator and the engine share it.
+"""Running a scenario under each of its loops, on any server. The simulator and the engine share it.
 
-In memory: nothing is written or printed here. A `Watch` sees a run while it works.
+It works in memory: nothing is written or printed here. A `Watch` sees a run while it is under way.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ OnStep = Callable[[int], None]
 class Server(Protocol):
     """A server made for one run, on a simulated clock or a real one."""
 
-    measured: bool  # on a real clock?
+    measured: bool  # whether it has a real clock
 
     @property
     def record(self) -> Record:
-        """What has happened so far."""
+        """The run so far."""
 
     @property
     def now_ns(self) -> int:
-        """How far the run has come."""
+        """The time of the run so far."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What env.json holds of the device, and of anything that the scenario lacks. Read before the run,
+        """The entries of env.json on the device, and on anything that the scenario lacks. Read before the run,
         and again after it. `notices`: lines that its user has to know with the result.
         """
 
@@ -48,7 +48,7 @@ class Server(Protocol):
         """Run to the end of the workload; call `on_step` with the time after every step, and stop if it raises."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Further files of the run directory, by name. Asked for when the run has ended or was cut short."""
+        """Return further files of the run directory, by name. Called when the run has ended or was cut short."""
 
 
 Maker = Callable[[Scenario, str, Workload], Server]
@@ -59,8 +59,8 @@ class Terms:
     """The terms of a run besides its scenario.
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
-    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `process` is what
-    environment.of_process returns, if it is known already.
+    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `process` is the result of
+    environment.of_process, if it is known already.
     """
 
     command: str
@@ -70,7 +70,7 @@ class Terms:
 
 
 class Session:
-    """One loop of a scenario and its server. Nothing has run yet. Raises ScenarioError if it cannot."""
+    """A server of one loop of a scenario, before, during and after its run. Raises ScenarioError if it cannot run."""
 
     def __init__(self, scenario: Scenario, loop: str, serve: Maker, terms: Terms) -> None:
         if terms.requests is not None:
@@ -91,8 +91,8 @@ class Session:
         return self._facts | dict(self.server.facts)
 
     def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:
-        """Write the tables there piece by piece, should the run become a long one. A measured run is written when it
-        is over: nothing may keep its CPU from it.
+        """Write the tables with `writer` piece by piece if the run becomes a long one. A measured run is written when
+        it is over, so that nothing takes CPU time from it.
         """
         if not self.server.measured:
             counted = self._counted | {"window_s": metrics.named_window(self._terms.window_s)}
@@ -101,22 +101,22 @@ class Session:
 
     @property
     def _counted(self) -> dict[str, Any]:
-        """What the numbers of a summary depend on beside the tables."""
+        """The inputs of a summary's numbers besides the tables."""
         return counted(self.scenario, self.server.record.total_blocks, self._terms.window_s)
 
     def _about(self, *, complete: bool) -> dict[str, Any]:
-        """The fields of a summary beside its numbers."""
+        """Return the fields of a summary besides its numbers."""
         scenario = self.scenario
         about = {"name": scenario.name, "question": scenario.question, "loop": self.loop, "seed": scenario.seed}
         return {"schema_version": directory.SCHEMA_VERSION, "complete": complete} | about
 
     def set_requests(self, requests: str) -> None:
-        """The requests that a server got which no workload knew before its run, as `Terms.requests` has them."""
+        """Set the requests that a server received in its run, unknown before it, in the format of `Terms.requests`."""
         self._terms = replace(self._terms, requests=requests)
         self._facts["workload_hash"] = generators.build(self.scenario, requests).fingerprint()
 
     def result(self, incomplete: str | None = None) -> Result:
-        """What has happened; `incomplete` says why that is not all."""
+        """Return the result so far; `incomplete` is the reason if the run was cut short."""
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
@@ -131,13 +131,13 @@ class Session:
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
 
     def _sureness(self) -> list[str]:
-        """How sure the times of a simulation are, where that is known."""
+        """Return the known errors of a simulation's times, if any."""
         cost = self.scenario.cost
         return coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else []
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:
-    """What the numbers of a summary depend on beside the tables, as metrics.summarise takes it."""
+    """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise."""
     price = scenario.hardware.price_usd_hour
     return {
         "total_blocks": total_blocks,
@@ -148,12 +148,12 @@ def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float]
 
 
 Watch = Callable[[Session], AbstractContextManager[OnStep]]
-"""Sees a session before it runs; what it yields is called with the time after every step, and may end it by raising."""
+"""A watch is entered before a run and yields a function called with the time after each step; raising ends the run."""
 
 
 @contextmanager
 def unwatched(session: Session) -> Iterator[OnStep]:
-    """A watch that does nothing."""
+    """Watch nothing."""
     del session
     yield lambda _: None
 

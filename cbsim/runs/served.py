@@ -1,4 +1,4 @@
-"""What a session that clients talk to has in common in both worlds: its requests, their content, and its run.
+"""The common part of simulated and real sessions with clients: their requests, the contents, and the run.
 
 A session is a run whose requests are not known before: its log is the workload (cbsim.workload.served), so the same
 requests can be run again, and its plans derived again, from the run directory alone.
@@ -32,9 +32,9 @@ TIMES_THE_POOL = 4
 
 
 class Contents:
-    """Texts as chained ids, one for every full block of `block_tokens` tokens: equal ids mean equal tokens up to and
-    including that block. New ids follow each other. The blocks that were not seen for the longest time are forgotten;
-    far more are known than a cache of `num_blocks` holds.
+    """A map from texts to chained ids, one for every full block of `block_tokens` tokens: equal ids mean equal tokens
+    up to and including that block. New ids are consecutive. The least recently used blocks are dropped; far more are
+    kept than a cache of `num_blocks` holds.
     """
 
     def __init__(self, block_tokens: int, num_blocks: int) -> None:
@@ -44,7 +44,7 @@ class Contents:
         self._last = 0
 
     def prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, ...]:
-        """The ids of a text. Texts of different salts share none."""
+        """Return the ids of a text. Texts of different salts share none."""
         width, ids = self.block_tokens, list[int]()
         for end in range(width, len(tokens) + 1, width):
             parent = ids[-1] if ids else salt
@@ -52,7 +52,7 @@ class Contents:
         return tuple(ids)
 
     def forget(self) -> None:
-        """No text from now on shares content with those before."""
+        """Drop all blocks: no later text shares content with earlier ones."""
         self._ids.clear()
 
     def _id(self, key: tuple[int | str, tuple[int, ...]]) -> int:
@@ -72,8 +72,8 @@ def _unheard(problem: str) -> None:
 
 
 class Log:
-    """The requests of a session as they come, line by line; also in a file, at once, if there is one. A file that
-    cannot be written any more ends with a whole line, `problem` says why, and `alarm` is called with it.
+    """The log of a session's requests in order of arrival, line by line; also in a file, at once, if there is one. If
+    the file can no longer be written it ends with a whole line; `alarm` is called with the reason, `problem`.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Log:
         self._bytes = 0  # of the file, whole lines
 
     def write_to(self, path: Path) -> None:
-        """From now on. Raises RunError."""
+        """Write the lines from now on to a file as well. Raises RunError."""
         with access(path, RunError, "written"):
             self._path, self._file = path, path.open("wb", buffering=0)
 
@@ -129,27 +129,27 @@ class Log:
 
 
 def with_one_loop(scenario: Scenario) -> Scenario:
-    """The scenario with one loop: of both loops the asynchronous one."""
+    """Return the scenario with one loop: the asynchronous one if it has both."""
     if scenario.loop.mode != "both":
         return scenario
     return scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": "async"})})
 
 
 def session_of(scenario: Scenario, loop: str, serve: Maker, command: str) -> Session:
-    """A session without requests so far."""
+    """Make a session, without requests so far."""
     open_ended = scenario.model_copy(update={"workload": Served(kind="served", path=served.FILE)})
     return Session(open_ended, loop, serve, Terms(command, requests=""))
 
 
 def result_of(session: Session, log: Log, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
-    """What has happened in a session; `facts` go into its summary under `served`."""
+    """Return the result of a session; `facts` go into its summary under `served`."""
     session.set_requests(log.content())
     result = session.result(incomplete)
     return replace(result, summary={**result.summary, "served": dict(facts)})
 
 
 class SessionDirectory:
-    """The run directory of a session: there from its first moment, complete when it was ended in order."""
+    """The run directory of a session: made at its start, complete when the session has ended in order."""
 
     def __init__(self, session: Session, log: Log, out: Path) -> None:
         """Raises RunError."""
@@ -166,7 +166,7 @@ class SessionDirectory:
         return self._writer.path
 
     def write(self, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
-        """The session is over. Raises RunError."""
+        """Write the results of a session that is over. Raises RunError."""
         self._log.close()
         result = result_of(self._session, self._log, facts, incomplete)
         try:
