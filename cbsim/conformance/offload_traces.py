@@ -125,9 +125,7 @@ def _in_steps(block_size: int, load: int, store: int) -> Workers:
 
 
 class SimpleLines:
-    """Lines of SimpleCPUOffloadConnector: the transfers that begin with a step are an event; loads and stores are
-    numbered separately.
-    """
+    """The lines of SimpleCPUOffloadConnector: a step's transfers are an event; loads and stores are numbered apart."""
 
     def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
         self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"])
@@ -159,7 +157,7 @@ class SimpleLines:
 
 
 class NativeLines:
-    """Lines of OffloadingConnector: a request's load or store in a step is a job; all jobs are numbered together."""
+    """The lines of OffloadingConnector: a request's load or store in a step is a job, all numbered together."""
 
     def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
         self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"] + 1)

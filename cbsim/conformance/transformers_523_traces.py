@@ -51,7 +51,7 @@ OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_
 class SectorEvents(Events):
     """The events of 5.23: allocations name tokens and sectors, and a preempted request is freed twice."""
 
-    sectors: Sectors | KindSectors  # the scheduler's
+    sectors: Sectors | KindSectors  # the scheduler's sectors
 
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__(options, names)

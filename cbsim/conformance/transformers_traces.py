@@ -131,7 +131,7 @@ class Events(Ghosts):
 
     @property
     def nothing(self) -> Any:
-        """Return empty tables for all groups."""
+        """The empty tables of all groups."""
         return {name: [] for name in self.names} if self.names else []
 
     def note(self, op: str, request: Request | None = None, **fields: Any) -> Line:

@@ -69,7 +69,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 async def read_json(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     """Read a JSON body. Raises ApiError 415 if the content type is not JSON or the body is compressed, 413 if it is
-    longer than `most_bytes`, whatever its content length says.
+    longer than `most_bytes`, whatever its content-length header states.
     """
     kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if kind != JSON:

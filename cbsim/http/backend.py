@@ -200,7 +200,7 @@ class Timing:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the fields on timeliness in a session's summary."""
+        """The fields on timeliness in a session's summary."""
         return {
             "time_scale": self.scale,
             "faithful": self.faithful,

@@ -138,7 +138,7 @@ class GenerationRequest(RequestBody):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Prompt
 
@@ -176,14 +176,14 @@ class Message(RequestBody):
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=16_384)]
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
 
 
 class TokenizeRequest(RequestBody):
-    """POST /tokenize: a prompt, or messages."""
+    """The body of POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -192,7 +192,7 @@ class TokenizeRequest(RequestBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[Token]

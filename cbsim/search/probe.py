@@ -83,7 +83,7 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
 
 
 def _goodput(share: str) -> Check:
-    """Return a share of requests as a condition. A share of 1 is refused, as no sample can prove it."""
+    """Return a share of requests as a condition. A share of 1 is an error, as no sample can prove it."""
     check = parse(f"{SHARE}>={share}", "--goodput")
     if not 0 < check.bound < 1:
         bound = "must be > 0 and < 1, such as 99%"

@@ -34,7 +34,7 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 
 class Question(NamedTuple):
-    """Two metrics, the conditions that a configuration has to keep, and the confidence of each interval."""
+    """A question: two metrics, the conditions that a configuration has to keep, and the confidence of each interval."""
 
     x: Objective
     y: Objective

@@ -54,7 +54,7 @@ class VirtualServer:
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
-        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2: every request comes here."""
+        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2: every request is sent here."""
         return transport(self.app, http)
 
     def openai(self, **options: Any) -> Any:

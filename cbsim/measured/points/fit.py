@@ -35,7 +35,7 @@ Evaluate = Callable[[Mapping[str, float]], Floats]
 
 
 class Solution(NamedTuple):
-    """Calibrated terms, the points' errors with them, and the derivatives of the errors, [term, point, metric]."""
+    """A calibration's terms, the points' errors with them, and the derivatives of the errors, [term, point, metric]."""
 
     terms: dict[str, float]
     errors: Floats

@@ -53,7 +53,7 @@ CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon
 class Case:
     """A recorded run. `settings` is the scenario, as plain data, that replays one of its `ranks` data-parallel servers.
 
-    `blocks_measured` says whether vLLM recorded the size of its cache; else it is derived from the memory.
+    `blocks_measured` is true if vLLM recorded the size of its cache; else it is derived from the memory.
     """
 
     name: str
