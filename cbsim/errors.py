@@ -39,7 +39,7 @@ class ScenarioError(UserError):
 
 
 class CheckError(UserError):
-    """An error in a condition; the message says what is wrong with it."""
+    """An error in a condition; the message names the mistake."""
 
 
 class RunError(UserError):
@@ -49,7 +49,7 @@ class RunError(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt by the user; the message says what becomes of the work."""
+    """An interrupt by the user; the message names the state of the work."""
 
 
 class ServerError(UserError):

@@ -44,7 +44,7 @@ class Source:
 
     label: str
     folder: str
-    kind: str  # simulated or measured, and on what
+    kind: str  # simulated or measured, and the device
     tiles: Sequence[Tile]
     scenario: str  # the resolved scenario, YAML, or how it differs from the first; "" if another source has it
     environment: str  # env.json, or how it differs from the first; "" if another source has it

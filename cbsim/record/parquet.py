@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class TableError(ValueError):
-    """An error of a table that differs from its declaration; the message has what was found and what was expected."""
+    """An error of a table that differs from its declaration; the message has both."""
 
 
 def other_version(version: object) -> str:

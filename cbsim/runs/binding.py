@@ -17,7 +17,7 @@ SEEN = 0.1  # share of the time from which on something is reported to bind
 
 
 def binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
-    """Return what binds, a sentence each: the cause of waiting requests, and of a step's time. Empty if no row ran."""
+    """Return the binding resources, a sentence each: why requests wait, and what limits a step. Empty without rows."""
     if not steps["rows"].any():
         return []
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]

@@ -26,7 +26,7 @@ from cbsim.runs.running import Maker, OnStep, Session, Terms
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 
-MOST_OF_NAME = 80  # letters of a folder's name for what --set gave
+MOST_OF_NAME = 80  # letters of a folder's name for the values of --set
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Session:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What env.json holds, by now."""
+        """The entries of env.json so far."""
         return self._facts | dict(self.server.facts)
 
     def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:

@@ -103,7 +103,7 @@ class Log:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what was written is written
+            with suppress(OSError):  # the lines written so far are kept
                 self._file.close()
             self._file = None
 

@@ -87,7 +87,7 @@ def begins_a_name(path: Path, further: str = "") -> bool:
 
 def data(path: str, field: str = "workload.path") -> Path:
     """Return the data file that a scenario names. Raises ScenarioError with all paths that were tried."""
-    candidates = [folder / path for folder in data_folders()]  # an absolute path stays what it is
+    candidates = [folder / path for folder in data_folders()]  # an absolute path is unchanged
     for candidate in candidates:
         if candidate.is_file():
             return candidate

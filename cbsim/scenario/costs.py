@@ -270,7 +270,7 @@ class FittedSettings(Coefficients):
             return data
         base: Path = (info.context or {}).get("base") or Path()
         file = base / path
-        if not file.is_file() and Path(path).is_file():  # given with --set, beside whoever gives it
+        if not file.is_file() and Path(path).is_file():  # given with --set: from the current folder
             file = Path(path)
         return coefficients(file) | {key: value for key, value in data.items() if key != "path"}
 

@@ -29,7 +29,7 @@ def _sight(seen: str) -> str:
 MOST_DIFFERENT = 10_000  # most layers, if each is computed by itself
 SIGHT = "full|(sliding|chunked) [1-9][0-9]{0,8}"
 Seen = Annotated[str, AfterValidator(_sight)]
-"""What a layer sees: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS` (its part)."""
+"""A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
 
 
 class ModelShape(Frozen):

@@ -19,7 +19,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 
 Ints = NDArray[np.int64]
-AT_ONCE = 1 << 12  # numbers made objects together
+AT_ONCE = 1 << 12  # requests made together
 
 
 class Streams(NamedTuple):
