@@ -134,7 +134,7 @@ class SimpleChunking:
                 self.decodes = True
                 return
         serve.decode(step)
-        step.again = step.again or self.decodes
+        step.again = step.again or (self.decodes and not step.preempts)
         self.decodes = False
 
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
