@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import cbsim
 from cbsim.metrics.terminal import lookup
+from cbsim.scenario import documents
 
 
 def field(scenario: Mapping[str, Any], name: str) -> Any:
@@ -28,7 +27,7 @@ def field(scenario: Mapping[str, Any], name: str) -> Any:
 
 def lines(numbers: Sequence[Mapping[str, Any]], runs: Sequence[cbsim.Result]) -> list[str]:
     """A line a number and run; one that has drifted begins with DRIFTED."""
-    scenarios = [yaml.safe_load(run.resolved) for run in runs]
+    scenarios = [documents.parse(run.resolved, "scenario.resolved.yaml", lines=False) for run in runs]
     made = []
     for entry in numbers:
         where = entry["where"]
@@ -49,7 +48,8 @@ def lines(numbers: Sequence[Mapping[str, Any]], runs: Sequence[cbsim.Result]) ->
 
 def main(file: Path, paths: Sequence[str]) -> int:
     """Print a line a number; 3 if one has drifted."""
-    made = lines(yaml.safe_load(file.read_text(encoding="utf-8"))["numbers"], [cbsim.read(path) for path in paths])
+    numbers = documents.parse(file.read_text(encoding="utf-8"), str(file), lines=False)["numbers"]
+    made = lines(numbers, [cbsim.read(path) for path in paths])
     drifted = sum(line.startswith("DRIFTED") for line in made)
     print(*made, f"{len(made) - drifted} of {len(made)} published numbers hold", sep="\n")
     return 3 if drifted or not made else 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from support.scripts import script
 
 from cbsim.cli import parser as simulator
-from cbsim.scenario import catalog
+from cbsim.scenario import catalog, documents
 
 published = script("published")
-NUMBERS = yaml.safe_load((catalog.ROOT / "reports" / "published.yaml").read_text())["numbers"]
+FILE = catalog.ROOT / "reports" / "published.yaml"
+NUMBERS = documents.parse(FILE.read_text(), str(FILE), lines=False)["numbers"]
 PAGES = "".join((catalog.ROOT / page).read_text() for page in ("README.md", "docs/analysis.md"))
 
 
