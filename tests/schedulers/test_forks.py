@@ -239,6 +239,23 @@ def _misplaced(memory: Memory) -> None:
     memory.contents._copy = moved  # type: ignore[method-assign]
 
 
+@DEPTHS
+def test_a_preempted_request_comes_back_once_no_request_runs(depth: int) -> None:
+    """A preemption ends admission until a running request ends. If the last one is cancelled, admission resumes."""
+    asks = [alone(i, 7, 16) for i in range(2)]
+    drive = Drive(scheduler(8), asks, depth)
+    preempted: list[RequestSpec] = []
+
+    def cancel_the_survivor(plan: StepPlan, rows: list[Row]) -> None:
+        preempted.extend(lost.spec for lost in plan.changes.preempted)
+        drive.asks |= {ask.spec: ask._replace(cancelled=0) for ask in asks if preempted and ask.spec not in preempted}
+
+    drive.on_step = cancel_the_survivor
+    drive.run()
+    assert set(preempted) | set(drive.cancelled) == {ask.spec for ask in asks}
+    assert dict(drive.finished)[preempted[0]] is Finish.LENGTH
+
+
 @pytest.mark.parametrize("fault", [_uncopied, _misplaced])
 def test_moves_not_made_are_found(fault: Any) -> None:
     """An executor that leaves moves out, or mixes their blocks up, computes from something else."""
