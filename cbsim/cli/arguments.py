@@ -186,23 +186,13 @@ def share(value: str) -> float:
 OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change parts of a declaration
     "scenario": {"help": "a scenario file, or the name of one that comes with the project"},
     "runs": {"nargs": "+", "type": a_path, "metavar": "RUN", "help": "a run directory"},
-    "--set": {
-        "action": "append",
-        "default": [],
-        "metavar": "FIELD=VALUE",
-        "help": "override any field (repeatable)",
-    },
+    "--set": {"action": "append", "default": [], "metavar": "FIELD=VALUE", "help": "override any field (repeatable)"},
     "table": {"type": a_path, "metavar": "TABLE", "help": "the .parquet file that a sweep wrote"},
     "--confidence": {"type": share, "default": 0.95, "metavar": "P"},
     "--seed": {"type": int, "help": "root of all random numbers"},
     "--loop": {"choices": ("sync", "async", "both"), "help": "serving loop; both writes two directories"},
     "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
-    "--check": {
-        "action": "append",
-        "default": [],
-        "metavar": "COND",
-        "help": "e.g. 'ttft.p99<500ms' (repeatable)",
-    },
+    "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
     "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
 }

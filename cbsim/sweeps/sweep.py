@@ -167,10 +167,7 @@ class Sweep:
         check_workloads(self.missing)
 
     def run(
-        self,
-        executor: Executor,
-        hear: Callable[[Made], object] = lambda _: None,
-        progress: Progress | None = None,
+        self, executor: Executor, hear: Callable[[Made], object] = lambda _: None, progress: Progress | None = None
     ) -> Swept:
         """Make the missing runs, and the table. `hear` is called with each outcome once it is stored; an exception that
         it raises ends the sweep, after the table is written; the sweep can be resumed. Raises RunError, Interrupted.

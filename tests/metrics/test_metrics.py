@@ -304,8 +304,7 @@ def test_percentiles_of_one_sample_by_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "marked"),
-    [(1, ["p95", "p99"]), (71, ["p95", "p99"]), (72, ["p99"]), (367, ["p99"]), (368, [])],
+    ("count", "marked"), [(1, ["p95", "p99"]), (71, ["p95", "p99"]), (72, ["p99"]), (367, ["p99"]), (368, [])]
 )
 def test_percentiles_that_need_a_larger_sample_are_marked(count: int, marked: list[str]) -> None:
     """72 is the least n at which a two-sided 95 % interval of p95 by order statistics exists: below, all values miss
@@ -356,7 +355,7 @@ def test_a_run_that_served_nobody(rows: list[RequestRow]) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 UNCHECKED = {  # what a user put in
-    *("total_blocks", "cost.price_usd_hour", "slo.bounds.ttft_s", "slo.bounds.tpot_s", "slo.bounds.e2e_s"),
+    *("total_blocks", "cost.price_usd_hour", "slo.bounds.ttft_s", "slo.bounds.tpot_s", "slo.bounds.e2e_s")
 }
 
 
