@@ -120,14 +120,13 @@ def capacity(
     from contextlib import closing
 
     from cbsim.search import capacity, probe
-    from cbsim.sweeps import identity
     from cbsim.sweeps.executor import executor
     from cbsim.sweeps.store import Runs, Store
 
     loaded = load(scenario)
     required = probe.terms(loaded, slo, goodput, **terms)
     with closing(executor(jobs, ray)) as workers:
-        return capacity.search(loaded, over, required, Runs(Store(Path(store), identity.code()), workers))
+        return capacity.search(loaded, over, required, Runs(Store(Path(store)), workers))
 
 
 def tune(

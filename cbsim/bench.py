@@ -82,7 +82,6 @@ def drawn(name: str, requests: int) -> dict[str, Any]:
 
 
 def decode(running: int) -> dict[str, Any]:
-    """Return the case of `running` requests that only decode."""
     workload = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
     cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
     settings = {"name": "vllm", "max_num_batched_tokens": 32768, "max_num_seqs": running}
@@ -105,7 +104,6 @@ MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of S
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Run the command: the named cases, by default all but the long ones."""
     names = arguments.cases
     for name in names:
         if name not in ALL:
@@ -124,7 +122,6 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the comparisons between cases."""
     if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
@@ -140,7 +137,6 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 
 
 def python(program: str) -> list[str]:
-    """Return a program as a command."""
     return [sys.executable, "-c", program]
 
 

@@ -50,7 +50,6 @@ class Verb(NamedTuple):
 
 
 def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]) -> Parser:
-    """Build the parser of a program with these commands."""
     example = f"python -m {program} {verbs[0].name} {verbs[0].example}"
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog, example=example)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -204,13 +203,11 @@ def option(parser: argparse.ArgumentParser, like: str, name: str = "", **changes
 
 
 def common_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add arguments of OPTIONS as they are declared."""
     for name in names:
         option(parser, name)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the overrides of `--set`, `--seed` and `--loop`."""
     overrides = list(arguments.set)
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
@@ -238,7 +235,6 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that runs a scenario."""
     common_options(parser, "scenario", "--set")
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
     common_options(parser, "--seed", "--loop")

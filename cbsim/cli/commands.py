@@ -18,12 +18,10 @@ from cbsim.scenario import scenario
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario under each of its loops, write the run directories, print the results."""
     return run_command.run(run_options(arguments), Simulation)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Make the runs of a sweep that are missing, and the table of all of them."""
     from cbsim.sweeps import sweep as sweeps
 
     workers, shard = executor(arguments), arguments.shard
@@ -33,7 +31,6 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def conformance(arguments: argparse.Namespace) -> int:
-    """Compare our policies with recorded traces of the originals."""
     from cbsim.conformance import check
 
     return check.run(arguments.paths, print)
@@ -75,7 +72,6 @@ def occupancy(arguments: argparse.Namespace) -> int:
 
 
 def schema(arguments: argparse.Namespace) -> int:
-    """Write the JSON schemas that editors use."""
     from cbsim.sweeps.sweep_file import SweepFile
 
     with access(arguments.out, RunError, "written"):
@@ -86,7 +82,6 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def catalogue(_: argparse.Namespace) -> int:
-    """Print everything that can be named in a scenario."""
     from cbsim.scenario import catalog, documents
     from cbsim.schedulers import registry
 
@@ -102,7 +97,6 @@ def catalogue(_: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run a simulated server for real clients, in real or scaled time."""
     from cbsim.http import command
     from cbsim.http.tokenizer import open_tokenizer
     from cbsim.virtual.clocks import RealClock
@@ -114,7 +108,6 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def drive(arguments: argparse.Namespace) -> int:
-    """Run a client in the same process against a simulated server, in virtual time."""
     from cbsim.virtual import drive
 
     return drive.run(

@@ -13,7 +13,7 @@ from cbsim.cli.arguments import a_path, answer, check_out, common_options, optio
 from cbsim.errors import CHECK_FAILED, ERROR, OK
 
 if TYPE_CHECKING:
-    from cbsim.sweeps.executor import Executor
+    from cbsim.sweeps.work import Executor
 
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,6 @@ def capacity_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def contrast(arguments: argparse.Namespace) -> int:
-    """Print the effect of a field of a sweep."""
     from cbsim.metrics.checks import objective
     from cbsim.stats import contrast as contrasting
     from cbsim.stats import replicated
@@ -122,7 +121,6 @@ def contrast(arguments: argparse.Namespace) -> int:
 
 
 def pareto(arguments: argparse.Namespace) -> int:
-    """Print the frontier of a sweep in two metrics."""
     from cbsim.metrics import checks
     from cbsim.stats import pareto as frontiers
     from cbsim.stats import replicated
@@ -169,7 +167,6 @@ def a_share(value: str) -> float:
 
 
 def a_confidence(value: str) -> float:
-    """Parse a share that can be a confidence."""
     from cbsim.search.tune import EVEN, SURE
 
     confidence = a_share(value)

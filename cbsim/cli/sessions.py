@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of every session."""
     common_options(parser, "scenario", "--set", "--seed")
     option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
@@ -26,7 +25,6 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def door_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a session on a socket."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65_535), default=8000, help="0 for any free one (8000)")
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="keys, one a line; also CBSIM_API_KEY")
@@ -35,7 +33,6 @@ def door_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """Load the scenario with one loop. Raises ScenarioError."""
     from cbsim.runs.served import with_one_loop
     from cbsim.scenario import scenario
 
@@ -43,7 +40,6 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    """Return the options of `serve`. Raises EndpointError."""
     from cbsim.http.command import ServeOptions
     from cbsim.http.settings import Settings, read_keys
 
@@ -71,7 +67,6 @@ def _grace(value: str) -> float:
 
 
 def a_name(value: str) -> str:
-    """Parse a name of printable characters, at least one."""
     if not value or not value.isprintable():
         raise argparse.ArgumentTypeError(f"{value!r}: expected letters that can be printed, at least one")
     return value

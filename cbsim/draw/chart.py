@@ -45,7 +45,6 @@ class Style(NamedTuple):
 
     @property
     def rgb(self) -> tuple[int, int, int]:
-        """The colour's red, green and blue, each from 0 to 255."""
         red, green, blue = bytes.fromhex(self.colour[1:])
         return red, green, blue
 
@@ -289,7 +288,6 @@ def scale_of(unit_of_values: str, most: float) -> Scale:
 
 
 def column(table: Columns, name: str) -> Floats:
-    """Return a column as floats."""
     values: Floats = np.asarray(table[name], dtype=np.float64)
     return values
 

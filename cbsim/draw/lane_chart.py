@@ -48,7 +48,6 @@ class View(NamedTuple):
     unit: Unit
 
     def x(self, times_ns: Floats) -> Floats:
-        """Return times on the axis, those outside moved to its ends."""
         inside = np.clip(times_ns - self.origin_ns, 0, self.length_ns)
         moved: Floats = inside / NS / self.unit.seconds
         return moved
@@ -146,7 +145,6 @@ def _bars(steps: Mapping[str, Any], name: str, view: View) -> Spans:
 
 
 def _idle(steps: Mapping[str, Any], view: View) -> Spans:
-    """Return the idle times of the compute lane between two steps."""
     from_ns, to_ns = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
     start, end = view.x(from_ns), view.x(to_ns)
     seen = end > start

@@ -50,7 +50,6 @@ WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
 
 def png(chart: Chart) -> bytes:
-    """Draw the chart as a PNG."""
     with _settings():
         return _png(chart, figure(chart))
 

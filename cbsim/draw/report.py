@@ -76,7 +76,6 @@ class Report:
 
 
 def terminal(report: Report) -> str:
-    """Return tables and findings as the terminal shows them."""
     tables = [f"{part.title}\n{aligned([part.header, *part.rows])}\n" for part in report.tables]
     return "\n".join([*tables, *report.findings])
 
@@ -143,7 +142,6 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _tiles(sources: Sequence[Source]) -> Table:
-    """Return a table of the tiles of all runs, a metric a row."""
     labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
     rows = [(label, *(_cell(source.tile(metric)) for source in sources)) for metric, label in labels.items()]
     return Table("", ("", *(source.label for source in sources)), rows)

@@ -71,7 +71,6 @@ class Score:
 
     @property
     def met(self) -> bool:
-        """Whether the error is finite and within the bound."""
         return isfinite(self.error) and abs(self.error) <= self.bar.bound
 
     @property
@@ -87,7 +86,6 @@ class Score:
         return "met" if self.met else "missed" if self.decidable else "undecided"
 
     def shown(self) -> tuple[str, str, str]:
-        """Return simulated value, measured value and error as text."""
         error = f"{self.error * 100:+z.2f} pt" if self.bar.points else f"{self.error:+z.1%}"
         return shown(self.simulated, self.bar.unit), shown(self.measured, self.bar.unit), error
 

@@ -42,12 +42,10 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """The direction: 1 where more is better, -1 where less is, 0 where neither is."""
         return SIGNS[self.better]
 
     @property
     def form(self) -> str:
-        """The format of `cbsim.metrics.terminal.shown`."""
         return self.style or FORMS.get(self.unit, "count")
 
     @property
@@ -177,7 +175,6 @@ def metric(name: str) -> Metric:
 
 
 def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return every metric of a summary, by its dotted name."""
     return {name: value for name, value in _flat(summary) if name in METRICS and isinstance(value, int | float)}
 
 

@@ -128,7 +128,6 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 
 def _counts(requests: Requests) -> dict[str, Any]:
-    """Return the number of requests that the server received, in all and by status."""
     by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
     return {"requests": len(requests.rows), "requests_by_status": by_status}
 

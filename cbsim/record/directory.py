@@ -69,7 +69,6 @@ class RunWriter:
         self.note("the run is under way, or died without a word")
 
     def note(self, reason: str) -> None:
-        """Mark the directory as incomplete, with the reason."""
         self._write(MARKER, (reason + "\n").encode())
 
     def scenario(self, resolved: str) -> None:
@@ -79,7 +78,6 @@ class RunWriter:
         self._json("env.json", facts)
 
     def tables(self, record: Record) -> tuple[RequestTable, Steps]:
-        """Write both tables of a record, and return them."""
         rows, steps = contents(record)
         with self.writing(steps, lambda: token_times(rows, steps)):
             return rows, steps
@@ -121,11 +119,9 @@ class RunWriter:
         self._json("summary.json", metrics)
 
     def file(self, name: str, content: bytes) -> Path:
-        """Write any other file of the directory, `figures/...` included."""
         return self._write(name, content)
 
     def stream(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
-        """A file that `write` writes bit by bit."""
         self._whole(name, lambda part: _streamed(part, write))
 
     def complete(self) -> None:
@@ -201,7 +197,6 @@ def contents(record: Record) -> tuple[RequestTable, Steps]:
 
 
 def step_columns(steps: Steps) -> dict[str, Any]:
-    """Return the step table's values by column."""
     return {name: steps[name] for name in STEP_COLUMNS}
 
 

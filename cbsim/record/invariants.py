@@ -118,7 +118,6 @@ def _flight(steps: Steps, depth: int) -> None:
 
 
 def _rows(steps: Steps) -> None:
-    """Check that the rows and tokens of each step add up."""
     rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
     for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])

@@ -28,7 +28,6 @@ class StepsOnDisk(Steps):
 
     @property
     def table(self) -> Ints:
-        """All columns in one array, column by column in memory."""
         values = np.empty((len(self), len(STEP_COLUMNS)), dtype=np.int64, order="F")
         for i, name in enumerate(STEP_COLUMNS):
             values[:, i] = self[name]

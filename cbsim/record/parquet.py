@@ -193,7 +193,6 @@ def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> 
 
 
 def bool_mask(values: pa.BooleanArray) -> npt.NDArray[np.bool_]:
-    """Return booleans, none of them null, as a mask."""
     bits = np.frombuffer(values.buffers()[1], dtype=np.uint8)
     first = values.offset
     return np.unpackbits(bits, bitorder="little")[first : first + len(values)].astype(bool)

@@ -95,12 +95,10 @@ def _picked(files: TableFiles, at: Ints) -> RequestTable:
 
 
 def name_of(number: int) -> str:
-    """Return the file name of a piece."""
     return f"{number:06}.parquet"
 
 
 def any_piece(path: Path) -> bool:
-    """True if the run has a piece to read."""
     return (path / directory.REQUEST_PIECES / name_of(0)).exists()
 
 
@@ -127,7 +125,6 @@ def last_rows(files: TableFiles) -> Ints:
 
 
 def steps_so_far(path: Path) -> Steps:
-    """Return the steps so far of a run that is under way."""
     return StepsOnDisk(step_pieces(path))
 
 

@@ -94,7 +94,6 @@ class TransferLog:
             self._of_job.setdefault(transfer.job, []).append(len(self.rows) - 1)
 
     def reported(self, jobs: tuple[int, ...], step: int) -> None:
-        """Note that the result of `step` reported these jobs."""
         for job in jobs:
             for at in self._of_job.pop(job, ()):
                 self.rows[at] = step
@@ -143,7 +142,6 @@ class Record:
         return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
 
     def request(self, spec: RequestSpec) -> Request:
-        """Return the state of an admitted request."""
         return self._requests[spec]
 
     def hand_to(self, sink: Sink, steps: int) -> None:
@@ -212,7 +210,6 @@ class Record:
             self.parents.extend((step, spec.index, parent.index))
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
-        """Append the row of a completed step."""
         work, counts = plan.work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         prefill, context = work.prefill_tokens, work.decode_context
@@ -294,7 +291,6 @@ class Record:
 
 
 def _write_times(row: BytesWriter, times: StepTimes) -> None:
-    """Write the columns STEP_TIMES."""
     write_i64_le(row, times.schedule_start_ns)
     write_i64_le(row, times.schedule_end_ns)
     write_i64_le(row, times.prepare_start_ns)

@@ -53,7 +53,6 @@ class Steps:
         return len(self._table)
 
     def window(self, low: int, high: int) -> Steps:
-        """Return steps low:high."""
         return Steps(self._table[low:high])
 
     def lane(self, name: str) -> Ints:
@@ -73,7 +72,6 @@ class RequestTable(Sequence[RequestRow]):
 
     @classmethod
     def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
-        """Return rows as columns."""
         if isinstance(rows, RequestTable):
             return rows
         values = dict(zip(RequestRow._fields, zip(*rows, strict=True) if rows else ((),) * 16, strict=True))
@@ -156,7 +154,6 @@ class Requests:
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
-        """The mask of requests that ended with their last token."""
         return self.rows.is_in(ENDED)
 
     @cached_property

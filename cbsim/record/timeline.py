@@ -48,7 +48,6 @@ def chrome_trace(
 
 
 def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """Yield KV transfers as events, on a lane for each direction."""
     inside = np.flatnonzero((transfers["step"] >= window[0]) & (transfers["step"] < window[1]))
     columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
     for lane, start, end, *details in zip(*columns, strict=True):

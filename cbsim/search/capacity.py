@@ -24,9 +24,8 @@ from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.probe import MOST_PROBES, Over, Probe, Terms, Value, looked_at, probe
 from cbsim.stats.intervals import Interval
-from cbsim.sweeps import identity
-from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.store import Runs, Store
+from cbsim.sweeps.work import Executor
 
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
 """A word for the subject of a sentence of cbsim.runs.binding; any other cause of waiting is called the queue."""
@@ -65,7 +64,6 @@ class Capacity:
 
     @property
     def replicates(self) -> int:
-        """The number of runs of all probes."""
         return sum(each.replicates for each in self.probes)
 
     @property
@@ -74,7 +72,6 @@ class Capacity:
         return sum(each.requests for each in self.probes)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the fields that `--json` prints."""
         return {
             "name": self.name,
             "loop": self.loop,
@@ -115,7 +112,6 @@ class Capacity:
 
 
 def _limit(fails: Probe) -> Limit:
-    """Return the limit that the least failing load shows."""
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
     causes = [cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals"]
@@ -155,7 +151,6 @@ class Search:
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """The probes in order of load."""
         return tuple(sorted(self._made.values(), key=lambda each: self._over.load(each.value)))
 
     @property
@@ -281,7 +276,6 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
 
 
 def _few(probes: Sequence[Probe]) -> list[str]:
-    """Return a notice for each percentile that runs are too short for."""
     names = dict.fromkeys(name for each in probes for name in each.few)
     least = min(each.requests // each.replicates for each in probes)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
@@ -302,7 +296,7 @@ def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Exe
     """Search for a capacity, printing each probe as it is made, then the answer. Return the exit status."""
     with closing(executor):
         Over(scenario, field)  # raise the errors of an unfit field before anything is printed
-        runs = Runs(Store(store, identity.code()), executor)
+        runs = Runs(Store(store), executor)
         if not as_json:
             conditions = " and ".join(check.rule for check in terms.conditions)
             print(f"{scenario.name}, {scenario.loop.mode}: {field} with {conditions}; {executor.about}\n")
@@ -336,6 +330,5 @@ def _aligned(cells: list[str]) -> str:
 
 
 def _shown(at: Interval, metric: str) -> str:
-    """Return a mean and its interval as text in the metric's form."""
     mean, low, high = (catalogue.METRICS[metric].shown(value) for value in (at.mean, max(at.low, 0.0), at.high))
     return f"{mean} [{low}, {high}]"

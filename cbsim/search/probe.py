@@ -112,7 +112,6 @@ class Over:
 
     @property
     def whole(self) -> bool:
-        """True if the field's values are whole numbers."""
         return isinstance(self.start, int)
 
     def scenario(self, value: Value, replicate: int) -> Scenario:
@@ -135,7 +134,6 @@ class Over:
         return middle if min(low, high) < middle < max(low, high) else None
 
     def ratio(self, low: Value, high: Value) -> float:
-        """Return the ratio of the load of `high` to that of `low`."""
         return self.load(high) / self.load(low)
 
     def _rounded(self, value: float) -> Value:
@@ -182,7 +180,6 @@ class Probe:
         return [(check, at) for check, at in pairs if intervals.decided(check, at) is None]
 
     def numbers(self, terms: Terms) -> dict[str, Any]:
-        """Return the fields that `--json` prints."""
         values = [
             {"condition": check.rule, **interval._asdict()}
             for check, interval in zip(terms.conditions, self.intervals, strict=False)
@@ -214,7 +211,6 @@ def _hopeless(check: Check, at: Interval, replicates: int, terms: Terms) -> bool
 
 
 def looked_at(over: Over, value: Value, terms: Terms, runs: Runs) -> Iterator[Probe]:
-    """Yield the probe as known after each look."""
     known: list[Run] = []
     for size in terms.looks:
         scenarios = [over.scenario(value, replicate) for replicate in range(len(known), size)]

@@ -42,7 +42,6 @@ class Goal(NamedTuple):
         return intervals.doublings(FIRST, self.most)
 
     def each(self, candidates: int) -> float:
-        """Return the confidence of each interval (Bonferroni)."""
         count = candidates - 1 + candidates * len(self.slo)
         return intervals.each(self.confidence, len(self.rounds) * count)
 
@@ -67,7 +66,6 @@ class Trial:
         self.verdict, self.why = verdict, why
 
     def values(self, metric: str) -> list[float]:
-        """Return the metric's values of the runs that have it."""
         return [run[metric] for run in self.runs if metric in run]
 
     def mean(self, metric: str) -> float:
@@ -113,7 +111,6 @@ class Outcome:
 
 
 def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
-    """Find the best of `candidates` candidates, numbered 0, 1, ..."""
     trials = [Trial() for _ in range(candidates)]
     confidence = goal.each(candidates)
     done = 0

@@ -24,12 +24,11 @@ from cbsim.scenario.overrides import parsed
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
 from cbsim.stats.replicated import label
-from cbsim.sweeps import identity, sweep, sweep_file, table
-from cbsim.sweeps.executor import Executor
+from cbsim.sweeps import sweep, sweep_file
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
-from cbsim.sweeps.work import Task
+from cbsim.sweeps.work import Executor, Task
 
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
 NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
@@ -152,7 +151,7 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
 
     def of(point: Point) -> Numbers | str:
         if runs.store.holds(point.key, (SUMMARY,)):
-            return table.numbers(point, runs.store.summary(point.key))
+            return sweep.numbers(point, runs.store.summary(point.key))
         return runs.store.reason(point.key) or "it was not made"
 
     def measured(chosen: Sequence[int], replicates: range) -> Mapping[int, Sequence[Numbers | str]]:
@@ -166,7 +165,7 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
 def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress | None = None) -> Tuned:
     """Search for the best of the points. `progress` shows the runs of each round. Raises RunError, Interrupted."""
     with closing(executor):
-        runs = Runs(Store(store, identity.code()), executor, progress)
+        runs = Runs(Store(store), executor, progress)
         outcome = search(len(of), measure(of, runs), goal)
     loops = ["loop.mode"] if len({point.loop for point in of}) > 1 else []
     fields = dict.fromkeys([*(name for point in of for name in point.settings), *loops])
@@ -177,7 +176,6 @@ def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progr
 
 
 def study(tuned: Tuned) -> Report:
-    """Return the report of a search, with a table row per candidate."""
     outcome, goal = tuned.outcome, tuned.outcome.goal
     conditions = f" with {' and '.join(check.rule for check in goal.slo)}" if goal.slo else ""
     most = "most" if goal.metric.sign > 0 else "least"
@@ -273,7 +271,6 @@ def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
 
 
 def _note(tuned: Tuned, i: int) -> str:
-    """Return the verdict that a candidate's table row shows."""
     outcome = tuned.outcome
     trial = outcome.trials[i]
     if trial.verdict in (BREAKS, FAILED):

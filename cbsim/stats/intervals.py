@@ -87,7 +87,6 @@ def half_width(deviation: float, count: int, confidence: float) -> float:
 
 @lru_cache(maxsize=4096)
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t with `degrees` degrees of freedom at a probability between 0 and 1."""
     assert 0 < probability < 1, probability
     assert degrees >= 1, degrees
     if probability < 0.5:

@@ -37,12 +37,10 @@ class Paired(NamedTuple):
 
     @property
     def none(self) -> bool:
-        """True if every difference counts as none."""
         return self.deviation == self.mean == 0
 
     @property
     def known(self) -> bool:
-        """True if the interval is finite."""
         return isfinite(self.high - self.low)
 
     def needed(self, precision: float, confidence: float) -> int | None:

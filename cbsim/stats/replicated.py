@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario.fields import near
-from cbsim.sweeps.table import DONE
+from cbsim.sweeps.sweep import DONE
 
 ABOUT = ("loop", "seed", "replicate", "key", "status", "reason")
 Numbers = Mapping[str, float]
@@ -27,7 +27,6 @@ class Configuration:
     runs: Mapping[int, Numbers]
 
     def values(self, metric: str) -> dict[int, float]:
-        """Return the values of a metric by seed, of the runs that have it."""
         return {seed: numbers[metric] for seed, numbers in self.runs.items() if metric in numbers}
 
     def label(self, fields: Sequence[str]) -> str:
@@ -53,7 +52,6 @@ class Replicated:
         return [name for name in self.fields if len({each.settings[name] for each in self.configurations}) > 1]
 
     def check(self, metric: str) -> None:
-        """Raise ScenarioError if no run has the metric."""
         if metric not in self.metrics:
             raise ScenarioError(f"{self.path}: no run has {metric}", file=self.path, field=metric)
 
@@ -139,5 +137,4 @@ def _last(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a field's value as text."""
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import Pipe
@@ -18,8 +17,7 @@ from typing import Any
 
 from cbsim.errors import RunError, ScenarioError
 from cbsim.sweeps import identity
-from cbsim.sweeps.executor import AHEAD, Gone, each
-from cbsim.sweeps.work import Made, Task
+from cbsim.sweeps.work import AHEAD, Executor, Gone, Made, Task
 
 CLIENT = "ray://"
 REACHED_S = 3.0  # timeout for the machine to accept a connection
@@ -32,31 +30,22 @@ NO_NODE = f"{NO_ANSWER}, or this machine is not one of its nodes; from others: {
 LOST = "the connection to the cluster is lost; the same command goes on where it stopped"
 
 
-class RayCluster:
+class RayCluster(Executor):
     """The executor on the cluster at `address`: `auto`, HOST:PORT, or ray://HOST:PORT. Nodes may join and leave.
     Raises ScenarioError if there is no cluster, RunError if it is lost or one of its nodes has other code or data.
     """
 
     def __init__(self, address: str) -> None:
-        self._address, self._cpus = address, 0
+        self._address = address
         self._driver: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
         if find_spec("ray") is None:
             raise self._error("ray is not installed: pip install -e '.[ray]'")
         self._join()
 
-    @property
-    def about(self) -> str:
-        return f"Ray cluster of {self._cpus} CPUs at {self._address}"
-
-    @property
-    def room(self) -> int:
-        """The number of tasks that may be under way; not 0 without CPUs, as pending tasks make a cluster add some."""
-        return AHEAD * max(1, self._cpus)
-
-    def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
-        """Yield each task's outcome on completion, with the retries of `executor.each`."""
-        return each(tasks, self)
+    def _count(self, cpus: int) -> None:
+        self.about = f"Ray cluster of {cpus} CPUs at {self._address}"
+        self.room = AHEAD * max(1, cpus)  # not 0 without CPUs, as pending tasks make a cluster add some
 
     def give(self, task: Task) -> None:
         """Send a task to the driver process. Raises RunError if the connection is lost."""
@@ -70,7 +59,7 @@ class RayCluster:
         while True:
             match self._receive(self._join()):
                 case "cpus", cpus:
-                    self._cpus = cpus
+                    self._count(cpus)
                 case "made", key, packed:
                     return key, pickle.loads(packed)
                 case "died", key:
@@ -117,7 +106,7 @@ class RayCluster:
         if kind == "wrong":
             self.close()
             raise self._error(answer)
-        self._cpus = answer
+        self._count(answer)
         return self._pipe
 
     def _reach(self) -> None:

@@ -71,7 +71,6 @@ class Driver:
             self.out.put(("wrong", _line(error)))
 
     def _count(self) -> None:
-        """Report the cluster's CPUs if they have changed."""
         if time.monotonic() - self._asked_s < ASK_S:
             return
         self._asked_s = time.monotonic()

@@ -25,8 +25,7 @@ from cbsim.record.directory import write_whole
 from cbsim.runs.progress import ProgressLine
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity
-from cbsim.sweeps.executor import Executor
-from cbsim.sweeps.work import BINDS, Made, Task
+from cbsim.sweeps.work import BINDS, Executor, Made, Task
 
 SUMMARY = "summary.json"
 PART = ".part-"
@@ -34,11 +33,11 @@ STALE_S = 24 * 3600.0  # older temporary directories were left by sweeps that we
 
 
 class Store:
-    """A folder of runs made by the code in state `code`. Raises RunError if it cannot be written."""
+    """A folder of runs made by the code in state `code` (that of now). Raises RunError if it cannot be written."""
 
-    def __init__(self, path: Path, code: str) -> None:
-        self.path, self.code = path, code
-        self._runs, self._failed = path / "runs" / code, path / "failed" / code
+    def __init__(self, path: Path, code: str | None = None) -> None:
+        self.path, self.code = path, code or identity.code()
+        self._runs, self._failed = path / "runs" / self.code, path / "failed" / self.code
         with access(path, RunError, "written"):
             for folder in (self._runs, self._failed):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -49,20 +48,16 @@ class Store:
 
     @property
     def other_states(self) -> dict[str, int]:
-        """The number of runs made by each other state of the code."""
         states = [folder for folder in self._runs.parent.iterdir() if folder.is_dir() and folder.name != self.code]
         return {folder.name: sum(1 for _ in folder.iterdir()) for folder in sorted(states)}
 
     def keys(self) -> set[str]:
-        """Return the keys of all stored runs."""
         return {folder.name for folder in self._runs.iterdir() if not folder.name.startswith(".")}
 
     def run(self, key: str) -> Path:
-        """Return the directory of a run."""
         return self._runs / key
 
     def holds(self, key: str, files: tuple[str, ...]) -> bool:
-        """True if the run is stored with all these files."""
         return all((self.run(key) / name).is_file() for name in files)
 
     def keep(self, made: Made) -> None:
@@ -93,15 +88,13 @@ class Store:
         (self._failed / f"{key}.json").unlink(missing_ok=True)
 
     def reason(self, key: str) -> str | None:
-        """Return the reason why a run failed; None if no failure is stored."""
         with suppress(OSError, ValueError, KeyError):
             return str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
         return None
 
     def summary(self, key: str) -> dict[str, Any]:
         """Return the summary of a stored run. Raises RunError if it cannot be read."""
-        summary: dict[str, Any] = self.read(key, SUMMARY)
-        return summary
+        return dict(self.read(key, SUMMARY))
 
     def read(self, key: str, name: str) -> Any:
         """Return the content of a JSON file of a stored run. Raises RunError if it cannot be read."""
@@ -129,7 +122,6 @@ class Progress:
         self._silent = silent
 
     def begin(self, total: int) -> None:
-        """Start the count for `total` runs."""
         self._total, self._done, self._failed, self._written = total, 0, 0, 0
         self._line = ProgressLine(5.0)
 

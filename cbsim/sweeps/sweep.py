@@ -1,4 +1,5 @@
-"""A sweep: builds its points, runs those that the store lacks, and writes a table of all of them.
+"""A sweep: builds its points, runs those that the store lacks, and writes a table of all of them: a row per point, with
+its settings, its status, and every metric by its dotted name.
 
 A point is a resolved scenario of one loop. All points are built before the first one runs.
 """
@@ -11,23 +12,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from cbsim.errors import ERROR, OK, ScenarioError
+from cbsim.errors import ERROR, OK, RunError, ScenarioError
+from cbsim.files import access
+from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
+from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
 from cbsim.scenario.scenario import Scenario
-from cbsim.sweeps import identity, sweep_file, table
-from cbsim.sweeps.executor import Executor
+from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile, overrides
-from cbsim.sweeps.table import Row
-from cbsim.sweeps.work import Made, Task
+from cbsim.sweeps.work import Executor, Made, Task
 from cbsim.workload import generators
 
+DONE, FAILED, MISSING = "done", "failed", "missing"
 LARGEST_SEED = 2**63 - 1  # the largest integer that a column of the table holds
 MOST_LISTED, MOST_REASONS = 20, 10
 """The largest number of mistakes and of failures listed; points with the same one count once."""
@@ -121,6 +126,71 @@ def check_workloads(points: Iterable[Point]) -> None:
         generators.build(point.scenario)
 
 
+class Row(NamedTuple):
+    """A point and its outcome: a summary only if it is done, a reason only if it failed."""
+
+    point: Point
+    summary: Mapping[str, Any] | None
+    reason: str | None
+
+    @property
+    def status(self) -> str:
+        return DONE if self.summary is not None else FAILED if self.reason is not None else MISSING
+
+
+def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return every metric of a run, and two of the whole system: tokens/s per GPU, and per user, 1 / mean TPOT."""
+    metrics = quantities(summary)
+    metrics[PER_GPU] = metrics["output_tokens_per_s"] / point.scenario.gpus
+    if metrics.get("tpot_s.mean"):
+        metrics[PER_USER] = 1 / metrics["tpot_s.mean"]
+    return metrics
+
+
+def table_of(rows: Sequence[Row]) -> pa.Table:
+    """Return the columns `loop`, the fields that axes set, `seed`, `replicate`, `key`, `status`, `reason`, then the
+    metrics; a value that a run does not have is null.
+    """
+    points = [row.point for row in rows]
+    columns: dict[str, Any] = {"loop": [point.loop for point in points]}
+    columns |= _columns([_settings(point) for point in points], _typed)
+    columns["seed"] = [point.scenario.seed for point in points]
+    columns["replicate"] = [point.replicate for point in points]
+    columns["key"] = [point.key for point in points]
+    columns["status"] = [row.status for row in rows]
+    columns["reason"] = pa.array([row.reason for row in rows], pa.string())
+    metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
+    return pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
+
+
+def _settings(point: Point) -> dict[str, Any]:
+    """Return the settings of a point without loop and seed, which have columns of their own."""
+    return {name: value for name, value in point.settings.items() if name not in ("loop.mode", "seed")}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: array([row.get(name) for row in rows]) for name in names}
+
+
+def _typed(values: Sequence[Any]) -> pa.Array:
+    """Return the values of one field as a column: unchanged if of one type, mixed numbers as floats, else as JSON."""
+    types = {type(value) for value in values if value is not None}
+    if types == {int, float}:
+        return pa.array([None if value is None else float(value) for value in values])
+    if len(types) < 2 and types <= {bool, int, float, str}:
+        return pa.array(values)
+    return pa.array([None if value is None else json.dumps(value, sort_keys=True) for value in values])
+
+
+def _write(made: pa.Table, path: Path) -> None:
+    """Write a table atomically. Raises RunError."""
+    content = BytesIO()
+    pq.write_table(made, content, compression="zstd")
+    with access(path, RunError, "written"):
+        write_whole(path, content.getvalue())
+
+
 @dataclass(frozen=True, eq=False)
 class Swept:
     """The outcome of a sweep. `table` has a row per point; `path` is its file."""
@@ -131,11 +201,10 @@ class Swept:
 
     @cached_property
     def table(self) -> pa.Table:
-        return table.table(self.rows)
+        return table_of(self.rows)
 
     @property
     def failed(self) -> dict[str, list[Point]]:
-        """The points that failed, by reason."""
         failed: dict[str, list[Point]] = {}
         for row in self.rows:
             if row.reason is not None:
@@ -146,12 +215,12 @@ class Swept:
         return sum(row.status == status for row in self.rows)
 
     def __str__(self) -> str:
-        counts = {status: self.count(status) for status in (table.DONE, table.FAILED, table.MISSING)}
-        line = ", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == table.DONE)
+        counts = {status: self.count(status) for status in (DONE, FAILED, MISSING)}
+        line = ", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == DONE)
         return f"{line}\ntable     {self.path}\nread it   pandas.read_parquet({str(self.path)!r})"
 
     def __repr__(self) -> str:
-        return f"<Swept {self.name}: {self.count(table.DONE)} of {len(self.rows)} points done>"
+        return f"<Swept {self.name}: {self.count(DONE)} of {len(self.rows)} points done>"
 
 
 class Sweep:
@@ -160,7 +229,7 @@ class Sweep:
     def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1)) -> None:
         self.file = file
         self.points = of(file, base)
-        self.store = Store(folder, identity.code())
+        self.store = Store(folder)
         number, parts = shard
         part = list({point.key: point for point in self.points}.values())[number - 1 :: parts]
         self.missing = [point for point in part if not self.store.holds(point.key, FILES[file.keep])]
@@ -185,7 +254,7 @@ class Sweep:
         there = self.store.keys()
         rows = [self._row(point, point.key in there) for point in self.points]
         swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet")
-        table.write(swept.table, swept.path)
+        _write(swept.table, swept.path)
         return swept
 
     def _row(self, point: Point, there: bool) -> Row:

@@ -46,7 +46,6 @@ class Range(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        """Return the values in rising order."""
         step, count = _grid(self.high - self.low, self.step, self.count)
         return tuple(_number(self.low + i * step) for i in range(count))
 
@@ -69,7 +68,6 @@ class LogRange(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        """Return the values in rising order."""
         octaves, factor = _octaves(self.low, self.high), self.factor
         each, count = _grid(octaves, math.log2(factor) if factor else None, self.count)
         if factor:
@@ -97,7 +95,6 @@ def _grid(span: float, each: float | None, count: int | None) -> tuple[float, in
 
 
 def _octaves(low: float, high: float) -> float:
-    """Return the number of doublings from `low` to `high`."""
     return math.log2(high) - math.log2(low)
 
 
@@ -192,11 +189,9 @@ class Axis(Frozen):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that this axis sets."""
         return tuple(dict.fromkeys((*self.fields, *(name for point in self.points for name in point))))
 
     def settings(self) -> Sequence[Settings]:
-        """Return the settings of each point of this axis."""
         if self.points:
             return self.points
         return [dict(zip(self.fields, values, strict=True)) for values in zip(*self.fields.values(), strict=True)]
@@ -271,7 +266,6 @@ class SweepFile(Frozen):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that axes set, in their order."""
         return tuple(name for axis in self.axes for name in axis.names)
 
     def settings(self) -> Iterator[tuple[Settings, int]]:
@@ -314,5 +308,4 @@ def load(source: Any) -> tuple[SweepFile, Path]:
 
 
 def parse(data: Mapping[str, Any]) -> SweepFile:
-    """Parse a sweep from plain values. Raises ScenarioError."""
     return Document("sweep", None, dict(data)).checked(SweepFile)

@@ -1,4 +1,5 @@
-"""The work of one point: a run, in any process of any machine, which returns the files of the run's directory.
+"""The work of one point: a run, in any process of any machine, which returns the files of the run's directory; and an
+executor's retries when a process or machine dies.
 
 At the start of a run the server is still empty, so the latencies of the first requests can be left out (`warmup`).
 """
@@ -10,9 +11,13 @@ import math
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +38,10 @@ from cbsim.sweeps.sweep_file import Keep
 
 BINDS = "binds.json"
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # to be run in the point's directory
+AHEAD = 2  # tasks submitted per process at most, so that no process waits for its next one
+MOST_LOST = 10
+DIED = "the process that worked on it died, twice: killed, or out of memory"
+GIVEN_UP = f"{MOST_LOST} machines that worked on it were lost"
 
 
 class Task(NamedTuple):
@@ -54,6 +63,66 @@ class Made(NamedTuple):
     seconds: float = 0.0
 
 
+class Gone(Enum):
+    """The reason why a task was not completed: its process died, or its machine was lost."""
+
+    PROCESS = "the process that worked on it died"
+    MACHINE = "the machine did, or what it had made was lost with it"
+
+
+class Executor(ABC):
+    """A pool of processes that work on tasks, one task per process at a time. `about` describes them; `room`, which may
+    change at any time, is the number of tasks that may be under way, at least 1.
+    """
+
+    about: str
+    room: int
+
+    @abstractmethod
+    def give(self, task: Task) -> None:
+        """Submit a task."""
+
+    @abstractmethod
+    def take(self) -> tuple[str, Made | Gone]:
+        """Wait for the next task that was completed or lost; return its key and its outcome."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop all workers at once; tasks under way are lost. A second call does nothing."""
+
+    def each(self, tasks: Iterable[Task]) -> Iterator[Made]:
+        """Yield each task's outcome on completion. A task is taken from `tasks` when a process is free. One whose
+        process died is repeated while no other task is under way: after all others, or once `room` such tasks are
+        waiting; if its process dies again, the task fails. A task whose machine was lost is not at fault: it is
+        repeated at once, and fails after MOST_LOST lost machines.
+        """
+        waiting, suspects = iter(tasks), deque[Task]()
+        flying, lost = dict[str, Task](), Counter[str]()
+        while True:
+            room = self.room
+            fresh = list(islice(waiting, max(0, room - len(flying)))) if len(suspects) < room else []
+            alone = bool(suspects) and not (fresh or flying)
+            for task in [suspects.popleft()] if alone else fresh:
+                flying[task.key] = task
+                self.give(task)
+            if not flying:
+                return
+            key, became = self.take()
+            task = flying.pop(key)
+            if isinstance(became, Made):
+                yield became
+            elif became is Gone.PROCESS and alone:
+                yield Made(key, {}, DIED)
+            elif became is Gone.PROCESS:
+                suspects.append(task)
+            else:
+                lost[key] += 1
+                if lost[key] == MOST_LOST:
+                    yield Made(key, {}, GIVEN_UP)
+                else:
+                    flying[key] = task
+                    self.give(task)
+
+
 def work(task: Task) -> Made:
     """Make the run. An exception of the run is not raised but returned as the reason of the failure."""
     begun = time.perf_counter()
@@ -68,10 +137,7 @@ def work(task: Task) -> Made:
     return Made(task.key, files, None, time.perf_counter() - begun)
 
 
-@cache
-def _process() -> dict[str, Any]:
-    """Return the environment of this process, determined once."""
-    return environment.of_process()
+_process = cache(environment.of_process)
 
 
 def _files(result: Result, keep: Keep) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def here(store: Path) -> Runs:
-    return Runs(Store(store, identity.code()), Here())
+    return Runs(Store(store), Here())
 
 
 def test_runs_are_kept_and_found_again(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_run_that_fails_ends_the_search_and_says_why(tmp_path: Path) -> None:
         def each(self, tasks: Any) -> Any:
             return (Made(task.key, {}, "out of memory") for task in tasks)
 
-    runs = Runs(Store(tmp_path, identity.code()), Broken())
+    runs = Runs(Store(tmp_path), Broken())
     with pytest.raises(RunError, match=r"^scenario: seed 0: out of memory$"):
         capacity.search(slow(), RATE, terms.terms(slow(), ["ttft.mean<=1s"], None), runs)
 

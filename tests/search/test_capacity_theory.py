@@ -30,7 +30,6 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.search import probe
 from cbsim.search.capacity import Capacity, search
 from cbsim.search.probe import RATE, Over
-from cbsim.sweeps import identity
 from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import Run, Runs, Store
 from cbsim.workload import generators
@@ -142,6 +141,6 @@ def test_searches_cover_the_exact_capacity_as_often_as_they_say(monkeypatch: pyt
 
 def test_the_recursion_is_what_the_simulator_does(tmp_path: Path) -> None:
     """A whole search finds the same, probe by probe, whoever makes its runs; what binds only a simulation knows."""
-    simulated = answer(2, Runs(Store(tmp_path, identity.code()), Here()), requests=400, replicates=8, width=0.3)
+    simulated = answer(2, Runs(Store(tmp_path), Here()), requests=400, replicates=8, width=0.3)
     quick = answer(2, Recursion(), requests=400, replicates=8, width=0.3)
     assert simulated.numbers() | {"binds": None} == quick.numbers() | {"binds": None}

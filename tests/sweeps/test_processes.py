@@ -16,8 +16,9 @@ from support.calls import environment
 from support.sweeping import seats
 
 from cbsim.sweeps import sweep_file
-from cbsim.sweeps.executor import DIED, Here, Processes
+from cbsim.sweeps.executor import Here, Processes
 from cbsim.sweeps.sweep import Sweep, Swept
+from cbsim.sweeps.work import DIED
 
 
 def swept(path: Path, store: Path) -> Swept:

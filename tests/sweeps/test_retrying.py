@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cbsim
-from cbsim.sweeps import executor
-from cbsim.sweeps.executor import DIED, GIVEN_UP, MOST_LOST, Gone
-from cbsim.sweeps.work import Made, Task
+from cbsim.sweeps.work import DIED, GIVEN_UP, MOST_LOST, Executor, Gone, Made, Task
 
 SCENARIO = cbsim.load("8k_b32")
 D, M = Gone.PROCESS, Gone.MACHINE
 
 
-class Scripted:
+class Scripted(Executor):
     """Workers whose fates are written down: how often a task is lost and how, and who is done first."""
 
     def __init__(self, fates: Mapping[str, Sequence[Gone]], rooms: Sequence[int], order: Sequence[int]) -> None:
@@ -29,7 +27,7 @@ class Scripted:
         self.most = 0  # more than there was room for, at any time
 
     @property
-    def room(self) -> int:
+    def room(self) -> int:  # type: ignore[override]
         self._rooms = [*self._rooms[1:], self._rooms[0]]
         return self._rooms[0]
 
@@ -59,7 +57,7 @@ def test_every_task_comes_back_once(fates: list[list[Gone]], rooms: list[int], o
     """
     named = {f"task {at}": fate for at, fate in enumerate(fates)}
     workers = Scripted(named, rooms, order)
-    made = list(executor.each((Task(key, SCENARIO, "summary") for key in named), workers))
+    made = list(workers.each(Task(key, SCENARIO, "summary") for key in named))
     assert sorted(each.key for each in made) == sorted(named)
     assert not workers.flying
     assert workers.most <= max(rooms)
@@ -75,6 +73,6 @@ def test_every_task_comes_back_once(fates: list[list[Gone]], rooms: list[int], o
 def test_a_task_that_loses_every_machine_fails() -> None:
     """It would go on for ever."""
     workers = Scripted({"unlucky": [M] * MOST_LOST, "lucky": [M] * (MOST_LOST - 1)}, [2], [0])
-    made = executor.each([Task(key, SCENARIO, "summary") for key in ("unlucky", "lucky")], workers)
+    made = workers.each([Task(key, SCENARIO, "summary") for key in ("unlucky", "lucky")])
     assert {each.key: each.reason for each in made} == {"unlucky": GIVEN_UP, "lucky": None}
     assert workers.tries == {"unlucky": MOST_LOST, "lucky": MOST_LOST}

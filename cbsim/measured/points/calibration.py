@@ -17,7 +17,7 @@ from cbsim.measured.points.fit import Prior, Solution
 from cbsim.measured.points.predict import predict
 from cbsim.measured.points.published import HOPPER, Means, Point
 from cbsim.scenario.terms import FRONT, Curve, Residual, Term, TermsFile, resolve
-from cbsim.sweeps.executor import Executor
+from cbsim.sweeps.work import Executor
 
 ROUGH_REQUESTS = 5  # requests a user in the runs from which derivatives are taken
 TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval

@@ -17,9 +17,8 @@ from cbsim.scenario import terms
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, TermsFile
 from cbsim.sweeps import identity
-from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
-from cbsim.sweeps.work import Made, Task
+from cbsim.sweeps.work import Executor, Made, Task
 
 
 def predict(

@@ -19,9 +19,8 @@ from cbsim.measured.points.published import Point, measured
 from cbsim.measured.points.score import Class, Errors, Group, Predicted
 from cbsim.scenario import terms
 from cbsim.scenario.terms import TermsFile, load
-from cbsim.sweeps import identity
-from cbsim.sweeps.executor import Executor
 from cbsim.sweeps.store import Progress, Store
+from cbsim.sweeps.work import Executor
 
 STATISTICS = ("median", "MAPE", "p90")
 SHOWN = {"mape": "MAPE", "p90": "p90"}
@@ -277,7 +276,7 @@ def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, 
             print(f"  {count:>5,} cannot: {reason}")
         print(flush=True)
     with closing(executor):
-        stored = Store(store, identity.code())
+        stored = Store(store)
         predicted, failed = predict.score(chosen.buildable, executor, stored, Progress(silent=silent))
     for reason, count in failed.most_common():
         print(f"failed    {count} points: {reason}", file=sys.stderr)
