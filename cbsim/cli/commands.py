@@ -82,11 +82,11 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def catalogue(_: argparse.Namespace) -> int:
-    from cbsim.scenario import catalog, documents
+    from cbsim.scenario import catalog, costs, documents
     from cbsim.schedulers import registry
 
     _section("schedulers", {name: kind.about for name, kind in registry.kinds().items()})
-    _section("cost models", COST_MODELS)
+    _section("cost models", costs.models())
     for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})
     questions = {}
@@ -118,14 +118,6 @@ def drive(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         quiet=arguments.quiet,
     )
-
-
-COST_MODELS = {
-    "constant": "a fixed time a step plus linear terms",
-    "roofline": "FLOPs and bytes of the model's shape against the GPU's data sheet",
-    "fitted": "coefficients calibrated on an engine's own run, from a YAML file",
-    "table": "measured kernel times: vLLM layer profiles, or GEMM and attention tables",
-}
 
 
 def _about(folder: str, name: str) -> str:

@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 
 from cbsim.policy.plan import WORKED, StepPlan
 from cbsim.policy.transfers import Direction
+from cbsim.scenario.costs import CpuSettings
+
+NS = 1e9  # nanoseconds of a second
 
 
 class Cost(Protocol):
@@ -98,6 +101,16 @@ class CpuCost:
             for c in self._coefficients
         ]
         return schedule, prepare, launch, update
+
+
+def nanoseconds(settings: object, *terms: str) -> list[float]:
+    """Return terms of a cost model, declared in seconds, in nanoseconds."""
+    return [getattr(settings, f"{term}_s") * NS for term in terms]
+
+
+def cpu_cost(settings: CpuSettings) -> CpuCost:
+    """Return CPU coefficients in nanoseconds."""
+    return CpuCost({name: PhaseCost(*nanoseconds(getattr(settings, name), *PhaseCost._fields)) for name in PHASES})
 
 
 def nearest(number: float) -> int:

@@ -15,11 +15,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cbsim.cost.base import CpuCost
-from cbsim.cost.engine_tables import EngineTables
+from cbsim.cost import engine_tables
+from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
+from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.table import attention_work
+from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
+from cbsim.scenario import catalog
+from cbsim.scenario.costs import TableSettings
+from cbsim.scenario.fields import bare
+from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
+
+FACTORS = ("elementwise", "decode_attention", "products", "large_products", "experts")  # of Terms
+LARGEST_CAPTURED = 512
+"""Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
+With few slots vLLM captures less, as in simulate.graphs."""
 
 
 class Terms(NamedTuple):
@@ -101,3 +112,33 @@ class EngineCost:
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return self._launch_ns if plan.work.rows else 0
+
+
+def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
+    """Build a cost model from the tables of an engine, of one card. Raises ScenarioError."""
+    model, folder = scenario.model, catalog.tables(settings.path)
+    card = folder.name.partition("_")[0]
+    if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
+        raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
+    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
+    engine = engine_tables.meant(folder, settings.engine or "")
+    return EngineCost(
+        cpu_cost(settings.cpu),
+        EngineTables(folder, engine, model, share, fastest=settings.fastest),
+        Terms(*nanoseconds(settings, "step", "layer", "row", "reduce"), *(getattr(settings, name) for name in FACTORS)),
+        model,
+        tensor=share.tensor,
+        bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
+        captured=_captured(scenario),
+        launch_ns=settings.launch_s_per_layer * model.layers * NS,
+    )
+
+
+def _captured(scenario: Scenario) -> int:
+    """Return the largest step that runs as a graph, tokens."""
+    graphs = scenario.loop.cuda_graphs
+    if not graphs.enabled:
+        return 0
+    if graphs.vllm_capture_sizes:
+        return graphs.vllm_capture_sizes[-1]
+    return getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED

@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from cbsim.cost.base import CpuCost
+from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.value import value
+from cbsim.scenario.costs import ConstantSettings, CurvePoint, FittedSettings
+from cbsim.scenario.scenario import Scenario
+
+TERMS = (  # in the order of FittedCost
+    *("per_chunk", "per_prefill_token", "per_cached_token", "per_prefill_attention"),
+    *("per_decode_row", "per_context_token", "h2d", "d2h"),
+)
 
 
 class Work(NamedTuple):
@@ -125,3 +132,22 @@ class ConstantCost:
 
     def eager_launch_ns(self, plan: StepPlan) -> int:
         return 0
+
+
+def constant(scenario: Scenario, settings: ConstantSettings) -> ConstantCost:
+    """Build the cost model `constant`."""
+    terms = nanoseconds(settings, "step", "per_token", "per_prefill_token", "per_context_token")
+    return ConstantCost(cpu_cost(settings.cpu), *terms)
+
+
+def fitted(scenario: Scenario, settings: FittedSettings) -> FittedCost:
+    """Build the cost model `fitted`."""
+    curves = _curve(settings.query_tokens), _curve(settings.context_tokens)
+    launch_ns = settings.launch_s_per_layer * scenario.model.layers * NS
+    return FittedCost(
+        cpu_cost(settings.cpu), settings.base_s * NS, *curves, *[*nanoseconds(settings, *TERMS), launch_ns]
+    )
+
+
+def _curve(points: Sequence[CurvePoint]) -> Curve:
+    return Curve([point.tokens for point in points], [point.s * NS for point in points])

@@ -20,11 +20,14 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from cbsim.cost.base import CpuCost, nearest
+from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.policy.groups import Attention
 from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.scenario.costs import RooflineSettings
+from cbsim.scenario.scenario import Scenario
 
 
 class Rates(NamedTuple):
@@ -163,3 +166,49 @@ class WindowedRoofline(RooflineCost):
 
     def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
         return self._flops_prefill if any(chunk.tokens > 1 for chunk in chunks) else self._flops_decode
+
+
+def roofline(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
+    """Build the cost model `roofline`."""
+    model, gpu = scenario.model, scenario.hardware
+    flops = getattr(gpu.flops, model.dtype)
+    linear_flops = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
+    compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
+    rates = Rates(
+        flops_prefill=flops * compute.prefill,
+        flops_decode=flops * compute.decode,
+        bytes_weights=bandwidth * memory.weights,
+        bytes_kv=bandwidth * memory.kv,
+        bytes_pcie=gpu.pcie_bytes_s,
+        linear=(linear_flops or flops) / flops,
+    )
+    ranks, experts = settings.tensor_parallel, model.layers * model.expert_parameters
+    share = model.experts_per_token / model.experts if model.experts else 0.0
+    router = model.layers * model.hidden * model.experts
+    dense = model.layers * model.layer_parameters - experts
+    weights = Weights(
+        linear=(dense + round(experts * share)) // ranks,
+        head=model.vocab * model.hidden // ranks,
+        hidden=model.hidden,
+        attention_flop=4 * model.layers * model.heads * model.head_dim // ranks,
+        bytes=model.dtype_bytes,
+        kv_bytes=model.kv_bytes_per_token // ranks,
+        linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
+    )
+    make = RooflineCost if model.sees_all else partial(WindowedRoofline, model.layer_attention)
+    return make(
+        cpu_cost(settings.cpu),
+        rates,
+        weights,
+        settings.step_overhead_s,
+        settings.launch_s_per_layer * model.layers,
+        experts=Experts(share, model.expert_bytes / ranks) if experts else None,
+        reduces=_all_reduces(scenario, settings) if ranks > 1 else None,
+    )
+
+
+def _all_reduces(scenario: Scenario, settings: RooflineSettings) -> AllReduces:
+    """Return the all-reduces of a step: two a layer, each of the residual stream of the step's tokens."""
+    model, gpu, ranks = scenario.model, scenario.hardware, settings.tensor_parallel
+    token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
+    return AllReduces(2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s)

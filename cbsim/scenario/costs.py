@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
@@ -74,6 +74,9 @@ Efficiency = Annotated[Real, Field(gt=0, le=1)]
 class ConstantSettings(Frozen):
     """A fixed time a step, and so much more for each thing in it: the textbook's model."""
 
+    about: ClassVar[str] = "a fixed time a step plus linear terms"
+    builder: ClassVar[str] = "cbsim.cost.fitted:constant"
+    tensor_parallel: ClassVar[int] = 1
     kind: Literal["constant"]
     step_s: Seconds
     """Seconds a step."""
@@ -108,6 +111,8 @@ class MemoryEfficiency(Frozen):
 class RooflineSettings(Frozen):
     """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
 
+    about: ClassVar[str] = "FLOPs and bytes of the model's shape against the GPU's data sheet"
+    builder: ClassVar[str] = "cbsim.cost.roofline:roofline"
     kind: Literal["roofline"]
     compute_efficiency: ComputeEfficiency = ComputeEfficiency()
     """Share of the peak FLOP/s."""
@@ -258,6 +263,9 @@ class Coefficients(Frozen):
 class FittedSettings(Coefficients):
     """Coefficients calibrated from a run: given here, or read from the file at `path` and overridden here."""
 
+    about: ClassVar[str] = "coefficients calibrated on an engine's own run, from a YAML file"
+    builder: ClassVar[str] = "cbsim.cost.fitted:fitted"
+    tensor_parallel: ClassVar[int] = 1
     kind: Literal["fitted"]
     path: PlainPath | None = None
     """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
@@ -358,6 +366,8 @@ class CalibratedTerms(Range):
 class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
+    about: ClassVar[str] = "measured kernel times: vLLM layer profiles, or GEMM and attention tables"
+    builder: ClassVar[str] = "cbsim.cost.table:table"
     kind: Literal["table"]
     path: Annotated[PlainPath, AfterValidator(_anchored)]
     """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
@@ -452,3 +462,8 @@ def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Cost = Annotated[ConstantSettings | RooflineSettings | FittedSettings | TableSettings, By("kind")]
+
+
+def models() -> dict[str, str]:
+    """Return what each cost model is, by its kind."""
+    return {get_args(each.model_fields["kind"].annotation)[0]: each.about for each in get_args(get_args(Cost)[0])}

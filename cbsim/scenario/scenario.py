@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from cbsim.errors import ScenarioError
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
 from cbsim.scenario import catalog, documents, sizing
-from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings, TableSettings
+from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, check_strings, complaint, shown
@@ -94,7 +94,7 @@ class Scenario(Frozen):
     @property
     def gpus(self) -> int:
         """GPUs that share every layer."""
-        return self.cost.tensor_parallel if isinstance(self.cost, RooflineSettings | TableSettings) else 1
+        return self.cost.tensor_parallel
 
     @property
     def kind(self) -> Kind:

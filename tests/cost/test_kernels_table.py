@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbsim.cost.kernels import Kernels, read_products
-from cbsim.cost.table import Attention
+from cbsim.cost.table import Attention, table_cost
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan, StepWork
-from cbsim.runs import assemble
 from cbsim.scenario import catalog, shapes
 from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.shapes import ModelShape
@@ -136,7 +135,7 @@ def test_chunks_and_rows_of_a_step_add_up(place: Path) -> None:
 
 def test_a_scenario_names_how_the_files_begin(place: Path) -> None:
     """kind table with a path that is no folder: single kernels, and the stated time a layer (0.1 ms, three of them)."""
-    cost = assemble.table_cost(TINY, TableSettings(kind="table", path=str(place), layer_s=1e-4))
+    cost = table_cost(TINY, TableSettings(kind="table", path=str(place), layer_s=1e-4))
     plan = StepPlan(0, StepWork(decodes=8, decode_context=8 * 99, longest_context=99))
     tables = Kernels(place, 1, TINY)
     kernels = tables.linear_ns(8) + tables.head_ns(8) + tables.attention_ns(decoding(8, 99), skew=True)
