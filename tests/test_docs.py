@@ -20,7 +20,7 @@ from analysis.statistics.trust import RULES
 from cbengine.cli.parser import command_line
 from cbengine.cli.parser import main as engine_main
 from cbsim.cli import parser
-from cbsim.conformance.check import traces
+from cbsim.conformance.reader import traces
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record import columns, optional_tables, parquet

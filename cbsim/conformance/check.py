@@ -14,22 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    Replay,
-    UnreadableError,
-    content,
-    cut,
-    parsed,
-    short,
-    stem,
-    traces,
-)
+from cbsim.conformance.reader import Line, Reader, Replay, UnreadableError, content, cut, parsed, short, stem, traces
 from cbsim.metrics.terminal import aligned
-
-__all__ = ["Replay", "UnreadableError", "compare", "run", "traces"]
 
 ABSENT = "(absent)"
 WINDOW = 48  # characters shown on each side of the first difference
@@ -130,7 +116,7 @@ def compare(trace: Path, *, invariants: bool = False) -> TraceResult:
     result = TraceResult(stem(trace), case.scheduler, case.version, case.mode, total, skipped=case.skipped)
     if case.replay is None:
         return result
-    matched, difference = _first_difference(trace, reader, case, recorded, invariants)
+    matched, difference = _first_difference(trace, reader, case.replay, recorded, invariants)
     return replace(result, matched=matched, difference=difference)
 
 
@@ -140,15 +126,13 @@ def reader_of(header: Line) -> Reader | None:
 
 
 def _first_difference(
-    trace: Path, reader: Reader, case: Case, recorded: list[str], invariants: bool
+    trace: Path, reader: Reader, replay: Replay, recorded: list[str], invariants: bool
 ) -> tuple[int, Difference | None]:
     """Return the number of matching lines and the first difference, which is the header's if its fields differ."""
-    assert case.replay is not None
-    if case.header:
-        header = _part(parsed(trace, 1, recorded[0]), case.header)
-        if header != case.header:
-            return 0, Difference(1, None, _differing(case.header, header))
-    pairs = zip_longest(recorded[1:], _lines(case.replay, invariants))
+    header = _part(parsed(trace, 1, recorded[0]), replay.header)
+    if header != replay.header:
+        return 0, Difference(1, None, _differing(replay.header, header))
+    pairs = zip_longest(recorded[1:], _lines(replay, invariants))
     for number, (line, ours) in enumerate(pairs, start=2):
         theirs = None if line is None else reader.comparable(parsed(trace, number, line))
         if isinstance(ours, Exception):

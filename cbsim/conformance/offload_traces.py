@@ -6,17 +6,18 @@ and a decode side: the transfers sent and received, with times of the recording'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from cbsim.conformance.reader import Line
 from cbsim.kv.host_cache import Arc
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import StepPlan, Underway
-from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.request import Request
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.schedulers.vllm.offload import NativeOffload, SimpleOffload
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
-from cbsim.schedulers.vllm.transfers import HandOff, Transfers
+from cbsim.schedulers.vllm.transfers import HandOff
 
 CONNECTORS = {
     "simple_cpu": {"cpu_blocks", "lazy"},
@@ -59,11 +60,15 @@ def options(config: Line) -> Line:
 
 
 class Heard(Observer):
-    """An observer of the connector lookups and loads of the step being planned."""
+    """An observer of the step being planned: connector lookups and loads, blocks that left tables of layer groups, and
+    the block counts of released tables.
+    """
 
     def __init__(self) -> None:
         self.match: list[list[Any]] = []
         self.alloc: list[list[Any]] = []
+        self.dropped: list[list[Any]] = []
+        self.tables: dict[Request, list[int]] = {}
 
     def asked(self, request: Request, local: int, external: int | None) -> None:
         self.match.append([request.spec.id, local, external, bool(external)])
@@ -71,10 +76,21 @@ class Heard(Observer):
     def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
         self.alloc.append([request.spec.id, external, list(blocks)])
 
+    def left(self, request: Request, group: int, blocks: Sequence[int]) -> None:
+        self.dropped.append([request.spec.id, group, list(reversed(blocks))])
+
+    def released(self, request: Request, blocks: Sequence[int]) -> None:
+        self.tables.setdefault(request, []).append(len(blocks))
+
     def take(self) -> Line:
         line: Line = {"match": self.match, "alloc": self.alloc}
         self.match, self.alloc = [], []
         return line
+
+    def take_tables(self) -> tuple[list[list[Any]], dict[Request, list[int]]]:
+        taken = self.dropped, self.tables
+        self.dropped, self.tables = [], {}
+        return taken
 
 
 class Workers:
@@ -118,52 +134,112 @@ class Workers:
         return jobs, self.broken
 
 
-def _in_steps(block_size: int, load: int, store: int) -> Workers:
-    """Return workers that take `load` steps for a load and `store` steps for a store."""
-    steps = {Direction.IN: load, Direction.OUT: store}
-    return Workers(block_size, lambda transfer: steps[transfer.direction])
+class ConnectorLines:
+    """The fields of schedule and update lines on a connector; a kind of connector adds its own."""
+
+    connector: Any
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers) -> None:
+        assert scheduler.transfers is not None
+        self._transfers, self._heard, self._workers = scheduler.transfers, heard, workers
+        self.connector = scheduler.transfers.connector
+        self._loading: dict[int, list[str]] = {}  # job -> ids of requests
+        self._over: dict[int, tuple[int, ...]] = {}
+
+    @staticmethod
+    def of(scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> ConnectorLines:
+        """Return the lines of a workload's connector; those of offloads take a set number of steps for each job."""
+        size = scheduler.pool.block_size
+        if recorded["kind"] == "pd":
+            return HandOffLines(scheduler, heard, workload, size)
+        native = recorded["kind"] == "offloading"
+        steps = {Direction.IN: recorded["load_steps"], Direction.OUT: recorded["store_steps"] + native}
+        workers = Workers(size, lambda transfer: steps[transfer.direction])
+        if native:
+            return NativeLines(scheduler, heard, workers, recorded.get("blocks_per_chunk", 1))
+        return SimpleLines(scheduler, heard, workers)
+
+    def jobs(self, plan: StepPlan) -> Line:
+        """Return the transfers of a plan."""
+        raise NotImplementedError
+
+    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
+        """Return what a step's result, which reports `jobs`, says of transfers."""
+        raise NotImplementedError
+
+    def tier(self) -> Line:
+        """Return the state of the host's tier, if there is one."""
+        return {}
+
+    def planned(self, plan: StepPlan) -> Line:
+        """Return the connector's fields of a schedule line."""
+        for transfer in plan.transfers:
+            if transfer.direction is Direction.IN and transfer.spec is not None:
+                self._loading.setdefault(transfer.job, []).append(transfer.spec.id)
+        holding = list(self._transfers.holding)
+        remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
+        line = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
+        return line | {"jobs": self.jobs(plan)} | self.tier()
+
+    def launched(self, plan: StepPlan, start: int, end: int) -> None:
+        """Pass a plan's transfers to the workers; its step runs from start to end."""
+        self._workers.planned(plan, start, end)
+
+    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the jobs that the result of a step reports, and their blocks that never arrived."""
+        self._over[step], broken = self._workers.over(step)
+        return self._over[step], broken
+
+    def updated(self, step: int) -> Line:
+        """Return the connector's fields of an update line."""
+        jobs = self._over.pop(step)
+        received = [name for job in jobs for name in self._loading.pop(job, ())]
+        line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
+        return line | self.done(step, jobs) | self.tier()
 
 
-class SimpleLines:
+class SimpleLines(ConnectorLines):
     """The lines of SimpleCPUOffloadConnector: a step's transfers are an event; loads and stores are numbered apart."""
 
-    def __init__(self, connector: SimpleOffload, block_size: int, recorded: Line) -> None:
-        self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"])
-        self._connector = connector
-        self._counts = {Direction.IN: 0, Direction.OUT: 0}
+    connector: SimpleOffload
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers) -> None:
+        super().__init__(scheduler, heard, workers)
+        self._numbers = {direction: count() for direction in Direction}
         self._events: dict[int, int] = {}  # job -> number of the store
 
     def jobs(self, plan: StepPlan) -> Line:
         line: Line = {"flush": bool(plan.changes.preempted)}
         if loads := [transfer for transfer in plan.transfers if transfer.direction is Direction.IN]:
-            line["load"] = {"event": self._number(Direction.IN), "reqs": [m.spec.id for m in loads if m.spec]}
+            line["load"] = {"event": next(self._numbers[Direction.IN]), "reqs": [m.spec.id for m in loads if m.spec]}
             line["load"] |= {"cpu": _joined(m.sources for m in loads), "gpu": _joined(m.targets for m in loads)}
         if stores := [transfer for transfer in plan.transfers if transfer.direction is Direction.OUT]:
-            event = self._events[stores[0].job] = self._number(Direction.OUT)
+            event = self._events[stores[0].job] = next(self._numbers[Direction.OUT])
             line["store"] = {"event": event, "gpu": _joined(m.sources for m in stores)}
             line["store"]["cpu"] = _joined(m.targets for m in stores)
         return line
 
-    def _number(self, direction: Direction) -> int:
-        self._counts[direction] += 1
-        return self._counts[direction] - 1
-
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
-        return {"stored": [self._events[job] for job in jobs if job in self._events]} | self.tier()
+        return {"stored": [self._events[job] for job in jobs if job in self._events]}
 
     def tier(self) -> Line:
-        return {"cpu": {"free": self._connector.host.free, "cached": self._connector.host.contents}}
+        return {"cpu": {"free": self.connector.host.free, "cached": self.connector.host.contents}}
 
 
-class NativeLines:
+def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
+    return [block for side in sides for block in side]
+
+
+class NativeLines(ConnectorLines):
     """The lines of OffloadingConnector: a request's load or store in a step is a job, all numbered together."""
 
-    def __init__(self, connector: NativeOffload, block_size: int, recorded: Line) -> None:
-        self.workers = _in_steps(block_size, recorded["load_steps"], recorded["store_steps"] + 1)
-        self._connector = connector
-        self._per_chunk = recorded.get("blocks_per_chunk", 1)
-        self._count = 0
+    connector: NativeOffload
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers, blocks_per_chunk: int) -> None:
+        super().__init__(scheduler, heard, workers)
+        self._per_chunk = blocks_per_chunk
+        self._count = count()
         self._numbers: dict[int, int] = {}  # job -> its number in the recording
         self._at_once: dict[int, list[int]] = {}  # step -> stores completed before its rows
 
@@ -173,10 +249,9 @@ class NativeLines:
         at_once: list[int] = []
         for transfer in plan.transfers:
             assert transfer.spec is not None
-            number, self._count = self._count, self._count + 1
+            number = self._numbers[transfer.job] = next(self._count)
             if transfer.job == IN_ORDER:
                 at_once.append(number)
-            self._numbers[transfer.job] = number
             if transfer.direction is Direction.IN:
                 chunks = self._chunks(transfer.sources)
                 loads.append([number, transfer.spec.id, chunks, list(transfer.targets), False])
@@ -189,10 +264,10 @@ class NativeLines:
         return list(dict.fromkeys(block // self._per_chunk for block in blocks))
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
-        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])} | self.tier()
+        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])}
 
     def tier(self) -> Line:
-        cache = self._connector.cache
+        cache = self.connector.cache
         line: Line = {"free": cache.free, "evictable": cache.resting, "writing": cache.writing}
         arc = cache.eviction
         if isinstance(arc, Arc):
@@ -201,66 +276,17 @@ class NativeLines:
         return {"cpu": line}
 
 
-class OffloadLines:
-    """The fields of schedule and update lines on a connector."""
-
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
-        assert scheduler.transfers is not None
-        self._transfers, self._heard = scheduler.transfers, heard
-        connector = scheduler.transfers.connector
-        size = scheduler.pool.block_size
-        self._lines: SimpleLines | NativeLines | HandOffLines
-        if isinstance(connector, SimpleOffload):
-            self._lines = SimpleLines(connector, size, recorded)
-        elif isinstance(connector, NativeOffload):
-            self._lines = NativeLines(connector, size, recorded)
-        else:
-            self._lines = HandOffLines(scheduler.transfers, size, workload)
-        self._loading: dict[int, list[str]] = {}  # job -> ids of requests
-        self._over: dict[int, tuple[int, ...]] = {}
-
-    def planned(self, plan: StepPlan) -> Line:
-        """Return the connector's fields of a schedule line."""
-        for transfer in plan.transfers:
-            if transfer.direction is Direction.IN and transfer.spec is not None:
-                self._loading.setdefault(transfer.job, []).append(transfer.spec.id)
-        holding = list(self._transfers.holding)
-        remote = [request.spec.id for request in holding if not self._transfers.loads[request].named]
-        line = {"holding": [request.spec.id for request in holding], "remote": remote, **self._heard.take()}
-        return line | {"jobs": self._lines.jobs(plan)} | self._lines.tier()
-
-    def launched(self, plan: StepPlan, start: int, end: int) -> None:
-        """Pass a plan's transfers to the workers; its step runs from start to end."""
-        self._lines.workers.planned(plan, start, end)
-
-    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the jobs that the result of a step reports, and their blocks that never arrived."""
-        self._over[step], broken = self._lines.workers.over(step)
-        return self._over[step], broken
-
-    def updated(self, step: int) -> Line:
-        """Return the connector's fields of an update line."""
-        jobs = self._over.pop(step)
-        received = [name for job in jobs for name in self._loading.pop(job, ())]
-        line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
-        return line | self._lines.done(step, jobs)
-
-
-def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
-    return [block for side in sides for block in side]
-
-
 LATENCY = {Direction.IN: "recv_us", Direction.OUT: "send_us"}
 
 
-class HandOffLines:
-    """The fields of schedule and update lines on the transfers of a prefill or decode side."""
+class HandOffLines(ConnectorLines):
+    """The lines of the transfers of a prefill or decode side; a request states how long its transfers take."""
 
-    def __init__(self, transfers: Transfers, block_size: int, workload: Line) -> None:
-        assert isinstance(transfers.connector, HandOff)
+    connector: HandOff
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, workload: Line, block_size: int) -> None:
         self._requests = {request["id"]: request for request in workload["requests"]}
-        self.workers = Workers(block_size, self._latency, by_step=False)
-        self._transfers, self._connector = transfers, transfers.connector
+        super().__init__(scheduler, heard, Workers(block_size, self._latency, by_step=False))
         self._sending: dict[int, str] = {}  # job -> id
 
     def _latency(self, transfer: Transfer) -> int:
@@ -275,7 +301,7 @@ class HandOffLines:
             if transfer.direction is Direction.IN:
                 line["recv"].append([name, list(transfer.targets)])
                 bad = self._requests[name].get("fail_blocks", ())
-                self.workers.breaks(transfer.job, tuple(b for i, b in enumerate(transfer.targets) if i in bad))
+                self._workers.breaks(transfer.job, tuple(b for i, b in enumerate(transfer.targets) if i in bad))
             else:
                 line["send"].append([name, len(transfer.sources)])
                 self._sending[transfer.job] = name
@@ -284,16 +310,9 @@ class HandOffLines:
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
         dead = [request for request, load in self._transfers.loads.items() if load.dead]
-        waiting = sorted([request.spec for request in [*self._connector.unfetched, *dead]], key=_arrival)
+        waiting = [request.spec for request in (*self.connector.unfetched, *dead)]
         return {
             "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
-            "bad": sorted(self.workers.broken),
-            "kept": [spec.id for spec in waiting],
+            "bad": sorted(self._workers.broken),
+            "kept": [spec.id for spec in sorted(waiting, key=lambda spec: (spec.arrival_ns, spec.index))],
         }
-
-    def tier(self) -> Line:
-        return {}
-
-
-def _arrival(spec: RequestSpec) -> tuple[int, int]:
-    return spec.arrival_ns, spec.index

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cbsim.errors import ScenarioError
+from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, serve
+from cbsim.policy.plan import Batch
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import rows
 
@@ -110,22 +112,75 @@ def short(line: str) -> str:
     return cut(line, 0, SHOWN)
 
 
-class Replay(Protocol):
-    """A replay of a workload by this project's policy."""
+class Replay:
+    """A replay of a workload by this project's policy. A subclass answers the effects of the policy's loop as the
+    recorder did, and appends trace lines to `_written` meanwhile. Its answer to a poll is None once the run is over.
 
-    def lines(self) -> Iterator[Line]:
-        """Yield the replayed trace lines in order, without the header."""
+    `header` has the fields of the trace's header that follow from the workload, as the replay makes them.
+    """
+
+    scheduler: Any
+    _poll: Callable[[Poll], Polled | None]
+    _launch: Callable[[Launch], Any]
+    _await: Callable[[Await], Completed]
+    _applied: Callable[[Applied], None]
+    _end: Callable[[], None]
+
+    def __init__(self, scheduler: Any, depth: int = 1) -> None:
+        self.scheduler, self._depth = scheduler, depth
+        self.header: Line = {}
+        self._written: list[Line] = []
+        self._batch = Batch()
+        self._now = self._steps = 0
 
     def check(self) -> None:
         """Raise AssertionError unless the policy's invariants hold at this moment."""
+        self.scheduler.decoding.check()
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the replayed trace lines in order, without the header."""
+        loop, answer = serve(self.scheduler, self._depth), None
+        answers: dict[type[Effect], Callable[[Any], Any]] = {
+            Poll: self._poll,
+            Launch: self._launch,
+            Idle: self._idle,
+            Await: self._await,
+            Applied: self._applied,
+        }
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                break
+            assert type(effect) in answers, effect
+            answer = answers[type(effect)](effect)
+            yield from self._take()
+            if answer is None and isinstance(effect, Poll):
+                break
+        self._end()
+        yield from self._take()
+
+    def _idle(self, effect: Idle) -> None:
+        """Handle planning that found nothing to run."""
+
+    def _take(self) -> list[Line]:
+        taken, self._written = self._written, []
+        return taken
+
+
+def due(coming: list[T], now: int, at: Callable[[T], int]) -> list[T]:
+    """Remove and return the entries due by now from a list in which the next one is last; `at` gives their times."""
+    taken = []
+    while coming and at(coming[-1]) <= now:
+        taken.append(coming.pop())
+    return taken
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """The content of a trace's header, and the replay of its workload unless there is a reason to skip it.
 
-    `name` is its workload's; `version` may add a word on how the trace was made. `header` has the header's fields that
-    follow from the workload, as the replay makes them; they are compared before any line.
+    `name` is its workload's; `version` may add a word on how the trace was made.
     """
 
     name: str
@@ -134,11 +189,24 @@ class Case:
     mode: str = ""
     replay: Replay | None = None
     skipped: str | None = None
-    header: Line = field(default_factory=dict)
 
 
-def as_recorded(line: Line) -> Line:
-    return line
+def case_of(
+    trace: Path,
+    scheduler: str,
+    version: str,
+    mode: str,
+    outside: Callable[[], str | None],
+    replay: Callable[[Line], Replay],
+) -> Case:
+    """Return the case of a trace: the replay of its workload, or the reason to skip it that `outside` returns. An error
+    in either means that header or workload is wrong.
+    """
+    name = stem(trace).removesuffix(f".{mode}")
+    if skipped := guarded(trace, outside):
+        return Case(name, scheduler, version, mode, skipped=skipped)
+    recorded = workload(trace, name)
+    return Case(name, scheduler, version, mode, guarded(trace, lambda: replay(recorded)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +217,12 @@ class Reader:
 
     reads: Callable[[Line], bool]
     case: Callable[[Path, Line], Case]
-    comparable: Callable[[Line], Line] = as_recorded
+    comparable: Callable[[Line], Line] = lambda line: line
 
 
 def not_followed(version: str, followed: Sequence[str]) -> str | None:
     """Return why the policies do not model this version, None if they do."""
-    if ".".join(version.split(".")[:2]) in followed:
+    if any(f"{version}.".startswith(f"{each}.") for each in followed):
         return None
     return f"version {version} is not followed, only {', '.join(followed)}"
 

@@ -16,28 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    by_arrival,
-    guarded,
-    header_fields,
-    not_modelled,
-    stem,
-    workload,
-)
+from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, case_of, due, header_fields, not_modelled
 from cbsim.policy.kind import SchedulerKind
-from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.schedulers.sarathi.policies import (
-    FASTER_TRANSFORMER,
-    ORCA,
-    SARATHI,
-    SIMPLE_CHUNKING,
-    VLLM_V0,
-    SimpleChunking,
-)
+from cbsim.schedulers.sarathi import policies
 from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
 from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOptions, VllmV0Settings
 
@@ -46,11 +29,11 @@ PATIENCE = 4  # plans without rows after which a run without arrivals is a deadl
 
 
 KINDS: dict[str, SchedulerKind[Any, Any]] = {
-    "faster_transformer": FASTER_TRANSFORMER,
-    "orca": ORCA,
-    "sarathi": SARATHI,
-    "simple_chunking": SIMPLE_CHUNKING,
-    "vllm": VLLM_V0,
+    "faster_transformer": policies.FASTER_TRANSFORMER,
+    "orca": policies.ORCA,
+    "sarathi": policies.SARATHI,
+    "simple_chunking": policies.SIMPLE_CHUNKING,
+    "vllm": policies.VLLM_V0,
 }
 SIZES = ("block_size", "num_blocks", "max_model_len")
 CONFIG = frozenset([*SIZES, "max_num_seqs", "scheduler", "options", "timing", "pipeline"])
@@ -66,34 +49,30 @@ class InFlight(NamedTuple):
     end: int
 
 
-class SarathiReplay:
-    """The replay of one workload; `lines()` yields its trace lines in order, the summary last."""
+class SarathiReplay(Replay):
+    """The replay of one workload, in the original's own loop; the last line is the summary."""
 
-    def __init__(self, header: Line, workload: Line) -> None:
-        config = header["config"]
+    scheduler: DefectiveServe
+
+    def __init__(self, config: Line, workload: Line) -> None:
         self._stages: int = config.get("pipeline", 1)
         server = {"max_num_seqs": config["max_num_seqs"], "pipeline_stages": self._stages, **config["options"]}
         kind, longest = KINDS[config["scheduler"]], config["max_model_len"]
-        if kind is VLLM_V0:
+        if kind is policies.VLLM_V0:
             server["max_batched_tokens"] = min(server.get("max_batched_tokens") or longest, longest)
         options = ServeOptions.of(kind.settings(**server), **{name: config[name] for name in SIZES})
         made: Any = kind.make(options)
         self._policy: Policy = made.policy
-        self.effective = _effective(options)  # the header's fields on limits
-        self.scheduler = DefectiveServe(options, self._policy, self.effective["prompt_limit"])
+        effective = _effective(options)
+        super().__init__(DefectiveServe(options, self._policy, effective["prompt_limit"]))
+        self.header = {"effective": effective}
         self._timing: Line = config["timing"]
-        self._coming = deque(by_arrival(workload))
-        self._batch = Batch()
+        self._coming = by_arrival(workload)[::-1]
         self._in_flight: deque[InFlight] = deque()
         self._free_at = [0] * self._stages
-        self._now = self._steps = 0
         self._added: list[str] = []  # requests added since the last plan
         self._lost: list[int] = []
         self._stats: dict[str, Line] = {}
-
-    def check(self) -> None:
-        """Raise AssertionError unless the scheduler's invariants hold."""
-        self.scheduler.decoding.check()
 
     def lines(self) -> Iterator[Line]:
         fruitless = 0
@@ -109,34 +88,26 @@ class SarathiReplay:
             yield self._schedule(plan)
             if plan:
                 fruitless = 0
-                yield from self._returned()
-            else:
-                fruitless += 1
-                if fruitless == PATIENCE and not (self._in_flight or self._coming):
-                    yield {"ev": "stuck", "t": self._now, **self._queues()}
-                    break
-                yield from self._wait()
-        yield self._summary()
-
-    def _returned(self) -> Iterator[Line]:
-        """Yield the update lines of batches that have left the pipeline by now, if there are several stages."""
-        while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
-            yield self._update()
-
-    def _wait(self) -> Iterator[Line]:
-        """Wait, as no row could be planned, for the oldest batch in flight, or else for the next arrival."""
-        if self._in_flight:
-            yield self._update()
-        elif self._coming and not self.scheduler.ignored:
-            self._skip()
+                while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
+                    yield self._update()  # of batches that have left the pipeline by now
+                continue
+            fruitless += 1
+            if fruitless == PATIENCE and not (self._in_flight or self._coming):
+                yield {"ev": "stuck", "t": self._now, **self._queues()}
+                break
+            if self._in_flight:
+                yield self._update()
+            elif self._coming and not self.scheduler.ignored:
+                self._skip()
+        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "lost_outputs": self._lost}
+        yield line | {"requests": self._stats, "free": self.scheduler.pool.free}
 
     def _skip(self) -> None:
         """Advance the clock to the next arrival."""
-        self._now = max(self._now, self._coming[0].arrival_ns)
+        self._now = max(self._now, self._coming[-1].arrival_ns)
 
     def _arrive(self) -> None:
-        while self._coming and self._coming[0].arrival_ns <= self._now:
-            spec = self._coming.popleft()
+        for spec in due(self._coming, self._now, lambda spec: spec.arrival_ns):
             self.scheduler.add(spec)
             self._stats[spec.id] = {"arrival": spec.arrival_ns, "n_out": 0, "preemptions": 0}
             self._added.append(spec.id)
@@ -152,6 +123,9 @@ class SarathiReplay:
             self._stats[request.spec.id]["preemptions"] += 1
         rows = self._batch.rows(plan) if plan else []
         total = sum(row.tokens for row in rows)
+        turn = None
+        if isinstance(self._policy, policies.SimpleChunking):
+            turn = "DECODE" if self._policy.decodes else "PREFILL"
         line = {
             "ev": "schedule",
             "step": self._steps,
@@ -163,17 +137,12 @@ class SarathiReplay:
             "ignored": [spec.id for spec in self.scheduler.ignored],
             **self._queues(),
             "free": self.scheduler.pool.free,
-            "turn": self._turn(),
+            "turn": turn,
         }
         self._added = []
         if plan:
-            self._launch(plan, rows, total)
+            self._send(plan, rows, total)
         return line
-
-    def _turn(self) -> str | None:
-        if not isinstance(self._policy, SimpleChunking):
-            return None
-        return "DECODE" if self._policy.decodes else "PREFILL"
 
     def _row(self, row: Row) -> Line:
         scheduler = self.scheduler
@@ -190,7 +159,7 @@ class SarathiReplay:
             "held": scheduler.pool.allocated(request),
         }
 
-    def _launch(self, plan: StepPlan, rows: list[Row], tokens: int) -> None:
+    def _send(self, plan: StepPlan, rows: list[Row], tokens: int) -> None:
         """Send the batch through the stages in order."""
         each = (self._timing["base_us"] + self._timing["per_token_us"] * tokens) // self._stages
         end = self._now
@@ -205,8 +174,9 @@ class SarathiReplay:
         """Apply the oldest batch in flight, and return its update line."""
         number, plan, rows, end = self._in_flight.popleft()
         self._now = max(self._now, end)
-        requests = self.scheduler.requests
-        got = [row.spec for row, epoch in rows if _samples(row) and _lives(requests.get(row.spec), epoch)]
+        alive = {request.spec: request.epoch for request in self.scheduler.requests.values()}
+        sampling = [(row.spec, epoch) for row, epoch in rows if row.chunk is None or row.chunk.outputs]
+        got = [spec for spec, epoch in sampling if alive.get(spec) == epoch]
         outcome = self.scheduler.update(plan, StepResult())
         for spec in got:
             stats = self._stats[spec.id]
@@ -223,10 +193,6 @@ class SarathiReplay:
             "free": self.scheduler.pool.free,
         }
 
-    def _summary(self) -> Line:
-        line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "lost_outputs": self._lost}
-        return line | {"requests": self._stats, "free": self.scheduler.pool.free}
-
 
 def _effective(options: ServeOptions[Any]) -> Line:
     """Return the limits that the original derives from its options."""
@@ -237,14 +203,6 @@ def _effective(options: ServeOptions[Any]) -> Line:
     if isinstance(settings, SarathiSettings) and settings.enable_dynamic_chunking_schedule:
         line |= {"_chunk_sizes": list(settings.chunk_sizes), "_tokens_per_stage": settings.stage_tokens}
     return line
-
-
-def _samples(row: Row) -> bool:
-    return row.chunk is None or row.chunk.outputs > 0
-
-
-def _lives(request: Request | None, epoch: int) -> bool:
-    return request is not None and request.epoch == epoch
 
 
 class DefectiveServe(SarathiServe):
@@ -319,14 +277,11 @@ class DefectiveServe(SarathiServe):
 def case(trace: Path, header: Line) -> Case:
     commit, config = header_fields(trace, header, sarathi=str, config=dict)
     scheduler, options = header_fields(trace, config, scheduler=str, options=dict)
-    name, version = stem(trace), commit[:7]
-    skipped = None if commit == COMMIT else f"commit {version} is not followed, only {COMMIT[:7]}"
+    skipped = None if commit == COMMIT else f"commit {commit[:7]} is not followed, only {COMMIT[:7]}"
     skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)
-    if skipped:
-        return Case(name, "sarathi-serve", version, scheduler, skipped=skipped)
-    recorded = workload(trace, name)
-    replay = guarded(trace, lambda: SarathiReplay(header, recorded))
-    return Case(name, "sarathi-serve", version, scheduler, replay, header={"effective": replay.effective})
+    return case_of(
+        trace, "sarathi-serve", commit[:7], scheduler, lambda: skipped, lambda recorded: SarathiReplay(config, recorded)
+    )
 
 
 READER = Reader(lambda header: "sarathi" in header, case)

@@ -7,17 +7,17 @@ SGLang 0.5.23 are added for the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, guarded, header_fields, not_modelled, stem, workload
+from cbsim.conformance.reader import Case, Line, Reader, Replay, case_of, due, header_fields, not_followed, not_modelled
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
-from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
+from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Batch, Outcome, Row, StepPlan, StepResult
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.schedulers.sglang.prefill import Finishing, Prefill
 from cbsim.schedulers.sglang.queue import Entry
@@ -190,23 +190,22 @@ class WatchedSglang(DefectiveSglang):
         super()._give_up(request)
 
 
-class SglangReplay:
-    """The replay of one workload and loop; `lines()` yields its trace lines in order, the footer last."""
+class SglangReplay(Replay):
+    """The replay of one workload and loop; the last line is the footer."""
+
+    scheduler: WatchedSglang
 
     def __init__(self, header: Line, workload: Line) -> None:
-        config = header["config"]
-        o, keys = options(config), ChainedKeys(1)
+        o, keys = options(header["config"]), ChainedKeys(1)
         too_long = o.longest - TOO_LONG
         recorded = [Recorded(i, request, too_long, keys) for i, request in enumerate(workload["requests"])]
         self._recorded = {entry.spec: entry for entry in recorded}
         self._heard = Heard(o.max_running_requests)
-        self.scheduler = WatchedSglang(o, self._recorded, self._heard)
-        self.overlap = header["loop"] == "overlap"
+        super().__init__(WatchedSglang(o, self._recorded, self._heard), 2 if header["loop"] == "overlap" else 1)
         self._coming = sorted(recorded, key=lambda entry: entry.arrival)[::-1]
         cancels = [entry for entry in recorded if entry.cancel is not None]
         self._cancels = sorted(cancels, key=lambda entry: entry.cancel or 0)[::-1]
-        self._step, self._batches = -1, 0
-        self._batch = Batch()
+        self._now, self._batches = -1, 0
         self._rows: dict[int, tuple[int, list[Row]]] = {}
         self._arrived: Line = {}
         self._open = False  # whether the pass has no line yet
@@ -214,56 +213,45 @@ class SglangReplay:
         self._over: set[RequestSpec] = set()
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's invariants hold."""
         self.scheduler.check()
-
-    def lines(self) -> Iterator[Line]:
-        loop = serve(self.scheduler, 2 if self.overlap else 1)
-        answer: Any = None
-        while True:
-            effect = loop.send(answer)
-            if self._open and not isinstance(effect, Launch):
-                yield self._line(None)
-            if isinstance(effect, Poll) and self._last:
-                yield self._footer()
-                return
-            line, answer = self._do(effect)
-            if line:
-                yield line
-
-    def _do(self, effect: Effect) -> tuple[Line | None, Any]:
-        if isinstance(effect, Poll):
-            return None, self._poll()
-        if isinstance(effect, Launch):
-            return self._line(effect.plan), None
-        if isinstance(effect, Await):
-            stops = [s for s in effect.plan.changes.ends if self._recorded[s].stops]
-            return None, Completed(StepResult(tuple(stops)))
-        if isinstance(effect, Applied):
-            return self._result(effect.plan, effect.outcome), None
-        return None, None
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def _poll(self) -> Polled:
+    def _poll(self, effect: Poll) -> Polled | None:
+        del effect
+        self._close()
+        if self._last:
+            return None
         scheduler = self.scheduler
-        self._step += 1
+        self._now += 1
         self._last = not self._coming and scheduler.finished
         scheduler.forget()
-        arrived: list[Recorded] = []
-        while self._coming and self._coming[-1].arrival <= self._step:
-            arrived.append(self._coming.pop())
-        cancelled: list[Recorded] = []
-        while self._cancels and (self._cancels[-1].cancel or 0) <= self._step:
-            cancelled.append(self._cancels.pop())
+        arrived = due(self._coming, self._now, lambda entry: entry.arrival)
+        cancelled = due(self._cancels, self._now, lambda entry: entry.cancel or 0)
         self._arrived = {"arrivals": [a.id for a in arrived], "cancels": [a.id for a in cancelled]}
         self._open = True
         return Polled([a.spec for a in arrived], [a.spec for a in cancelled])
 
+    def _close(self) -> None:
+        """Append the line of a pass that has launched nothing."""
+        if self._open:
+            self._written.append(self._line(None))
+
+    def _idle(self, effect: Idle) -> None:
+        del effect
+        self._close()
+
+    def _launch(self, effect: Launch) -> None:
+        self._written.append(self._line(effect.plan))
+
+    def _await(self, effect: Await) -> Completed:
+        self._close()
+        return Completed(StepResult(tuple(s for s in effect.plan.changes.ends if self._recorded[s].stops)))
+
     def _line(self, plan: StepPlan | None) -> Line:
         self._open = False
         scheduler, o = self.scheduler, self.scheduler.options
-        line = {"ev": "sched", "step": self._step, **self._arrived, "aborted": self._aborted()}
+        line = {"ev": "sched", "step": self._now, **self._arrived, "aborted": self._aborted()}
         line |= self._launched(plan) if plan else {"kind": "none", "n": 0, "rows": [], "decoding": []}
         chunked = scheduler.chunked
         for name, _ in (*scheduler.retracted, *scheduler.preempted):
@@ -294,7 +282,7 @@ class SglangReplay:
         for name in named:
             recorded = self._named(name)
             self._over.add(recorded.spec)
-            recorded.over(self._step, "abort", self.scheduler.written.get(recorded.spec, 0))
+            recorded.over(self._now, "abort", self.scheduler.written.get(recorded.spec, 0))
         return named
 
     def _launched(self, plan: StepPlan) -> Line:
@@ -329,9 +317,9 @@ class SglangReplay:
         totals = {"evictable": tree.evictable * size, "protected": tree.protected * size}
         return {"avail": pool.ready * size, **totals}
 
-    def _result(self, plan: StepPlan, outcome: Outcome) -> Line:
-        del outcome
-        batch, rows = self._rows.pop(plan.step)
+    def _applied(self, effect: Applied) -> None:
+        self._close()
+        batch, rows = self._rows.pop(effect.plan.step)
         heard = self._heard
         useless, ended = set(heard.dropped), heard.ended
         heard.dropped, heard.ended = [], []
@@ -341,27 +329,28 @@ class SglangReplay:
         got = [spec for spec in sampling if spec.id not in dropped]
         for spec in got:
             stats = self._recorded[spec].stats
-            stats["first_step"] = self._step if stats["first_step"] is None else stats["first_step"]
+            stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
         for name in dropped:
             self._named(name).stats["wasted"] += 1
         finished: list[list[Any]] = []
         for request in ended:
             recorded = self._recorded[request.spec]
             reason = self._reason(recorded, request)
-            recorded.over(self._step, reason, request.seen)
+            recorded.over(self._now, reason, request.seen)
             self._over.add(request.spec)
             finished.append([recorded.id, reason, request.seen])
-        line = {"ev": "result", "step": self._step, "of": batch, "tokens": [spec.id for spec in got]}
-        return line | {"finished": finished, "dropped": dropped} | self._memory()
+        line = {"ev": "result", "step": self._now, "of": batch, "tokens": [spec.id for spec in got]}
+        self._written.append(line | {"finished": finished, "dropped": dropped} | self._memory())
 
     def _reason(self, recorded: Recorded, request: Request) -> str:
         if request.finish is Finish.ABORTED:
             return "abort"
         return "stop" if recorded.stops and request.seen == len(recorded.outputs) else "length"
 
-    def _footer(self) -> Line:
+    def _end(self) -> None:
         requests = {recorded.id: recorded.stats for recorded in self._recorded.values()}
-        return {"ev": "footer", "steps": self._step + 1, "batches": self._batches, "requests": requests}
+        line = {"ev": "footer", "steps": self._now + 1, "batches": self._batches, "requests": requests}
+        self._written.append(line)
 
 
 def _ranges(pages: list[int], size: int) -> list[list[int]]:
@@ -418,13 +407,8 @@ class Recorded:
 
 def case(trace: Path, header: Line) -> Case:
     version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
-    name = stem(trace).removesuffix(f".{loop}")
-    skipped = None if version in VERSIONS else f"version {version} is not followed, only {', '.join(VERSIONS)}"
-    skipped = skipped or unsupported(config) or not_modelled(config, CONFIG)
-    if skipped:
-        return Case(name, "sglang", version, loop, skipped=skipped)
-    recorded = workload(trace, name)
-    return Case(name, "sglang", version, loop, guarded(trace, lambda: SglangReplay(header, recorded)))
+    skipped = not_followed(version, VERSIONS) or unsupported(config) or not_modelled(config, CONFIG)
+    return case_of(trace, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded))
 
 
 READER = Reader(lambda header: "sglang" in header, case)

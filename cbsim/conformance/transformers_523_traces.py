@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cbsim.conformance import reader
 from cbsim.conformance.defects import DefectiveSectors
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    guarded,
-    header_fields,
-    not_followed,
-    not_modelled,
-    stem,
-    workload,
-)
+from cbsim.conformance.reader import Case, Line, Reader, case_of, header_fields, not_followed, not_modelled
 from cbsim.conformance.transformers_traces import (
     KINDS,
     SETTINGS,
@@ -212,17 +203,14 @@ def comparable(line: Line) -> Line:
 def case(trace: Path, header: Line) -> Case:
     (resolved,) = header_fields(trace, header, resolved=dict)
     (version,) = header_fields(trace, resolved, transformers=str)
-    name, mode = stem(trace), "async" if resolved.get("async") else "sync"
     skipped = not_followed(version, VERSIONS)
-    if skipped:
-        return Case(name, "transformers", version, mode, skipped=skipped)
-    recorded = workload(trace, name)
-    (cb,) = header_fields(trace, recorded, cb=dict)
-    skipped = not_modelled(cb, OPTIONS) or guarded(trace, lambda: unsupported(recorded))
-    if skipped:
-        return Case(name, "transformers", version, mode, skipped=skipped)
+    if not skipped:
+        recorded = reader.workload(trace, reader.stem(trace))
+        (cb,) = header_fields(trace, recorded, cb=dict)
+        skipped = not_modelled(cb, OPTIONS) or reader.guarded(trace, lambda: unsupported(recorded))
     replay = SectorsReplay if version.startswith("5.23.") else TransformersReplay
-    return Case(name, "transformers", version, mode, guarded(trace, lambda: replay(header, recorded)))
+    mode = "async" if resolved.get("async") else "sync"
+    return case_of(trace, "transformers", version, mode, lambda: skipped, lambda recorded: replay(header, recorded))
 
 
 READER = Reader(lambda header: header.get("header") is True, case, comparable)

@@ -7,30 +7,24 @@ its group, `kind.index`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from cbsim.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
-from cbsim.conformance.reader import Line
+from cbsim.conformance.reader import Line, Replay
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.kv.table_pools import RingPool
 from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.groups import FULL, Attention, Sight
-from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, serve
+from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.schedulers.transformers import settings
 from cbsim.schedulers.transformers.scheduler import Step
-from cbsim.schedulers.transformers.settings import (
-    FIFO,
-    GIB,
-    PREFILL_FIRST,
-    TransformersOptions,
-    TransformersSettings,
-    cut,
-)
+from cbsim.schedulers.transformers.settings import TransformersOptions, TransformersSettings
 from cbsim.workload.scheduler_tests import TransformersRequests
 
 TOKEN_BYTES = 2 * 2 * 64  # keys and values, two layers, one head of 16 in float32, as in the recorded models
@@ -41,10 +35,10 @@ STATUS = {Status.PREFILL: "PREFILLING", Status.DECODE: "DECODING"}
 
 def options(resolved: Line, workload: Line) -> TransformersOptions:
     """Return the scheduler options of a trace's `resolved` header. Older headers lack the number of host blocks."""
-    host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * GIB)
+    host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * settings.GIB)
     return TransformersOptions(
         version=resolved["transformers"].rpartition(".")[0],
-        name=FIFO if resolved["scheduler"] == "FIFOScheduler" else PREFILL_FIRST,
+        name=settings.FIFO if resolved["scheduler"] == "FIFOScheduler" else settings.PREFILL_FIRST,
         **{name: resolved[name] for name in ("block_size", "num_blocks", *SETTINGS)},
         host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),
         blocks_per_sector=resolved.get("blocks_per_sector", 1),
@@ -263,27 +257,28 @@ def several_kinds(workload: Line) -> bool:
     return bool(set(workload.get("model", {}).get("layer_types") or ()) - {KINDS[Sight.FULL]})
 
 
-class TransformersReplay:
-    """The replay of one workload and mode; `lines()` yields its trace lines in order, the footer last."""
+class TransformersReplay(Replay):
+    """The replay of one workload and mode; the last line is the footer."""
 
+    scheduler: WatchedTransformers
     scheduler_type: type[WatchedTransformers] = WatchedTransformers
 
     def __init__(self, header: Line, workload: Line) -> None:
         self._names: list[str] = []  # names of groups, if there are several
         self.resolved = self.resolve(header["resolved"], workload)
         ours = TransformersWorkload(workload, self.resolved["block_size"])
-        self.scheduler = self.scheduler_type(options(self.resolved, workload), ours, self._names)
+        scheduler = self.scheduler_type(options(self.resolved, workload), ours, self._names)
+        super().__init__(scheduler, 2 if self.resolved["async"] else 1)
         self._tokens, self._arriving = ours.tokens, ours.arriving
         by_id = {s.id: s for group in self._arriving.values() for s in group}
         self._cancels: dict[int, list[RequestSpec]] = {}
         for cancel in workload.get("cancels", []):
             self._cancels.setdefault(cancel["step"], []).append(by_id[cancel["id"]])
         self._last = max([*self._arriving, *self._cancels, 0])
-        self._batch = Batch()
         self._in_flight: list[tuple[list[Row], dict[RequestSpec, int]]] = []
         self._completion: list[tuple[str, RequestSpec, int]] = []  # (fate, request, position) of the sampling rows
         self._line: Line = {}
-        self._pass = -1
+        self._now = -1
         self._updated = 0
         self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
         self._outputs: dict[str, Line] = {}
@@ -292,64 +287,46 @@ class TransformersReplay:
         """Return the header's sizes, under the names of 5.17."""
         if not several_kinds(workload):
             return resolved
-        groups = cut(sights(workload["model"]), resolved["block_size"], "5.17").groups
+        groups = settings.cut(sights(workload["model"]), resolved["block_size"], "5.17").groups
         self._names = [f"{KINDS[group.attention.sight]}.{g}" for g, group in enumerate(groups)]
         return resolved | {"layer_groups": groups}
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's invariants hold."""
-        self.scheduler.decoding.check()
+        super().check()
         self.scheduler.host.check()
 
-    def lines(self) -> Iterator[Line]:
-        loop = serve(self.scheduler, 2 if self.resolved["async"] else 1)
-        answer: Any = None
-        while True:
-            try:
-                effect = loop.send(answer)
-            except StopIteration:
-                yield from self._close()
-                yield {"footer": True, "outputs": self._outputs}
-                return
-            if isinstance(effect, Poll):
-                yield from self._close()
-                answer = self._open()
-            else:
-                if isinstance(effect, Await) and not self._line["scheduled"]:
-                    yield from self._after_the_loop()
-                answer = self._do(effect)
+    def _end(self) -> None:
+        self._close()
+        self._written.append({"footer": True, "outputs": self._outputs})
 
-    def _open(self) -> Polled:
-        self._pass += 1
-        arrivals, cancels = self._arriving.get(self._pass, []), self._cancels.get(self._pass, [])
+    def _poll(self, effect: Poll) -> Polled:
+        del effect
+        self._close()
+        self._now += 1
+        arrivals, cancels = self._arriving.get(self._now, []), self._cancels.get(self._now, [])
         ids = [s.id for s in arrivals if s.sample_of is None]
-        self._line = {"step": self._pass, "scheduled": False, "arrivals": ids}
+        self._line = {"step": self._now, "scheduled": False, "arrivals": ids}
         if cancels:
             self._line["cancels"] = [s.id for s in cancels]
-        return Polled(arrivals, cancels, closed=self._pass >= self._last)
+        return Polled(arrivals, cancels, closed=self._now >= self._last)
 
-    def _close(self) -> Iterator[Line]:
+    def _close(self) -> None:
+        """Append the line of the pass, which may have planned nothing."""
         if self._line:
             if "after_schedule" not in self._line and "final_update_only" not in self._line:
-                self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
-            yield self._line
+                self._line |= self._scheduled()
+            self._written.append(self._line)
         self._line = {}
 
-    def _do(self, effect: Effect) -> Any:
-        if isinstance(effect, Launch | Idle):
-            if isinstance(effect, Launch):
-                self._line |= self._planned(effect.plan)
-                self._line["batch_no"] = effect.plan.step
-            self._line |= {"schedule_events": self._take_events(), "after_schedule": self._state()}
-        elif isinstance(effect, Await):
-            return self._await(effect.plan)
-        else:
-            assert isinstance(effect, Applied), effect
-            self._line |= self._applied(effect)
-        return None
+    def _scheduled(self) -> Line:
+        return {"schedule_events": self.scheduler.heard.take_lines(), "after_schedule": self._state()}
 
-    def _take_events(self) -> list[Line]:
-        return self.scheduler.heard.take_lines()
+    def _launch(self, effect: Launch) -> None:
+        self._line |= self._planned(effect.plan) | {"batch_no": effect.plan.step} | self._scheduled()
+
+    def _idle(self, effect: Idle) -> None:
+        del effect
+        self._line |= self._scheduled()
 
     def _planned(self, plan: StepPlan) -> Line:
         rows = self._batch.rows(plan)
@@ -432,8 +409,13 @@ class TransformersReplay:
         per_group = {r.spec.id: [len(table) for table in tables] for r, tables in host.tables.items()}
         return {"cpu": {"free": host.places.order(), "held": blocks, "per_group": per_group}}
 
-    def _await(self, plan: StepPlan) -> Completed:
-        """Record just before a result is applied whether each sampling row's token is new or discarded."""
+    def _await(self, effect: Await) -> Completed:
+        """Record just before a result is applied whether each sampling row's token is new or discarded. A result still
+        in flight when the loop has ended has a line of its own.
+        """
+        if not self._line["scheduled"]:
+            self._close()
+            self._line = {"step": self._now, "scheduled": False, "final_update_only": True}
         rows, epochs = self._in_flight.pop(0)
         self._completion = []
         for row in rows:
@@ -443,9 +425,9 @@ class TransformersReplay:
             dead = request.finish is not None and request.finish is not Finish.ABORTED
             fate = "discarded" if dead or request.epoch != epochs[row.spec] else "new"
             self._completion.append((fate, row.spec, row.start + row.tokens))
-        return Completed(StepResult(tuple(s for s in plan.changes.ends if s.output_tokens < s.max_tokens)))
+        return Completed(StepResult(tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)))
 
-    def _applied(self, effect: Applied) -> Line:
+    def _applied(self, effect: Applied) -> None:
         new = {}
         for fate, spec, position in self._completion:
             if fate == "new":
@@ -456,16 +438,11 @@ class TransformersReplay:
             output = {"generated": self._generated[spec.id], "status": "FINISHED", "prompt_len": spec.prompt_tokens}
             self._outputs[spec.id] = output
         self._updated += 1
-        return {
+        self._line |= {
             "updated_batch_no": self._updated - 1,
             "new_tokens": new,
             "finished": finished,
             "discarded_tokens": [spec.id for fate, spec, _ in self._completion if fate == "discarded"],
-            "update_events": self._take_events(),
+            "update_events": self.scheduler.heard.take_lines(),
             "after_update": self._state(),
         }
-
-    def _after_the_loop(self) -> Iterator[Line]:
-        """Yield the last line, and one for the result still in flight when the loop has ended."""
-        yield from self._close()
-        self._line = {"step": self._pass, "scheduled": False, "final_update_only": True}

@@ -6,24 +6,14 @@ integer microseconds. The classes that were recorded are rewritten from the text
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    by_arrival,
-    guarded,
-    header_fields,
-    not_modelled,
-    stem,
-    workload,
-)
-from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
+from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, case_of, due, header_fields, not_modelled
+from cbsim.policy.loop import Applied, Await, Completed, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Request, Status
 from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
 from cbsim.schedulers.trtllm.settings import TrtllmOptions
@@ -69,56 +59,35 @@ class Fitting(Observer):
         self.ids = [int(request.spec.id) for request in requests]
 
 
-class TrtllmReplay:
-    """The replay of one workload; `lines()` yields its trace lines in order, the summary last."""
+class TrtllmReplay(Replay):
+    """The replay of one workload; the last line is the summary."""
 
-    def __init__(self, header: Line, workload: Line) -> None:
-        config = header["config"]
+    scheduler: TrtllmScheduler
+
+    def __init__(self, config: Line, workload: Line) -> None:
         self._heard = Fitting()
-        self.scheduler = TrtllmScheduler(options(config), self._heard)
+        super().__init__(TrtllmScheduler(options(config), self._heard))
         self._timing = config["timing"]
         self._coming = by_arrival(workload)[::-1]
         self._taken: set[int] = set()  # requests taken from the queue
-        self._batch = Batch()
         self._rows: list[Row] = []
-        self._now = self._steps = 0
 
-    def check(self) -> None:
-        """Raise AssertionError unless the scheduler's invariants hold."""
-        self.scheduler.decoding.check()
-
-    def lines(self) -> Iterator[Line]:
-        loop = serve(self.scheduler, depth=1)
-        answer: Any = None
-        while True:
-            try:
-                effect = loop.send(answer)
-            except StopIteration:
-                break
-            lines, answer = self._do(effect)
-            yield from lines
-        yield {"ev": "summary", "steps": self._steps, "end_us": self._now}
-
-    def _do(self, effect: Effect) -> tuple[list[Line], Any]:
-        if isinstance(effect, Poll):
-            return [], self._poll(effect)
-        if isinstance(effect, Launch):
-            tokens = effect.plan.work.tokens
-            end = self._now + self._timing["base_us"] + self._timing["per_token_us"] * tokens
-            return [*self._paused(effect.plan), self._schedule(effect.plan)], end
-        if isinstance(effect, Await):
-            self._now = effect.ticket
-            return [], Completed(StepResult())
-        assert isinstance(effect, Applied), effect
-        return [self._update(effect)], None
+    def _end(self) -> None:
+        self._written.append({"ev": "summary", "steps": self._steps, "end_us": self._now})
 
     def _poll(self, effect: Poll) -> Polled:
         if effect.wait and self._coming:
             self._now = max(self._now, self._coming[-1].arrival_ns)
-        arrivals = []
-        while self._coming and self._coming[-1].arrival_ns <= self._now:
-            arrivals.append(self._coming.pop())
-        return Polled(arrivals, closed=not self._coming)
+        return Polled(due(self._coming, self._now, lambda spec: spec.arrival_ns), closed=not self._coming)
+
+    def _launch(self, effect: Launch) -> int:
+        self._written += [*self._paused(effect.plan), self._schedule(effect.plan)]
+        end: int = self._now + self._timing["base_us"] + self._timing["per_token_us"] * effect.plan.work.tokens
+        return end
+
+    def _await(self, effect: Await) -> Completed:
+        self._now = effect.ticket
+        return Completed(StepResult())
 
     def _paused(self, plan: StepPlan) -> list[Line]:
         lines = []
@@ -156,25 +125,18 @@ class TrtllmReplay:
             line |= {"kind": "context", "last": request.status is Status.DECODE}
         return line | {"held": self.scheduler.pool.allocated(request)}
 
-    def _update(self, effect: Applied) -> Line:
-        return {
-            "ev": "update",
-            "step": effect.plan.step + 1,
-            "t": self._now,
-            "tokens": [int(row.spec.id) for row in self._rows if row.chunk is None or row.chunk.outputs],
-            "finished": [int(spec.id) for spec, _ in effect.outcome.finished],
-            "free": self.scheduler.pool.free,
-        }
+    def _applied(self, effect: Applied) -> None:
+        line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now}
+        line["tokens"] = [int(row.spec.id) for row in self._rows if row.chunk is None or row.chunk.outputs]
+        line["finished"] = [int(spec.id) for spec, _ in effect.outcome.finished]
+        self._written.append(line | {"free": self.scheduler.pool.free})
 
 
 def case(trace: Path, header: Line) -> Case:
     commit, config = header_fields(trace, header, tensorrt_llm_commit=str, config=dict)
-    name, version = stem(trace), f"{commit[:7]} restated"
-    skipped = not_modelled(config, CONFIG) or guarded(trace, lambda: unsupported(config))
-    if skipped:
-        return Case(name, "trtllm", version, "sync", skipped=skipped)
-    recorded = workload(trace, name)
-    return Case(name, "trtllm", version, "sync", guarded(trace, lambda: TrtllmReplay(header, recorded)))
+    outside = lambda: not_modelled(config, CONFIG) or unsupported(config)  # noqa: E731
+    version = f"{commit[:7]} restated"
+    return case_of(trace, "trtllm", version, "sync", outside, lambda recorded: TrtllmReplay(config, recorded))
 
 
 READER = Reader(lambda header: "tensorrt_llm_commit" in header, case)

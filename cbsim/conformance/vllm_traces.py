@@ -2,8 +2,8 @@
 
 The formats, and the engine loop with its clock, are described beside the traces. Format 2 counts the tokens of an
 update and, at the end, all blocks with a key instead of their distinct contents; it leaves out cached tokens. Its
-fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on layer groups
-(group_traces.py). Times are integer microseconds.
+fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on layer groups: an
+entry per group where other formats have one entry. Times are integer microseconds.
 
 At its end a trace reports for every request when it was queued, scheduled and got its tokens, and how often it was
 preempted. The engine reports events with the next token of their request. From format 2 on the report has only these:
@@ -13,27 +13,17 @@ later token is not counted. Format 1 read the requests themselves, and so has ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance import group_traces, offload_traces
-from cbsim.conformance.group_traces import GroupLines, GroupsHeard
-from cbsim.conformance.offload_traces import Heard, OffloadLines
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    guarded,
-    header_fields,
-    not_followed,
-    not_modelled,
-    stem,
-    workload,
-)
-from cbsim.policy.loop import Applied, Await, Completed, Effect, Launch, Poll, Polled, serve
-from cbsim.policy.observer import NULL_OBSERVER
-from cbsim.policy.plan import Batch, Row, StepPlan, StepResult
+from cbsim.conformance import offload_traces
+from cbsim.conformance.offload_traces import ConnectorLines, Heard
+from cbsim.conformance.reader import Case, Line, Reader, Replay, case_of, due, header_fields, not_followed, not_modelled
+from cbsim.kv.group_pool import GroupPool
+from cbsim.kv.layer_groups import Grouping, LayerKind, grouped, rules, units
+from cbsim.policy.groups import FULL, Attention, Sight
+from cbsim.policy.loop import Applied, Await, Completed, Launch, Poll, Polled
+from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VERSIONS, VllmOptions
@@ -52,6 +42,37 @@ OTHER = ("num_blocks", "timing", "long_prefill_token_threshold_adaptive", "conne
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 
+SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk"}
+
+
+def grouping(config: Line) -> Grouping | None:
+    """Return the groups of a workload's layers; None if it names no layers."""
+    if "layers" not in config:
+        return None
+    size = config["block_size"]
+    layers = [LayerKind(_attention(layer), _page_bytes(layer, size)) for layer in config["layers"]]
+    return grouped(layers, size, together=config.get("disable_hybrid", False))
+
+
+def group_options(config: Line) -> Line:
+    """Return the scheduler options that follow from a workload's layers."""
+    made = grouping(config)
+    if made is None:
+        return {"num_blocks": config["num_blocks"]}
+    blocks = config["num_blocks"] if "num_blocks" in config else config["kv_bytes"] // made.block_bytes
+    retention = config.get("retention", 0)
+    return {"num_blocks": blocks, "groups": made.groups, "prefix_cache_retention_interval": retention}
+
+
+def _attention(layer: Line) -> Attention:
+    sight = Sight(layer["kind"])
+    return Attention(sight, layer[SPANS[sight]]) if sight in SPANS else FULL
+
+
+def _page_bytes(layer: Line, block_size: int) -> int:
+    return int(4 * block_size * layer.get("kv_heads", 4) * layer.get("head_size", 16))
+
+
 def options(version: str, mode: str, config: Line) -> VllmOptions:
     """Return the scheduler options of a workload's `config`."""
     return VllmOptions(
@@ -60,7 +81,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
         **{name: config[name] for name in (*SIZES, *SWITCHES)},
         **{name: config[name] for name in SINCE_0_33 if name in config},
         adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
-        **group_traces.options(config),
+        **group_options(config),
         **offload_traces.options(config),
     )
 
@@ -87,83 +108,68 @@ class WatchedVllm(VllmScheduler):
         self.free_after_cancel = self.pool.free
 
 
-class VllmReplay:
-    """The replay of one workload, version and mode; `lines()` yields its trace lines in order, the summary last."""
+class VllmReplay(Replay):
+    """The replay of one workload, version and mode; the last line is the summary."""
+
+    scheduler: WatchedVllm
 
     def __init__(self, header: Line, workload: Line) -> None:
-        config, heard, groups_heard = header["config"], Heard(), GroupsHeard()
-        connector = config.get("connector")
-        observer = heard if connector else groups_heard if "layers" in config else NULL_OBSERVER
-        self.scheduler = WatchedVllm(options(header["vllm"], header["mode"], config), observer)
+        config, heard = header["config"], Heard()
+        made = options(header["vllm"], header["mode"], config)
+        super().__init__(WatchedVllm(made, heard), 2 if header["mode"] == "async" else 1)
         self.scheduler.leaves_stores = config.get("stop_when_done", False)
         self._format = header.get("format", 1)
-        self._offload = OffloadLines(self.scheduler, heard, connector, workload) if connector else None
-        self._groups = GroupLines(self.scheduler, groups_heard, config) if "layers" in config else None
-        self.effective = self._groups.effective() if self._groups else None  # the header's fields on groups
-        self._depth = 2 if header["mode"] == "async" else 1
-        self._timing = header["config"]["timing"]
+        connector = config.get("connector")
+        self._offload = ConnectorLines.of(self.scheduler, heard, connector, workload) if connector else None
+        self._groups = GroupLines(self.scheduler, heard, config) if "layers" in config else None
+        if self._groups:
+            self.header = {"effective": self._groups.effective()}
+        self._timing = config["timing"]
         self._coming = vllm_requests(workload)[::-1]
         aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
         self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
         self._added: list[str] = []
         self._aborted: list[str] = []
-        self._batch = Batch()
         self._rows: dict[int, list[Row]] = {}
         self._dropped: set[tuple[int, RequestSpec]] = set()
         self._alive: dict[RequestSpec, None] = {}
-        self._now = self._gpu_free = self._steps = 0
+        self._gpu_free = 0
         self._reports = Reports(self._format)
 
     def check(self) -> None:
-        """Raise AssertionError unless the scheduler's invariants hold."""
-        self.scheduler.decoding.check()
+        super().check()
         if self.scheduler.transfers is not None:
             self.scheduler.transfers.check()
 
-    def lines(self) -> Iterator[Line]:
-        loop = serve(self.scheduler, self._depth)
-        answer: Any = None
-        while True:
-            try:
-                effect = loop.send(answer)
-            except StopIteration:
-                yield self._summary()
-                return
-            if isinstance(effect, Poll) and self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
-                yield self._summary()  # even if stores are in flight
-                return
-            if self._aborted:
-                free, ids = self.scheduler.free_after_cancel, self._aborted
-                self._aborted = []
-                yield {"ev": "abort", "t": self._now, "ids": ids, "free": free}
-            line, answer = self._do(effect)
-            if line:
-                yield line
-
-    def _summary(self) -> Line:
+    def _end(self) -> None:
+        self._cancelled()
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.lines}
         pool = self.scheduler.pool
-        if self._groups:
-            return line | {"prefix_cache_final_cached_blocks": self._groups.cached()}
-        return line | {"prefix_cache_final_cached_blocks": pool.contents if self._format == 1 else pool.keyed}
+        cached = self._groups.cached() if self._groups else pool.contents if self._format == 1 else pool.keyed
+        self._written.append(line | {"prefix_cache_final_cached_blocks": cached})
 
-    def _do(self, effect: Effect) -> tuple[Line | None, Any]:
-        if isinstance(effect, Poll):
-            return self._poll(effect)
-        if isinstance(effect, Launch):
-            line = self._schedule(effect.plan)
-            start = max(self._now, self._gpu_free)
-            self._gpu_free = end = start + self._step_us(effect.plan)
-            if self._offload:
-                self._offload.launched(effect.plan, start, end)
-            return line, end
-        if isinstance(effect, Await):
-            self._now = max(self._now, effect.ticket)
-            stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
-            moved, broken = self._offload.over(effect.plan.step) if self._offload else ((), ())
-            return None, Completed(StepResult(stops, moved=moved, broken=broken), self._due_aborts())
-        assert isinstance(effect, Applied), effect
-        return self._update(effect), None
+    def _cancelled(self) -> None:
+        """Append the line on requests that were aborted since the last effect."""
+        if self._aborted:
+            free, ids = self.scheduler.free_after_cancel, self._aborted
+            self._written.append({"ev": "abort", "t": self._now, "ids": ids, "free": free})
+        self._aborted = []
+
+    def _launch(self, effect: Launch) -> int:
+        self._cancelled()
+        self._written.append(self._schedule(effect.plan))
+        start = max(self._now, self._gpu_free)
+        self._gpu_free = end = start + self._step_us(effect.plan)
+        if self._offload:
+            self._offload.launched(effect.plan, start, end)
+        return end
+
+    def _await(self, effect: Await) -> Completed:
+        self._cancelled()
+        self._now = max(self._now, effect.ticket)
+        stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
+        moved, broken = self._offload.over(effect.plan.step) if self._offload else ((), ())
+        return Completed(StepResult(stops, moved=moved, broken=broken), self._due_aborts())
 
     def _step_us(self, plan: StepPlan) -> int:
         timing = self._timing
@@ -173,17 +179,18 @@ class VllmReplay:
         tokens: int = timing["per_token_us"] * plan.work.tokens
         return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
 
-    def _poll(self, effect: Poll) -> tuple[Line | None, Polled]:
+    def _poll(self, effect: Poll) -> Polled | None:
+        if self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
+            return None  # even if stores are in flight
+        self._cancelled()
         if effect.wait and self._coming:
             self._now = max(self._now, self._coming[-1][0].arrival_ns)
-        arrivals = []
-        while self._coming and self._coming[-1][0].arrival_ns <= self._now:
-            spec, _ = self._coming.pop()
-            arrivals.append(spec)
+        arrivals = [spec for spec, _ in due(self._coming, self._now, lambda entry: entry[0].arrival_ns)]
+        for spec in arrivals:
             self._added.append(spec.id)
             self._alive[spec] = None
             self._reports.arrived(spec, self._now)
-        return None, Polled(arrivals, self._due_aborts(), closed=not self._coming)
+        return Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:
         """Return the live requests whose abort is due; an abort before its request's arrival is lost. Format 1 orders
@@ -224,7 +231,7 @@ class VllmReplay:
         if self._offload:
             line |= self._offload.planned(plan)
         if self._groups:
-            line |= self._groups.planned(plan, self.scheduler.requests)
+            line |= self._groups.planned(plan)
         self._added = []
         self._now += self._timing["sched_us"]
         return line
@@ -243,7 +250,8 @@ class VllmReplay:
             line["ph"] = request.scheduled - request.seen
         return line
 
-    def _update(self, effect: Applied) -> Line:
+    def _applied(self, effect: Applied) -> None:
+        self._cancelled()
         finished = [spec.id for spec, _ in effect.outcome.finished]
         got = [
             row.spec
@@ -263,7 +271,74 @@ class VllmReplay:
             self._reports.token(spec, self._now)
         for spec, _ in effect.outcome.finished:
             del self._alive[spec]
-        return line
+        self._written.append(line)
+
+
+class GroupLines:
+    """The fields of a scheduler with groups in trace lines. A plain cache is one of a single group."""
+
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, config: Line) -> None:
+        self._scheduler = scheduler
+        self._heard = heard
+        self._config = config
+
+    def effective(self) -> Line:
+        """Return the header's fields on groups and sizes, without the layout of tensors."""
+        o, made = self._scheduler.options, grouping(self._config)
+        assert made is not None
+        unit = units(made.groups, caching=o.enable_prefix_caching)
+        retention = o.prefix_cache_retention_interval
+        groups = []
+        for rule in rules(made.groups, retention=retention, in_flight=o.most_in_flight, longest=o.max_model_len):
+            group = rule.group
+            layers = [self._config["layers"][layer] for layer in group.layers]
+            line = {"kind": group.attention.sight.value, "block_size": group.block_size, "layers": list(group.layers)}
+            line["page_bytes"] = _page_bytes(layers[0], group.block_size)
+            if not rule.full:
+                line |= {SPANS[group.attention.sight]: group.attention.span, "admission_cap": rule.most}
+            groups.append(line)
+        several = "HybridKVCacheCoordinator" if len(groups) > 1 else "UnitaryKVCacheCoordinator"
+        return {
+            "coordinator": several if o.enable_prefix_caching else "KVCacheCoordinatorNoPrefixCache",
+            "groups": groups,
+            "num_blocks": o.num_blocks,
+            "scheduler_block_size": unit.prefix,
+            "hash_block_size": unit.hashed,
+            "retention": retention,
+            "max_in_flight_tokens": o.most_in_flight,
+            "watermark_blocks": int(o.watermark * o.num_blocks),
+        }
+
+    def row(self, row: Row, plan: StepPlan) -> Line:
+        """Return a row's fields: blocks added to each group's table (all if admitted), lengths, the junction."""
+        request, pool = self._scheduler.requests[row.spec], self._scheduler.pool
+        admitted = row.chunk is not None and row.chunk.admitted
+        line: Line
+        if isinstance(pool, GroupPool):
+            blocks: list[list[int]] = [[] for _ in pool.groups]
+            for change in plan.tables:
+                if change.spec is row.spec:
+                    blocks[change.group] = [*[0] * (change.passed if admitted else 0), *change.blocks]
+            tables = pool.group_tables(request)
+            line = {"blocks": blocks, "held": [len(table.blocks) for table in tables]}
+            line["live"] = [len(table.live) for table in tables]
+            if admitted:
+                line["junction"] = pool.junctions.get(request, 0)
+            return line
+        count = [pool.allocated(request)]
+        line = {"blocks": [list(row.blocks)], "held": count, "live": count}
+        return line | {"junction": 0} if admitted else line
+
+    def planned(self, plan: StepPlan) -> Line:
+        """Return a step's fields: blocks that left the windows, and the block counts of preempted requests."""
+        requests, (dropped, tables) = self._scheduler.requests, self._heard.take_tables()
+        preempted = [[p.spec.id, p.lost_tokens, tables[requests[p.spec]]] for p in plan.changes.preempted]
+        return {"dropped": dropped, "preempted": preempted}
+
+    def cached(self) -> list[int]:
+        """Return the number of blocks with a key, by group."""
+        pool = self._scheduler.pool
+        return pool.keyed_in_groups() if isinstance(pool, GroupPool) else [pool.keyed]
 
 
 class Reports:
@@ -303,15 +378,12 @@ class Reports:
 
 def case(trace: Path, header: Line) -> Case:
     version, mode, config = header_fields(trace, header, vllm=str, mode=str, config=dict)
-    name = stem(trace).removesuffix(f".{mode}")
-    skipped = "speculation" if "spec" in config else not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
-    skipped = skipped or guarded(trace, lambda: offload_traces.unsupported(config))
-    if skipped:
-        return Case(name, "vllm", version, mode, skipped=skipped)
-    recorded = workload(trace, name)
-    replay = guarded(trace, lambda: VllmReplay(header, recorded))
-    derived = {} if replay.effective is None else {"effective": replay.effective}
-    return Case(name, "vllm", version, mode, replay, header=derived)
+
+    def outside() -> str | None:
+        known = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS) or offload_traces.unsupported(config)
+        return "speculation" if "spec" in config else known
+
+    return case_of(trace, "vllm", version, mode, outside, lambda recorded: VllmReplay(header, recorded))
 
 
 def comparable(line: Line) -> Line:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cbsim.conformance.check import TraceResult, compare, run, traces
+from cbsim.conformance.check import TraceResult, compare, run
+from cbsim.conformance.reader import traces
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Line = dict[str, Any]
