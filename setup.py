@@ -35,6 +35,7 @@ PYTHON = (
     "__init__.py",
     "value.py",
     "kind.py",
+    "marks.py",
     "registry.py",
     "queues.py",
     "observer.py",

@@ -9,65 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_type_hints
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import Attention
 from cbsim.policy.loop import Limits, Scheduler
+from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
 
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-class AtLeast(NamedTuple):
-    """A bound in the annotation of a setting: the value is not smaller."""
-
-    least: float
-
-
-class Below(NamedTuple):
-    """A bound in the annotation of a setting: the value is smaller."""
-
-    bound: float
-
-
-class AsText(NamedTuple):
-    """A mark in the annotation of a setting: a number that a user writes is taken as text, 0.33 as "0.33"."""
-
-
-class Solved(NamedTuple):
-    """A mark in the annotation of a setting that may be null: the rule by which it is then solved, as a sentence's end
-    or a function of settings and site. A `pinned` one keeps its value if the scenario gets a smaller cache afterwards.
-    """
-
-    source: str | Callable[[Any, Site], str]
-    pinned: bool = False
-
-
-class ProbeSize(Enum):
-    """A value that a setting gets in a probe and that depends on the probe's size or the setting's default."""
-
-    SLOTS = "requests that may run"
-    STEP_TOKENS = "query tokens of a step, in which every slot may decode"
-    PROMPT_TOKENS = "query tokens of a step"
-    DEFAULT = "the setting's default"
-
-
-class InProbe(NamedTuple):
-    """A mark in the annotation of a setting: its value in a calibration's probe, which bounds slots and query tokens
-    and in which requests share nothing.
-    """
-
-    value: Any
-
-
-SLOTS, STEP_TOKENS = InProbe(ProbeSize.SLOTS), InProbe(ProbeSize.STEP_TOKENS)
-PROMPT_TOKENS, DEFAULT_IN_PROBE = InProbe(ProbeSize.PROMPT_TOKENS), InProbe(ProbeSize.DEFAULT)
-
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), Below(1)]

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import core_schema
 
-from cbsim.policy.kind import AsText, AtLeast, Below, Settings, SettingsError
+from cbsim.policy.kind import Settings, SettingsError
+from cbsim.policy.marks import AsText, AtLeast, Below
 from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, documented, near, shown
 from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind, KindError

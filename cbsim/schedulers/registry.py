@@ -10,33 +10,18 @@ from cbsim.policy.kind import SchedulerKind
 from cbsim.schedulers.sarathi.policies import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
 from cbsim.schedulers.sglang.scheduler import SGLANG
 from cbsim.schedulers.simple.beam import BEAM
-from cbsim.schedulers.simple.contiguous import CONTIGUOUS
-from cbsim.schedulers.simple.padded import DYNAMIC_PADDED, STATIC
-from cbsim.schedulers.simple.tgi import TGI
+from cbsim.schedulers.simple.fcfs import CONTIGUOUS, DYNAMIC_PADDED, TGI
+from cbsim.schedulers.simple.padded import STATIC
 from cbsim.schedulers.transformers.scheduler_523 import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
 from cbsim.schedulers.trtllm.scheduler import TRTLLM
 from cbsim.schedulers.vllm.scheduler import VLLM
 
 Kind = SchedulerKind[Any, Any]
+SIMPLE: tuple[Kind, ...] = (BEAM, CONTIGUOUS, DYNAMIC_PADDED, STATIC, TGI)
+SARATHI_SERVE: tuple[Kind, ...] = (FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0)
+ORIGINALS: tuple[Kind, ...] = (SGLANG, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, TRTLLM, VLLM)
 OURS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        BEAM,
-        CONTIGUOUS,
-        DYNAMIC_PADDED,
-        FASTER_TRANSFORMER,
-        ORCA,
-        SARATHI,
-        SGLANG,
-        SIMPLE_CHUNKING,
-        STATIC,
-        TGI,
-        TRANSFORMERS_FIFO,
-        TRANSFORMERS_PREFILL_FIRST,
-        TRTLLM,
-        VLLM,
-        VLLM_V0,
-    )
+    kind.name: kind for kind in sorted((*SIMPLE, *SARATHI_SERVE, *ORIGINALS), key=lambda k: k.name)
 }
 GROUP = "cbsim.schedulers"
 """The group of entry points that name a `SchedulerKind` each."""

@@ -177,8 +177,7 @@ class Stingy(BeamPool):
     """The fault: a fork shares the last block as well, and writes into it."""
 
     def fork(self, request: Request, beam: Request, computed: int) -> int | None:
-        self.tables[beam] = list(self.tables[request])
-        self._enter(self.tables[beam])
+        self.tables[beam] = self._shared(list(self.tables[request]))
         return None
 
 

@@ -12,7 +12,7 @@ from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.schedulers.simple.padded import DYNAMIC_PADDED
+from cbsim.schedulers.simple.fcfs import DYNAMIC_PADDED
 from cbsim.schedulers.simple.settings import PaddedOptions
 
 

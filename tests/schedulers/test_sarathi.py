@@ -22,11 +22,7 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.scenario import scenario
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.sarathi.scheduler import SarathiServe
-from cbsim.schedulers.sarathi.settings import (
-    SarathiSettings,
-    ServeOptions,
-    watermark_blocks,
-)
+from cbsim.schedulers.sarathi.settings import SarathiSettings, ServeOptions, watermark_blocks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sarathi"
 LONGEST = 24  # tokens of a request
@@ -180,17 +176,11 @@ def shown(run: Drive) -> list[list[tuple[str, int]]]:
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        (
-            "sarathi",
-            [[("r0", 5), ("r1", 3)], [("r1", 7), ("r0", 1)], [("r1", 1), ("r0", 1)], [("r1", 1)]],
-        ),
+        ("sarathi", [[("r0", 5), ("r1", 3)], [("r1", 7), ("r0", 1)], [("r1", 1), ("r0", 1)], [("r1", 1)]]),
         ("orca", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
         ("faster_transformer", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
         ("vllm_v0", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
-        (
-            "simple_chunking",
-            [[("r0", 5), ("r1", 3)], [("r0", 1)], [("r1", 8)], [("r0", 1), ("r1", 1)]],
-        ),
+        ("simple_chunking", [[("r0", 5), ("r1", 3)], [("r0", 1)], [("r1", 8)], [("r0", 1), ("r1", 1)]]),
     ],
 )
 def test_two_prompts(name: str, steps: list[list[tuple[str, int]]]) -> None:

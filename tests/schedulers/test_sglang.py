@@ -17,11 +17,7 @@ from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import SglangOptions, SglangSettings
 
 OPTIONS = SglangOptions(
-    block_size=1,
-    num_blocks=400,
-    max_running_requests=2,
-    chunked_prefill_size=-1,
-    context_length=200,
+    block_size=1, num_blocks=400, max_running_requests=2, chunked_prefill_size=-1, context_length=200
 )
 OTHERS = 40
 

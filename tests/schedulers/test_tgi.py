@@ -16,9 +16,8 @@ from support.helpers import Ask, Drive
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.schedulers.simple.fcfs import Fcfs
+from cbsim.schedulers.simple.fcfs import TGI, Fcfs
 from cbsim.schedulers.simple.settings import TgiOptions
-from cbsim.schedulers.simple.tgi import TGI
 
 Said = tuple[str, list[RequestSpec]]
 

@@ -27,8 +27,7 @@ from cbsim.schedulers.sarathi.settings import (
 )
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import SglangOptions
-from cbsim.schedulers.simple.contiguous import CONTIGUOUS
-from cbsim.schedulers.simple.fcfs import Fcfs
+from cbsim.schedulers.simple.fcfs import CONTIGUOUS, Fcfs
 from cbsim.schedulers.simple.settings import ContiguousOptions
 from cbsim.schedulers.transformers.scheduler import TransformersScheduler
 from cbsim.schedulers.transformers.scheduler_523 import Transformers523

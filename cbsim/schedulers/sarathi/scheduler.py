@@ -27,8 +27,6 @@ from cbsim.schedulers.sarathi.settings import ServeOptions, watermark_blocks
 class Step:
     """A step while it is being planned."""
 
-    __slots__ = ("again", "batched", "decodes", "preempts", "prompts", "taken", "tokens")
-
     def __init__(self) -> None:
         self.prompts: dict[Request, Chunk] = {}  # rows of prompts; they come first
         self.decodes: dict[Request, Chunk] = {}

@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Generic, TypeVar
 
-from cbsim.policy.kind import (
-    DEFAULT_IN_PROBE,
-    SLOTS,
-    STEP_TOKENS,
-    Count,
-    InProbe,
-    Settings,
-    Site,
-    Solved,
-    require,
-)
+from cbsim.policy.kind import Count, Settings, Site, require
 from cbsim.policy.loop import Limits
+from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, InProbe, Solved
 
 PROFILE_TOKENS = 8192
 """The query tokens of the step that sizes memory, where no option bounds a step."""

@@ -26,21 +26,6 @@ class Entry:
     may write is kept free for it.
     """
 
-    __slots__ = (
-        "extent",
-        "key",
-        "late",
-        "matched",
-        "max_new",
-        "node",
-        "queued",
-        "rank",
-        "request",
-        "seen",
-        "todo",
-        "whole",
-    )
-
     def __init__(self, request: Request, max_new: int, rank: int, *, whole: bool, root: Node) -> None:
         self.request = request
         self.key = RadixKey(request.spec)
@@ -178,7 +163,5 @@ def _work(entry: Entry) -> int:
 def by_outputs(entries: Sequence[Entry], *, ranked: bool) -> list[Entry]:
     """Return the entries in the order in which they keep their place when memory runs out, longest first."""
     return sorted(
-        entries,
-        key=lambda e: (-e.rank if ranked else 0, e.request.seen, -e.request.spec.prompt_tokens),
-        reverse=True,
+        entries, key=lambda e: (-e.rank if ranked else 0, e.request.seen, -e.request.spec.prompt_tokens), reverse=True
     )

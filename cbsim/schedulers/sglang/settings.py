@@ -5,21 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from cbsim.policy.kind import (
-    DEFAULT_IN_PROBE,
-    SLOTS,
-    STEP_TOKENS,
-    AtLeast,
-    Count,
-    InProbe,
-    Natural,
-    Settings,
-    Site,
-    Solved,
-    require,
-    resolved,
-)
+from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
 from cbsim.policy.loop import Limits
+from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, AtLeast, InProbe, Solved
 
 FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.14, 600  # SGLANG_INIT_NEW_TOKEN_RATIO and its kin
 TOO_LONG = 5  # a prompt has to leave more of the longest sequence than this

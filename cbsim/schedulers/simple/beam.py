@@ -45,26 +45,11 @@ class BeamPool(BlockPool):
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         super().__init__(block_size, num_blocks, FreeQueue(range(num_blocks), unhashed_first=True))
-        self._users: dict[int, int] = {}
-
-    def grow(self, request: Request, count: int) -> list[int]:
-        blocks = super().grow(request, count)
-        for block in blocks:
-            self._users[block] = 1
-        return blocks
-
-    def release(self, request: Request, *, returns: bool = False) -> int:
-        assert not returns, "nobody is preempted"
-        table = self.tables.pop(request, [])
-        self._leave(table)
-        self._observer.released(request, table)
-        return len(table)
 
     def fork(self, request: Request, beam: Request, computed: int) -> int | None:
         """Give a beam a table of its own for what a request has computed. Return the block that it has to copy."""
         whole, table = computed // self.block_size, self.tables[request]
-        self.tables[beam] = table[:whole]
-        self._enter(table[:whole])
+        self.tables[beam] = self._shared(table[:whole])
         if computed % self.block_size == 0:
             return None
         self.grow(beam, 1)
@@ -82,10 +67,9 @@ class BeamPool(BlockPool):
                 keeper[parents[i]] = beam
         for i, beam in enumerate(beams):
             table = before[parents[i]]
-            self.tables[beam] = table[:] if keeper[parents[i]] is beam else table[:whole]
-            self._enter(self.tables[beam])
+            self.tables[beam] = self._shared(table[:] if keeper[parents[i]] is beam else table[:whole])
         for table in before.values():
-            self._leave(table)
+            self._give_back(table, 0)
         exchanged: list[Exchanged] = []
         for i, beam in enumerate(beams):
             copied: int | None = None
@@ -98,33 +82,17 @@ class BeamPool(BlockPool):
                 exchanged.append(Exchanged(beam, entries, copied))
         return exchanged
 
-    def _enter(self, blocks: Sequence[int]) -> None:
-        """Count one more table for each of these blocks."""
+    def _shared(self, blocks: list[int]) -> list[int]:
+        """Return these blocks, each of which is in one more table."""
         for block in blocks:
-            self._users[block] = self._users.get(block, 0) + 1
+            self._refs[block] = self._refs.get(block, 1) + 1
+        return blocks
 
-    def _leave(self, blocks: Sequence[int]) -> None:
-        """Count one table less for each of these blocks; free those that are in none."""
-        freed: list[int] = []
-        for block in blocks:
-            users = self._users[block] - 1
-            if users:
-                self._users[block] = users
-            else:
-                del self._users[block]
-                freed.append(block)
-        self._free.give(freed, 0)
-
-    def check(self) -> None:
-        users: dict[int, int] = {}
-        for table in self.tables.values():
-            assert len(set(table)) == len(table), ("a table names a block twice", table)
-            for block in table:
-                users[block] = users.get(block, 0) + 1
-        assert users == self._users, ("users of blocks", users, self._users)
-        free = self._free.order()
-        assert sorted([*users, *free]) == list(range(self.num_blocks)), ("blocks lost or double", users, free)
-        assert self.free == len(free), ("free blocks", self.free, len(free))
+    def _drop(self, block: int) -> bool:
+        refs = self._refs.pop(block, 1) - 1
+        if refs > 1:
+            self._refs[block] = refs
+        return not refs
 
 
 class Search:

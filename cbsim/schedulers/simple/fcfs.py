@@ -1,4 +1,4 @@
-"""First come, first served, all reserved: the scheduler that tgi, dynamic_padded and contiguous have in common.
+"""First come, first served, all reserved: the scheduler and the rules of dynamic_padded, tgi and contiguous.
 
 An admitted request has blocks for all that it may write until its end, so none grows and none is preempted. What is
 left is a rule: which requests join, and which get a row.
@@ -10,12 +10,27 @@ from collections import deque
 from typing import Protocol
 
 from cbsim.kv.blocks import BlockPool
+from cbsim.kv.reservation import PiecePool, free_pieces, reserved_tokens
+from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
-from cbsim.policy.kind import Options
+from cbsim.policy.kind import Options, SchedulerKind
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.value import mypyc_attr
-from cbsim.schedulers.base import SchedulerBase
+from cbsim.policy.value import mypyc_attr, replace
+from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
+from cbsim.schedulers.simple.settings import (
+    ContiguousOptions,
+    ContiguousSettings,
+    DynamicPaddedSettings,
+    PaddedOptions,
+    TgiOptions,
+    TgiSettings,
+    resolve_contiguous,
+    resolve_padded,
+    resolve_tgi,
+)
+
+NO_LIMIT = 1 << 60
 
 
 class Rule(Protocol):
@@ -72,6 +87,28 @@ class Fcfs(SchedulerBase):
         self.running[request] = None
         return self.decoding.row(request, tokens, blocks)
 
+    def head(self, slots: int, step: int = NO_LIMIT, total: int = NO_LIMIT) -> list[Request]:
+        """Return the head of the queue, none passed over, as far as the cache goes, and the slots, prompt tokens of a
+        step, and tokens of these requests in the end.
+        """
+        joining: list[Request] = []
+        free = self.pool.free
+        for request in self.waiting:
+            step -= request.spec.prompt_tokens
+            total -= tokens_at_end(request.spec)
+            free -= blocks_to_end(self.pool, request.spec)
+            if min(step, total, free) < 0 or len(self.running) + len(joining) == slots:
+                break
+            joining.append(request)
+        return joining
+
+    def prefill(self, joining: list[Request]) -> dict[Request, Chunk]:
+        """Admit the head of the queue with all blocks that it may write to. Return rows of its whole prompts."""
+        rows: dict[Request, Chunk] = {}
+        for request in joining:
+            rows[request] = self.admit(request.target, self.pool.grow(request, blocks_to_end(self.pool, request.spec)))
+        return rows
+
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
@@ -80,6 +117,170 @@ class Fcfs(SchedulerBase):
         self.decoding.end(request, reason)
 
 
+def tokens_at_end(spec: RequestSpec) -> int:
+    """Return the tokens of a prompt and its limit."""
+    return spec.prompt_tokens + spec.max_tokens
+
+
 def blocks_to_end(pool: BlockPool, spec: RequestSpec) -> int:
     """Return the blocks of all that a request may write; its last token is never computed."""
-    return pool.blocks_for(spec.prompt_tokens + spec.max_tokens - 1)
+    return pool.blocks_for(tokens_at_end(spec) - 1)
+
+
+class DynamicPadded:
+    """Dynamic batching: a waiting request takes a slot as soon as one is free.
+
+    A step has one width, that of its longest row: the rows of decoding requests have one token and are padded on the
+    left to the prompts that come in beside them. So a prompt of n tokens that joins a batch, B rows with its own, costs
+    (n - 1)(B - 1) tokens of padding. Only query tokens are padded; the cache holds none of it. All that a request may
+    write is reserved, so none grows and none is preempted.
+    """
+
+    def __init__(self, options: PaddedOptions) -> None:
+        self._slots = options.batch_size
+        self.pool = plain_pool(options)
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        return too_large(tokens_at_end(spec), blocks_to_end(self.pool, spec), self.pool.num_blocks)
+
+    def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
+        decoding = fcfs.decoding
+        joining = fcfs.head(self._slots)
+        if joining:
+            decoding.split()
+        rows = {r: decoding.row(r, 1, ()) for r in sorted(decoding.unbatched, key=by_order) if r.scheduled < r.limit}
+        rows.update(fcfs.prefill(joining))
+        fcfs.go_on()
+        width = max([row.tokens for row in rows.values()], default=1)
+        return {request: replace(row, padding=width - row.tokens) for request, row in rows.items()}
+
+
+DYNAMIC_PADDED = SchedulerKind(
+    name="dynamic_padded",
+    about="dynamic batching: who waits joins at once, every row padded to the longest of its step",
+    settings=DynamicPaddedSettings,
+    resolve=resolve_padded,
+    make=lambda options: Fcfs(options, DynamicPadded(options)),
+)
+
+
+class Tgi:
+    """text-generation-inference v3's batching: a batch decodes; now and then it stops for prompts, which then join it.
+
+    Before a decode step, prompts are taken from the queue, first come, first served, as far as three bounds go: tokens
+    of the step, tokens of all that run (prompts and limits), blocks for all that the new ones may ever write. The batch
+    stops for them if they are enough beside it (`waiting_served_ratio`), or if it has not stopped for long
+    (`max_waiting_tokens`); then they are prefilled by themselves.
+    """
+
+    def __init__(self, options: TgiOptions) -> None:
+        self.options = options
+        self.pool = plain_pool(options)
+        self._steps = 0  # since the batch stopped for prompts last, that stop included
+        self._joined = False  # prompts have just joined a batch, which decodes next
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o, tokens = self.options, tokens_at_end(spec)
+        if spec.prompt_tokens > o.max_batch_prefill_tokens:
+            return f"prompt of {spec.prompt_tokens} tokens, max_batch_prefill_tokens is {o.max_batch_prefill_tokens}"
+        if tokens > o.max_batch_total_tokens:
+            return f"{tokens} tokens with its limit, max_batch_total_tokens is {o.max_batch_total_tokens}"
+        return too_large(tokens, blocks_to_end(self.pool, spec), self.pool.num_blocks)
+
+    def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
+        decoding = fcfs.decoding
+        stopped = [r for r in sorted(decoding.unbatched, key=by_order) if r.scheduled < r.limit]
+        decodes = bool(stopped or decoding.batched)
+        if fcfs.waiting and not (self._joined and decodes):
+            o, reserved = self.options, sum([tokens_at_end(request.spec) for request in fcfs.running])
+            fitting = fcfs.head(o.max_batch_size, o.max_batch_prefill_tokens, o.max_batch_total_tokens - reserved)
+            if len(fitting) >= max(1, self._least(len(fcfs.running))):
+                self._joined, self._steps = bool(fcfs.running), 1
+                decoding.split()
+                return fcfs.prefill(fitting)  # alone: no other request has a row
+        if not decodes:
+            return {}
+        self._joined = False
+        self._steps += 1
+        fcfs.go_on()
+        return {request: decoding.row(request, 1, ()) for request in stopped}
+
+    def _least(self, running: int) -> int:
+        """Return the number of prompts for which the batch stops."""
+        o = self.options
+        return 0 if self._steps >= o.max_waiting_tokens else int(running * o.waiting_served_ratio)
+
+
+TGI = SchedulerKind(
+    name="tgi",
+    about="text-generation-inference v3: prompts by themselves, then joined to the batch; all reserved",
+    settings=TgiSettings,
+    resolve=resolve_tgi,
+    make=lambda options: Fcfs(options, Tgi(options)),
+)
+
+
+class Contiguous:
+    """Iteration-level batching on a contiguous cache: all that a request may need is one piece, reserved at admission.
+
+    The servers of Orca and FasterTransformer kept their caches so before they were paged; `orca` and
+    `faster_transformer` are those servers' rules as Sarathi-Serve states them, on paged blocks. Here every running
+    request decodes in every step; then prompts that were begun go on, then the queue is admitted from, while a slot,
+    tokens of the step and a piece are there. A request that does not fit stops those behind it. Nothing is shared.
+    """
+
+    def __init__(self, options: ContiguousOptions) -> None:
+        self.options = o = options
+        self.pool = PiecePool(o.block_size, o.num_blocks, free_pieces(o.placement, o.num_blocks))
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        o = self.options
+        if spec.prompt_tokens >= o.max_model_len:
+            return f"prompt of {spec.prompt_tokens} tokens, max_model_len is {o.max_model_len}"
+        needed, largest = self.piece(spec), self.pool.pieces.most
+        if needed > largest:
+            tokens = reserved_tokens(o.reserve, spec, o.max_model_len)
+            piece = f"a piece of {needed} blocks, the largest of {o.num_blocks} has {largest}"
+            return f"reserves {tokens} tokens ({o.reserve}): {piece}"
+        return None
+
+    def piece(self, spec: RequestSpec) -> int:
+        """Return the blocks that a request reserves."""
+        return self.pool.blocks_for(reserved_tokens(self.options.reserve, spec, self.options.max_model_len))
+
+    def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
+        rows: dict[Request, Chunk] = {}
+        left = self.options.max_num_batched_tokens - fcfs.go_on()
+        for request in sorted(fcfs.decoding.unbatched, key=_turn):
+            if left and request.scheduled < request.limit:  # else its last token is in flight
+                rows[request] = fcfs.decoding.row(request, min(request.uncomputed, left), ())
+                left -= rows[request].tokens
+        self.pool.sought = 0
+        self._admit(fcfs, rows, left)
+        return rows
+
+    def _admit(self, fcfs: Fcfs, rows: dict[Request, Chunk], left: int) -> None:
+        """Admit the queue, head first: none is passed over."""
+        chunked = self.options.enable_chunked_prefill
+        while fcfs.waiting and left and len(fcfs.running) < self.options.max_num_seqs:
+            request = fcfs.waiting[0]
+            tokens = min(request.uncomputed, left)
+            blocks = self.piece(request.spec)
+            if (tokens < request.uncomputed and not chunked) or not self.pool.fits(blocks):
+                break
+            rows[request] = fcfs.admit(tokens, self.pool.reserve(request, blocks))
+            left -= tokens
+
+
+def _turn(request: Request) -> tuple[bool, int]:
+    """Return the sort key: decoding requests, then partly computed prompts; each in order of admission."""
+    return request.status is Status.PREFILL, request.order
+
+
+CONTIGUOUS = SchedulerKind(
+    name="contiguous",
+    about="iteration-level batching, all that a request may need reserved in one piece (Orca, FasterTransformer)",
+    settings=ContiguousSettings,
+    resolve=resolve_contiguous,
+    make=lambda options: Fcfs(options, Contiguous(options)),
+)

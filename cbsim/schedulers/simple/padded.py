@@ -1,18 +1,16 @@
-"""Batches on padded tensors, static and dynamic: the baselines of ragged continuous batching."""
+"""Static batches on padded tensors: the baseline of ragged continuous batching."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
-from cbsim.schedulers.simple.fcfs import Fcfs, blocks_to_end
-from cbsim.schedulers.simple.settings import DynamicPaddedSettings, PaddedOptions, StaticSettings, resolve_padded
+from cbsim.schedulers.simple.settings import PaddedOptions, StaticSettings, resolve_padded
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -116,55 +114,4 @@ STATIC = SchedulerKind(
     resolve=resolve_padded,
     make=StaticScheduler,
     padded=True,
-)
-
-
-class DynamicPadded:
-    """Dynamic batching: a waiting request takes a slot as soon as one is free.
-
-    A step has one width, that of its longest row: the rows of decoding requests have one token and are padded on the
-    left to the prompts that come in beside them. So a prompt of n tokens that joins a batch, B rows with its own, costs
-    (n - 1)(B - 1) tokens of padding. Only query tokens are padded; the cache holds none of it. All that a request may
-    write is reserved, so none grows and none is preempted.
-    """
-
-    def __init__(self, options: PaddedOptions) -> None:
-        self._slots = options.batch_size
-        self.pool = plain_pool(options)
-
-    def refusal(self, spec: RequestSpec) -> str | None:
-        tokens = spec.prompt_tokens + spec.max_tokens
-        return too_large(tokens, blocks_to_end(self.pool, spec), self.pool.num_blocks)
-
-    def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
-        decoding = fcfs.decoding
-        joining = self._joining(fcfs) if fcfs.waiting else []
-        if joining:
-            decoding.split()
-        rows = {r: decoding.row(r, 1, ()) for r in sorted(decoding.unbatched, key=by_order) if r.scheduled < r.limit}
-        for request in joining:
-            blocks = self.pool.grow(request, blocks_to_end(self.pool, request.spec))
-            rows[request] = fcfs.admit(request.target, blocks)
-        fcfs.go_on()
-        width = max([row.tokens for row in rows.values()], default=1)
-        return {request: replace(row, padding=width - row.tokens) for request, row in rows.items()}
-
-    def _joining(self, fcfs: Fcfs) -> list[Request]:
-        """Return the head of the queue, as far as slots and cache go: none is passed over."""
-        joining: list[Request] = []
-        free = self.pool.free
-        for request in fcfs.waiting:
-            free -= blocks_to_end(self.pool, request.spec)
-            if free < 0 or len(fcfs.running) + len(joining) == self._slots:
-                break
-            joining.append(request)
-        return joining
-
-
-DYNAMIC_PADDED = SchedulerKind(
-    name="dynamic_padded",
-    about="dynamic batching: who waits joins at once, every row padded to the longest of its step",
-    settings=DynamicPaddedSettings,
-    resolve=resolve_padded,
-    make=lambda options: Fcfs(options, DynamicPadded(options)),
 )

@@ -6,22 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from cbsim.kv.reservation import Placement, Reserve, free_pieces
-from cbsim.policy.kind import (
-    DEFAULT_IN_PROBE,
-    PROMPT_TOKENS,
-    SLOTS,
-    STEP_TOKENS,
-    AtLeast,
-    Count,
-    InProbe,
-    Natural,
-    Settings,
-    Site,
-    Solved,
-    require,
-    resolved,
-)
+from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
 from cbsim.policy.loop import Limits
+from cbsim.policy.marks import DEFAULT_IN_PROBE, PROMPT_TOKENS, SLOTS, STEP_TOKENS, AtLeast, InProbe, Solved
 
 PROFILE_TOKENS = 8192
 """The query tokens of the step that sizes memory, where no option bounds a step."""

@@ -125,20 +125,6 @@ class Forks:
 class Step:
     """A step while it is being planned."""
 
-    __slots__ = (
-        "decodes",
-        "failed",
-        "fast",
-        "full",
-        "held_back",
-        "kv",
-        "lead",
-        "requests",
-        "rows",
-        "starved",
-        "tokens",
-    )
-
     def __init__(self, tokens: int, kv: int, requests: int, fast: bool) -> None:
         self.tokens = tokens
         self.kv = kv

@@ -9,23 +9,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight, pages_of
-from cbsim.policy.kind import (
-    SLOTS,
-    STEP_TOKENS,
-    AsText,
-    AtLeast,
-    Below,
-    Count,
-    Model,
-    Natural,
-    Settings,
-    Share,
-    Site,
-    Solved,
-    require,
-    resolved,
-)
+from cbsim.policy.kind import Count, Model, Natural, Settings, Share, Site, require, resolved
 from cbsim.policy.loop import Limits
+from cbsim.policy.marks import SLOTS, STEP_TOKENS, AsText, AtLeast, Below, Solved
 
 GIB = 1 << 30
 VERSIONS = ("5.17", "5.23")  # the versions whose rules these are

@@ -5,21 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from cbsim.policy.kind import (
-    DEFAULT_IN_PROBE,
-    SLOTS,
-    STEP_TOKENS,
-    AtLeast,
-    Count,
-    InProbe,
-    Natural,
-    Settings,
-    Site,
-    Solved,
-    require,
-    resolved,
-)
+from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
 from cbsim.policy.loop import Limits
+from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, AtLeast, InProbe, Solved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
