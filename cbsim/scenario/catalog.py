@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from cbsim.errors import ScenarioError
 from cbsim.files import PATH_BOUND, too_long
-from cbsim.scenario.fields import bare, cut, near, shown
+from cbsim.scenario.fields import PlainPath, bare, beside, cut, near, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
@@ -83,6 +84,10 @@ def begins_a_name(path: Path, further: str = "") -> bool:
         return any(file.name.startswith(path.name + further) for file in path.parent.iterdir())
     except (OSError, ValueError):  # no such folder
         return False
+
+
+TablesPath = Annotated[PlainPath, beside(begins_a_name)]
+"""A path of kernel tables. If they lie beside the scenario file the value is absolute, else it stays as written."""
 
 
 def data(path: str, field: str = "workload.path") -> Path:

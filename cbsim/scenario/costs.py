@@ -8,47 +8,36 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.files import too_long
 from cbsim.scenario import catalog, documents, terms
-from cbsim.scenario.fields import By, Frozen, PlainPath, Real, Whole, as_tuple, complaint
+from cbsim.scenario.fields import By, Frozen, Many, Number, PlainPath, Positive, Real, Seconds, Whole, complaint
 from cbsim.scenario.terms import Ends, Range
 
 # -- CPU time of the loop ----------------------------------------------------------------------------------------------
-
-Seconds = Annotated[Real, Field(ge=0)]
 
 
 class PhaseSettings(Frozen):
     """CPU seconds of one phase of a step, linear in what the step holds."""
 
-    base_s: Seconds = 0.0
-    """Seconds a step."""
-    per_request_s: Seconds = 0.0
-    """Seconds a row (request) of the step."""
-    per_token_s: Seconds = 0.0
-    """Seconds a query token."""
-    per_block_s: Seconds = 0.0
-    """Seconds a cache block in the tables of the step."""
+    base_s: Seconds = 0.0  #: Seconds a step.
+    per_request_s: Seconds = 0.0  #: Seconds a row (request) of the step.
+    per_token_s: Seconds = 0.0  #: Seconds a query token.
+    per_block_s: Seconds = 0.0  #: Seconds a cache block in the tables of the step.
     per_chunk_s: Seconds = 0.0
     """Seconds a request that is listed by itself: a chunk of its prompt, a first or a resumed row."""
-    per_change_s: Seconds = 0.0
-    """Seconds a decoding request that gets a block, leaves the others or ends."""
+    per_change_s: Seconds = 0.0  #: Seconds a decoding request that gets a block, leaves the others or ends.
 
 
 class CpuSettings(Frozen):
     """CPU time of the loop's phases; nothing by default."""
 
-    schedule: PhaseSettings = PhaseSettings()
-    """Planning a step."""
-    prepare: PhaseSettings = PhaseSettings()
-    """Building its input tensors."""
-    launch: PhaseSettings = PhaseSettings()
-    """Queueing its copies and its graph or kernels."""
-    update: PhaseSettings = PhaseSettings()
-    """Applying its result."""
+    schedule: PhaseSettings = PhaseSettings()  #: Planning a step.
+    prepare: PhaseSettings = PhaseSettings()  #: Building its input tensors.
+    launch: PhaseSettings = PhaseSettings()  #: Queueing its copies and its graph or kernels.
+    update: PhaseSettings = PhaseSettings()  #: Applying its result.
 
 
 class MeasuredCpuSettings(CpuSettings):
@@ -57,13 +46,9 @@ class MeasuredCpuSettings(CpuSettings):
     """
 
     schedule: PhaseSettings = PhaseSettings(base_s=20e-6, per_request_s=6.8e-6)
-    """Planning a step."""
     prepare: PhaseSettings = PhaseSettings(base_s=300e-6, per_request_s=5e-6)
-    """Building its input tensors."""
     launch: PhaseSettings = PhaseSettings(base_s=200e-6)
-    """Queueing its copies and its graph or kernels."""
     update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
-    """Applying its result."""
 
 
 # -- by formula -------------------------------------------------------------------------------------------------------
@@ -78,34 +63,26 @@ class ConstantSettings(Frozen):
     builder: ClassVar[str] = "cbsim.cost.fitted:constant"
     tensor_parallel: ClassVar[int] = 1
     kind: Literal["constant"]
-    step_s: Seconds
-    """Seconds a step."""
-    per_token_s: Seconds = 0.0
-    """Seconds a query token."""
-    per_prefill_token_s: Seconds = 0.0
-    """Seconds a query token of a prefill, on top."""
+    step_s: Seconds  #: Seconds a step.
+    per_token_s: Seconds = 0.0  #: Seconds a query token.
+    per_prefill_token_s: Seconds = 0.0  #: Seconds a query token of a prefill, on top.
     per_context_token_s: Seconds = 0.0
     """Seconds a token of context after the step: those in the cache and the row's own."""
-    cpu: CpuSettings = CpuSettings()
-    """CPU time of the loop."""
+    cpu: CpuSettings = CpuSettings()  #: CPU time of the loop.
 
 
 class ComputeEfficiency(Frozen):
     """Share of the peak FLOP/s that is reached."""
 
-    prefill: Efficiency = 0.6
-    """By the matrix products and attention of prefills."""
-    decode: Efficiency = 0.5
-    """By those of decodes."""
+    prefill: Efficiency = 0.6  #: By the matrix products and attention of prefills.
+    decode: Efficiency = 0.5  #: By those of decodes.
 
 
 class MemoryEfficiency(Frozen):
     """Share of the peak bandwidth that is reached."""
 
-    weights: Efficiency = 0.85
-    """Reading weights and activations."""
-    kv: Efficiency = 0.7
-    """Reading the KV cache."""
+    weights: Efficiency = 0.85  #: Reading weights and activations.
+    kv: Efficiency = 0.7  #: Reading the KV cache.
 
 
 class RooflineSettings(Frozen):
@@ -114,20 +91,15 @@ class RooflineSettings(Frozen):
     about: ClassVar[str] = "FLOPs and bytes of the model's shape against the GPU's data sheet"
     builder: ClassVar[str] = "cbsim.cost.roofline:roofline"
     kind: Literal["roofline"]
-    compute_efficiency: ComputeEfficiency = ComputeEfficiency()
-    """Share of the peak FLOP/s."""
-    memory_efficiency: MemoryEfficiency = MemoryEfficiency()
-    """Share of the peak bandwidth."""
-    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
-    """GPUs that share every layer."""
+    compute_efficiency: ComputeEfficiency = ComputeEfficiency()  #: Share of the peak FLOP/s.
+    memory_efficiency: MemoryEfficiency = MemoryEfficiency()  #: Share of the peak bandwidth.
+    tensor_parallel: Number = 1  #: GPUs that share every layer.
     all_reduce_latency_s: Seconds = 5e-6
     """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
-    step_overhead_s: Seconds = 0.0
-    """Seconds on the device that every step costs, whatever it holds."""
+    step_overhead_s: Seconds = 0.0  #: Seconds on the device that every step costs, whatever it holds.
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
-    """CPU time of the loop."""
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
 
 
 class CurvePoint(Frozen):
@@ -135,10 +107,8 @@ class CurvePoint(Frozen):
     last it goes on as between the last two.
     """
 
-    tokens: Annotated[Whole, Field(ge=0)]
-    """At so many tokens."""
-    s: Seconds
-    """Seconds."""
+    tokens: Annotated[Whole, Field(ge=0)]  #: At so many tokens.
+    s: Seconds  #: Seconds.
 
 
 def _ascending(value: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
@@ -148,116 +118,75 @@ def _ascending(value: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
     return value
 
 
-Points = Annotated[tuple[CurvePoint, ...], BeforeValidator(as_tuple), AfterValidator(_ascending)]
+Points = Annotated[Many[CurvePoint], AfterValidator(_ascending)]
 
 
 class FitErrors(Frozen):
     """How well one group of coefficients fits the steps it was measured on. Errors are shares of the measured time."""
 
-    steps: Whole
-    """Steps that were measured."""
-    used: Whole
-    """Steps that the fit rests on; the others are outliers."""
-    median: Real
-    """Median of a step's absolute error."""
-    p95: Real
-    """95th percentile of a step's absolute error."""
-    total: Real
-    """Error of the sum over the steps used."""
+    steps: Whole  #: Steps that were measured.
+    used: Whole  #: Steps that the fit rests on; the others are outliers.
+    median: Real  #: Median of a step's absolute error.
+    p95: Real  #: 95th percentile of a step's absolute error.
+    total: Real  #: Error of the sum over the steps used.
 
 
 class Fits(Frozen):
     """Errors of a fit, by what was fitted."""
 
-    kernels: FitErrors
-    """Kernels of a step."""
-    schedule: FitErrors
-    """CPU: planning a step."""
-    prepare: FitErrors
-    """CPU: building its input tensors."""
-    launch: FitErrors
-    """CPU: queueing its copies and kernels."""
-    update: FitErrors
-    """CPU: applying its result."""
+    kernels: FitErrors  #: Kernels of a step.
+    schedule: FitErrors  #: CPU: planning a step.
+    prepare: FitErrors  #: CPU: building its input tensors.
+    launch: FitErrors  #: CPU: queueing its copies and kernels.
+    update: FitErrors  #: CPU: applying its result.
 
 
 class EqualSteps(Frozen):
     """Decode steps that were measured in both loops. Synchronous ones may be told as longer: see docs/gpu.md."""
 
-    steps: Whole
-    """Kinds of steps that both loops ran."""
-    sync_s: Real
-    """Median of their kernels' seconds with one step in flight."""
-    async_s: Real
-    """The same with two, of steps that were launched ahead."""
-    difference_s: Real
-    """Median of the differences, synchronous less asynchronous."""
+    steps: Whole  #: Kinds of steps that both loops ran.
+    sync_s: Real  #: Median of their kernels' seconds with one step in flight.
+    async_s: Real  #: The same with two, of steps that were launched ahead.
+    difference_s: Real  #: Median of the differences, synchronous less asynchronous.
 
 
 class Calibrated(Frozen):
     """Where the coefficients come from, the range they were measured in, and how well they fit there."""
 
-    device: str
-    """What they were measured on."""
-    model: str
-    """Of which model."""
-    dtype: str
-    """In which type."""
-    scheduler: str
-    """With whose planning."""
-    commit: str
-    """By which version of the engine; + for one with changes."""
-    date: str
-    """When, UTC."""
-    rows: Annotated[Whole, Field(ge=0)]
-    """Requests of the largest step."""
-    tokens: Annotated[Whole, Field(ge=0)]
-    """Query tokens of the largest step."""
-    context_tokens: Annotated[Whole, Field(ge=0)]
-    """KV tokens read by the step that read most."""
+    device: str  #: What they were measured on.
+    model: str  #: Of which model.
+    dtype: str  #: In which type.
+    scheduler: str  #: With whose planning.
+    commit: str  #: By which version of the engine; + for one with changes.
+    date: str  #: When, UTC.
+    rows: Annotated[Whole, Field(ge=0)]  #: Requests of the largest step.
+    tokens: Annotated[Whole, Field(ge=0)]  #: Query tokens of the largest step.
+    context_tokens: Annotated[Whole, Field(ge=0)]  #: KV tokens read by the step that read most.
     settings: str = ""
     """Fingerprint of what else was probed: the model's shape, block size, graphs, made-up kernels. Empty: unknown."""
-    capture_s: Seconds = 0.0
-    """Seconds to capture a CUDA graph, which is done before a run."""
-    equal_steps: EqualSteps | None = None
-    """Do equal steps take equally long in both loops?"""
-    fits: Fits | None = None
-    """How well they fit the steps that were measured."""
+    capture_s: Seconds = 0.0  #: Seconds to capture a CUDA graph, which is done before a run.
+    equal_steps: EqualSteps | None = None  #: Do equal steps take equally long in both loops?
+    fits: Fits | None = None  #: How well they fit the steps that were measured.
 
 
 class Coefficients(Frozen):
     """Seconds on the device that a step costs, a sum of terms in what it holds; from a calibration."""
 
-    calibrated: Calibrated | None = None
-    """Where they come from. A scenario that leaves the range is told so."""
-    base_s: Seconds = 0.0
-    """Seconds a step."""
-    query_tokens: Points = ()
-    """Seconds by the step's query tokens, padding included."""
-    context_tokens: Points = ()
-    """Seconds by the cached tokens that its decoding requests read."""
-    per_chunk_s: Seconds = 0.0
-    """Seconds a request that is being prefilled, whatever the size of its chunk."""
-    per_prefill_token_s: Seconds = 0.0
-    """Seconds a query token of a prefill."""
-    per_prefill_attention_s: Seconds = 0.0
-    """Seconds a pair of a prefill's query token and a token of its context."""
-    per_cached_token_s: Seconds = 0.0
-    """Seconds a token in the cache before a prefill's chunk."""
-    per_decode_row_s: Seconds = 0.0
-    """Seconds a decoding request, those that pad a CUDA graph included."""
-    per_context_token_s: Seconds = 0.0
-    """Seconds a cached token read by a decoding request."""
-    h2d_s: Seconds = 0.0
-    """Seconds from the launch of a step to the start of its kernels on an idle device."""
-    d2h_s: Seconds = 0.0
-    """Seconds from the end of its kernels until the CPU has the result."""
-    gap_s: Seconds = 0.0
-    """Seconds between the kernels of two steps, even if the second one has been waiting."""
-    launch_s_per_layer: Seconds = 50e-6
-    """CPU seconds to launch one layer's kernels, when no graph is used."""
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
-    """CPU time of the loop."""
+    calibrated: Calibrated | None = None  #: Where they come from. A scenario that leaves the range is told so.
+    base_s: Seconds = 0.0  #: Seconds a step.
+    query_tokens: Points = ()  #: Seconds by the step's query tokens, padding included.
+    context_tokens: Points = ()  #: Seconds by the cached tokens that its decoding requests read.
+    per_chunk_s: Seconds = 0.0  #: Seconds a request that is being prefilled, whatever the size of its chunk.
+    per_prefill_token_s: Seconds = 0.0  #: Seconds a query token of a prefill.
+    per_prefill_attention_s: Seconds = 0.0  #: Seconds a pair of a prefill's query token and a token of its context.
+    per_cached_token_s: Seconds = 0.0  #: Seconds a token in the cache before a prefill's chunk.
+    per_decode_row_s: Seconds = 0.0  #: Seconds a decoding request, those that pad a CUDA graph included.
+    per_context_token_s: Seconds = 0.0  #: Seconds a cached token read by a decoding request.
+    h2d_s: Seconds = 0.0  #: Seconds from the launch of a step to the start of its kernels on an idle device.
+    d2h_s: Seconds = 0.0  #: Seconds from the end of its kernels until the CPU has the result.
+    gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
+    launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
 
 
 class FittedSettings(Coefficients):
@@ -323,44 +252,29 @@ def read_whole(path: Path) -> documents.Document:
 # -- by measured tables -----------------------------------------------------------------------------------------------
 
 
-def _anchored(path: str, info: ValidationInfo) -> str:
-    """Return the absolute path of tables that lie beside the scenario file, as for other data; else `path`."""
-    base = (info.context or {}).get("base")
-    beside = Path(base) / path if base is not None and not Path(path).is_absolute() else None
-    return str(beside.resolve()) if beside is not None and catalog.begins_a_name(beside) else path
-
-
 class LinkSettings(Frozen):
     """What joins the GPUs of a group."""
 
-    latency_s: Seconds
-    """Seconds that a message takes whatever its size."""
-    bytes_s: Annotated[Real, Field(gt=0)]
-    """Bytes a second in each direction."""
+    latency_s: Seconds  #: Seconds that a message takes whatever its size.
+    bytes_s: Positive  #: Bytes a second in each direction.
 
 
 class Sureness(Frozen):
     """80 % of left-out measurements lay between these shares of what was predicted, less 1."""
 
-    low: Real
-    """From."""
-    high: Real
-    """To."""
-    points: Whole
-    """Measurements that it rests on."""
+    low: Real  #: From.
+    high: Real  #: To.
+    points: Whole  #: Measurements that it rests on.
 
 
 class CalibratedTerms(Range):
     """Where terms come from, what they were calibrated on, and how sure predictions with them are."""
 
-    ttft: Sureness | None = None
-    """Of mean TTFT."""
-    tpot: Sureness | None = None
-    """Of mean TPOT."""
+    ttft: Sureness | None = None  #: Of mean TTFT.
+    tpot: Sureness | None = None  #: Of mean TPOT.
     values: dict[str, Real]
     """The terms that hold for these GPUs, this card and version; front_s is no field of a scenario."""
-    intervals: dict[str, Ends]
-    """80 % intervals of the terms."""
+    intervals: dict[str, Ends]  #: 80 % intervals of the terms.
 
 
 class TableSettings(Frozen):
@@ -369,15 +283,14 @@ class TableSettings(Frozen):
     about: ClassVar[str] = "measured kernel times: vLLM layer profiles, or GEMM and attention tables"
     builder: ClassVar[str] = "cbsim.cost.table:table"
     kind: Literal["table"]
-    path: Annotated[PlainPath, AfterValidator(_anchored)]
+    path: catalog.TablesPath
     """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
-    tensor_parallel: Annotated[Whole, Field(ge=1)] = 1
-    """GPUs that share every layer."""
+    tensor_parallel: Number = 1  #: GPUs that share every layer.
     link: LinkSettings | None = None
     """What joins them; required if there are several, unless `engine` has measured it."""
     engine: Annotated[str, Field(pattern="^(vllm|trtllm|sglang)(_[0-9].*)?$")] | None = None
     """With a folder of an engine's tables: whose, such as vllm_0.14.0; without a version the newest."""
-    expert_parallel: Annotated[Whole, Field(ge=1)] = 1
+    expert_parallel: Number = 1
     """With `engine`: groups of GPUs that experts are spread over; each group shares its own."""
     routing: Literal["balanced", "power_law_1.01", "power_law_1.2"] = "balanced"
     """With `engine`: how unevenly tokens choose experts."""
@@ -385,33 +298,25 @@ class TableSettings(Frozen):
     """With `engine`: seconds an all-reduce on top of the tables: ranks that wait for each other."""
     elementwise: Annotated[Real, Field(ge=0)] = 1.0
     """With `engine`: time of norms, rope, activation and quantization, in units of their bytes over the bandwidth."""
-    decode_attention: Annotated[Real, Field(gt=0)] = 1.0
+    decode_attention: Positive = 1.0
     """With `engine`: attention of decoding rows takes so many times what the tables say."""
-    products: Annotated[Real, Field(gt=0)] = 1.0
+    products: Positive = 1.0
     """With `engine`: matrix products of steps that run as a graph take so many times what the tables say."""
-    large_products: Annotated[Real, Field(gt=0)] = 1.0
-    """With `engine`: those of larger steps."""
-    experts: Annotated[Real, Field(gt=0)] = 1.0
-    """With `engine`: experts take so many times what the tables say, on top of that."""
+    large_products: Positive = 1.0  #: With `engine`: those of larger steps.
+    experts: Positive = 1.0  #: With `engine`: experts take so many times what the tables say, on top of that.
     terms: str | None = None
     """With `engine`: calibrated terms of that name (scenarios/terms) stand for those that are not given here."""
-    calibrated: CalibratedTerms | None = None
-    """What the terms were calibrated on; filled in when they are read."""
+    calibrated: CalibratedTerms | None = None  #: What the terms were calibrated on; filled in when they are read.
     fastest: bool = True
     """With `engine`: a product takes what the fastest of all engines in the folder takes, in its type or in 16 bits;
     false: what this one does."""
-    skew: bool = True
-    """Let attention wait for the longest decoding request, where the tables have measured that."""
-    step_s: Seconds = 0.0
-    """Seconds on the device that every step costs on top of the tables."""
-    layer_s: Seconds = 0.0
-    """Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels."""
+    skew: bool = True  #: Let attention wait for the longest decoding request, where the tables have measured that.
+    step_s: Seconds = 0.0  #: Seconds on the device that every step costs on top of the tables.
+    layer_s: Seconds = 0.0  #: Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels.
     row_s: Seconds = 0.0
     """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
-    launch_s_per_layer: Seconds = 50e-6
-    """CPU seconds to launch one layer's kernels, when no graph is used."""
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()
-    """CPU time of the loop."""
+    launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
 
     @model_validator(mode="before")
     @classmethod

@@ -5,76 +5,52 @@ generator of cbsim/workload makes the requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import (
-    By,
-    ByKey,
-    DataPath,
-    Frozen,
-    Real,
-    Whole,
-    Wholes,
-    as_tuple,
-    bare,
-    complaint,
-    near,
-    shown,
-)
-
-Tokens = Annotated[Whole, Field(ge=1)]
-
+from cbsim.scenario.fields import By, ByKey, DataPath, Frozen, Many, Number, Positive, Real, Whole, complaint, one_of
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
+
+R = TypeVar("R", "Range", "Lognormal")
+
+
+def _low_to_high(part: R) -> R:
+    if part.high is not None and part.high < part.low:
+        raise complaint(f"got {part.high}, must be >= low ({part.low})", "high")
+    return part
 
 
 class Range(Frozen):
     """Whole numbers of tokens from low to high, all equally likely, both ends included."""
 
-    low: Tokens
-    """Least tokens."""
-    high: Tokens
-    """Most tokens."""
+    low: Number  #: Least tokens.
+    high: Number  #: Most tokens.
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Range:
-        if self.high < self.low:
-            raise complaint(f"got {self.high}, must be >= low ({self.low})", "high")
-        return self
+    _in_order = model_validator(mode="after")(_low_to_high)
 
 
 class Lognormal(Frozen):
     """Log-normal lengths, rounded, then clipped to low .. high (which moves the mean that is given here)."""
 
-    mean: Annotated[Real, Field(gt=0)]
-    """Mean of the distribution before clipping, tokens."""
-    sigma: Annotated[Real, Field(ge=0, le=5)]
-    """Standard deviation of the logarithm."""
-    low: Tokens = 1
-    """Shorter draws become this many tokens."""
-    high: Tokens | None = None
-    """Longer draws become this many tokens; null for no bound."""
+    mean: Positive  #: Mean of the distribution before clipping, tokens.
+    sigma: Annotated[Real, Field(ge=0, le=5)]  #: Standard deviation of the logarithm.
+    low: Number = 1  #: Shorter draws become this many tokens.
+    high: Number | None = None  #: Longer draws become this many tokens; null for no bound.
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Lognormal:
-        if self.high is not None and self.high < self.low:
-            raise complaint(f"got {self.high}, must be >= low ({self.low})", "high")
-        return self
+    _in_order = model_validator(mode="after")(_low_to_high)
 
 
 class Sample(Frozen):
     """Draws with replacement from given lengths: either `values`, or a `column` of the CSV file at `path`."""
 
-    values: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple), Field(max_length=5000)] = ()
-    """Lengths in tokens; more of them belong into a file."""
-    path: DataPath | None = None
-    """CSV file with a header."""
-    column: str | None = None
-    """Its column of lengths in tokens."""
+    values: Annotated[Many[Number], Field(max_length=5000)] = ()  #: Lengths in tokens; more of them belong into a file.
+    path: DataPath | None = None  #: CSV file with a header.
+    column: str | None = None  #: Its column of lengths in tokens.
 
     @model_validator(mode="after")
     def _one_source(self) -> Sample:
@@ -86,25 +62,22 @@ class Sample(Frozen):
 class Uniform(Frozen):
     """Uniform lengths."""
 
-    uniform: Range
-    """Bounds in tokens."""
+    uniform: Range  #: Bounds in tokens.
 
 
 class LognormalLength(Frozen):
     """Log-normal lengths."""
 
-    lognormal: Lognormal
-    """Mean and spread."""
+    lognormal: Lognormal  #: Mean and spread.
 
 
 class Empirical(Frozen):
     """Lengths drawn from a sample."""
 
-    empirical: Sample
-    """Where the sample comes from."""
+    empirical: Sample  #: Where the sample comes from.
 
 
-Length = Annotated[Tokens | Uniform | LognormalLength | Empirical, ByKey("a number of tokens")]
+Length = Annotated[Number | Uniform | LognormalLength | Empirical, ByKey("a number of tokens")]
 
 
 # -- prompts and outputs together ------------------------------------------------------------------------------------
@@ -119,12 +92,7 @@ def _in_order(quantiles: tuple[int, ...]) -> tuple[int, ...]:
     return quantiles
 
 
-Quantiles = Annotated[
-    tuple[Annotated[Whole, Field(ge=1)], ...],
-    Field(min_length=2),
-    BeforeValidator(as_tuple),
-    AfterValidator(_in_order),
-]
+Quantiles = Annotated[Many[Number], Field(min_length=2), AfterValidator(_in_order)]
 
 
 class LengthTable(Frozen):
@@ -134,10 +102,9 @@ class LengthTable(Frozen):
 
     name: str
     source: str
-    most_tokens: Whole
-    """Prompt and output together are no longer."""
+    most_tokens: Whole  #: Prompt and output together are no longer.
     prompt_tokens: Quantiles
-    output_tokens: Annotated[tuple[Quantiles, ...], Field(min_length=1), BeforeValidator(as_tuple)]
+    output_tokens: Annotated[Many[Quantiles], Field(min_length=1)]
 
 
 def length_table(name: str) -> LengthTable:
@@ -145,21 +112,10 @@ def length_table(name: str) -> LengthTable:
     return documents.read(catalog.shape(LENGTH_TABLES, name)).checked(LengthTable)
 
 
-def _known_table(value: Any) -> Any:
-    """Return the name of a distribution as the catalog spells it."""
-    known = catalog.names(LENGTH_TABLES)
-    for name in known if isinstance(value, str) else ():
-        if bare(name) == bare(value):
-            return name
-    raise complaint(f"got {shown(value)}, expected one of {', '.join(known)}{near(value, known)}")
-
-
-LengthsName = Annotated[str, BeforeValidator(_known_table)]
+LengthsName = Annotated[str, one_of(partial(catalog.names, LENGTH_TABLES))]
 
 
 # -- arrivals ---------------------------------------------------------------------------------------------------------
-
-Rate = Annotated[Real, Field(gt=0)]
 
 
 class AtOnce(Frozen):
@@ -172,24 +128,21 @@ class Constant(Frozen):
     """Evenly spaced arrivals, the first at the start."""
 
     kind: Literal["constant"]
-    rate_per_s: Rate
-    """Requests a second."""
+    rate_per_s: Positive  #: Requests a second.
 
 
 class Poisson(Frozen):
     """Independent exponential gaps."""
 
     kind: Literal["poisson"]
-    rate_per_s: Rate
-    """Mean requests a second."""
+    rate_per_s: Positive  #: Mean requests a second.
 
 
 class Gamma(Frozen):
     """Independent gamma gaps, as vLLM and aiperf define burstiness."""
 
     kind: Literal["gamma"]
-    rate_per_s: Rate
-    """Mean requests a second."""
+    rate_per_s: Positive  #: Mean requests a second.
     burstiness: Annotated[Real, Field(ge=0.001, le=1e6)]
     """Shape of the gamma: 1 is Poisson, less is burstier; the gaps' coefficient of variation is its root's inverse."""
 
@@ -198,13 +151,12 @@ class ClosedLoop(Frozen):
     """A fixed number of users, each with one request at a time, which is over when all its samples are."""
 
     kind: Literal["closed_loop"]
-    users: Annotated[Whole, Field(ge=1)]
-    """Requests in progress or being thought about."""
+    users: Number  #: Requests in progress or being thought about.
     think_s: Annotated[Real, Field(ge=0)] = 0.0
     """Seconds from the end of a request to the user's next one, or their mean."""
     think: Literal["constant", "exponential"] = "constant"
     """Are all of them think_s, or exponentially distributed with that mean?"""
-    duration_s: Annotated[Real, Field(gt=0)] | None = None
+    duration_s: Positive | None = None
     """No request is sent later, even if fewer than `requests` have been; null for no bound."""
 
 
@@ -212,7 +164,6 @@ Arrivals = Annotated[AtOnce | Constant | Poisson | Gamma | ClosedLoop, By("kind"
 
 
 # -- workloads --------------------------------------------------------------------------------------------------------
-
 
 MOST_REQUESTS = 100_000_000  # of a run, samples of one prompt counted each
 
@@ -227,19 +178,16 @@ class Synthetic(Frozen):
     """Answers to each request: so many requests with the same prompt, sent together, each with an output of its own."""
     prompt_tokens: Length | None = None
     """Prompt length: a number, or {uniform}, {lognormal}, {empirical}. It includes the shared prefix."""
-    output_tokens: Length | None = None
-    """Output length: a number, or {uniform}, {lognormal}, {empirical}."""
+    output_tokens: Length | None = None  #: Output length: a number, or {uniform}, {lognormal}, {empirical}.
     lengths: LengthsName | None = None
     """Prompt and output lengths together, in place of the two above: a name in scenarios/lengths."""
-    arrivals: Arrivals = AtOnce(kind="at_once")
-    """When they arrive."""
+    arrivals: Arrivals = AtOnce(kind="at_once")  #: When they arrive.
     shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
     """All prompts begin with the same so many tokens (a system prompt)."""
-    stop_early: bool = False
-    """The end is a stop token, a surprise to the scheduler, which knows `max_tokens` only."""
-    max_tokens: Tokens | None = None
+    stop_early: bool = False  #: The end is a stop token, a surprise to the scheduler, which knows `max_tokens` only.
+    max_tokens: Number | None = None
     """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""
-    priorities: Annotated[Wholes, Field(min_length=1)] | None = None
+    priorities: Annotated[Many[Whole], Field(min_length=1)] | None = None
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
 
     @model_validator(mode="after")
@@ -257,24 +205,17 @@ class Synthetic(Frozen):
         return self
 
 
-Limit = Annotated[Whole, Field(ge=1)] | None
-Scale = Annotated[Real, Field(gt=0)]
-
-
 class Trace(Frozen):
     """A recorded file of requests: the fields that all traces share."""
 
-    path: DataPath
-    """The file: beside the scenario, or below $CBSIM_DATA or the project's data folder."""
-    limit: Limit = None
-    """Read no more than so many of its first requests; null for all."""
+    path: DataPath  #: The file: beside the scenario, or below $CBSIM_DATA or the project's data folder.
+    limit: Number | None = None  #: Read no more than so many of its first requests; null for all.
 
 
 class Timed(Trace):
     """A trace with arrival times."""
 
-    time_scale: Scale = 1.0
-    """All times of the trace are multiplied by it: 2 halves the load."""
+    time_scale: Positive = 1.0  #: All times of the trace are multiplied by it: 2 halves the load.
 
 
 class Azure(Timed):
@@ -299,48 +240,39 @@ class CsvColumns(Frozen):
 
     arrival: Column = None
     """Seconds from the start of the run, or times such as 2023-11-16 18:17:03.97, the first of which is the start."""
-    prompt: Column = None
-    """Tokens of the prompt."""
-    output: Column = None
-    """Tokens that are generated."""
-    max_tokens: Column = None
-    """Limit that the scheduler knows; without such a column the output."""
-    priority: Column = None
-    """The least is the most urgent; without such a column 0."""
-    id: Column = None
-    """Text, each once; without such a column the number of the row, from 0."""
+    prompt: Column = None  #: Tokens of the prompt.
+    output: Column = None  #: Tokens that are generated.
+    max_tokens: Column = None  #: Limit that the scheduler knows; without such a column the output.
+    priority: Column = None  #: The least is the most urgent; without such a column 0.
+    id: Column = None  #: Text, each once; without such a column the number of the row, from 0.
 
 
 class Csv(Timed):
     """A CSV file of requests with a header; what its columns are called can be said."""
 
     kind: Literal["csv"]
-    columns: CsvColumns = CsvColumns()
-    """Which column holds what."""
+    columns: CsvColumns = CsvColumns()  #: Which column holds what.
 
 
 class Lengths(Trace):
     """A CSV file with columns num_prefill_tokens, num_decode_tokens; arrivals are generated."""
 
     kind: Literal["lengths"]
-    arrivals: Arrivals = AtOnce(kind="at_once")
-    """When they arrive."""
+    arrivals: Arrivals = AtOnce(kind="at_once")  #: When they arrive.
 
 
 class Golden(Trace):
     """Requests of a recorded scheduler test of vLLM or transformers, with prompt contents, aborts and stop tokens."""
 
     kind: Literal["golden"]
-    step_s: Annotated[Real, Field(gt=0)] = 0.01
-    """The transformers files count arrivals in loop passes: so many seconds each."""
+    step_s: Positive = 0.01  #: The transformers files count arrivals in loop passes: so many seconds each.
 
 
 class Agentic(Timed):
     """Sessions of turns, each with the whole conversation as its context; a turn comes its delay after the last one."""
 
     kind: Literal["agentic"]
-    limit: Limit = None
-    """Read no more than so many of its first sessions; null for all."""
+    limit: Number | None = None  #: Read no more than so many of its first sessions; null for all.
 
 
 class VllmBench(Timed):
@@ -357,10 +289,7 @@ class Served(Trace):
     kind: Literal["served"]
 
 
-Demand = Annotated[
-    Synthetic | Azure | Mooncake | Csv | Lengths | Golden | Agentic | VllmBench | Served,
-    By("kind"),
-]
+Demand = Annotated[Synthetic | Azure | Mooncake | Csv | Lengths | Golden | Agentic | VllmBench | Served, By("kind")]
 
 OPEN_ARRIVALS = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
 OPEN_WORKLOADS = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive

@@ -1,6 +1,7 @@
 """Base types of a scenario's parts: frozen values, whole numbers, unions selected by a name, errors of a user.
 
-The strings below a class's fields describe them; they are read from its source when a schema is made, not before.
+Fields are described by a comment `#: text` behind them, or by the string below where that does not fit the line; both
+are read from the source when a schema is made, not before.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +32,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from cbsim.errors import ScenarioError
 from cbsim.files import PATH_BOUND, too_long
 
+T = TypeVar("T")
 MOST_HINTS = 8
 
 
@@ -93,6 +95,10 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
+"""A list of a file as a tuple."""
+
+
 class Form(BaseModel):
     """An object in a file that another tool wrote: undeclared fields are ignored, no value is converted."""
 
@@ -127,12 +133,9 @@ class Frozen(BaseModel):
     def _known_fields_only(cls, data: Any) -> Any:
         for key in data if isinstance(data, dict) else ():
             if key not in cls.model_fields:
-                raise complaint(f"unknown field{_hint(key, list(cls.model_fields))}", str(key))
+                hint = near(key, cls.model_fields) or f"; allowed: {', '.join(cls.model_fields)}"
+                raise complaint(f"unknown field{hint}", str(key))
         return data
-
-
-def _hint(key: object, fields: list[str]) -> str:
-    return near(key, fields) or f"; allowed: {', '.join(fields)}"
 
 
 LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30
@@ -157,11 +160,29 @@ def _lookable(path: str) -> str:
     return path
 
 
-def _anchored(path: str, info: ValidationInfo) -> str:
-    base = (info.context or {}).get("base")
-    if base is not None and not Path(path).is_absolute() and (Path(base) / path).is_file():
-        return str((Path(base) / path).resolve())
-    return path
+def beside(there: Callable[[Path], bool]) -> AfterValidator:
+    """Return a validator that makes a path absolute if it is `there` beside the scenario file, and else keeps it."""
+
+    def anchored(path: str, info: ValidationInfo) -> str:
+        base = (info.context or {}).get("base")
+        if base is not None and not Path(path).is_absolute() and there(Path(base) / path):
+            return str((Path(base) / path).resolve())
+        return path
+
+    return AfterValidator(anchored)
+
+
+def one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
+    """Return a validator of a name, whatever its case and separators; the value is the name as in `names`."""
+
+    def spelt(value: Any) -> str:
+        known = names()
+        for name in known if isinstance(value, str) else ():
+            if bare(name) == bare(value):
+                return name
+        raise complaint(f"got {shown(value)}, expected one of {', '.join(known)}{near(value, known)}")
+
+    return BeforeValidator(spelt)
 
 
 Whole = Annotated[int, BeforeValidator(_integral)]
@@ -170,12 +191,14 @@ Whole = Annotated[int, BeforeValidator(_integral)]
 Real = Annotated[float, BeforeValidator(_decimal)]
 """A finite number."""
 
-Wholes = Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
+Number = Annotated[Whole, Field(ge=1)]
+Positive = Annotated[Real, Field(gt=0)]
+Seconds = Annotated[Real, Field(ge=0)]
 
 PlainPath = Annotated[str, AfterValidator(_lookable)]
 """A path as it was written."""
 
-DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
+DataPath = Annotated[PlainPath, beside(Path.is_file)]
 """A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
 
 
@@ -254,16 +277,22 @@ def _names(member: type[BaseModel], field: str) -> tuple[str, ...]:
 
 @cache
 def documented(described: Any) -> Mapping[str, str]:
-    """Return the docstring below each field of a class and its bases; none where the source is not available."""
+    """Return the text of each field of a class and its bases: the comment `#: text` behind it or the docstring below.
+    Fields have none where the source is not available.
+    """
     texts: dict[str, str] = {}
     for part in reversed(described.__mro__):
         try:
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+            source = textwrap.dedent(inspect.getsource(part))
+            (body,) = ast.parse(source).body
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
-        statements = getattr(body, "body", [])
-        for field, below in pairwise(statements):
+        lines = source.splitlines()
+        for field, below in pairwise([*getattr(body, "body", ()), None]):
+            comment = "" if field is None else lines[field.end_lineno - 1].partition("  #: ")[2]
             match field, below:
+                case (ast.AnnAssign(target=ast.Name(id=name)), _) if comment:
+                    texts[name] = comment
                 case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring)))):
                     texts[name] = inspect.cleandoc(docstring)
     return texts

@@ -54,24 +54,16 @@ class Scenario(Frozen):
     """Names the run; the file's name by default."""
     question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$", max_length=1000)]
     """What the scenario is meant to answer, in one line."""
-    seed: Annotated[int, Field(ge=0, lt=10**19)] = 0
-    """Root of all random numbers."""
+    seed: Annotated[int, Field(ge=0, lt=10**19)] = 0  #: Root of all random numbers.
     model: NamedModel
     """A model's shape: a name in scenarios/models, the path of a file or of a config.json, or the fields themselves."""
-    hardware: NamedHardware
-    """A GPU: a name in scenarios/hardware, a path, or the fields themselves."""
-    workload: Demand
-    """What is asked of the server, and when."""
-    scheduler: Scheduler = VllmSettings()
-    """Which rules form the batches."""
-    kv_cache: KvCache = KvCache()
-    """Size of the KV cache."""
-    loop: Loop = Loop()
-    """The serving loop."""
-    cost: Cost = RooflineSettings(kind="roofline")
-    """How long a step takes."""
-    slo: Slo = Slo()
-    """What users are promised."""
+    hardware: NamedHardware  #: A GPU: a name in scenarios/hardware, a path, or the fields themselves.
+    workload: Demand  #: What is asked of the server, and when.
+    scheduler: Scheduler = VllmSettings()  #: Which rules form the batches.
+    kv_cache: KvCache = KvCache()  #: Size of the KV cache.
+    loop: Loop = Loop()  #: The serving loop.
+    cost: Cost = RooflineSettings(kind="roofline")  #: How long a step takes.
+    slo: Slo = Slo()  #: What users are promised.
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Scenario:

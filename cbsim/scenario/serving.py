@@ -5,18 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from cbsim.scenario.fields import Frozen, Real, Whole, Wholes, complaint
-
-Count = Annotated[Whole, Field(ge=1)]
-Seconds = Annotated[Real, Field(gt=0)]
+from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Seconds, Whole, complaint, one_of
 
 
 class KvCache(Frozen):
     """Paged KV cache."""
 
-    block_size: Count | None = None
+    block_size: Number | None = None
     """Tokens in a block; null: 256 for transformers (which wants at least 4), 32 for trtllm, 1 for sglang, else 16."""
     num_blocks: Annotated[Whole, Field(ge=2)] | None = None
     """Blocks; null: as many as fit the memory. vLLM's number includes its null block."""
@@ -24,27 +21,22 @@ class KvCache(Frozen):
     """transformers: of what the weights leave free; all others: of all memory, weights included."""
 
 
+def _increasing(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+        raise complaint("must be increasing and >= 1")
+    return sizes
+
+
 class CudaGraphs(Frozen):
     """Shapes are padded to captured ones, and then a launch costs the CPU one call."""
 
-    enabled: bool = True
-    """Use graphs."""
-    capture_s: Annotated[Real, Field(ge=0)] = 0.0
-    """Seconds that the first use of a shape costs; 0: all were captured before the run."""
+    enabled: bool = True  #: Use graphs.
+    capture_s: Seconds = 0.0  #: Seconds that the first use of a shape costs; 0: all were captured before the run.
     padding: Literal["auto", "transformers", "vllm", "cbengine", "none"] = "auto"
     """Rule by which shapes are padded; auto: the scheduler's own, none for static; cbengine: as our engine pads."""
-    vllm_capture_sizes: Annotated[Wholes, Field(min_length=1)] | None = None
+    vllm_capture_sizes: Annotated[Many[Whole], Field(min_length=1), AfterValidator(_increasing)] | None = None
     """vLLM's captured batch sizes, tokens, increasing; larger steps run without a graph. Null: vLLM's own list, up to
     the scheduler's max_cudagraph_capture_size, or 512."""
-
-    @model_validator(mode="after")
-    def _increasing(self) -> CudaGraphs:
-        sizes = self.vllm_capture_sizes
-        if sizes is None:
-            return self
-        if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-            raise complaint("must be increasing and >= 1", "vllm_capture_sizes")
-        return self
 
 
 class Loop(Frozen):
@@ -52,8 +44,7 @@ class Loop(Frozen):
 
     mode: Literal["sync", "async", "both"] = "both"
     """sync: a step at a time; async: the next step is planned while one runs; both: compare them."""
-    cuda_graphs: CudaGraphs = CudaGraphs()
-    """CUDA graphs."""
+    cuda_graphs: CudaGraphs = CudaGraphs()  #: CUDA graphs.
     streams: bool = True
     """Copies to and from the device have streams of their own; false: one queue for copies and kernels."""
 
@@ -70,29 +61,16 @@ PRESETS: dict[str, tuple[float, float]] = {
 }
 """MLPerf inference limits for the 99th percentile: (time to first token, time per output token), seconds."""
 
-Preset = Literal[
-    "llama3.1-8b-server",
-    "llama3.1-8b-interactive",
-    "llama2-70b-server",
-    "llama2-70b-interactive",
-    "llama3.1-405b-server",
-    "llama3.1-405b-interactive",
-    "deepseek-r1-server",
-    "deepseek-r1-interactive",
-]
+Preset = Annotated[str, one_of(lambda: PRESETS), Field(json_schema_extra={"enum": [*PRESETS]})]
 
 
 class Slo(Frozen):
     """Limits that a request has to keep, all of them, to count as good. Null: no limit."""
 
-    preset: Preset | None = None
-    """MLPerf's limits for ttft_s and tpot_s, where they are not given."""
-    ttft_s: Seconds | None = None
-    """Time to first token, seconds."""
-    tpot_s: Seconds | None = None
-    """Time per output token after the first, seconds."""
-    e2e_s: Seconds | None = None
-    """Whole request, seconds."""
+    preset: Preset | None = None  #: MLPerf's limits for ttft_s and tpot_s, where they are not given.
+    ttft_s: Positive | None = None  #: Time to first token, seconds.
+    tpot_s: Positive | None = None  #: Time per output token after the first, seconds.
+    e2e_s: Positive | None = None  #: Whole request, seconds.
 
     @model_validator(mode="before")
     @classmethod

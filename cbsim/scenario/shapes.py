@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 from cbsim.policy.groups import Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, shown
+from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Whole, complaint, shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
@@ -37,42 +37,27 @@ class ModelShape(Frozen):
     all tensors, unless `weights_dtype` and `kv_dtype` say otherwise.
     """
 
-    name: str
-    """What reports call it."""
-    layers: Annotated[Whole, Field(ge=1)]
-    """Number of decoder layers."""
-    hidden: Annotated[Whole, Field(ge=1)]
-    """Width of the residual stream."""
-    heads: Annotated[Whole, Field(ge=1)]
-    """Query heads."""
-    kv_heads: Annotated[Whole, Field(ge=1)]
-    """Key and value heads."""
-    head_dim: Annotated[Whole, Field(ge=1)]
-    """Width of a head."""
-    intermediate: Annotated[Whole, Field(ge=1)]
-    """Width of the feed-forward layer, or of one expert."""
-    experts: Annotated[Whole, Field(ge=0)] = 0
-    """Experts of a layer; 0: the feed-forward layer is dense."""
-    experts_per_token: Annotated[Whole, Field(ge=0)] = 0
-    """Experts that a token goes through."""
-    vocab: Annotated[Whole, Field(ge=1)]
-    """Rows of the embedding."""
-    tied_embeddings: bool = False
-    """Does the output layer share the embedding's weights?"""
-    qk_norm: bool = False
-    """Are the queries and keys of every head RMS-normed (Qwen3)?"""
+    name: str  #: What reports call it.
+    layers: Number  #: Number of decoder layers.
+    hidden: Number  #: Width of the residual stream.
+    heads: Number  #: Query heads.
+    kv_heads: Number  #: Key and value heads.
+    head_dim: Number  #: Width of a head.
+    intermediate: Number  #: Width of the feed-forward layer, or of one expert.
+    experts: Annotated[Whole, Field(ge=0)] = 0  #: Experts of a layer; 0: the feed-forward layer is dense.
+    experts_per_token: Annotated[Whole, Field(ge=0)] = 0  #: Experts that a token goes through.
+    vocab: Number  #: Rows of the embedding.
+    tied_embeddings: bool = False  #: Does the output layer share the embedding's weights?
+    qk_norm: bool = False  #: Are the queries and keys of every head RMS-normed (Qwen3)?
     qkv_bias: bool = False
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
-    dtype: Dtype = "bfloat16"
-    """Type of weights, activations and KV cache."""
+    dtype: Dtype = "bfloat16"  #: Type of weights, activations and KV cache.
     weights_dtype: Literal["fp8", "fp8_block", "nvfp4", "int4"] | None = None
     """Type of the layers' matrices if not `dtype`: fp8 with a scale a tensor or channel, fp8_block with one a block of
     128 x 128, nvfp4 in groups of 16, int4 in groups of 128. Embedding and output layer have `dtype`."""
-    kv_dtype: Literal["fp8"] | None = None
-    """Type of the KV cache if not `dtype`."""
-    max_position: Annotated[Whole, Field(ge=1)]
-    """Longest sequence that the model is made for, in tokens."""
-    attention: Annotated[tuple[Seen, ...], BeforeValidator(as_tuple), Field(min_length=1)] = ("full",)
+    kv_dtype: Literal["fp8"] | None = None  #: Type of the KV cache if not `dtype`.
+    max_position: Number  #: Longest sequence that the model is made for, in tokens.
+    attention: Annotated[Many[Seen], Field(min_length=1)] = ("full",)
     """What the layers see, layer by layer, and again from the first if there are more: `full`; `sliding TOKENS`, the
     last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4)."""
 
@@ -164,35 +149,26 @@ def sight(seen: str) -> Attention:
 class Flops(Frozen):
     """Peak dense rate by type, FLOP/s."""
 
-    bfloat16: Annotated[Real, Field(gt=0)]
-    """FLOP/s in bfloat16."""
-    float16: Annotated[Real, Field(gt=0)]
-    """FLOP/s in float16."""
-    float32: Annotated[Real, Field(gt=0)]
-    """FLOP/s in float32."""
-    float8: Annotated[Real, Field(gt=0)] | None = None
+    bfloat16: Positive  #: FLOP/s in bfloat16.
+    float16: Positive  #: FLOP/s in float16.
+    float32: Positive  #: FLOP/s in float32.
+    float8: Positive | None = None
     """FLOP/s in float8; null: fp8 weights are read as such, and computed in the model's dtype."""
 
 
 class Hardware(Frozen):
     """One GPU, by its data sheet."""
 
-    name: str
-    """What reports call it."""
-    memory_bytes: Annotated[Whole, Field(ge=1)]
-    """Memory that a process can see on the empty device, bytes."""
-    memory_bandwidth_bytes_s: Annotated[Real, Field(gt=0)]
-    """Peak memory bandwidth, bytes/s."""
-    flops: Flops
-    """Peak dense FLOP/s (no sparsity) by type."""
-    pcie_bytes_s: Annotated[Real, Field(gt=0)]
-    """Host link, bytes/s in each direction."""
-    link_bytes_s: Annotated[Real, Field(gt=0)] | None = None
+    name: str  #: What reports call it.
+    memory_bytes: Number  #: Memory that a process can see on the empty device, bytes.
+    memory_bandwidth_bytes_s: Positive  #: Peak memory bandwidth, bytes/s.
+    flops: Flops  #: Peak dense FLOP/s (no sparsity) by type.
+    pcie_bytes_s: Positive  #: Host link, bytes/s in each direction.
+    link_bytes_s: Positive | None = None
     """To the other GPUs (NVLink), bytes/s in each direction; null: over the host link."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
-    source: str = ""
-    """Where the numbers come from."""
+    source: str = ""  #: Where the numbers come from.
 
 
 _Shape = TypeVar("_Shape", ModelShape, Hardware)

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, documents
-from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, near
+from cbsim.scenario.fields import Frozen, Many, Real, Whole, as_tuple, complaint, near
 
 T = TypeVar("T")
 FRONT = "front_s"
@@ -32,64 +32,45 @@ FIELDS = (
     *("experts", "launch_s_per_layer", FRONT),
 )
 FOLDER = "terms"
-Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
 
 
 class Term(Frozen):
     """A calibrated number."""
 
-    value: Real
-    """By all open curves."""
-    low: Real
-    """Lower end of its 80 % interval: a jackknife of values with one curve left out."""
-    high: Real
-    """Upper end."""
+    value: Real  #: By all open curves.
+    low: Real  #: Lower end of its 80 % interval: a jackknife of values with one curve left out.
+    high: Real  #: Upper end.
 
 
 class Residual(Frozen):
     """The error of a prediction that was made without the point's curve."""
 
-    users: Whole
-    """Concurrent requests."""
-    ttft: Real
-    """Logarithm of measured over predicted TTFT."""
-    tpot: Real
-    """Logarithm of measured over predicted TPOT."""
+    users: Whole  #: Concurrent requests.
+    ttft: Real  #: Logarithm of measured over predicted TTFT.
+    tpot: Real  #: Logarithm of measured over predicted TPOT.
 
 
 class Curve(Frozen):
     """A set of points that differ in concurrency only, with the terms and residuals of a fit to the other curves."""
 
-    prompt: Whole
-    """Nominal tokens of a prompt."""
-    output: Whole
-    """Nominal tokens of an output."""
-    terms: dict[str, Real]
-    """Terms without this curve."""
-    residuals: Annotated[tuple[Residual, ...], BeforeValidator(as_tuple)]
-    """Of the predictions by them."""
+    prompt: Whole  #: Nominal tokens of a prompt.
+    output: Whole  #: Nominal tokens of an output.
+    terms: dict[str, Real]  #: Terms without this curve.
+    residuals: Many[Residual]  #: Of the predictions by them.
 
 
 class Range(Frozen):
     """The range of the points that terms were calibrated on."""
 
-    backend: str
-    """vllm, trtllm or sglang."""
-    systems: Names
-    """Cards, as measurements call them."""
-    models: Names
-    """Models."""
-    tensor_parallel: Annotated[tuple[Whole, ...], BeforeValidator(as_tuple)]
-    """GPUs that shared a layer."""
-    users: Annotated[tuple[Whole, Whole], BeforeValidator(as_tuple)]
-    """Least and most concurrent requests."""
-    tables: dict[str, str]
-    """By card, the engine whose tables they add to, such as vllm_0.18.0."""
-    weights: Names
-    """Types of the layers' matrices."""
-    routing: str
-    """How unevenly tokens were taken to choose experts."""
+    backend: str  #: vllm, trtllm or sglang.
+    systems: Many[str]  #: Cards, as measurements call them.
+    models: Many[str]  #: Models.
+    tensor_parallel: Many[Whole]  #: GPUs that shared a layer.
+    users: Annotated[tuple[Whole, Whole], BeforeValidator(as_tuple)]  #: Least and most concurrent requests.
+    tables: dict[str, str]  #: By card, the engine whose tables they add to, such as vllm_0.18.0.
+    weights: Many[str]  #: Types of the layers' matrices.
+    routing: str  #: How unevenly tokens were taken to choose experts.
     fastest: bool
     """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
 
@@ -114,18 +95,12 @@ class Range(Frozen):
 class TermsFile(Range):
     """A file of terms of servers of one engine and one kind of model, with the errors of their predictions."""
 
-    name: str
-    """What the file is called."""
-    about: str
-    """Which servers, and where the points come from."""
-    experts: bool
-    """Mixtures of experts, or dense models?"""
-    calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
-    """When."""
-    terms: dict[str, Term]
-    """The terms."""
-    curves: dict[str, Curve]
-    """By the hash that measurements give a curve."""
+    name: str  #: What the file is called.
+    about: str  #: Which servers, and where the points come from.
+    experts: bool  #: Mixtures of experts, or dense models?
+    calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
+    terms: dict[str, Term]  #: The terms.
+    curves: dict[str, Curve]  #: By the hash that measurements give a curve.
 
     @model_validator(mode="after")
     def _whole(self) -> TermsFile:
