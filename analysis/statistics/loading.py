@@ -107,9 +107,7 @@ def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = reading.load(path, whole=whole)
     scenario = _scenario(raw, path / "scenario.resolved.yaml")
-    reading.check_documents(raw)
-    reading.check_same(raw, scenario["loop"]["mode"], whole=whole)
-    reading.check_possible(raw)
+    reading.check_run(raw, scenario["loop"]["mode"], whole=whole)
     times = token_times(raw.requests, raw.steps)
     return LoadedRun(
         path=path,

@@ -20,7 +20,7 @@ from cbengine.serving.post import Left, Post
 from cbengine.serving.reporter import Happened, Reporter
 from cbengine.serving.server import EngineServer
 from cbsim.errors import DeadlockError, ServerError
-from cbsim.http.backend import ERROR, NS, Generation, Load, SessionBackend, Stream
+from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.guard import PolicyError
@@ -28,15 +28,13 @@ from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
 
 
-class EngineBackend(SessionBackend):
+class EngineBackend(Backend):
     """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises the errors of
     building an engine.
 
     A stop token among the first `min_tokens` tokens is an ordinary token: the engine masks no logits. A request's seed
     fixes its draws: they are the same in any session.
     """
-
-    timing = None  # the engine keeps no deadlines
 
     def __init__(
         self,
@@ -60,10 +58,6 @@ class EngineBackend(SessionBackend):
         self._contents = Contents(pool.block_size, pool.num_blocks)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
-
-    @property
-    def now_s(self) -> float:
-        return self._stamp() / NS
 
     def _stamp(self) -> int:
         """Return the nanoseconds since `run` began."""

@@ -99,11 +99,11 @@ def catalogue(_: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace) -> int:
     from cbsim.http import command
     from cbsim.http.tokenizer import open_tokenizer
-    from cbsim.virtual.clocks import RealClock
-    from cbsim.virtual.simulated import open_session
+    from cbsim.virtual.clocks import Clock
+    from cbsim.virtual.simulated import SimulatedBackend
 
-    clock, tokenizer = RealClock(arguments.clock), open_tokenizer(arguments.tokenizer)
-    backend = open_session(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
+    clock, tokenizer = Clock(arguments.clock), open_tokenizer(arguments.tokenizer)
+    backend = SimulatedBackend(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
     return asyncio.run(command.serve(backend, options_of(arguments)))
 
 

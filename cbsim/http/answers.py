@@ -17,7 +17,6 @@ from cbsim.http.admission import ClientStream
 from cbsim.http.asgi import ResponseWriter
 from cbsim.http.backend import ABORT, ERROR, STOP
 from cbsim.http.errors import ApiError
-from cbsim.http.tokenizer import TextDecoder
 
 BATCH = 256
 """The most tokens written at once for a client that is behind."""
@@ -31,7 +30,7 @@ class Choice:
 
     __slots__ = ("_decoder", "_stops", "finish", "index", "stop_reason", "stream", "tokens")
 
-    def __init__(self, index: int, stream: ClientStream, decoder: TextDecoder, stops: Stops | None) -> None:
+    def __init__(self, index: int, stream: ClientStream, decoder: Callable[[int], str], stops: Stops | None) -> None:
         self.index, self.stream, self._decoder, self._stops = index, stream, decoder, stops
         self.tokens = 0
         self.finish: str | None = None
@@ -54,8 +53,7 @@ class Choice:
             return []
         ids = stream.take(BATCH)
         if self._stops is None:
-            feed = self._decoder.feed
-            texts = [feed(token) for token in ids]
+            texts = [*map(self._decoder, ids)]
             self.tokens += len(ids)
         else:
             texts = self._until_stop(ids, self._stops)
@@ -67,7 +65,7 @@ class Choice:
         texts = []
         for token in ids:
             self.tokens += 1
-            delta, hit = stops.feed(self._decoder.feed(token), self.tokens)
+            delta, hit = stops.feed(self._decoder(token), self.tokens)
             texts.append(delta)
             if hit:
                 self.finish, self.stop_reason = STOP, stops.hit

@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController
-from cbsim.http.asgi import GoneError, read_json, send_error
+from cbsim.http.asgi import read_json, send_error
 from cbsim.http.backend import UNMETERED, Backend, Meter
 from cbsim.http.errors import ApiError
 from cbsim.http.generating import Generating
@@ -66,16 +66,14 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await _lifespan(receive, send)
         if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1000})
+            return await self._router(scope, receive, send)
         scope["app"] = self  # makes the router raise an exception for an unknown path
         try:
             if not may_pass(self.settings.keys, scope["path"], scope["headers"]):
                 raise ApiError(401, "an API key is needed: `Authorization: Bearer KEY`")
             await self._router(scope, receive, send)
-        except GoneError:
+        except ClientDisconnect:
             pass
         except asyncio.CancelledError:
             if not self.admission.closing:  # else the session ends, and the connection is gone
@@ -127,7 +125,7 @@ class App:
         return JSONResponse({"server_load": self.admission.open})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = read(TokenizeRequest, await self._body(request))
+        body = read(TokenizeRequest, await read_json(request, self.settings.max_body_bytes))
         model_is(body.model, self.backend)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "either `prompt` or `messages` has to be there", "prompt")
@@ -138,7 +136,7 @@ class App:
         return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = read(DetokenizeRequest, await self._body(request))
+        body = read(DetokenizeRequest, await read_json(request, self.settings.max_body_bytes))
         model_is(body.model, self.backend)
         ids = self._encoder.checked(body.tokens, "tokens") if body.tokens else []
         return JSONResponse({"prompt": self.backend.tokenizer.decode(ids)})
@@ -151,23 +149,12 @@ class App:
         self._openapi = self._openapi or openapi(_installed())
         return JSONResponse(self._openapi)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_json(request.scope, request.receive, self.settings.max_body_bytes)
-
 
 def _installed() -> str:
     try:
         return version("cbsim")
     except PackageNotFoundError:  # cbsim runs from its sources
         return "0"
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 _REF = "#/components/schemas/{model}"

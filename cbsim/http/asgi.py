@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import Scope, Send
 
 from cbsim.http.errors import ApiError
 
+JSON = "application/json"
 EXTENSION = "cbsim.response_writer"
 """An ASGI extension whose `writer` is the ResponseWriter of this request's answer, once its head was sent."""
 
@@ -54,47 +56,31 @@ def response_writer(scope: Scope, send: Send) -> ResponseWriter:
     return writer or Messages(send)
 
 
-JSON = b"application/json"
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class GoneError(Exception):
-    """An error raised when the client has disconnected."""
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    return next((value for key, value in headers if key == name), None)
-
-
-async def read_json(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+async def read_json(request: Request, most_bytes: int) -> bytes:
     """Read a JSON body. Raises ApiError 415 if the content type is not JSON or the body is compressed, 413 if it is
-    longer than `most_bytes`, whatever its content-length header states.
+    longer than `most_bytes`, whatever its content-length header states; ClientDisconnect.
     """
-    kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
-    if kind != JSON:
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != JSON:
         raise ApiError(415, "Unsupported Media Type: only 'application/json' is allowed")
-    if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "Unsupported Media Type: a body with a Content-Encoding is not taken")
     too_long = ApiError(413, f"the body is longer than {most_bytes} bytes")
-    length = header(scope, b"content-length") or b""
-    if length.isdigit() and len(length) < 20 and int(length) > most_bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > most_bytes:
         raise too_long
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise GoneError
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most_bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most_bytes:
             raise too_long
-        more = message.get("more_body", False)
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def reply(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    head = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), *headers]
+    head = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -6,10 +6,10 @@ simulated machine if time is scaled or virtual, else those of this machine.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.policy.loop import Scheduler
@@ -219,45 +219,6 @@ class Timing:
         return f"not faithful: 1 % of its steps came {lag} late or more, the bound is {bound}: {reason}"
 
 
-class Backend(Protocol):
-    """A server; one object serves one session."""
-
-    model: str  # the model's name for clients
-    max_model_len: int  # the most tokens of prompt and answer
-    tokenizer: Tokenizer
-    meter: Meter  # set by the front end before `run`
-    dead: str | None  # why the server cannot continue; None while it can
-
-    @property
-    def now_s(self) -> float: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def timing(self) -> Timing | None:
-        """The session's timeliness; None for a real server, which has no deadlines."""
-
-    def submit(self, stream: Stream) -> None:
-        """Submit a request now. If it is invalid, its stream ends with the error."""
-
-    def cancel(self, stream: Stream) -> None:
-        """Cancel a request: the scheduler receives this at its next poll, and the stream ends now, as aborted. Does
-        nothing if it has ended.
-        """
-
-    def forget_prefixes(self) -> None:
-        """Prevent later requests from hitting the KV of earlier ones."""
-
-    async def run(self) -> None:
-        """Serve until `close` was called and every request has ended. Raises nothing: a server that cannot continue is
-        `dead`, and has ended its streams with that error.
-        """
-
-    def close(self) -> None:
-        """Stop accepting requests; `run` ends when all streams have ended."""
-
-
 def longest_text(scenario: Scenario, loop: str) -> int:
     """Return the most tokens of a prompt and its answer that model, scheduler and cache allow."""
     options = scenario.options(loop)
@@ -265,8 +226,11 @@ def longest_text(scenario: Scenario, loop: str) -> int:
     return min(bound for bound in bounds if bound is not None)
 
 
-class SessionBackend(Backend):
-    """A base of the servers behind the endpoint: requests that have not ended, their log and their content."""
+class Backend(ABC):
+    """A server behind the endpoint, of one session: requests that have not ended, their log and their content. Clients
+    know its `model` by name, and send at most `max_model_len` tokens of prompt and answer. `meter` is set by the front
+    end before `run`; `dead` is why the server cannot continue, None while it can.
+    """
 
     session: Session
     _contents: Contents
@@ -279,7 +243,23 @@ class SessionBackend(Backend):
         self._streams: dict[RequestSpec, Stream] = {}
         self._specs: dict[Stream, RequestSpec] = {}
 
+    @property
+    @abstractmethod
+    def load(self) -> Load: ...
+
+    @property
+    def timing(self) -> Timing | None:
+        """The session's timeliness; None for a real server, which has no deadlines."""
+        return None
+
+    @abstractmethod
+    def submit(self, stream: Stream) -> None:
+        """Submit a request now. If it is invalid, its stream ends with the error."""
+
     def cancel(self, stream: Stream) -> None:
+        """Cancel a request: the scheduler receives this at its next poll, and the stream ends now, as aborted. Does
+        nothing if it has ended.
+        """
         if (spec := self._specs.get(stream)) is not None:
             at_ns = self._stamp()
             self.log.left(spec, at_ns)
@@ -287,7 +267,18 @@ class SessionBackend(Backend):
             self._end(stream, ABORT, at_ns)
 
     def forget_prefixes(self) -> None:
+        """Prevent later requests from hitting the KV of earlier ones."""
         self._contents.forget()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Serve until `close` was called and every request has ended. Raises nothing: a server that cannot continue is
+        `dead`, and has ended its streams with that error.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop accepting requests; `run` ends when all streams have ended."""
 
     @abstractmethod
     def _stamp(self) -> int:

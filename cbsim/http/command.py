@@ -9,7 +9,7 @@ from typing import Any
 
 from cbsim.errors import ERROR, OK
 from cbsim.http.app import App
-from cbsim.http.backend import Backend, SessionBackend
+from cbsim.http.backend import Backend
 from cbsim.http.errors import EndpointError
 from cbsim.http.listen import Ending, check_host, listen
 from cbsim.http.metrics import VllmMeter
@@ -28,7 +28,7 @@ class ServeOptions:
     quiet: bool = False
 
 
-async def serve(backend: SessionBackend, options: ServeOptions) -> int:
+async def serve(backend: Backend, options: ServeOptions) -> int:
     """Serve until a signal; return the exit status. The run directory is complete if every answer ended by itself or
     was cancelled by its client. Raises EndpointError, RunError.
     """

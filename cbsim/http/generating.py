@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController, ClientStream
 from cbsim.http.answers import DONE, Choice, Chunks, Delivery, FlushRound, Stops, compact, document, event, times, usage
-from cbsim.http.asgi import Messages, ResponseWriter, header, read_json, reply, response_writer
+from cbsim.http.asgi import Messages, ResponseWriter, read_json, reply, response_writer
 from cbsim.http.backend import ERROR, STOP
 from cbsim.http.errors import ApiError
 from cbsim.http.requests import (
@@ -66,8 +68,9 @@ class Generating:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; its streams are cancelled when the client disconnects."""
-        client_id = _client_id(scope)
-        body = await read_json(scope, receive, self._admission.settings.max_body_bytes)
+        asked = Request(scope, receive)
+        client_id = _client_id(asked)
+        body = await read_json(asked, self._admission.settings.max_body_bytes)
         writer = response_writer(scope, send)
         answer = await self._submit(read(self._model, body), client_id, writer)
         streams = [choice.stream for choice in answer.choices]
@@ -193,15 +196,13 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
             group.create_task(each)
 
 
-def _client_id(scope: Scope) -> str | None:
+def _client_id(request: Request) -> str | None:
     """Return the client's request id (X-Request-Id), or None. Raises ApiError 400 if it cannot be echoed."""
-    value = header(scope, b"x-request-id")
-    if value is None:
-        return None
-    if not 1 <= len(value) <= MOST_ID or any(not 32 < letter < 127 for letter in value):
+    value = request.headers.get("x-request-id")
+    if value is not None and not re.fullmatch(f"[!-~]{{1,{MOST_ID}}}", value):
         message = f"the header X-Request-Id has to be 1 to {MOST_ID} printable ASCII characters without spaces"
         raise ApiError(400, message, "X-Request-Id")
-    return value.decode()
+    return value
 
 
 def _failed(error: ApiError) -> bytes:

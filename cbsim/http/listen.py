@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import logging
+import resource
 import signal
 import socket
 import threading
@@ -20,7 +20,6 @@ from cbsim.http.connection import Connection
 from cbsim.http.errors import EndpointError
 from cbsim.http.settings import VARIABLE, Settings
 
-LOG = logging.getLogger("cbsim.http")
 BACKLOG = 2048
 LAST_WORDS_S = 1.0
 """Seconds for written bytes to be sent, once all answers have ended."""
@@ -214,10 +213,6 @@ def _loopback(host: str) -> bool:
 
 def files_for(connections: int) -> None:
     """Raise this process's limit of open files for `connections` connections, as far as its hard limit allows."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cbsim.http.backend import Load, Meter, Stream, Timing
+from cbsim.http.backend import Backend, Meter, Stream
 
 ENGINE = "0"
 DONE = ("stop", "length")  # finish reasons of a complete text; latencies are of these, as in vLLM
@@ -62,20 +61,9 @@ HISTOGRAMS = {
     "request_prefill_kv_computed_tokens": ("Tokens of the prompt without those cached.", LENGTH),
 }
 
-Samples = Iterable[tuple[Mapping[str, str], float]]  # (labels, value)
-
-
-class Metered(Protocol):
-    """A server as its metrics need it."""
-
-    model: str
-    max_model_len: int
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def timing(self) -> Timing | None: ...
+Labels = Mapping[str, str]
+Value = float | Mapping[str, Mapping[str, float]]  # a number, or numbers by the values of a label
+Family = tuple[str, str, Labels, Value]  # (name, documentation, labels, value)
 
 
 class VllmMeter(Meter, Collector):
@@ -83,7 +71,7 @@ class VllmMeter(Meter, Collector):
     a value from a client.
     """
 
-    def __init__(self, server: Metered, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, server: Backend, wall_s: Callable[[], float] = time.time) -> None:
         lengths = tokens_up_to(server.max_model_len)
         self._server, self._wall_s = server, wall_s
         self._histograms = {name: Histogram(bounds or lengths) for name, (_, bounds) in HISTOGRAMS.items()}
@@ -153,8 +141,8 @@ class VllmMeter(Meter, Collector):
 
     def collect(self) -> Iterator[Metric]:
         own = {"model_name": self._server.model, "engine": ENGINE}
-        yield from self._gauges(own)
-        yield from self._counters(own)
+        yield from (_family(GaugeMetricFamily, *gauge) for gauge in self._gauges(own))
+        yield from (_family(CounterMetricFamily, *counter) for counter in self._counters(own))
         for name, (documentation, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", documentation, labels=[*own])
             values = self._histograms[name]
@@ -162,45 +150,42 @@ class VllmMeter(Meter, Collector):
             yield family
         yield from self._clock()
 
-    def _gauges(self, own: Mapping[str, str]) -> Iterator[Metric]:
+    def _gauges(self, own: Labels) -> Sequence[Family]:
         load = self._server.load
-        yield _gauge("num_requests_running", "Requests in steps.", [(own, load.running)])
-        yield _gauge("num_requests_waiting", "Requests that wait.", [(own, load.waiting)])
-        reasons = {"capacity": load.waiting, "deferred": 0}
-        yield _gauge("num_requests_waiting_by_reason", "Requests that wait, by reason.", _by(own, "reason", reasons))
-        yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all.", [(own, load.kv_usage)])
-        yield _gauge("engine_sleep_state", "Sleep state; it never sleeps.", _by(own, "sleep_state", AWAKE))
+        reasons = {"reason": {"capacity": load.waiting, "deferred": 0}}
         adapters = {"max_lora": "0", "waiting_lora_adapters": "", "running_lora_adapters": ""}
         none = "Requests of LoRA adapters, of which there are none; its value is now."
-        yield _gauge("lora_requests_info", none, [(adapters, self._wall_s())])
         cache = {"engine": ENGINE, "block_size": str(load.block_size), "num_gpu_blocks": str(load.num_blocks)}
-        yield _gauge("cache_config_info", "The KV cache.", [(cache, 1)])
+        return (
+            ("num_requests_running", "Requests in steps.", own, load.running),
+            ("num_requests_waiting", "Requests that wait.", own, load.waiting),
+            ("num_requests_waiting_by_reason", "Requests that wait, by reason.", own, reasons),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all.", own, load.kv_usage),
+            ("engine_sleep_state", "Sleep state; it never sleeps.", own, {"sleep_state": AWAKE}),
+            ("lora_requests_info", none, adapters, self._wall_s()),
+            ("cache_config_info", "The KV cache.", cache, 1),
+        )
 
-    def _counters(self, own: Mapping[str, str]) -> Iterator[Metric]:
+    def _counters(self, own: Labels) -> Sequence[Family]:
         shared, media = "Of a cache shared with other servers: none.", "Of images and sound: none."
-        for name, documentation, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up.", self._looked_up),
-            ("prefix_cache_hits", "Prompt tokens whose KV was there.", self._hit),
-            ("external_prefix_cache_queries", shared, 0),
-            ("external_prefix_cache_hits", shared, 0),
-            ("mm_cache_queries", media, 0),
-            ("mm_cache_hits", media, 0),
-            ("num_preemptions", "Preemptions.", self._preempted),
-            ("prompt_tokens", "Prompt tokens of requests with a token.", self._prompt_tokens),
-            ("prompt_tokens_cached", "The same, from a cache.", self._cached_tokens),
-            ("generation_tokens", "Tokens of answers.", self._generated),
-        ):
-            yield _counter(name, documentation, [(own, value)])
         computed, cached = self._prompt_tokens - self._cached_tokens, self._cached_tokens
         sources = {"local_compute": computed, "local_cache_hit": cached, "external_kv_transfer": 0}
-        yield _counter("prompt_tokens_by_source", "The same, by source of their KV.", _by(own, "source", sources))
-        ends = _by(own, "finished_reason", self._ended)
-        yield _counter("request_success", "Requests that ended, by reason.", ends)
         rejections = {REJECTIONS[reason]: count for reason, count in self._rejected.items()}
-        yield _counter(
-            "admission_rejections",
-            "Requests turned away with 503.",
-            _by({"model_name": self._server.model}, "reason", rejections),
+        model = {"model_name": self._server.model}
+        return (
+            ("prefix_cache_queries", "Prompt tokens looked up.", own, self._looked_up),
+            ("prefix_cache_hits", "Prompt tokens whose KV was there.", own, self._hit),
+            ("external_prefix_cache_queries", shared, own, 0),
+            ("external_prefix_cache_hits", shared, own, 0),
+            ("mm_cache_queries", media, own, 0),
+            ("mm_cache_hits", media, own, 0),
+            ("num_preemptions", "Preemptions.", own, self._preempted),
+            ("prompt_tokens", "Prompt tokens of requests with a token.", own, self._prompt_tokens),
+            ("prompt_tokens_cached", "The same, from a cache.", own, self._cached_tokens),
+            ("generation_tokens", "Tokens of answers.", own, self._generated),
+            ("prompt_tokens_by_source", "The same, by source of their KV.", own, {"source": sources}),
+            ("request_success", "Requests that ended, by reason.", own, {"finished_reason": self._ended}),
+            ("admission_rejections", "Requests turned away with 503.", model, {"reason": rejections}),
         )
 
     def _clock(self) -> Iterator[Metric]:
@@ -219,26 +204,18 @@ class VllmMeter(Meter, Collector):
         yield GaugeMetricFamily("cbsim_faithful", faithful, value=int(timing.faithful))
 
 
-def _by(own: Mapping[str, str], label: str, values: Mapping[str, float]) -> Samples:
-    """Return a sample for each value of a label."""
-    return [({**own, label: key}, value) for key, value in values.items()]
-
-
-def _gauge(name: str, documentation: str, samples: Samples) -> Metric:
-    return _family(GaugeMetricFamily, name, documentation, samples)
-
-
-def _counter(name: str, documentation: str, samples: Samples) -> Metric:
-    return _family(CounterMetricFamily, name, documentation, samples)
-
-
 def _family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, samples: Samples
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, labels: Labels, value: Value
 ) -> Metric:
-    (labels, _), *_ = samples
-    family = kind(f"vllm:{name}", documentation, labels=[*labels])
-    for labels, value in samples:
+    """Return a family with one sample, or one by each value of a label."""
+    if isinstance(value, float | int):
+        family = kind(f"vllm:{name}", documentation, labels=[*labels])
         family.add_metric([*labels.values()], value)
+        return family
+    ((by, numbers),) = value.items()
+    family = kind(f"vllm:{name}", documentation, labels=[*labels, by])
+    for key, number in numbers.items():
+        family.add_metric([*labels.values(), key], number)
     return family
 
 

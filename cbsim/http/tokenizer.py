@@ -24,20 +24,6 @@ PLAIN_TEMPLATE = (
 Messages = Sequence[Mapping[str, str]]
 
 
-class TextDecoder:
-    """A decoder of the tokens of one answer, token by token. Special tokens have no text."""
-
-    __slots__ = ("_step", "_tokenizer")
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._step = DecodeStream(skip_special_tokens=True).step
-
-    def feed(self, token: int) -> str:
-        """Return the text that this token completes; empty while a character is incomplete."""
-        return self._step(self._tokenizer, token) or ""
-
-
 class Tokenizer:
     """A tokenizer of tokenizer.json, with the end tokens and the chat template of tokenizer_config.json,
     generation_config.json and chat_template.jinja if they exist. The vocabulary has `vocab` tokens; `ends` are those
@@ -76,8 +62,12 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
         return ids
 
-    def decoder(self) -> TextDecoder:
-        return TextDecoder(self._tokenizer)
+    def decoder(self) -> Callable[[int], str]:
+        """Return a decoder of one answer, token by token: the text that a token completes, empty while a character is
+        incomplete. Special tokens have no text.
+        """
+        step, tokenizer = DecodeStream(skip_special_tokens=True).step, self._tokenizer
+        return lambda token: step(tokenizer, token) or ""
 
 
 def open_tokenizer(folder: Path | str | None = None) -> Tokenizer:

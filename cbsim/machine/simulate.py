@@ -70,16 +70,16 @@ class Simulation:
     measured = False
 
     def __init__(self, scenario: Scenario, loop: str, workload: Workload) -> None:
-        self._machine = machine(scenario, loop, workload)
-        self.record = self._machine.record
+        self.machine = machine(scenario, loop, workload)
+        self.record = self.machine.record
         self.facts: Mapping[str, object] = {"device": SIMULATED}
 
     @property
     def now_ns(self) -> int:
-        return self._machine.now_ns
+        return self.machine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        run(self._machine, on_step)
+        run(self.machine, on_step)
 
     def files(self) -> Mapping[str, bytes]:
         return {}

@@ -104,24 +104,17 @@ def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable
         raise RunError(f"{file}: not what a run writes: {type(error).__name__}: {error}", file=file) from error
 
 
-def check_documents(run: Run) -> None:
-    """Raise RunError if env.json or summary.json lack keys that are read."""
-    check(run.path / "env.json", run.environment, ENVIRONMENT)
-    check(run.path / "summary.json", run.summary, SUMMARY)
-
-
-def check_same(run: Run, loop: str, *, whole: bool = True) -> None:
-    """Raise RunError if the summary is not that of the scenario, whose loop is `loop`, and, if `whole`, of the tables
-    beside it.
+def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
+    """Raise RunError if env.json or summary.json lack keys that are read, if the summary is not that of a scenario with
+    this loop and, if `whole`, of the tables beside it, or if no server, on whatever clock, can have run these steps.
     """
+    file = run.path / "summary.json"
+    check(run.path / "env.json", run.environment, ENVIRONMENT)
+    check(file, run.summary, SUMMARY)
     beside = (("steps", len(run.steps), "steps.parquet"), ("requests", len(run.requests), "requests.parquet"))
-    for key, value, file in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
+    for key, value, other in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
         if run.summary[key] != value:
-            raise RunError(f"{run.path / 'summary.json'}: {key} is {run.summary[key]}, that of {file} is {value}")
-
-
-def check_possible(run: Run) -> None:
-    """Raise RunError if no server can have run these steps, on whatever clock."""
+            raise RunError(f"{file}: {key} is {run.summary[key]}, that of {other} is {value}")
     try:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     except AssertionError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,28 +132,35 @@ class Result:
         """Write the run directory to `path`, a new or an empty folder. Raises RunError."""
         writer = RunWriter.at(Path(path))
         writer.scenario(self.resolved)
-        self.write(writer, timeline_steps)
-        return writer.path
+        return self.write(writer, timeline_steps).folder
 
-    def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> None:
-        """Write everything but the scenario, which is written before a run; complete the directory if the run is."""
+    def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> Result:
+        """Write everything but the scenario, which is written before a run; complete the directory if the run is.
+        Return the result with its path. Raises RunError, and a directory that could not be written says why.
+        """
         if self.incomplete is not None:
             writer.note(self.incomplete)
-        writer.environment(self.environment)
-        with writer.writing(self.step_numbers, lambda: self._times):
-            title = f"{self.summary['name']} {self.loop}"
-            writer.file(
-                "timeline.json.gz", timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.transfers)
-            )
-        writer.summary({**self.summary, "complete": False})
-        writer.drop_pieces()
-        for name, content in self._beside().items():
-            writer.file(name, content)
-        if self.incomplete is None:
-            if len(self.step_numbers):
-                writer.file("figures/timeline.png", self.figure().png())
-            writer.summary(self.summary)
-            writer.complete()
+        try:
+            writer.environment(self.environment)
+            with writer.writing(self.step_numbers, lambda: self._times):
+                title = f"{self.summary['name']} {self.loop}"
+                trace = timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.transfers)
+                writer.file("timeline.json.gz", trace)
+            writer.summary({**self.summary, "complete": False})
+            writer.drop_pieces()
+            for name, content in self._beside().items():
+                writer.file(name, content)
+            if self.incomplete is None:
+                if len(self.step_numbers):
+                    writer.file("figures/timeline.png", self.figure().png())
+                writer.summary(self.summary)
+                writer.complete()
+        except RunError as error:
+            if self.incomplete is None:
+                with suppress(RunError):
+                    writer.note(str(error))
+            raise
+        return replace(self, path=writer.path)
 
     @cached_property
     def _times(self) -> Requests:
@@ -163,8 +171,8 @@ class Result:
         if self.path is None:
             return self.files
         with access(self.path, RunError):
-            files = sorted(file for file in self.path.iterdir() if file.is_file() and not _ours(file))
-            return {file.name: file.read_bytes() for file in files}
+            files = sorted(file for file in self.path.iterdir() if file.is_file() and file.suffix != directory.PART)
+            return {file.name: file.read_bytes() for file in files if file.name not in OURS}
 
     def __str__(self) -> str:
         return _printed([self])
@@ -174,20 +182,11 @@ class Result:
         return f"<Result {self.summary['name']} {self.loop}: {self.summary['makespan_s']:.6g} s{state}>"
 
 
-class Results(Mapping[str, Result]):
+class Results(dict[str, Result]):
     """The results of one scenario by loop. They print side by side."""
 
-    def __init__(self, results: Sequence[Result]) -> None:
-        self._by_loop = {result.loop: result for result in results}
-
-    def __getitem__(self, loop: str) -> Result:
-        return self._by_loop[loop]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_loop)
-
-    def __len__(self) -> int:
-        return len(self._by_loop)
+    def __init__(self, results: Iterable[Result]) -> None:
+        super().__init__({result.loop: result for result in results})
 
     def compare(self) -> Comparison:
         """Compare the second loop with the first."""
@@ -206,8 +205,14 @@ class Results(Mapping[str, Result]):
     def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> list[Path]:
         """Write a run directory for each loop, `path`/LOOP. Raises RunError."""
         paths = [result.save(Path(path) / loop, timeline_steps) for loop, result in self.items()]
-        draw_together(self, paths[-1])
+        self.draw(paths[-1])
         return paths
+
+    def draw(self, path: Path) -> None:
+        """Write a picture of two loops on one time axis to `path`, the second one's directory. Raises RunError."""
+        if len(self) == 2 and all(len(result.step_numbers) for result in self.values()):
+            with access(path / BOTH, RunError, "written"):
+                directory.write_whole(path / BOTH, self.figure().png())
 
     def __str__(self) -> str:
         return _printed(list(self.values()))
@@ -244,17 +249,11 @@ class Comparison:
         return catalogue.table({run.loop: run.summary for run in (self.first, self.second)})
 
 
-def _ours(file: Path) -> bool:
-    return file.name in OURS or file.suffix == directory.PART
-
-
 def read(path: Path | str) -> Result:
     """Read the result of a run directory. Raises RunError, ScenarioError."""
     run = reading.load(Path(path))
     scenario = scenarios.load(run.path / "scenario.resolved.yaml")
-    reading.check_documents(run)
-    reading.check_same(run, scenario.loop.mode)
-    reading.check_possible(run)
+    reading.check_run(run, scenario.loop.mode)
     return Result(
         scenario=scenario,
         environment=run.environment,
@@ -278,23 +277,11 @@ def figure(results: Sequence[Result]) -> Picture:
     return Picture(lanes(steps, as_given=True, active=active, transfers=transfers))
 
 
-def draw_together(results: Results, path: Path) -> None:
-    """Write a picture of two loops on one time axis to the second one's directory. Raises RunError."""
-    if len(results) != 2 or not all(len(result.step_numbers) for result in results.values()):
-        return
-    with access(path / BOTH, RunError, "written"):
-        directory.write_whole(path / BOTH, results.figure().png())
-
-
 def _printed(results: Sequence[Result]) -> str:
-    """Return the question, the solved values that the scenario left open, and the numbers."""
+    """Return the question, the solved values that the scenario left open, the numbers, and what binds each loop."""
     summary = results[0].summary
     table = catalogue.table({result.loop: result.summary for result in results})
     heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario)]
-    return "\n".join([*filter(None, heading), "", table, "", *_bound(results)])
-
-
-def _bound(results: Sequence[Result]) -> list[str]:
-    """Return the lines on what binds each loop."""
     limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
-    return [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
+    bound = [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
+    return "\n".join([*filter(None, heading), "", table, "", *bound])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from cbsim.record.record import FAILED
 from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.progress import Progress
-from cbsim.runs.result import BOTH, Result, Results, draw_together
+from cbsim.runs.result import BOTH, Result, Results
 from cbsim.runs.running import Maker, OnStep, Session, Terms
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -50,8 +49,8 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     `adapt` changes the scenario to one that this server can run; that one is recorded.
     """
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
-    results = Results([one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario)])
-    draw_together(results, list(results.values())[-1].folder)
+    results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
+    results.draw(list(results.values())[-1].folder)
     for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
         print(f"notice: {notice}", file=sys.stderr)
     for loop, result in results.items():
@@ -90,12 +89,8 @@ class _Recorder:
     @contextmanager
     def __call__(self, session: Session) -> Iterator[OnStep]:
         """Raises RunError if the run was cut short: what happened until then is in the directory."""
-        digest = hashlib.sha256(session.resolved.encode()).hexdigest()
-        name = "-".join(filter(None, (session.scenario.name, session.loop, settings(self._options.overrides))))
-        writer = self._writer = RunWriter(self._options.out, name, digest)
-        writer.scenario(session.resolved)
-        writer.environment(session.environment)
-        session.write_to(writer, partial(self._early, writer, session))
+        words, early = settings(self._options.overrides), partial(self._early, session)
+        writer = self._writer = session.open(self._options.out, words, early)
         progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
         try:
             with progress.interruptible():
@@ -112,23 +107,17 @@ class _Recorder:
             raise
         progress.done(session.server.now_ns)
 
-    def _early(self, writer: RunWriter, session: Session, steps: int) -> None:
+    def _early(self, session: Session, steps: int) -> None:
         """The timeline of a long run is there as soon as its steps are."""
-        low, high = self._options.window
+        (low, high), writer = self._options.window, self._writer
+        assert writer is not None
         if high <= steps < high + writer.group:
             title, steps_by_now = f"{session.scenario.name} {session.loop}", pieces.steps_so_far(writer.path)
             writer.file("timeline.json.gz", timeline.chrome_trace(steps_by_now, (low, high), title))
 
     def write(self, result: Result) -> Result:
-        """Write it; a directory that could not be written says why. Returns the result with its path."""
         assert self._writer is not None
-        try:
-            result.write(self._writer, self._options.window)
-        except RunError as error:
-            if result.incomplete is None:
-                self.note(str(error))
-            raise
-        return replace(result, path=self._writer.path)
+        return result.write(self._writer, self._options.window)
 
     def note(self, reason: str) -> None:
         """Note why the directory is incomplete, if it exists and there is space for it."""

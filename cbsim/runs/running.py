@@ -1,13 +1,16 @@
 """Running a scenario under each of its loops, on any server. The simulator and the engine share it.
 
-It works in memory: nothing is written or printed here. A `Watch` sees a run while it is under way.
+It works in memory: nothing is printed here, and nothing is written but by `Session.open`. A `Watch` sees a run while it
+is under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from cbsim.metrics import coverage, metrics
@@ -90,6 +93,15 @@ class Session:
         """The entries of env.json so far."""
         return self._facts | dict(self.server.facts)
 
+    def open(self, out: Path, words: str, early: OnSteps | None = None) -> RunWriter:
+        """Make the run directory, with `words` in its name. Raises RunError."""
+        digest = hashlib.sha256(self.resolved.encode()).hexdigest()
+        writer = RunWriter(out, "-".join(filter(None, (self.scenario.name, self.loop, words))), digest)
+        writer.scenario(self.resolved)
+        writer.environment(self.environment)
+        self.write_to(writer, early)
+        return writer
+
     def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:
         """Write the tables with `writer` piece by piece if the run becomes a long one. A measured run is written when
         it is over, so that nothing takes CPU time from it.
@@ -126,14 +138,11 @@ class Session:
         files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
         files |= {**optional_tables.files_of(record), **self.server.files()}
         environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
-        notices = *self.notices, *self._sureness(), *(f"{self.loop}: {line}" for line in environment.get("notices", ()))
+        cost, told = self.scenario.cost, environment.get("notices", ())
+        sureness = coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else ()
+        notices = *self.notices, *sureness, *(f"{self.loop}: {line}" for line in told)
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
-
-    def _sureness(self) -> list[str]:
-        """Return the known errors of a simulation's times, if any."""
-        cost = self.scenario.cost
-        return coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else []
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:
@@ -151,30 +160,18 @@ Watch = Callable[[Session], AbstractContextManager[OnStep]]
 """A watch is entered before a run and yields a function called with the time after each step; raising ends the run."""
 
 
-@contextmanager
-def unwatched(session: Session) -> Iterator[OnStep]:
-    """Watch nothing."""
-    del session
-    yield lambda _: None
-
-
-def run(scenario: Scenario, serve: Maker, terms: Terms, watch: Watch = unwatched) -> Results:
-    """Serve a scenario under each of its loops, one after the other."""
-    return Results([one_loop(scenario, loop, serve, terms, watch) for loop in scenarios.loops(scenario)])
-
-
 def answer(
     scenario: Scenario, serve: Maker, command: str, requests: Any, window_s: tuple[float, float] | None
 ) -> Result | Results:
     """What the front doors give: the Result of one loop, or the Results of both. `requests`: a table or None."""
-    rows = None if requests is None else csv_requests.table_text(requests)
-    results = run(scenario, serve, Terms(command, window_s, rows))
+    terms = Terms(command, window_s, None if requests is None else csv_requests.table_text(requests))
+    results = Results(one_loop(scenario, loop, serve, terms) for loop in scenarios.loops(scenario))
     return results if len(results) > 1 else next(iter(results.values()))
 
 
-def one_loop(scenario: Scenario, loop: str, serve: Maker, terms: Terms, watch: Watch = unwatched) -> Result:
+def one_loop(scenario: Scenario, loop: str, serve: Maker, terms: Terms, watch: Watch | None = None) -> Result:
     """Serve a scenario under one loop."""
     session = Session(scenario, loop, serve, terms)
-    with watch(session) as on_step:
+    with watch(session) if watch else nullcontext(lambda _: None) as on_step:
         session.server.run(on_step)
     return session.result()

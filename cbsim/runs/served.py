@@ -7,7 +7,6 @@ requests can be run again, and its plans derived again, from the run directory a
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 from cbsim.errors import RunError
 from cbsim.files import access
 from cbsim.policy.request import RequestSpec
-from cbsim.record.directory import RunWriter
 from cbsim.runs.result import TIMELINE, Result
 from cbsim.runs.running import Maker, Session, Terms
 from cbsim.scenario.demand import Served
@@ -153,13 +151,8 @@ class SessionDirectory:
 
     def __init__(self, session: Session, log: Log, out: Path) -> None:
         """Raises RunError."""
-        digest = hashlib.sha256(session.resolved.encode()).hexdigest()
-        self._session, self._log = session, log
-        self._writer = RunWriter(out, f"{session.scenario.name}-{session.loop}-served", digest)
-        self._writer.scenario(session.resolved)
-        self._writer.environment(session.environment)
+        self._session, self._log, self._writer = session, log, session.open(out, "served")
         log.write_to(self._writer.path / served.FILE)
-        session.write_to(self._writer)
 
     @property
     def path(self) -> Path:
@@ -168,12 +161,4 @@ class SessionDirectory:
     def write(self, facts: Mapping[str, Any], incomplete: str | None = None) -> Result:
         """Write the results of a session that is over. Raises RunError."""
         self._log.close()
-        result = result_of(self._session, self._log, facts, incomplete)
-        try:
-            result.write(self._writer, TIMELINE)
-        except RunError as error:
-            if incomplete is None:
-                with suppress(RunError):
-                    self._writer.note(str(error))
-            raise
-        return replace(result, path=self.path)
+        return result_of(self._session, self._log, facts, incomplete).write(self._writer, TIMELINE)

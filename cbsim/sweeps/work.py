@@ -28,10 +28,9 @@ from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
 from cbsim.record.columns import NS
-from cbsim.record.directory import RunWriter
 from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
-from cbsim.runs.result import TIMELINE, Result
+from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
@@ -148,11 +147,8 @@ def _files(result: Result, keep: Keep) -> dict[str, bytes]:
             "summary.json": _json(result.summary),
         }
     with tempfile.TemporaryDirectory() as folder:
-        writer = RunWriter.at(Path(folder))
-        writer.scenario(result.resolved)
-        result.write(writer, TIMELINE)
-        paths = [path for path in writer.path.rglob("*") if path.is_file()]
-        files = {path.relative_to(writer.path).as_posix(): path.read_bytes() for path in paths}
+        saved = result.save(folder)
+        files = {path.relative_to(saved).as_posix(): path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     if keep == "tables":
         return {name: content for name, content in files.items() if not name.startswith(("figures/", "timeline"))}
     return files

@@ -25,7 +25,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from cbsim.errors import RunError
 
@@ -216,7 +216,7 @@ def clocks(loop: VirtualLoop) -> Iterator[None]:
 @contextmanager
 def watched(loop: VirtualLoop) -> Iterator[None]:
     """Report a loop that is blocked by a call. Does nothing outside the main thread, as only it has signals."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, loop.blocked)
@@ -260,37 +260,39 @@ millisecond late."""
 NAP_S = 2.5e-4
 
 
-class Clock(Protocol):
-    """A clock of simulated nanoseconds since `start`."""
-
-    scale: float  # simulated seconds per second of the loop
-
-    def start(self) -> None: ...
-
-    def now_ns(self) -> int: ...
-
-    async def until(self, at_ns: int, news: Future[None]) -> None:
-        """Return at `at_ns`, or soon after `news` is resolved."""
-
-    def lag_s(self, at_ns: int) -> float:
-        """Return how late an event due at `at_ns` is now, in seconds of this machine."""
-
-
-class RealClock:
-    """A clock with `scale` simulated seconds per real second. Deadlines count from the start: no lag adds up."""
+class Clock:
+    """A clock of simulated nanoseconds since `start`: those of a virtual loop, or `scale` in one of this machine.
+    Deadlines count from the start: no lag adds up.
+    """
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._start_s = 0.0
 
     def start(self) -> None:
-        self._start_s = get_running_loop().time()
+        self._loop = get_running_loop()
+        self._start_s = self._loop.time()
 
     def now_ns(self) -> int:
-        return int((get_running_loop().time() - self._start_s) * self.scale * NS)
+        """Return the time; 0 before the start."""
+        return 0 if self._loop is None else round((self._loop.time() - self._start_s) * self.scale * NS)
+
+    def lag_s(self, at_ns: int) -> float:
+        """Return how late an event due at `at_ns` is now, in seconds of this machine; 0 if it is early."""
+        assert self._loop is not None
+        return max(0.0, self._loop.time() - self._start_s - at_ns / self.scale / NS)
 
     async def until(self, at_ns: int, news: Future[None]) -> None:
-        loop, at_s = get_running_loop(), self._start_s + at_ns / self.scale / NS
+        """Return at `at_ns`, or soon after `news` is resolved. In virtual time events due at a moment happen after
+        everything that clients do at that moment.
+        """
+        loop, at_s = self._loop, self._start_s + at_ns / self.scale / NS
+        assert loop is not None
+        if isinstance(loop, VirtualLoop):
+            loop.at_rest(at_s, news)
+            await news
+            return
         if at_s - loop.time() > EARLY_S:
             timer = loop.call_at(at_s - EARLY_S, resolve, news)
             await news
@@ -301,36 +303,6 @@ class RealClock:
         while (left_s := at_s - loop.time()) > 0:
             time.sleep(min(left_s, NAP_S))
             await asyncio.sleep(0)
-
-    def lag_s(self, at_ns: int) -> float:
-        return get_running_loop().time() - self._start_s - at_ns / self.scale / NS
-
-
-class VirtualClock:
-    """The clock of a virtual loop. Events due at a moment happen after everything that clients do at that moment."""
-
-    scale = 1.0
-
-    def __init__(self) -> None:
-        self._loop: VirtualLoop | None = None
-        self._start_s = 0.0
-
-    def start(self) -> None:
-        loop = get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop, self._start_s = loop, loop.time()
-
-    def now_ns(self) -> int:
-        return 0 if self._loop is None else round((self._loop.time() - self._start_s) * NS)
-
-    async def until(self, at_ns: int, news: Future[None]) -> None:
-        assert self._loop is not None
-        self._loop.at_rest(self._start_s + at_ns / NS, news)
-        await news
-
-    def lag_s(self, at_ns: int) -> float:
-        assert self._loop is not None
-        return max(0.0, self._loop.time() - self._start_s - at_ns / NS)
 
 
 def resolve(future: Future[None]) -> None:

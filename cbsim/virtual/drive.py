@@ -30,9 +30,9 @@ from cbsim.http.metrics import VllmMeter
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.served import SessionDirectory
 from cbsim.scenario.scenario import Scenario
-from cbsim.virtual.clocks import VirtualClock, VirtualLoop, VirtualTimeError, clocks, watched
-from cbsim.virtual.server import IN_PROCESS, end, end_others
-from cbsim.virtual.simulated import SimulatedBackend, open_session
+from cbsim.virtual.clocks import Clock, VirtualLoop, VirtualTimeError, clocks, watched
+from cbsim.virtual.server import IN_PROCESS, end
+from cbsim.virtual.simulated import SimulatedBackend
 
 VLLM = ("vllm", "bench", "serve")
 FAILED = "client_error.txt"  # a file of the run directory
@@ -50,7 +50,7 @@ def run(
 ) -> int:
     """Run a client against a scenario; write the run; return the exit status. Raises ScenarioError, RunError."""
     command = " ".join(("python -m cbsim drive", scenario.name, *argv))
-    backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, command)
+    backend = SimulatedBackend(scenario, Clock(), open_tokenizer(tokenizer), model, command)
     loop = VirtualLoop()
     failure: BaseException | None = None
     try:
@@ -63,7 +63,7 @@ def run(
             except (KeyboardInterrupt, Exception, SystemExit) as error:  # a client may raise anything
                 failure = error
             loop.run_until_complete(end(work))
-            loop.run_until_complete(end_others())
+            loop.run_until_complete(end())
     finally:
         loop.close()
     return _close(loop, backend, directory, failure, quiet)

@@ -26,10 +26,10 @@ from cbsim.http.asgi import EXTENSION
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.result import Result
-from cbsim.runs.served import result_of, with_one_loop
+from cbsim.runs.served import result_of
 from cbsim.scenario.scenario import Scenario, scenario_of
-from cbsim.virtual.clocks import VirtualClock, VirtualLoop, VirtualTimeError, clocks, watched
-from cbsim.virtual.simulated import SimulatedBackend, open_session
+from cbsim.virtual.clocks import Clock, VirtualLoop, VirtualTimeError, clocks, watched
+from cbsim.virtual.simulated import SimulatedBackend
 
 T = TypeVar("T")
 HOST = "http://simulated"
@@ -45,7 +45,7 @@ class VirtualServer:
 
     def __init__(self, scenario: Scenario, *, model: str | None = None, tokenizer: str | Path | None = None) -> None:
         """Open the session. Raises ScenarioError, and UserError for a tokenizer that cannot be read."""
-        self.backend = open_session(scenario, VirtualClock(), open_tokenizer(tokenizer), model, COMMAND)
+        self.backend = SimulatedBackend(scenario, Clock(), open_tokenizer(tokenizer), model, COMMAND)
         self.model = self.backend.model
         self.app = App(self.backend, IN_PROCESS)
         self.base_url = f"{HOST}/v1"
@@ -54,8 +54,21 @@ class VirtualServer:
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
-        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2: every request is sent here."""
-        return transport(self.app, http)
+        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2. It passes every request to this
+        server and streams its answer; httpx's own ASGI transport waits for whole ones.
+        """
+        app = self.app
+
+        class Parts(Exchange, http.AsyncByteStream):  # type: ignore[misc]
+            pass
+
+        class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
+            async def handle_async_request(self, request: Any) -> Any:
+                parts = Parts(app, scope_of(request), bytes(await request.aread()))
+                await parts.started()
+                return http.Response(parts.status, headers=parts.headers, stream=parts)
+
+        return Transport()
 
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` connected to this server."""
@@ -78,7 +91,7 @@ class VirtualServer:
                 try:
                     return loop.run_until_complete(serve_while(self.backend, client))
                 finally:
-                    loop.run_until_complete(end_others())
+                    loop.run_until_complete(end())
         finally:
             loop.close()
             backend = self.backend
@@ -104,7 +117,7 @@ def virtual(
     scenario with both loops gets the asynchronous one. `tokenizer` is a folder with a tokenizer.json; the default is
     the small vocabulary of cbsim. Raises ScenarioError, UserError.
     """
-    return VirtualServer(with_one_loop(scenario_of(scenario, overrides)), model=model, tokenizer=tokenizer)
+    return VirtualServer(scenario_of(scenario, overrides), model=model, tokenizer=tokenizer)
 
 
 async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
@@ -119,17 +132,11 @@ async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
         await serving
 
 
-async def end(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, and wait until it has cleaned up."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=PATIENCE_S)
-    if task.done() and not task.cancelled():
-        task.exception()  # mark it as retrieved
-
-
-async def end_others() -> None:
-    """Cancel tasks that the client has started and not awaited. A task that cannot be cancelled is left."""
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, or all others than this one, and wait until they have cleaned up. One that cannot be cancelled is
+    left.
+    """
+    rest = {*tasks} or asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()
     if rest:
@@ -138,7 +145,7 @@ async def end_others() -> None:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         elif not task.cancelled():
-            task.exception()
+            task.exception()  # mark it as retrieved
 
 
 def import_http() -> Any:
@@ -157,7 +164,7 @@ Asgi = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awai
 
 
 class Exchange:
-    """A request and its answer."""
+    """A request and its answer, whose parts it yields."""
 
     def __init__(self, app: Asgi, scope: Message, body: bytes) -> None:
         self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -174,12 +181,12 @@ class Exchange:
         if self._task.done():
             self._task.result()
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         while (part := await self._parts.get()) is not None:
             yield part
         await self._task
 
-    async def leave(self) -> None:
+    async def aclose(self) -> None:
         """End the exchange as if the client had closed its connection."""
         self._left.set()
         if not self._task.done():
@@ -240,28 +247,3 @@ def scope_of(request: Any) -> Message:
         "client": ("127.0.0.1", 1),
         "state": {},
     }
-
-
-def transport(app: Asgi, http: Any) -> Any:
-    """Return a transport for clients of the module `http`, httpx or httpx2. It passes requests to an application in the
-    same process and streams its answers; httpx's own ASGI transport waits for whole ones.
-    """
-
-    class Parts(http.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, exchange: Exchange) -> None:
-            self._exchange = exchange
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            async for part in self._exchange.parts():
-                yield part
-
-        async def aclose(self) -> None:
-            await self._exchange.leave()
-
-    class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
-        async def handle_async_request(self, request: Any) -> Any:
-            exchange = Exchange(app, scope_of(request), bytes(await request.aread()))
-            await exchange.started()
-            return http.Response(exchange.status, headers=exchange.headers, stream=Parts(exchange))
-
-    return Transport()

@@ -12,25 +12,22 @@ import asyncio
 import math
 from asyncio import Future, get_running_loop
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import simpy
 
 from cbsim.errors import DeadlockError, ScenarioError
-from cbsim.http.backend import ERROR, NS, Generation, Load, SessionBackend, Stream, Timing
+from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream, Timing
 from cbsim.http.tokenizer import Tokenizer
-from cbsim.machine import simulate
-from cbsim.machine.driver import Machine
+from cbsim.machine.simulate import Simulation
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.runs.guard import PolicyError
-from cbsim.runs.result import SIMULATED
-from cbsim.runs.served import Contents, session_of
-from cbsim.scenario.scenario import Scenario, loops
+from cbsim.runs.served import Contents, session_of, with_one_loop
+from cbsim.scenario.scenario import Scenario
 from cbsim.virtual.clocks import Clock, resolve
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
@@ -72,14 +69,18 @@ class Answer:
         self.stream, self.request, self.emitted = stream, request, 0
 
 
-class SimulatedBackend(SessionBackend):
+class SimulatedBackend(Backend):
     """A session of a simulated server, which becomes a run."""
 
-    def __init__(
-        self, scenario: Scenario, loop: str, clock: Clock, tokenizer: Tokenizer, model: str, command: str
-    ) -> None:
-        """Build the machine of the session. Raises ScenarioError."""
-        super().__init__(model, tokenizer, scenario, loop)
+    def __init__(self, scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str) -> None:
+        """Build the machine of the session; a scenario with both loops gets the asynchronous one. The model is named
+        after the scenario if `model` is None. Raises ScenarioError.
+        """
+        scenario = with_one_loop(scenario)
+        if scenario.kind.samples(scenario.scheduler) > 1:
+            raise ScenarioError("scheduler: searches with several texts a request cannot be served", field="scheduler")
+        loop = scenario.loop.mode
+        super().__init__(model or scenario.name, tokenizer, scenario, loop)
         self._clock, self._speech, self._env = clock, Speech(scenario, tokenizer), Live()
         self._running: dict[RequestSpec, Answer] = {}
         self._plans: deque[tuple[int, int]] = deque()  # (query tokens, preempted) of the steps in flight
@@ -97,18 +98,16 @@ class SimulatedBackend(SessionBackend):
         pool = self.machine.scheduler.pool
         self._contents = Contents(pool.block_size, pool.num_blocks)
 
-    def _server(self, scenario: Scenario, loop: str, workload: Workload) -> Simulated:
+    def _server(self, scenario: Scenario, loop: str, workload: Workload) -> Simulation:
         """Return the server of a scenario, with the session in place of its workload."""
         del workload
-        self.machine = simulate.machine(scenario, loop, Unknown(self._over))
+        server = Simulation(scenario, loop, Unknown(self._over))
+        server.facts = {**server.facts, "time_scale": self._clock.scale}
+        self.machine = server.machine
         self.machine.on_plan = self._planned
-        return Simulated(self.machine, self._clock.scale)
+        return server
 
     # -- the interface of the front end
-
-    @property
-    def now_s(self) -> float:
-        return self._clock.now_ns() / NS
 
     @property
     def load(self) -> Load:
@@ -237,7 +236,7 @@ class SimulatedBackend(SessionBackend):
         """Deliver the pending tokens and ends to their streams."""
         pending, self._pending, self._pending_ns = self._pending, [], NEVER
         at_s, ids = at_ns / NS, self._speech.ids
-        self._lags.add(max(0.0, self._clock.lag_s(at_ns)))
+        self._lags.add(self._clock.lag_s(at_ns))
         for stream, first, end, finish, error in pending:
             if stream.finish is not None:
                 continue
@@ -319,38 +318,3 @@ class Speech:
         if end - first == 1:
             return self._alone[first % len(ids)]
         return [ids[at % len(ids)] for at in range(first, end)]
-
-
-class Simulated:
-    """The server of a session in the form that a run needs; clients drive it."""
-
-    measured = False
-
-    def __init__(self, machine: Machine, scale: float) -> None:
-        self.record, self._machine = machine.record, machine
-        self.facts: Mapping[str, Any] = {"device": SIMULATED, "time_scale": scale}
-
-    @property
-    def now_ns(self) -> int:
-        return self._machine.now_ns
-
-    def run(self, on_step: Callable[[int], None]) -> None:
-        del on_step
-        raise AssertionError("a session is run by its clients")
-
-    def files(self) -> Mapping[str, bytes]:
-        return {}
-
-
-def open_session(
-    scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str
-) -> SimulatedBackend:
-    """Open a session of a scenario with one loop. The model is named after the scenario if `model` is None. Raises
-    ScenarioError.
-    """
-    loop, *rest = loops(scenario)
-    if rest:
-        raise ScenarioError("loop.mode: got both, expected sync or async: a session has one loop", field="loop.mode")
-    if scenario.kind.samples(scenario.scheduler) > 1:
-        raise ScenarioError("scheduler: searches with several texts a request cannot be served", field="scheduler")
-    return SimulatedBackend(scenario, loop, clock, tokenizer, model or scenario.name, command)

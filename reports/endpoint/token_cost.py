@@ -26,8 +26,8 @@ from cbsim.http.listen import Stop, listen
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import scenario_of
-from cbsim.virtual.clocks import RealClock
-from cbsim.virtual.simulated import open_session
+from cbsim.virtual.clocks import Clock
+from cbsim.virtual.simulated import SimulatedBackend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.scripted import Scripted
@@ -264,13 +264,13 @@ async def _simulate(pipe: Pipe, itl_s: float) -> None:
     late_s: list[float] = []
     clock, stop = _Noted(late_s), Stop()
     scenario = scenario_of({**SCENARIO, "cost": {"kind": "constant", "step_s": itl_s}})
-    backend = open_session(scenario, clock, open_tokenizer(), None, "bench")
+    backend = SimulatedBackend(scenario, clock, open_tokenizer(), None, "bench")
     await _answer(pipe, late_s, stop.request)
     app = App(backend, meter=VllmMeter(backend))
     await listen(app, port=0, stop=stop, signals=False, ready=lambda _, port: pipe.send(port))
 
 
-class _Noted(RealClock):
+class _Noted(Clock):
     """Notes each lag that it is asked for."""
 
     def __init__(self, late_s: list[float]) -> None:

@@ -106,7 +106,7 @@ async def test_what_fails_in_a_round_is_one_answers_alone(caplog: pytest.LogCapt
         writer.write(request("/v1/completions", {"prompt": "a b c", "max_tokens": 6, "stream": True}))
         return (await read_answer(reader)).body
 
-    feeds = iter([broken, embedded().decoder().feed])
+    feeds = iter([broken, embedded().decoder()])
     backend = scripted()
     backend.tokenizer = Feeding(lambda: next(feeds))
     caplog.set_level(logging.ERROR)

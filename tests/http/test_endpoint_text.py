@@ -22,7 +22,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 def test_fed_text_is_the_decoded_text(ids: list[int]) -> None:
     """Whatever the tokens are; but bytes at the end that are no character yet are not written."""
     decoder = embedded().decoder()
-    fed = "".join(decoder.feed(token) for token in ids)
+    fed = "".join(decoder(token) for token in ids)
     whole = embedded().decode(ids)
     assert whole.startswith(fed)
     assert whole == fed or whole.endswith("\ufffd")
@@ -34,7 +34,7 @@ def test_a_text_comes_back(string: str) -> None:
         return  # special tokens have no text
     ids = embedded().encode(string)
     decoder = embedded().decoder()
-    assert embedded().decode(ids) == string == "".join(decoder.feed(token) for token in ids)
+    assert embedded().decode(ids) == string == "".join(decoder(token) for token in ids)
     assert all(0 <= token < embedded().vocab for token in ids)
 
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 from cbsim.http.app import App
@@ -37,7 +36,7 @@ class Feeding:
         return getattr(embedded(), name)
 
     def decoder(self) -> Any:
-        return SimpleNamespace(feed=self._feeds())
+        return self._feeds()
 
 
 def scripted(script: Script = counting, itl_s: float = ITL_S, **more: Any) -> Scripted:

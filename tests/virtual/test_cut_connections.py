@@ -11,8 +11,8 @@ from support.endpoint_calls import Session, listening, request
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.runs.served import result_of
 from cbsim.scenario.scenario import scenario_of
-from cbsim.virtual.clocks import VirtualClock, VirtualLoop
-from cbsim.virtual.simulated import SimulatedBackend, open_session
+from cbsim.virtual.clocks import Clock, VirtualLoop
+from cbsim.virtual.simulated import SimulatedBackend
 
 TOKENIZER = open_tokenizer()
 REQUEST = request("/v1/completions", {"prompt": [*range(40)], "max_tokens": 30, "stream": True, "ignore_eos": True})
@@ -67,7 +67,7 @@ SCENARIO = {
 @given(clients=st.lists(CLIENT, min_size=1, max_size=6))
 def test_a_client_may_go_at_any_byte(clients: list[tuple[int, int, int | None, int]]) -> None:
     """Those who stay get all their tokens; the rest have requested nothing, or are given up."""
-    backend = open_session(scenario_of(SCENARIO), VirtualClock(), TOKENIZER, None, "test")
+    backend = SimulatedBackend(scenario_of(SCENARIO), Clock(), TOKENIZER, None, "test")
     loop = VirtualLoop()
     try:
         answers = loop.run_until_complete(session(backend, clients))

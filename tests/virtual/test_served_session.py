@@ -27,8 +27,8 @@ from cbsim.runs.running import Terms
 from cbsim.runs.served import Contents, Log, result_of
 from cbsim.scenario.demand import Served
 from cbsim.scenario.scenario import Scenario, scenario_of
-from cbsim.virtual.clocks import RealClock, VirtualClock, VirtualLoop
-from cbsim.virtual.simulated import SimulatedBackend, open_session
+from cbsim.virtual.clocks import Clock, VirtualLoop
+from cbsim.virtual.simulated import SimulatedBackend
 from cbsim.workload import served
 
 SCHEDULERS = ("vllm", "transformers_fifo", "sglang", "sarathi", "trtllm", "orca", "static")
@@ -87,8 +87,8 @@ def session(
     scenario: Scenario, seed: int, clients: int = 12, *, real: bool = False
 ) -> tuple[SimulatedBackend, Result, list[Stream]]:
     loop = asyncio.new_event_loop() if real else VirtualLoop()
-    clock = RealClock(50.0) if real else VirtualClock()
-    backend = open_session(scenario, clock, TOKENIZER, None, "test")
+    clock = Clock(50.0) if real else Clock()
+    backend = SimulatedBackend(scenario, clock, TOKENIZER, None, "test")
 
     async def together() -> list[Stream]:
         serving = asyncio.ensure_future(backend.run())
@@ -188,7 +188,7 @@ def test_equal_texts_are_found_in_the_cache() -> None:
 
     def cached(salts: tuple[str, str], forgotten: bool = False) -> int:
         loop = VirtualLoop()
-        backend = open_session(scenario("vllm", "sync"), VirtualClock(), TOKENIZER, None, "test")
+        backend = SimulatedBackend(scenario("vllm", "sync"), Clock(), TOKENIZER, None, "test")
 
         async def twice() -> int:
             serving = asyncio.ensure_future(backend.run())
