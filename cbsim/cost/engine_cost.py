@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cbsim.cost import engine_tables
-from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
+from cbsim.cost import bundle, engine_tables, kernels
+from cbsim.cost.base import NS, Cost, CpuCost, cpu_cost, nanoseconds
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.table import attention_work
+from cbsim.cost.table import Added, Group, Link, TableCost, Tables, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
-from cbsim.scenario import catalog
+from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
@@ -142,3 +142,56 @@ def _captured(scenario: Scenario) -> int:
     if graphs.vllm_capture_sizes:
         return graphs.vllm_capture_sizes[-1]
     return getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
+
+
+def table(scenario: Scenario, settings: TableSettings) -> Cost:
+    """Build the cost model `table`, on an engine's tables if it names one. Raises ScenarioError."""
+    if settings.engine:
+        return engine_cost(scenario, settings)
+    _check_profiled(scenario, settings)
+    return table_cost(scenario.model, settings)
+
+
+def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
+    """Build a cost model from the measured tables that `settings` name. Raises ScenarioError."""
+    link = settings.link
+    group = Group(
+        tensor=settings.tensor_parallel,
+        layers=model.layers,
+        row_bytes=model.hidden * model.dtype_bytes,
+        link=Link(link.latency_s * NS, link.bytes_s / NS) if link else None,
+    )
+    return TableCost(
+        cpu_cost(settings.cpu),
+        _tables(model, settings),
+        group,
+        Added((settings.step_s + settings.layer_s * model.layers) * NS, settings.row_s * NS),
+        skew=settings.skew,
+        launch_ns=settings.launch_s_per_layer * model.layers * NS,
+    )
+
+
+def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
+    """Raise ScenarioError if the tables are of another model or GPU than the scenario's."""
+    meta = catalog.tables(settings.path) / "meta.yaml"
+    if not meta.is_file():
+        return
+    source = documents.read(meta).data
+    for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
+        profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        if bare(profiled) not in bare(name):
+            raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
+
+
+def _tables(model: ModelShape, settings: TableSettings) -> Tables:
+    """Read layer profiles if the path is a folder, else tables of single kernels whose names begin with it."""
+    folder = catalog.tables(settings.path)
+    if next(folder.glob("gemm__*.csv.gz"), None) is not None:
+        raise ScenarioError(f"cost.engine: is required: {folder} holds tables of several engines")
+    if not folder.is_dir():
+        return kernels.Kernels(folder, settings.tensor_parallel, model)
+    experts = None
+    if model.experts:
+        experts = bundle.Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
+    ranks = settings.tensor_parallel
+    return bundle.Bundle(folder, ranks, model.layers, experts, max(1, model.kv_heads // ranks))

@@ -281,7 +281,7 @@ class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
     about: ClassVar[str] = "measured kernel times: vLLM layer profiles, or GEMM and attention tables"
-    builder: ClassVar[str] = "cbsim.cost.table:table"
+    builder: ClassVar[str] = "cbsim.cost.engine_cost:table"
     kind: Literal["table"]
     path: catalog.TablesPath
     """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""

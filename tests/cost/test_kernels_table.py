@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbsim.cost.engine_cost import table_cost
 from cbsim.cost.kernels import Kernels, read_products
-from cbsim.cost.table import Attention, table_cost
+from cbsim.cost.table import Attention
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan, StepWork
 from cbsim.scenario import catalog, shapes
