@@ -52,6 +52,10 @@ class Interrupted(KeyboardInterrupt):
     """An interrupt by the user; the message names the state of the work."""
 
 
+class EndpointError(UserError):
+    """An error of settings with which an endpoint cannot start: host, keys, a tokenizer's folder."""
+
+
 class ServerError(UserError):
     """An error after which a server cannot continue; the record up to it is kept. The message has the reason."""
 

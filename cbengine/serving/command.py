@@ -12,9 +12,8 @@ from cbengine.errors import UsageError
 from cbengine.model import weights
 from cbengine.serving import server
 from cbengine.serving.backend import EngineBackend
-from cbsim.http import command
-from cbsim.http.command import ServeOptions
-from cbsim.http.listen import check_host
+from cbsim.http import listen
+from cbsim.http.listen import ServeOptions
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import Scenario
 
@@ -32,10 +31,10 @@ class EngineOptions:
 
 def serve(scenario: Scenario, setup: Setup, engine: EngineOptions, options: ServeOptions) -> int:
     """Serve clients and return the exit status. Raises the errors of building an engine, EndpointError, RunError."""
-    check_host(options.host, options.settings)  # before a model is loaded
+    listen.check_host(options.host, options.settings)  # before a model is loaded
     backend = opened(scenario, setup, engine)
     try:
-        return asyncio.run(command.serve(backend, options))
+        return asyncio.run(listen.serve(backend, options))
     finally:
         backend.release()
 

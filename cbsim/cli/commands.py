@@ -97,20 +97,20 @@ def catalogue(_: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from cbsim.http import command
+    from cbsim.http import listen
     from cbsim.http.tokenizer import open_tokenizer
     from cbsim.virtual.clocks import Clock
     from cbsim.virtual.simulated import SimulatedBackend
 
     clock, tokenizer = Clock(arguments.clock), open_tokenizer(arguments.tokenizer)
     backend = SimulatedBackend(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
-    return asyncio.run(command.serve(backend, options_of(arguments)))
+    return asyncio.run(listen.serve(backend, options_of(arguments)))
 
 
 def drive(arguments: argparse.Namespace) -> int:
-    from cbsim.virtual import drive
+    from cbsim.virtual import server
 
-    return drive.run(
+    return server.drive(
         scenario_of(arguments),
         [arguments.client, *arguments.client_arguments],
         arguments.out,

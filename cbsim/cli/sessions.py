@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cbsim.cli.arguments import a_path, common_options, option, overrides_of, real, whole
 
 if TYPE_CHECKING:
-    from cbsim.http.command import ServeOptions
+    from cbsim.http.listen import ServeOptions
     from cbsim.scenario.scenario import Scenario
 
 
@@ -40,7 +40,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    from cbsim.http.command import ServeOptions
+    from cbsim.http.listen import ServeOptions
     from cbsim.http.settings import Settings, read_keys
 
     keys = read_keys(file=arguments.api_key_file)

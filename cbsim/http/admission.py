@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
+from cbsim.http.asgi import ApiError
 from cbsim.http.backend import ABORT, STOP, Backend, Generation, Stream
-from cbsim.http.errors import ApiError
 from cbsim.http.settings import Settings
 
 Abort = Callable[[], None]

@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from cbsim.http.admission import ClientStream
-from cbsim.http.asgi import ResponseWriter
+from cbsim.http.asgi import ApiError, ResponseWriter
 from cbsim.http.backend import ABORT, ERROR, STOP
-from cbsim.http.errors import ApiError
 
 BATCH = 256
 """The most tokens written at once for a client that is behind."""

@@ -8,6 +8,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,9 +17,8 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController
-from cbsim.http.asgi import read_json, send_error
+from cbsim.http.asgi import ApiError, read_json, send_error
 from cbsim.http.backend import UNMETERED, Backend, Meter
-from cbsim.http.errors import ApiError
 from cbsim.http.generating import Generating
 from cbsim.http.requests import (
     ChatRequest,
@@ -87,10 +87,6 @@ class App:
             LOG.exception("%s %s failed", scope["method"], scope["path"])
             await send_error(send, ApiError(500, "Internal Server Error"))
 
-    @property
-    def healthy(self) -> bool:
-        return self.backend.dead is None and not self.admission.closing
-
     def _card(self) -> dict[str, Any]:
         backend = self.backend
         return {
@@ -111,7 +107,8 @@ class App:
         return JSONResponse(self._card())
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.healthy else 503)
+        healthy = self.backend.dead is None and not self.admission.closing
+        return Response(status_code=200 if healthy else 503)
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": _installed()})
@@ -158,22 +155,23 @@ def _installed() -> str:
 
 
 _REF = "#/components/schemas/{model}"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
-            },
-        }
-    },
-}
+
+
+class Problem(BaseModel):
+    """What is wrong, in which field of the request."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class Error(BaseModel):
+    """The body of an answer that is an error."""
+
+    error: Problem
+
+
 _BODY, _GENERATION = (400, 401, 404, 413, 415), (400, 401, 404, 413, 415, 500, 503)
 _DOCUMENTED: dict[str, tuple[str, str, type[RequestBody] | None, str | None, tuple[int, ...]]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, None, _GENERATION),
@@ -196,7 +194,7 @@ def _content(model: str) -> dict[str, Any]:
 
 
 def openapi(version: str) -> dict[str, Any]:
-    models = [body for _, _, body, _, _ in _DOCUMENTED.values() if body is not None]
+    models: list[type[BaseModel]] = [Error, *(body for _, _, body, _, _ in _DOCUMENTED.values() if body is not None)]
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, (method, summary, body, kind, statuses) in _DOCUMENTED.items():
@@ -213,7 +211,7 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {"title": "cbsim", "version": version},
         "paths": paths,
         "components": {
-            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "schemas": schemas["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],

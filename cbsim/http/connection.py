@@ -9,8 +9,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from cbsim.http.asgi import EXTENSION
-from cbsim.http.errors import ApiError
+from cbsim.http.asgi import EXTENSION, ApiError
 from cbsim.http.settings import Settings
 
 MOST_PIPELINED = 16

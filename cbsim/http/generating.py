@@ -15,18 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController, ClientStream
 from cbsim.http.answers import DONE, Choice, Chunks, Delivery, FlushRound, Stops, compact, document, event, times, usage
-from cbsim.http.asgi import Messages, ResponseWriter, read_json, reply, response_writer
+from cbsim.http.asgi import ApiError, Messages, ResponseWriter, read_json, reply, response_writer
 from cbsim.http.backend import ERROR, STOP
-from cbsim.http.errors import ApiError
-from cbsim.http.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Encoder,
-    GenerationRequest,
-    generations,
-    model_is,
-    read,
-)
+from cbsim.http.requests import ChatRequest, CompletionRequest, Encoder, GenerationRequest, generations, model_is, read
 
 LOG = logging.getLogger("cbsim.http")
 MOST_ID = 128

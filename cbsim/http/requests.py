@@ -26,9 +26,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from cbsim.http.asgi import ApiError
 from cbsim.http.backend import Backend, Generation
-from cbsim.http.errors import ApiError, ConversationError
-from cbsim.http.tokenizer import Tokenizer
+from cbsim.http.tokenizer import ConversationError, Tokenizer
 
 MOST_STOPS, MOST_STOP_BYTES = 16, 256
 MOST_COMPLAINTS = 5
@@ -292,15 +292,18 @@ def generations(
     request: GenerationRequest, prompts: Sequence[Sequence[int]], ids: Sequence[str], backend: Backend
 ) -> list[Generation]:
     """Return a Generation per prompt, with the record's `ids`. Raises ApiError 400 if one exceeds the context."""
-    stop = tuple(request.stop_token_ids or ())
-    return [
-        Generation(
+    made = []
+    for name, prompt in zip(ids, prompts, strict=True):
+        longest, least = _max_tokens(request, len(prompt), backend.max_model_len), request.min_tokens or 0
+        if least > longest:
+            raise ApiError(400, f"`min_tokens`: {least} is more than the {longest} tokens allowed", "min_tokens")
+        generation = Generation(
             id=name,
             prompt=prompt,
-            max_tokens=(longest := _max_tokens(request, len(prompt), backend.max_model_len)),
-            min_tokens=_min_tokens(request, longest),
+            max_tokens=longest,
+            min_tokens=least,
             ignore_eos=bool(request.ignore_eos),
-            stop_token_ids=stop,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
             temperature=1.0 if request.temperature is None else float(request.temperature),
             top_p=1.0 if request.top_p is None else float(request.top_p),
             top_k=max(request.top_k or 0, 0),
@@ -308,8 +311,8 @@ def generations(
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
         )
-        for name, prompt in zip(ids, prompts, strict=True)
-    ]
+        made.append(generation)
+    return made
 
 
 def _max_tokens(request: GenerationRequest, prompt: int, context: int) -> int:
@@ -326,10 +329,3 @@ def _max_tokens(request: GenerationRequest, prompt: int, context: int) -> int:
         bound = f"this model's context is {context} tokens, the prompt has {prompt}"
         raise ApiError(400, f"`{field}` is too large: {requested}; {bound}", field)
     return requested
-
-
-def _min_tokens(request: GenerationRequest, longest: int) -> int:
-    least = request.min_tokens or 0
-    if least > longest:
-        raise ApiError(400, f"`min_tokens`: {least} is more than the {longest} tokens allowed", "min_tokens")
-    return least

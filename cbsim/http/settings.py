@@ -9,8 +9,8 @@ from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 
+from cbsim.errors import EndpointError
 from cbsim.files import read_text
-from cbsim.http.errors import EndpointError
 
 
 @dataclass(frozen=True, slots=True)

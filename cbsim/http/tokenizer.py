@@ -9,8 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from cbsim.errors import EndpointError
 from cbsim.files import read_json, read_text
-from cbsim.http.errors import ConversationError, EndpointError
 
 EMBEDDED = Path(__file__).parent / "words"
 """The folder of cbsim's own tokenizer, in the format of transformers, so that clients can use it, too."""
@@ -22,6 +22,10 @@ PLAIN_TEMPLATE = (
 """The chat template of transformers that is equal to `plain`."""
 
 Messages = Sequence[Mapping[str, str]]
+
+
+class ConversationError(ValueError):
+    """An error raised for messages that a chat template refuses."""
 
 
 class Tokenizer:

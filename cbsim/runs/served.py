@@ -65,10 +65,6 @@ class Contents:
         return self._last
 
 
-def _unheard(problem: str) -> None:
-    del problem
-
-
 class Log:
     """The log of a session's requests in order of arrival, line by line; also in a file, at once, if there is one. If
     the file can no longer be written it ends with a whole line; `alarm` is called with the reason, `problem`.
@@ -77,7 +73,7 @@ class Log:
     def __init__(self) -> None:
         self.count = 0
         self.problem: str | None = None
-        self.alarm: Callable[[str], None] = _unheard
+        self.alarm: Callable[[str], None] = lambda _: None
         self._lines: list[str] = []
         self._path: Path | None = None
         self._file: RawIOBase | None = None

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted
 
+from cbsim.errors import EndpointError
 from cbsim.http.app import App
-from cbsim.http.errors import EndpointError
 from cbsim.http.listen import Ending, check_host, listen
 from cbsim.http.settings import VARIABLE, Settings, read_keys
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from make_tokenizer import train, write
 from support.endpoint_calls import answer_to, embedded
 
+from cbsim.errors import EndpointError
 from cbsim.http.answers import Stops
-from cbsim.http.errors import ConversationError, EndpointError
-from cbsim.http.tokenizer import EMBEDDED, PLAIN_TEMPLATE, open_tokenizer, plain
+from cbsim.http.tokenizer import EMBEDDED, PLAIN_TEMPLATE, ConversationError, open_tokenizer, plain
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <s>\n {{ x }}"}]
 

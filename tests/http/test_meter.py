@@ -17,8 +17,8 @@ from prometheus_client.samples import Sample
 from support.scripted import Scripted
 
 from cbsim.http.admission import AdmissionController
+from cbsim.http.asgi import ApiError
 from cbsim.http.backend import ABORT, Generation, Load, Stream, Timing
-from cbsim.http.errors import ApiError
 from cbsim.http.metrics import Histogram, VllmMeter, tokens_up_to
 from cbsim.http.settings import Settings
 from cbsim.http.tokenizer import open_tokenizer

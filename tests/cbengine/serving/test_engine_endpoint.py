@@ -28,8 +28,7 @@ from cbengine.build import Setup
 from cbengine.device.base import DeviceError, Inline
 from cbengine.serving.backend import EngineBackend
 from cbengine.serving.command import EngineOptions, opened
-from cbsim.http.command import ServeOptions, serve
-from cbsim.http.listen import listen
+from cbsim.http.listen import ServeOptions, listen, serve
 from cbsim.http.settings import Settings
 from cbsim.runs import replan
 from cbsim.runs.served import SessionDirectory, with_one_loop
@@ -138,7 +137,7 @@ def test_a_dead_server_is_said_to_its_clients(tmp_path: Path) -> None:
         async def emitted(*words: Any, **more: Any) -> Any:
             return await real(*words, **{**more, "ready": lambda _, number: port.set_result(number)})
 
-        with mock.patch("cbsim.http.command.listen", emitted):
+        with mock.patch("cbsim.http.listen.listen", emitted):
             work = asyncio.create_task(serve(served, options))
             url = f"http://127.0.0.1:{await port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
