@@ -9,7 +9,7 @@ without tokens are not checked.
 
 from __future__ import annotations
 
-from cbsim.kv.blocks import BlockPool, FreeList, Replaced
+from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys, KeysWhenCompleted
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.observer import Observer
@@ -19,28 +19,6 @@ from cbsim.policy.value import replace
 from cbsim.schedulers.transformers.scheduler import Step, TransformersScheduler
 from cbsim.schedulers.transformers.scheduler_523 import Transformers523
 from cbsim.schedulers.transformers.settings import TransformersOptions
-
-
-class MisnamingPool(BlockPool):
-    """A pool with misnamed blocks: from the first one keyed before it was full, no request can hit a request's keys."""
-
-    def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer) -> None:
-        super().__init__(block_size, num_blocks, free, observer)
-        self._misnamed: dict[Request, int] = {}
-
-    def misname(self, request: Request, block: int) -> None:
-        self._misnamed.setdefault(request, block)
-        request.name_all()
-
-    def key(self, request: Request, block: int) -> int:
-        if block >= self._misnamed.get(request, block + 1):
-            return -(((1 << 40) + request.spec.index << 24) + block)
-        return super().key(request, block)
-
-    def release(self, request: Request, *, returns: bool = False) -> int:
-        released = super().release(request, returns=returns)
-        self._misnamed.pop(request, None)
-        return released
 
 
 class CountedKeys(KeysWhenCompleted):
@@ -63,11 +41,10 @@ class CountedKeys(KeysWhenCompleted):
         return self.merge(request, self.reach(request, completion.fills))
 
     def reach(self, request: Request, count: int) -> int:
-        """Return the number of keyed blocks after `count` more; the last one is misnamed if it is not full."""
+        """Return the number of keyed blocks after `count` more; no request can hit the last one if it is not full."""
         blocks = min(request.hashed + count, self.pool.entries(request))
         if blocks * self.pool.block_size > request.known:
-            assert isinstance(self.pool, MisnamingPool)
-            self.pool.misname(request, blocks - 1)
+            request.name_all()
         return blocks
 
 

@@ -220,9 +220,6 @@ class DefectiveServe(SarathiServe):
         self.preempted: list[Request] = []  # requests that this pass preempted
         self.lost = False  # whether the pass was discarded
 
-    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (no request is rejected)
-        return None
-
     def add(self, spec: RequestSpec) -> None:
         request = self.decoding.add(spec, spec.max_tokens)
         self.prompts[request] = spec.prompt_tokens

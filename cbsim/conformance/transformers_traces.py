@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from cbsim.conformance.defects import DefectiveTransformers, Ghosts, MisnamingPool
+from cbsim.conformance.defects import DefectiveTransformers, Ghosts
 from cbsim.conformance.reader import Line, Replay
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.kv.table_pools import RingPool
@@ -74,7 +74,7 @@ class NamedByContent:
         return self.workload.key(request, block)
 
 
-class ContentPool(NamedByContent, MisnamingPool):
+class ContentPool(NamedByContent, BlockPool):
     """A pool keyed by content, for layers that all have full attention."""
 
 

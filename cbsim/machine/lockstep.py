@@ -11,7 +11,8 @@ old; here they are current).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence, Sized
+from collections.abc import Callable, Generator, Sequence, Sized
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import simpy
@@ -132,27 +133,38 @@ class Balanced(Protocol):
 def balance(
     env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Balanced]
 ) -> Generator[Any, Any, None]:
-    """Run the SimPy process of the client: every request goes to a rank when it arrives, and wakes its server.
+    """Run the SimPy process of a client that sends every request to the rank with the lowest load when it arrives."""
+    return feed(env, specs, inboxes, partial(_lowest, inboxes, servers))
+
+
+def _lowest(inboxes: Sequence[Inbox], servers: Sequence[Balanced], spec: RequestSpec, now_ns: int) -> int:
+    del spec, now_ns
+    loads = [
+        WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)
+        for server, inbox in zip(servers, inboxes, strict=True)
+    ]
+    return loads.index(min(loads))
+
+
+def feed(
+    env: simpy.Environment,
+    specs: Sequence[RequestSpec],
+    inboxes: Sequence[Inbox],
+    choose: Callable[[RequestSpec, int], int],
+    ahead_ns: int = 0,
+) -> Generator[Any, Any, None]:
+    """Run the SimPy process of a client: every request is sent `ahead_ns` before it arrives, to the server of the index
+    that `choose` returns for it and that time, and wakes it.
 
     `specs` are in order of arrival; the inboxes are empty, and close after the last request.
     """
-    sent = [env.timeout(spec.arrival_ns) for spec in specs]  # before any event of a server: at a tie they are first
+    sent = [env.timeout(spec.arrival_ns - ahead_ns) for spec in specs]  # first at a tie: before any event of a server
     for spec, event in zip(specs, sent, strict=True):
         yield event
-        scores = [_score(server, inbox) for server, inbox in zip(servers, inboxes, strict=True)]
-        inbox = inboxes[scores.index(min(scores))]
+        inbox = inboxes[choose(spec, int(env.now))]
         inbox.put(spec)
-        wake(env, inbox)
+        news, inbox.news = inbox.news, env.event()
+        news.succeed()
     for inbox in inboxes:
         news, inbox.news = inbox.news, None
         news.succeed()
-
-
-def _score(server: Balanced, inbox: Inbox) -> int:
-    return WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)
-
-
-def wake(env: simpy.Environment, inbox: Inbox) -> None:
-    """Signal a server that its inbox has a new request."""
-    news, inbox.news = inbox.news, env.event()
-    news.succeed()

@@ -8,8 +8,7 @@ import pytest
 
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded import case
-from cbsim.measured.recorded.reenactment import recorded, replay
-from cbsim.measured.recorded.score import scores
+from cbsim.measured.recorded.score import recorded, replay, scores
 from cbsim.scenario import catalog
 from reports import doc_tables
 from reports.doc_tables import POINTS, cases, errors, facts, largest, title

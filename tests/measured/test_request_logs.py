@@ -144,7 +144,7 @@ def test_a_run_of_our_own_is_met_exactly(data: Path) -> None:
     deployment = BUILT[RUN]
     scenario = deployment.scenario(folder, one.key, ())
     specs = log.specs(one, log.starts(folder), deployment.front_s)
-    served = replay.serve(scenario, specs, 1, deployment.front_s, seed=0).replayed.served
+    served = replay.serve(scenario, specs, 1, deployment.front_s, seed=0).served
     first, last = (part + deployment.front_s for part in (served.first_token_s, served.last_token_s))
     for row, at, end in zip(rows, first.tolist(), last.tolist(), strict=True):
         row[6:] = [at - float(row[3]), end - at]

@@ -14,9 +14,8 @@ from support.calls import call, refused
 from support.packs import Pack
 from support.scoring import numbers, real
 
-from cbsim.measured.recorded import case, reenactment, score, verdict
-from cbsim.measured.recorded.reenactment import Served
-from cbsim.measured.recorded.score import ABLATIONS, METRICS, STATISTICS, MetricScore
+from cbsim.measured.recorded import case, score, verdict
+from cbsim.measured.recorded.score import ABLATIONS, METRICS, STATISTICS, MetricScore, Served
 from cbsim.workload.vllm_bench import TIMES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -82,7 +81,7 @@ def test_a_rank_counts_from_its_first_step_to_its_last(tmp_path: Path) -> None:
     late = max(done.steps, key=lambda table: int(table["await_end_ns"][0]))
     before = (late["await_end_ns"][0] - 1 - start) / 1e9
     other = next(table for table in done.steps if table is not late)
-    alone = reenactment.Replayed(done.served, [other], done.total_blocks)
+    alone = score.Replayed(done.served, [other], done.total_blocks)
     assert alone.at(np.array([before]), "running") > 0
     for column in ("running", "step"):
         assert done.at(np.array([before]), column) == alone.at(np.array([before]), column)

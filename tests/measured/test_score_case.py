@@ -13,7 +13,7 @@ from support.packs import Pack
 from support.scoring import real
 
 from cbsim.errors import ScenarioError
-from cbsim.measured.recorded import case, reenactment
+from cbsim.measured.recorded import case, score
 from cbsim.scenario import shapes
 from cbsim.scenario.schedulers import plain
 from cbsim.workload.vllm_bench import TIMES
@@ -88,7 +88,7 @@ def test_derived_blocks_golden(hardware: str, model: str, tensor: int, ranks: in
     packs.table(folder / "timeseries.csv", ("t", "running", "waiting", "kv_cache_pct"), [(1, 1, 1, 1)])
     found = case.read(folder, root)
     assert (found.settings["kv_cache"]["num_blocks"], found.blocks_measured) == (blocks, False)
-    done = reenactment.replay(found, found.scenario())
+    done = score.replay(found, found.scenario())
     assert len(done.steps) == ranks
     assert done.served.output_tokens.tolist() == [row["output_toks"] for row in rows]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from cbsim.measured.recorded import case
 from cbsim.measured.recorded.case import Case
-from cbsim.measured.recorded.reenactment import Replayed, replay
+from cbsim.measured.recorded.score import Replayed, replay
 from cbsim.workload import vllm_bench
 
 LAYERS, HIDDEN, BYTES = 2, 64, 2

@@ -1,29 +1,207 @@
-"""The errors of a replay against the recorded run: every latency by mean and percentile, and the series over time. The
-ablations repeat this without one part of the model at a time: as errors of a few percent cancel each other, only they
-show on which part the result depends.
+"""The replay of a case by simulated servers, and its errors against the recorded run: every latency by mean and
+percentile, and the series over time. The ablations repeat this without one part of the model at a time: as errors of a
+few percent cancel each other, only they show on which part the result depends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import simpy
 
+from cbsim.cost.table import TableCost
+from cbsim.errors import ScenarioError
+from cbsim.machine import simulate
+from cbsim.machine.device import Device, OneGpu
+from cbsim.machine.driver import Machine
+from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.measured.recorded.case import Case
-from cbsim.measured.recorded.reenactment import Floats, Replayed, Served, recorded, replay
+from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import WORKED
-from cbsim.scenario.scenario import MOST_BLOCKS
+from cbsim.record.columns import NS
+from cbsim.record.record import Record
+from cbsim.record.tables import Steps, token_times
+from cbsim.runs import assemble
+from cbsim.runs.inbox import Client, Inbox
+from cbsim.scenario.scenario import MOST_BLOCKS, Scenario, depth
+from cbsim.workload import generators
+from cbsim.workload.requests import Workload
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Times of requests by index, in seconds since the first was queued; a TTFT starts when its request is queued."""
+
+    queued_s: Floats
+    scheduled_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+    output_tokens: npt.NDArray[np.int64]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_token_s - self.queued_s
+
+    @property
+    def queue_s(self) -> Floats:
+        """The times from queueing to the first step with the request, in seconds."""
+        return self.scheduled_s - self.queued_s
+
+    @property
+    def prefill_s(self) -> Floats:
+        """The times from the first step with the request to its first token, in seconds."""
+        return self.first_token_s - self.scheduled_s
+
+    @property
+    def e2e_s(self) -> Floats:
+        return self.last_token_s - self.queued_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        return (self.last_token_s - self.first_token_s) / np.maximum(1, self.output_tokens - 1)
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.last_token_s.max() - self.queued_s.min())
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The outcome of the simulated servers. `steps` has a table per rank."""
+
+    served: Served
+    steps: Sequence[Steps]
+    total_blocks: int  # cache blocks of one rank
+    cached_tokens: int = 0  # prompt tokens found in prefix caches when requests were first admitted
+
+    @property
+    def step_count(self) -> int:
+        return sum(len(table) for table in self.steps)
+
+    @property
+    def kv_use_peak(self) -> float:
+        """The largest share of a rank's cache blocks in use."""
+        return max(int(table["used_blocks"].max()) for table in self.steps if len(table)) / self.total_blocks
+
+    @property
+    def preemptions(self) -> int:
+        return sum(int(table["preempted"].sum()) for table in self.steps)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
+
+    def at(self, seconds: Floats, column: str) -> Floats:
+        """Return a step column at each of these times after the first token, summed over ranks; 0 before a rank's first
+        step and after its last.
+        """
+        tables = [table for table in self.steps if len(table)]
+        at_ns, total = min(int(table["await_end_ns"][0]) for table in tables) + seconds * NS, np.zeros(len(seconds))
+        for table in tables:
+            ends = table["await_end_ns"]
+            step = np.searchsorted(ends, at_ns, side="right") - 1
+            total += np.where((step < 0) | (at_ns > ends[-1]), 0.0, table[column][step])
+        return total
+
+
+def recorded(case: Case) -> Served:
+    """Return the times that the real run recorded."""
+    columns = np.array(case.taken, dtype=np.int64).T / NS
+    outputs = np.array([row.output_tokens for row in case.arrivals], dtype=np.int64)
+    queued, scheduled, first, last = columns
+    return Served(queued, scheduled, first, last, outputs)
+
+
+def replay(case: Case, scenario: Scenario) -> Replayed:
+    """Serve the case's requests by `scenario`, which the case has made. Raises ScenarioError."""
+    load = generators.build(scenario)
+    if load.total != len(case.arrivals):
+        raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
+    check_loop(scenario)
+    if case.ranks > 1:
+        process: Feed = lambda env, inboxes, policies: balance(env, load.open, inboxes, policies)  # noqa: E731
+        return fleet(scenario, case.ranks, Workload([], 0), process, together=scenario.model.experts > 0)
+    server = simulate.machine(scenario, scenario.loop.mode, load)
+    simulate.run(server)
+    return _replayed([server.record])
+
+
+def check_loop(scenario: Scenario) -> None:
+    if scenario.loop.mode == "both":
+        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
+
+
+Feed = Callable[[simpy.Environment, Sequence[Inbox], Sequence[Scheduler]], Generator[Any, Any, None]]
+"""A SimPy process that puts requests into the inboxes of several servers."""
+
+
+def fleet(scenario: Scenario, servers: int, client: Client, feed: Feed, *, together: bool = False) -> Replayed:
+    """Serve what `feed` brings by several servers, each at its own pace or, as those that share experts, `together` in
+    lockstep. Raises ScenarioError.
+    """
+    env, loop, cost = simpy.Environment(), scenario.loop.mode, assemble.cost_model(scenario)
+    devices: Sequence[Device]
+    if together:
+        if not isinstance(cost, TableCost):
+            raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
+        devices = Lockstep(env, cost, servers).ranks
+    else:
+        devices = [OneGpu(cost, depth=depth(loop), overlap=scenario.loop.streams) for _ in range(servers)]
+    inboxes, policies, records = list[Inbox](), list[Scheduler](), list[Record]()
+    for device in devices:
+        policy = assemble.scheduler(scenario, loop)
+        record = Record(policy.pool.num_blocks)
+        inbox = Inbox(client, record)
+        inbox.news = env.event()
+        machine = Machine(policy, cost, simulate.graphs(scenario, policy), device, inbox, record, depth(loop))
+        env.process(machine.run(env))
+        inboxes.append(inbox)
+        policies.append(policy)
+        records.append(record)
+    env.process(feed(env, inboxes, policies))
+    env.run()
+    return _replayed(records)
+
+
+def _replayed(records: Sequence[Record]) -> Replayed:
+    """Return the outcome of the servers with these records: the times of all requests of all of them, by index. Raises
+    ScenarioError if one has rejected a request.
+    """
+    for spec, reason in (each for record in records for each in record.refusals.items()):
+        raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
+    tables, served = [Steps.of(record) for record in records], list[tuple[Any, ...]]()
+    cached = 0
+    for record, table in zip(records, tables, strict=True):
+        rows = record.requests()
+        cached += sum(row.cached_tokens for row in rows)
+        columns = token_times(rows, table)
+        marks = (columns.queued_ns, columns.scheduled_ns, columns.first_token_ns, columns.last_token_ns)
+        parts = (part.tolist() for part in (*marks, columns.generated))
+        served += zip([row.index for row in rows], *parts, strict=True)
+    _, *times, generated = (np.array(part) for part in zip(*sorted(served), strict=True))
+    queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
+    return Replayed(Served(queued, scheduled, first, last, generated), tables, records[0].total_blocks, cached)
+
 
 METRICS = ("ttft", "tpot", "e2e")
 PARTS = ("queue", "prefill")
+
+
+def _percentile(values: Floats, rank: float) -> float:
+    return float(np.percentile(values, rank))
+
+
 STATISTICS: dict[str, Callable[[Floats], float]] = {
     "mean": lambda values: float(np.mean(values)),
-    "median": lambda values: float(np.percentile(values, 50)),
-    "p90": lambda values: float(np.percentile(values, 90)),
-    "p95": lambda values: float(np.percentile(values, 95)),
-    "p99": lambda values: float(np.percentile(values, 99)),
+    **{name: partial(_percentile, rank=rank) for name, rank in (("median", 50), ("p90", 90), ("p95", 95), ("p99", 99))},
 }
 
 
@@ -49,20 +227,24 @@ class MetricScore(NamedTuple):
         return {**self._asdict(), "error": self.error if isfinite(self.error) else None}
 
 
-def parts(simulated: Served, measured: Served) -> list[MetricScore]:
-    """Score the two parts of TTFT: under load nearly all of it is the queue, which hides the prefills' errors."""
-    return [_score(simulated, measured, metric, name) for metric in PARTS for name in STATISTICS]
-
-
 def scores(simulated: Served, measured: Served) -> list[MetricScore]:
     """Score the latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
-    errors = [_score(simulated, measured, metric, name) for metric in METRICS for name in STATISTICS]
-    return [*errors, MetricScore("makespan", "", simulated.makespan_s, measured.makespan_s)]
+    makespan = MetricScore("makespan", "", simulated.makespan_s, measured.makespan_s)
+    return [*_scores(simulated, measured, METRICS), makespan]
 
 
-def _score(simulated: Served, measured: Served, metric: str, name: str) -> MetricScore:
-    values = [STATISTICS[name](getattr(served, f"{metric}_s")) for served in (simulated, measured)]
-    return MetricScore(metric, name, *values)
+def parts(simulated: Served, measured: Served) -> list[MetricScore]:
+    """Score the two parts of TTFT: under load nearly all of it is the queue, which hides the prefills' errors."""
+    return _scores(simulated, measured, PARTS)
+
+
+def _scores(simulated: Served, measured: Served, metrics: Sequence[str]) -> list[MetricScore]:
+    both = {metric: [getattr(served, f"{metric}_s") for served in (simulated, measured)] for metric in metrics}
+    return [
+        MetricScore(metric, name, *map(statistic, values))
+        for metric, values in both.items()
+        for name, statistic in STATISTICS.items()
+    ]
 
 
 class Series(NamedTuple):

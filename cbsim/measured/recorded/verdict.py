@@ -14,8 +14,7 @@ from cbsim.draw.markdown import Table
 from cbsim.draw.report import Report
 from cbsim.measured.recorded import case, score
 from cbsim.measured.recorded.case import Case
-from cbsim.measured.recorded.reenactment import Replayed, Served, recorded, replay
-from cbsim.measured.recorded.score import Ablated, MetricScore, Series
+from cbsim.measured.recorded.score import Ablated, MetricScore, Replayed, Series, Served, recorded, replay
 from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers.vllm.settings import VllmSettings

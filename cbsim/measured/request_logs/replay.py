@@ -11,27 +11,21 @@ every request were routed anew.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import simpy
 
-from cbsim.errors import ScenarioError
-from cbsim.machine.device import OneGpu
-from cbsim.machine.lockstep import wake
-from cbsim.measured.recorded.reenactment import Replayed, Served, fed, replayed
-from cbsim.measured.recorded.score import MetricScore, scores
+from cbsim.machine.lockstep import feed
+from cbsim.measured.recorded.score import Feed, MetricScore, Replayed, Served, check_loop, fleet, scores
 from cbsim.measured.request_logs.deployments import BUILT, CALIBRATED
 from cbsim.measured.request_logs.log import Key, Log, Start, specs
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
-from cbsim.runs import assemble
-from cbsim.runs.inbox import Inbox
-from cbsim.scenario.scenario import Scenario, depth
+from cbsim.scenario.scenario import Scenario
 
 DRAWS = 5
 """The number of simulated runs of several servers, each with other random connections."""
@@ -76,15 +70,15 @@ def score(folder: Path, log: Log, starts: Sequence[Start], overrides: Sequence[s
     requests = specs(log, starts, deployment.front_s)
     seeds = range(scenario.seed, scenario.seed + (DRAWS if servers > 1 else 1))
     runs = [serve(scenario, requests, servers, deployment.front_s, seed) for seed in seeds]
-    replays, measured = [run.replayed for run in runs], _measured(log)
+    measured = _measured(log)
     return Scored(
         log.key,
         len(log),
         servers,
-        replays[0].total_blocks,
-        fmean(run.found_tokens for run in runs) / sum(log.prompt_tokens),
-        fmean(each.preemptions for each in replays),
-        _together([scores(_seen(each.served, log, deployment.front_s), measured) for each in replays]),
+        runs[0].total_blocks,
+        fmean(run.cached_tokens for run in runs) / sum(log.prompt_tokens),
+        fmean(each.preemptions for each in runs),
+        _together([scores(_seen(each.served, log, deployment.front_s), measured) for each in runs]),
     )
 
 
@@ -114,18 +108,12 @@ KEPT_S = 5.0
 """Seconds after which an idle connection is closed: httpx's keepalive_expiry, and vLLM's timeout_keep_alive."""
 
 
+@dataclass(slots=True)
 class _Connection:
     """A connection to `server`; `idle_ns` is when it became idle, None while a request uses it."""
 
-    def __init__(self, server: int) -> None:
-        self.server = server
-        self.idle_ns: int | None = None
-
-    def open(self, now_ns: int) -> bool:
-        return self.idle_ns is None or now_ns - self.idle_ns < KEPT_S * NS
-
-    def idle(self, now_ns: int) -> bool:
-        return self.idle_ns is not None and self.idle_ns <= now_ns
+    server: int
+    idle_ns: int | None = None
 
 
 class Connections:
@@ -141,8 +129,8 @@ class Connections:
 
     def server(self, spec: RequestSpec, now_ns: int) -> int:
         """Return the index of the server that receives a request sent now."""
-        self._pool = [each for each in self._pool if each.open(now_ns)]
-        connection = next((each for each in self._pool if each.idle(now_ns)), None)
+        self._pool = [each for each in self._pool if each.idle_ns is None or now_ns - each.idle_ns < KEPT_S * NS]
+        connection = next((each for each in self._pool if each.idle_ns is not None and each.idle_ns <= now_ns), None)
         if connection is None:
             connection = _Connection(int(self._random.integers(self._servers)))
             self._pool.append(connection)
@@ -155,37 +143,11 @@ class Connections:
         return []
 
 
-class Service(NamedTuple):
-    """The servers' outcome, and the prompt tokens found in their caches when requests were first admitted."""
-
-    replayed: Replayed
-    found_tokens: int
-
-
-def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Service:
-    """Serve the requests by `servers` servers, each at its own pace. Raises ScenarioError if one is rejected."""
-    if scenario.loop.mode == "both":
-        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
-    env, cost, client = simpy.Environment(), assemble.cost_model(scenario), Connections(servers, seed)
-    devices = [OneGpu(cost, depth=depth(scenario.loop.mode), overlap=scenario.loop.streams) for _ in range(servers)]
-    fleet = [fed(env, scenario, cost, device, client) for device in devices]
-    env.process(_send(env, specs, client, [inbox for _, inbox in fleet], round(front_s * NS)))
-    env.run()
-    records = [machine.record for machine, _ in fleet]
-    hit_tokens = sum(row.cached_tokens for record in records for row in record.requests())
-    return Service(replayed(records), hit_tokens)
-
-
-def _send(
-    env: simpy.Environment, specs: Sequence[RequestSpec], client: Connections, inboxes: Sequence[Inbox], front_ns: int
-) -> Generator[Any, Any, None]:
-    """Run the client as a SimPy process: a request takes its connection at its launch."""
-    launches = [env.timeout(spec.arrival_ns - front_ns) for spec in specs]
-    for spec, launch in zip(specs, launches, strict=True):
-        yield launch
-        inbox = inboxes[client.server(spec, int(env.now))]
-        inbox.put(spec)
-        wake(env, inbox)
-    for inbox in inboxes:
-        news, inbox.news = inbox.news, None
-        news.succeed()
+def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Replayed:
+    """Serve the requests by `servers` servers, each at its own pace; a request takes its connection at its launch,
+    `front_s` before it arrives. Raises ScenarioError if one is rejected.
+    """
+    check_loop(scenario)
+    client = Connections(servers, seed)
+    process: Feed = lambda env, inboxes, _: feed(env, specs, inboxes, client.server, round(front_s * NS))  # noqa: E731
+    return fleet(scenario, servers, client, process)

@@ -22,8 +22,7 @@ from cbsim.draw.chart import Bars, Chart, Panel, series
 from cbsim.draw.markdown import Table
 from cbsim.measured.recorded import case as cases
 from cbsim.measured.recorded.case import Case
-from cbsim.measured.recorded.reenactment import recorded, replay
-from cbsim.measured.recorded.score import NO_CPU, MetricScore, scores
+from cbsim.measured.recorded.score import NO_CPU, MetricScore, recorded, replay, scores
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import MOST_BLOCKS
 from reports import page
