@@ -11,8 +11,7 @@ import pytest
 from cbsim.errors import ScenarioError
 from cbsim.measured.points import build, published, score
 from cbsim.measured.points.build import CannotBuildError
-from cbsim.measured.points.predict import Means
-from cbsim.measured.points.published import Point
+from cbsim.measured.points.published import Means, Point
 from cbsim.measured.points.score import Predicted
 
 HEADER = (

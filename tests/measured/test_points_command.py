@@ -13,9 +13,8 @@ from test_points_built import HEADER, POINT, changed
 from analysis.statistics import loading, trust
 from cbsim.cli.measured import TERMS
 from cbsim.cli.parser import main
-from cbsim.measured.points import build, calibration, predict, published
-from cbsim.measured.points.calibration import Calibration
-from cbsim.measured.points.fit import Prior
+from cbsim.measured.points import build, calibration, published, score
+from cbsim.measured.points.calibration import Calibration, Prior
 from cbsim.scenario import catalog, terms
 from cbsim.sweeps.executor import Here
 
@@ -61,8 +60,8 @@ def _row(tensor: int, prompt: int, users: int) -> str:
     point = changed(tensor=tensor, prompt=prompt, output=64, concurrency=users)
     values = terms.resolve(TRUTH, tensor, point.system, point.version)
     front = values.pop("front_s")
-    (means,) = predict.predict([build.build(point, values)], Here())
-    assert isinstance(means, predict.Means)
+    (means,) = score.predict([build.build(point, values)], Here())
+    assert isinstance(means, published.Means)
     name = f"{tensor}-{prompt}"
     fields = point.model_dump() | {"id": f"{name}-{users}", "curve": name, "mode": "agg"}
     return _line(fields | {"ttft_ms": means.ttft_ms + 1e3 * front, "tpot_ms": means.tpot_ms})

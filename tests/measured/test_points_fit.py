@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.measured.points import fit
-from cbsim.measured.points.fit import Prior
+from cbsim.measured.points import calibration as fit
+from cbsim.measured.points.calibration import Prior
 from cbsim.scenario import terms
 from cbsim.scenario.terms import Curve, Residual, TermsFile
 

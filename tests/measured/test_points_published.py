@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from cbsim.measured.points import build, predict, published, score
+from cbsim.measured.points import build, published, score
 from cbsim.scenario import catalog, terms
 from cbsim.sweeps.executor import Here
 
@@ -21,12 +21,12 @@ there = pytest.mark.skipif(
 def test_a_stratum_is_predicted_without_its_own_curve() -> None:
     """Llama-3.1-70B on two H100: five servers, about 2 s. Well within what was found of all: this is no calibration."""
     where = {"system": "h100_sxm", "backend": "vllm", "model_path": "meta-llama/Llama-3.1-70B", "tp_size": "2"}
-    found = predict.sort(published.read(published.folder(None), where))
-    assert len(found.buildable) == 5 and not found.reasons
-    assert {each.file.name for each in found.buildable} == {"vllm-dense"}
-    assert all(each.point.curve in each.file.curves for each in found.buildable)
-    means = predict.predict([each.scenario for each in found.buildable], Here())
-    predicted = [predict.predicted(each, m) for each, m in zip(found.buildable, means, strict=True)]
+    buildable, reasons = score.sort(published.read(published.folder(None), where))
+    assert len(buildable) == 5 and not reasons
+    assert {each.file.name for each in buildable} == {"vllm-dense"}
+    assert all(each.point.curve in each.file.curves for each in buildable)
+    means = score.predict([each.scenario for each in buildable], Here())
+    predicted = [score.predicted(each, m) for each, m in zip(buildable, means, strict=True)]
     report = json.loads((catalog.ROOT / "reports" / "fidelity" / "points" / "report.json").read_text())["data"]
     published_ms = {each["id"]: each["predicted_ms"] for each in report["predicted"]}
     assert {each.point.id: pytest.approx(published_ms[each.point.id], rel=1e-3) for each in predicted} == {

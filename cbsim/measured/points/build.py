@@ -53,21 +53,13 @@ class Parallel(NamedTuple):
 
 def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
     """Return a point's scenario with cost fields `terms` and `requests` requests a user. Raises CannotBuildError."""
-    try:
-        return scenario.parse(fields(point, terms, requests), point.where)
-    except ScenarioError as error:
-        raise CannotBuildError(str(error).removeprefix(f"{point.where}: ")) from None
-
-
-def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> dict[str, Any]:
-    """Return the fields of a point's scenario. Raises CannotBuildError."""
     check(point)
     model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
     parallel = _parallel(point, model)
     server = flags(point, model, hardware)
     shape = model.model_dump(mode="json") | {"kv_dtype": server.kv_dtype}
     low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
-    return {
+    fields = {
         "name": "point",
         "question": f"How fast is {point.where}?",
         "model": shape,
@@ -92,6 +84,10 @@ def fields(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_US
             **terms,
         },
     }
+    try:
+        return scenario.parse(fields, point.where)
+    except ScenarioError as error:
+        raise CannotBuildError(str(error).removeprefix(f"{point.where}: ")) from None
 
 
 def check(point: Point) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Report
-from cbsim.measured.points import predict, score
+from cbsim.measured.points import score
 from cbsim.measured.points.published import Point, measured
 from cbsim.measured.points.score import Class, Errors, Group, Predicted
 from cbsim.scenario import terms
@@ -269,15 +269,15 @@ def _short(value: float) -> float:
 
 def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
     """Build and simulate the points; return the report, and whether all runs succeeded."""
-    chosen = predict.sort(points)
+    buildable, reasons = score.sort(points)
     if not silent:
-        print(f"{folder}: {len(points):,} points, {len(chosen.buildable):,} can be built")
-        for reason, count in chosen.reasons.most_common():
+        print(f"{folder}: {len(points):,} points, {len(buildable):,} can be built")
+        for reason, count in reasons.most_common():
             print(f"  {count:>5,} cannot: {reason}")
         print(flush=True)
     with closing(executor):
         stored = Store(store)
-        predicted, failed = predict.score(chosen.buildable, executor, stored, Progress(silent=silent))
+        predicted, failed = score.score(buildable, executor, stored, Progress(silent=silent))
     for reason, count in failed.most_common():
         print(f"failed    {count} points: {reason}", file=sys.stderr)
-    return study(predicted, chosen.reasons + failed, len(points)), not failed
+    return study(predicted, reasons + failed, len(points)), not failed
