@@ -20,7 +20,7 @@ from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, cas
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.schedulers.sarathi import policies
+from cbsim.schedulers.sarathi import scheduler as policies
 from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
 from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOptions, VllmV0Settings
 
@@ -60,7 +60,7 @@ class SarathiReplay(Replay):
         kind, longest = KINDS[config["scheduler"]], config["max_model_len"]
         if kind is policies.VLLM_V0:
             server["max_batched_tokens"] = min(server.get("max_batched_tokens") or longest, longest)
-        options = ServeOptions.of(kind.settings(**server), **{name: config[name] for name in SIZES})
+        options = ServeOptions(kind.settings(**server), **{name: config[name] for name in SIZES})
         made: Any = kind.make(options)
         self._policy: Policy = made.policy
         effective = _effective(options)

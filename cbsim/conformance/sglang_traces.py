@@ -19,8 +19,7 @@ from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Pol
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
-from cbsim.schedulers.sglang.prefill import Finishing, Prefill
-from cbsim.schedulers.sglang.queue import Entry
+from cbsim.schedulers.sglang.queue import Entry, Finishing, Prefill
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cbsim.policy.kind import SchedulerKind
-from cbsim.schedulers.sarathi.policies import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
+from cbsim.schedulers.sarathi.scheduler import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
 from cbsim.schedulers.sglang.scheduler import SGLANG
 from cbsim.schedulers.simple.beam import BEAM
 from cbsim.schedulers.simple.fcfs import CONTIGUOUS, DYNAMIC_PADDED, TGI

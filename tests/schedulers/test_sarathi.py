@@ -38,7 +38,7 @@ def server(name: str, *, blocks: int, size: int = 4, seats: int = 6, chunk: int 
     kind = OURS[name]
     settings = kind.settings(max_num_seqs=seats, pipeline_stages=stages, **own.get(name, {}))
     sizes = {"block_size": size, "num_blocks": blocks, "max_model_len": LONGEST}
-    made: SarathiServe = kind.make(ServeOptions.of(settings, **sizes))
+    made: SarathiServe = kind.make(ServeOptions(settings, **sizes))
     return made
 
 
@@ -239,7 +239,7 @@ def test_chunk_sizes_of_a_schedule() -> None:
 def test_chunks_shrink_as_a_prompt_is_read() -> None:
     schedule = {"low_chunk_size": 2, "high_chunk_size": 6, "chunk_schedule_max_tokens": 9, "chunk_schedule_stages": 3}
     sizes = {"block_size": 4, "num_blocks": 20, "max_model_len": LONGEST}
-    options = ServeOptions.of(SarathiSettings(enable_dynamic_chunking_schedule=True, **schedule), **sizes)
+    options = ServeOptions(SarathiSettings(enable_dynamic_chunking_schedule=True, **schedule), **sizes)
     rows = shown(drive(OURS["sarathi"].make(options), [spec(0, 14, 1)]))
     assert rows == [[("r0", 6)], [("r0", 2)], [("r0", 2)], [("r0", 2)], [("r0", 2)]]
 
@@ -263,7 +263,7 @@ def test_what_the_originals_get_wrong(name: str) -> None:
     own = {"vllm_v0": {"max_batched_tokens": config["max_model_len"]}}.get(kind, config["options"])
     specs = by_arrival(workload)
     settings = OURS[kind].settings(max_num_seqs=config["max_num_seqs"], **own)
-    run = drive(OURS[kind].make(ServeOptions.of(settings, **asked)), specs, every=2)
+    run = drive(OURS[kind].make(ServeOptions(settings, **asked)), specs, every=2)
     run.run()
     ours = {one.id: len(token_steps(request)) for one, request in run.requests.items()}
     wanted = {one.id: one.output_tokens for one in specs if one not in run.refused}

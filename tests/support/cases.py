@@ -184,7 +184,7 @@ def sarathi_cases(draw: st.DrawFn) -> Case:
             ]
         )
     )
-    return partial(OURS[settings.name].make, ServeOptions.of(settings, **sizes)), draw(asks(size))
+    return partial(OURS[settings.name].make, ServeOptions(settings, **sizes)), draw(asks(size))
 
 
 @st.composite

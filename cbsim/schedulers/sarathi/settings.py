@@ -140,32 +140,23 @@ class SarathiSettings(ServeSettings):
 S = TypeVar("S", bound=ServeSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServeOptions(Generic[S]):
-    """A scheduler of Sarathi-Serve with its sizes. All of `num_blocks` are usable; `max_batched_tokens` are those that
-    prompts may have in a step, None: any.
-    """
+    """A scheduler of Sarathi-Serve with its sizes. All of `num_blocks` are usable."""
 
     settings: S
     block_size: int
     num_blocks: int
     max_model_len: int
-    max_batched_tokens: int | None
-
-    @classmethod
-    def of(cls, settings: S, *, block_size: int, num_blocks: int, max_model_len: int) -> ServeOptions[S]:
-        """Return the settings with these sizes."""
-        return cls(
-            settings=settings,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            max_batched_tokens=settings.step_tokens,
-        )
 
     @property
     def max_num_seqs(self) -> int:
         return self.settings.max_num_seqs
+
+    @property
+    def max_batched_tokens(self) -> int | None:
+        """The tokens that prompts may have in a step; None: any."""
+        return self.settings.step_tokens
 
     @property
     def limits(self) -> Limits:
@@ -181,29 +172,25 @@ def watermark_blocks(num_blocks: int) -> int:
     return int(WATERMARK * num_blocks)
 
 
-def resolve(settings: S, site: Site) -> ServeOptions[S]:
-    """Return the options: a cache beside a step of `probe_tokens`, and the longest sequence. Raises SettingsError if
-    that is reserved for each and the cache does not hold it.
+def resolve(settings: S, site: Site, tokens: int | None = None) -> ServeOptions[S]:
+    """Return the options: a cache beside a step of `tokens`, or else `probe_tokens`, and the longest sequence. Raises
+    SettingsError if that is reserved for each and the cache does not hold it.
     """
-    return _sized(settings, site, settings.probe_tokens)
-
-
-def _sized(settings: S, site: Site, tokens: int) -> ServeOptions[S]:
-    stages, grows = settings.pipeline_stages, settings.grows
+    stages, slots, grows = settings.pipeline_stages, settings.max_num_seqs, settings.grows
     message = f"got {stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
     require(stages == 1, "pipeline_stages", message)
-    blocks = site.blocks(max(tokens, settings.max_num_seqs), settings.max_num_seqs)
+    blocks = site.blocks(max(tokens or settings.probe_tokens, slots), slots)
     most = (blocks - watermark_blocks(blocks) * grows) * site.block_size
     longest = settings.max_model_len or min(site.max_position, most)
     message = f"got {longest}, must be <= {most}: every request reserves it, and the cache has {blocks} blocks"
     require(longest <= most or grows, "max_model_len", message)
-    return ServeOptions.of(settings, block_size=site.block_size, num_blocks=blocks, max_model_len=longest)
+    return ServeOptions(settings, site.block_size, blocks, longest)
 
 
 def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:
     """Return the options. A step has whole prompts, recomputed ones too: no sequence is longer than a step."""
     longest = settings.max_model_len or site.max_position
     tokens = min(settings.max_batched_tokens or longest, longest)
-    options = _sized(settings, site, tokens)
+    options = resolve(settings, site, tokens)
     longest = min(tokens, options.max_model_len)
-    return replace(options, max_model_len=longest, max_batched_tokens=longest)
+    return replace(options, max_model_len=longest, settings=replace(settings, max_batched_tokens=longest))

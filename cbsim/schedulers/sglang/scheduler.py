@@ -20,8 +20,7 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase
-from cbsim.schedulers.sglang.prefill import NO_ROOM, NOT_NOW, Prefill, giving_way
-from cbsim.schedulers.sglang.queue import CLIP, Entry, WaitingQueue, by_outputs
+from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
 from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings, resolve
 
 RETRACT_STEPS = 20  # decode steps for which retraction makes room
