@@ -207,14 +207,6 @@ def sources(settings: Settings, site: Site) -> dict[str, str]:
     return {name: source if isinstance(source, str) else source(settings, site) for name, source in marks.items()}
 
 
-# -- the kind ---------------------------------------------------------------------------------------------------------
-
-
-def _one_answer(settings: Settings) -> int:
-    del settings
-    return 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerKind(Generic[S, O]):
     """A scheduler: its name, what it is in a sentence, its settings, and how an instance comes from them.
@@ -238,4 +230,4 @@ class SchedulerKind(Generic[S, O]):
     windows: bool = False
     rings: bool = False
     memory: str | None = None
-    samples: Callable[[S], int] = _one_answer
+    samples: Callable[[S], int] = lambda _: 1

@@ -160,12 +160,10 @@ def test_transformers_more_than_fits_is_refused_by_name() -> None:
 ONE_KIND = memory.Sectors(pages=1, layers=32, tokens=256, kinds=1)
 
 
-@pytest.mark.parametrize(("logits_to_keep", "blocks"), [(True, 1751), (False, 1649)])
-def test_transformers_523_golden_8b(logits_to_keep: bool, blocks: int) -> None:
-    """Golden, with 68.25 GB free: a model that computes all logits of a step has room for fewer blocks."""
-    costs = memory.sector_costs(
-        LLAMA, ONE_KIND, 256, depth=2, max_blocks_per_request=32, max_requests=1024, logits_to_keep=logits_to_keep
-    )
+def test_transformers_523_golden_8b() -> None:
+    """Golden, with 68.25 GB free."""
+    blocks = 1751
+    costs = memory.sector_costs(LLAMA, ONE_KIND, 256, depth=2, max_blocks_per_request=32, max_requests=1024)
     size = sectors(68_250_000_000, costs)
     assert size == memory.Size(8192, blocks)
     available = int(68_250_000_000 * 0.9)

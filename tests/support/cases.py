@@ -328,7 +328,7 @@ def check_ends(drive: Drive) -> None:
     assert not scheduler.pool.saved
     if isinstance(scheduler, TransformersScheduler):
         assert scheduler.host.free == scheduler.host.num_blocks
-        assert not len(scheduler.sampling)
+        assert not scheduler.sampling.samples
     assert len(set(drive.ended)) == len(drive.ended)
 
 

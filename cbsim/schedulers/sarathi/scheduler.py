@@ -13,6 +13,7 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -90,8 +91,6 @@ class SarathiServe(SchedulerBase):
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)
         self.waiting.append(self.decoding.add(spec, limit))
 
-    # -- one step -----------------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
         step = self.attempt()
         while step.empty and step.again:
@@ -135,9 +134,7 @@ class SarathiServe(SchedulerBase):
         return [request for request in self.running if request in unread_prompts]
 
     def decode(self, step: Step) -> None:
-        """Plan a token for every request whose prompt is computed, first come, first served: one by one, unless none
-        can lack a block.
-        """
+        """Plan a token for each request whose prompt is computed, in order: together, if none can lack a block."""
         if self._undisturbed():
             step.batched = self.decoding.go_on()
             step.tokens += step.batched
@@ -194,9 +191,10 @@ class SarathiServe(SchedulerBase):
         self._rows.pop(request, None)
         self.waiting.appendleft(request)
 
-    def read(self, request: Request, tokens: int, step: Step) -> None:
-        """Add a row of `tokens` tokens of a prompt whose blocks are there."""
-        self._place(request, tokens, (), step)
+    def read(self, request: Request, tokens: int, step: Step, blocks: Sequence[int] = ()) -> None:
+        """Add a row of `tokens` tokens of a prompt, for which it has got `blocks`."""
+        step.prompts[request] = self.decoding.row(request, tokens, blocks)
+        step.tokens += tokens
 
     def head(self, step: Step) -> Request | None:
         """Return the head of the queue, or None if there is no slot or no room for all of its tokens."""
@@ -216,13 +214,7 @@ class SarathiServe(SchedulerBase):
         last = next(reversed(self.running), None)
         self._in_line = self._in_line and (last is None or _arrival(last) <= _arrival(request))
         self.running[request] = None
-        self._place(request, tokens, self.pool.grow(request, self._needed(request)), step)
-
-    def _place(self, request: Request, tokens: int, blocks: list[int] | tuple[()], step: Step) -> None:
-        step.prompts[request] = self.decoding.row(request, tokens, blocks)
-        step.tokens += tokens
-
-    # -- results ------------------------------------------------------------------------------------------------------
+        self.read(request, tokens, step, self.pool.grow(request, self._needed(request)))
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:
@@ -358,8 +350,6 @@ class SimpleChunking:
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
         return min(serve.left(request), self._size - step.tokens)
 
-
-# -- the kinds --------------------------------------------------------------------------------------------------------
 
 SARATHI = SchedulerKind(
     name="sarathi",

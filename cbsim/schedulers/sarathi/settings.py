@@ -135,8 +135,6 @@ class SarathiSettings(ServeSettings):
         return -(-(self.chunk_schedule_max_tokens or 1) // (self.chunk_schedule_stages or 1))
 
 
-# -- on a machine -----------------------------------------------------------------------------------------------------
-
 S = TypeVar("S", bound=ServeSettings)
 
 
@@ -173,9 +171,7 @@ def watermark_blocks(num_blocks: int) -> int:
 
 
 def resolve(settings: S, site: Site, tokens: int | None = None) -> ServeOptions[S]:
-    """Return the options: a cache beside a step of `tokens`, or else `probe_tokens`, and the longest sequence. Raises
-    SettingsError if that is reserved for each and the cache does not hold it.
-    """
+    """Return the options: a cache beside a step of `tokens`, the longest sequence it holds. Raises SettingsError."""
     stages, slots, grows = settings.pipeline_stages, settings.max_num_seqs, settings.grows
     message = f"got {stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
     require(stages == 1, "pipeline_stages", message)

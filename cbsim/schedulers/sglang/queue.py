@@ -1,6 +1,4 @@
-"""SGLang's queue of waiting requests, what admission knows of them, and the order in which they are considered; a
-prefill batch while it is built: its budgets, and the room that admission reserves.
-"""
+"""SGLang's waiting requests, in the order in which they are considered, and the budgets of a prefill batch."""
 
 from __future__ import annotations
 
@@ -286,7 +284,7 @@ class Prefill:
         """Return all requests in the order of their ends, this one among them."""
         if self._finishing is None:
             line = [self._end(other) for other in (entry, *running, *self.taken)]
-            self._finishing = sorted([end for end in line if end[0] > 0], key=_left)
+            self._finishing = sorted([end for end in line if end[0] > 0], key=lambda end: end[0])
         elif (end := self._end(entry))[0] > 0:
             later = [i for i, other in enumerate(self._finishing) if end[0] <= other[0]]
             self._finishing.insert(later[0] if later else self.behind(self._finishing), end)
@@ -302,22 +300,12 @@ class Prefill:
         return left, request.spec.prompt_tokens + request.seen
 
 
-def _left(end: Finishing) -> float:
-    return end[0]
-
-
 def giving_way(candidates: list[Entry], needed: float, ratio: float) -> list[Entry]:
-    """Return enough of the candidates to free the tokens needed, least urgent first, of equals the last one queued;
-    none if all of them are not enough.
-    """
+    """Return candidates that free the tokens needed, least urgent first, of equals the last queued; none if too few."""
     victims: list[Entry] = []
-    for entry in sorted(candidates, key=_least_urgent):
+    for entry in sorted(candidates, key=lambda entry: (-entry.rank, -entry.queued)):
         victims.append(entry)
         needed -= entry.owes(ratio)
         if needed <= 0:
             return victims
     return []
-
-
-def _least_urgent(entry: Entry) -> tuple[int, int]:
-    return -entry.rank, -entry.queued

@@ -21,7 +21,7 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
-from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings, resolve
+from cbsim.schedulers.sglang.settings import DECAY_STEPS, LEAST_RATIO, TOO_LONG, SglangOptions, SglangSettings, resolve
 
 RETRACT_STEPS = 20  # decode steps for which retraction makes room
 
@@ -42,7 +42,8 @@ class SglangScheduler(SchedulerBase):
         self._counted = [0, 0]  # outputs that these may write, at most CLIP each: of a share, and whole
         self.full = False
         self.ratio = o.first_ratio
-        self._least_ratio, self._ratio_decay = o.least_ratio, o.ratio_decay
+        self._least_ratio = o.first_ratio * LEAST_RATIO
+        self._ratio_decay = (o.first_ratio - self._least_ratio) / DECAY_STEPS
         self.hold = 0  # passes without a prefill to come
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
@@ -59,8 +60,6 @@ class SglangScheduler(SchedulerBase):
     def room(self) -> int:
         """The tokens that the cache could hold beside those in use."""
         return self.pool.free * self.pool.block_size
-
-    # -- arrivals -----------------------------------------------------------------------------------------------------
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
@@ -89,7 +88,6 @@ class SglangScheduler(SchedulerBase):
 
     def reserves(self, spec: RequestSpec) -> bool:
         """True if all that the request may write is kept free for it."""
-        del spec
         return self.options.ignore_eos
 
     def cancel(self, spec: RequestSpec) -> None:
@@ -111,8 +109,6 @@ class SglangScheduler(SchedulerBase):
         del self.running[request]
         self.pool.release(request, returns=True)
         self.decoding.end(request, Finish.ABORTED, keeps_blocks=True)
-
-    # -- one pass -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Plan a step. With nothing in flight, the passes that would follow an empty one are made at once."""
@@ -160,8 +156,6 @@ class SglangScheduler(SchedulerBase):
         """The most tokens reserved for decoding requests; one is added for rounding, because these are fractions."""
         share, whole = self._counted
         return share * self.ratio + whole + 1
-
-    # -- prefill ------------------------------------------------------------------------------------------------------
 
     def _slots(self, running: int) -> int:
         """Return how many requests a batch may take, of which `running` have a slot already."""
@@ -281,8 +275,6 @@ class SglangScheduler(SchedulerBase):
             self.launched = [*self.launched, *self.batch.values()]
             self.batch, self._counted = {}, [0, 0]
 
-    # -- decode -------------------------------------------------------------------------------------------------------
-
     def _decode(self) -> StepPlan | None:
         pool, before = self.pool, len(self.batch)
         ending = self._take_out()
@@ -357,8 +349,6 @@ class SglangScheduler(SchedulerBase):
         del self.running[entry.request]
         self.decoding.preempt(entry.request, drop_in_flight=True)
         self.pool.make_room(RETRACT_STEPS * remaining)
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def _row(self, request: Request, tokens: int) -> Chunk:
         return self.decoding.row(request, tokens, self.pool.fill(request, request.computed + tokens))

@@ -125,14 +125,6 @@ class SglangOptions(SglangSettings):
         return min(FIRST_RATIO * self.schedule_conservativeness, 1.0)
 
     @property
-    def least_ratio(self) -> float:
-        return self.first_ratio * LEAST_RATIO
-
-    @property
-    def ratio_decay(self) -> float:
-        return (self.first_ratio - self.least_ratio) / DECAY_STEPS
-
-    @property
     def limits(self) -> Limits:
         most = self.chunked_prefill_size if self.chunks else max(self.max_prefill_tokens, self.longest)
         if self.ignore_eos and self.disable_radix_cache:

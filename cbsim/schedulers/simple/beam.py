@@ -56,9 +56,7 @@ class BeamPool(BlockPool):
         return table[whole]
 
     def exchange(self, beams: Sequence[Request], parents: Sequence[Request], computed: int) -> list[Exchanged]:
-        """Let beam i go on with the text of parents[i], of which `computed` tokens are computed: all tables hold just
-        these. Return the beams whose tables have changed.
-        """
+        """Let beam i go on with the `computed` tokens of parents[i], all in its table. Return the beams changed."""
         whole, rest = divmod(computed, self.block_size)
         before = {beam: self.tables[beam] for beam in beams}
         keeper: dict[Request, Request] = {}  # for each text: the beam that keeps the block that is written to
@@ -151,8 +149,6 @@ class BeamScheduler(SchedulerBase):
             for beam in list(self._search[request].beams):
                 self._finish(beam, Finish.ABORTED)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
         rows: dict[Request, Chunk] = {}
         ranked: list[tuple[RequestSpec, ...]] = []
@@ -214,8 +210,6 @@ class BeamScheduler(SchedulerBase):
     def _copy(self, block: int, beam: Request) -> None:
         self.decoding.transfers.append(Transfer(Direction.COPY, (block,), (self.pool.tables[beam][-1],), beam.spec))
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
     def runs_ahead(self, plan: StepPlan) -> bool:
         return False
 
@@ -249,15 +243,11 @@ class BeamScheduler(SchedulerBase):
         self.decoding.end(request, reason)
 
 
-def _texts(settings: BeamSettings) -> int:
-    return settings.num_beams
-
-
 BEAM = SchedulerKind(
     name="beam",
     about="beam search: every request is the best of several texts that grow side by side on shared blocks",
     settings=BeamSettings,
     resolve=resolve_beam,
     make=BeamScheduler,
-    samples=_texts,
+    samples=lambda settings: settings.num_beams,
 )

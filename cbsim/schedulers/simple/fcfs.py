@@ -88,9 +88,7 @@ class Fcfs(SchedulerBase):
         return self.decoding.row(request, tokens, blocks)
 
     def head(self, slots: int, step: int = NO_LIMIT, total: int = NO_LIMIT) -> list[Request]:
-        """Return the head of the queue, none passed over, as far as the cache goes, and the slots, prompt tokens of a
-        step, and tokens of these requests in the end.
-        """
+        """Return the head of the queue as far as cache, slots, prompt tokens of a `step`, and tokens in `total` go."""
         joining: list[Request] = []
         free = self.pool.free
         for request in self.waiting:
@@ -251,7 +249,8 @@ class Contiguous:
     def rows(self, fcfs: Fcfs) -> dict[Request, Chunk]:
         rows: dict[Request, Chunk] = {}
         left = self.options.max_num_batched_tokens - fcfs.go_on()
-        for request in sorted(fcfs.decoding.unbatched, key=_turn):
+        # decoding requests, then partly computed prompts; each in order of admission
+        for request in sorted(fcfs.decoding.unbatched, key=lambda r: (r.status is Status.PREFILL, r.order)):
             if left and request.scheduled < request.limit:  # else its last token is in flight
                 rows[request] = fcfs.decoding.row(request, min(request.uncomputed, left), ())
                 left -= rows[request].tokens
@@ -270,11 +269,6 @@ class Contiguous:
                 break
             rows[request] = fcfs.admit(tokens, self.pool.reserve(request, blocks))
             left -= tokens
-
-
-def _turn(request: Request) -> tuple[bool, int]:
-    """Return the sort key: decoding requests, then partly computed prompts; each in order of admission."""
-    return request.status is Status.PREFILL, request.order
 
 
 CONTIGUOUS = SchedulerKind(

@@ -16,9 +16,6 @@ DEFAULT_TOKENS = 2048
 """The query tokens in a step of `contiguous`."""
 
 
-# -- static and dynamic_padded ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticSettings(Settings):
     """Static batching: a batch is formed, padded and run until its last request has ended."""
@@ -63,9 +60,6 @@ def resolve_padded(settings: StaticSettings | DynamicPaddedSettings, site: Site)
     )
 
 
-# -- text-generation-inference ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TgiSettings(Settings):
     """text-generation-inference v3: prompts are prefilled alone and joined to the batch, all tokens reserved."""
@@ -106,9 +100,6 @@ def resolve_tgi(settings: TgiSettings, site: Site) -> TgiOptions:
     return resolved(settings, TgiOptions, block_size=site.block_size, num_blocks=blocks, max_batch_total_tokens=total)
 
 
-# -- beam search ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSettings(Settings):
     """Beam search: every request is answered by the best of several texts that grow side by side."""
@@ -143,9 +134,6 @@ def resolve_beam(settings: BeamSettings, site: Site) -> BeamOptions:
     """Return the options: the cache beside a full step."""
     blocks = site.blocks(settings.max_num_batched_tokens, settings.max_num_seqs)
     return resolved(settings, BeamOptions, block_size=site.block_size, num_blocks=blocks)
-
-
-# -- contiguous caches ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from cbsim.kv.blocks import BlockPool, CachedLast
 from cbsim.kv.keys import Keys, KeysWhenCompleted
@@ -29,13 +28,6 @@ from cbsim.schedulers.base import SchedulerBase, too_large
 from cbsim.schedulers.transformers.settings import PREFILL_FIRST, TransformersOptions
 
 
-class Fork(NamedTuple):
-    """A request whose prompt is computed but for one token, and its further samples."""
-
-    request: Request
-    samples: list[Request]
-
-
 class Forks:
     """The samples (n > 1) that wait for their first request, which has not computed its prompt yet.
 
@@ -45,42 +37,26 @@ class Forks:
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
-        self._samples: dict[Request, list[Request]] = {}
+        self.samples: dict[Request, list[Request]] = {}  # that wait, by the request for which they do
         self.due: list[Request] = []  # requests whose prompts will be computed but for one token, in the order planned
-        self._unlisted: dict[Request, list[int]] = {}  # active, no row listed since: blocks of empty rows
-
-    def __contains__(self, request: Request) -> bool:
-        """True if samples wait for this request."""
-        return request in self._samples
-
-    def __len__(self) -> int:
-        """Return the number of waiting samples."""
-        return sum([len(samples) for samples in self._samples.values()])
+        self.begun: dict[Request, list[int]] = {}  # no row since an empty one or a fork: blocks that none has listed
 
     def expect(self, request: Request, sample: Request) -> None:
         assert sample.spec.prompt_tokens == request.spec.prompt_tokens, (request.spec.id, sample.spec.id)
-        self._samples.setdefault(request, []).append(sample)
-
-    def reached(self, request: Request) -> None:
-        """Record that a request has been planned up to the last token of its prompt."""
-        self.due.append(request)
+        self.samples.setdefault(request, []).append(sample)
 
     def hold(self, request: Request, blocks: list[int]) -> None:
         """Keep the blocks of a row without tokens; the request's next row lists them."""
-        self._unlisted.setdefault(request, []).extend(blocks)
-
-    def has_begun(self, request: Request) -> bool:
-        """True if a request has had a row that was empty, or come out of a fork, and no row since."""
-        return request in self._unlisted
+        self.begun.setdefault(request, []).extend(blocks)
 
     def unlisted(self, request: Request, blocks: list[int]) -> list[int]:
         """Return the blocks to list with a row: `blocks`, behind those of rows that were not listed."""
-        return [*self._unlisted.pop(request, ()), *blocks] if self._unlisted else blocks
+        return [*self.begun.pop(request, ()), *blocks] if self.begun else blocks
 
-    def take(self) -> list[Fork]:
-        """Return the forks that are due, the last planned first. Their samples do not wait any more."""
+    def take(self) -> list[tuple[Request, list[Request]]]:
+        """Return the requests that are due, the last planned first, with their samples, which do not wait any more."""
         due, self.due = self.due, []
-        return [Fork(request, self._samples.pop(request)) for request in reversed(due) if request in self._samples]
+        return [(request, self.samples.pop(request)) for request in reversed(due) if request in self.samples]
 
     def fork(self, request: Request, samples: list[Request], whole: int) -> None:
         """Admit samples with all that the request has computed. The first `whole` blocks are shared; of the others each
@@ -104,21 +80,21 @@ class Forks:
 
     def set_back(self, request: Request) -> None:
         """Forget the blocks that a request has lost. Its samples go on waiting."""
-        self._unlisted.pop(request, None)
+        self.begun.pop(request, None)
         self.due = [due for due in self.due if due is not request]
 
     def orphans(self, request: Request) -> list[Request]:
         """Return the samples that waited for a request that is over; they have to wait for themselves."""
         self.set_back(request)
-        return self._samples.pop(request, [])
+        return self.samples.pop(request, [])
 
     def drop(self, sample: Request) -> None:
         """Remove a waiting sample that is over."""
-        for request, samples in self._samples.items():
+        for request, samples in self.samples.items():
             if sample in samples:
                 samples.remove(sample)
                 if not samples:
-                    del self._samples[request]
+                    del self.samples[request]
                 return
 
 
@@ -170,7 +146,11 @@ class TransformersScheduler(SchedulerBase):
         self.returned: list[Request] = []  # requests swapped in with the step planned last
         self._silent: dict[int, list[tuple[Request, int]]] = {}  # step -> those without tokens, with epochs
         self.block_new_requests = False
-        self._max_requests = self._most_requests()
+        self._max_requests = min(o.max_requests_per_batch, o.max_batch_tokens)
+        if not o.shares_prefixes:
+            self._max_requests = min(self._max_requests, o.num_blocks)
+        self._kv_tokens = o.num_blocks * o.block_size  # that the rows of a step may read between them
+        self._not_looked_up = 0  # tokens at the end of a prompt
         self._window = o.window  # the most that any layer sees, 0 if one sees all
         self._observer = observer
 
@@ -186,11 +166,6 @@ class TransformersScheduler(SchedulerBase):
 
     def make_host(self) -> Host:
         return Host(self.decoding, LowestFirst(self.options.host_blocks))
-
-    def _most_requests(self) -> int:
-        o = self.options
-        most = min(o.max_requests_per_batch, o.max_batch_tokens)
-        return most if o.shares_prefixes else min(most, o.num_blocks)
 
     @property
     def idle(self) -> bool:
@@ -229,7 +204,7 @@ class TransformersScheduler(SchedulerBase):
     def _attempt(self) -> Step:
         o = self.options
         fast = o.max_blocks_per_request > 0
-        step = Step(o.max_batch_tokens, self._kv_tokens(), self._max_requests, fast)
+        step = Step(o.max_batch_tokens, self._kv_tokens, self._max_requests, fast)
         if o.name == PREFILL_FIRST:
             self._walk(self._in_order(Status.PREFILL), step)
             step.lead = len(step.rows)
@@ -242,10 +217,6 @@ class TransformersScheduler(SchedulerBase):
         if step.empty and step.failed:
             self._observer.starved([request for request, _ in step.starved])
         return step
-
-    def _kv_tokens(self) -> int:
-        """Return the KV tokens that the rows of a step may read between them."""
-        return self.options.num_blocks * self.options.block_size
 
     def _in_order(self, status: Status) -> Iterator[Request]:
         return iter(sorted((r for r in self.decoding.unbatched if r.status is status), key=by_order))
@@ -314,7 +285,7 @@ class TransformersScheduler(SchedulerBase):
 
     def _ends_admission(self, request: Request, free: int) -> bool:
         """True if a request that found too few blocks, with `free` free, ends admission for all behind it."""
-        begins = request.status is Status.WAITING or (request.fresh and not self.sampling.has_begun(request))
+        begins = request.status is Status.WAITING or (request.fresh and request not in self.sampling.begun)
         return not free and begins
 
     def _query(self, request: Request, step: Step) -> int:
@@ -335,15 +306,11 @@ class TransformersScheduler(SchedulerBase):
         """Look the prompt up; on a hit the request is active from then on, even if it gets no row in this step."""
         size = self.options.block_size
         target = request.target
-        hits = self.pool.longest_prefix(request.spec, self._most_hits(target))
+        hits = self.pool.longest_prefix(request.spec, (target - self._not_looked_up) // size)
         if hits:
             self.pool.adopt(request, hits)
             self._activate(request, min(len(hits) * size, target - 1))
         self._observer.looked_up(request, target, hits)
-
-    def _most_hits(self, tokens: int) -> int:
-        """Return the most blocks that may be looked up."""
-        return tokens // self.options.block_size
 
     def _activate(self, request: Request, cached_tokens: int) -> None:
         del self.waiting[request]
@@ -378,9 +345,9 @@ class TransformersScheduler(SchedulerBase):
         tokens = self._query(request, step)
         if request.status is Status.WAITING:
             self._activate(request, 0)
-        if request in self.sampling and tokens >= request.uncomputed - 1:
+        if request in self.sampling.samples and tokens >= request.uncomputed - 1:
             tokens = request.uncomputed - 1
-            self.sampling.reached(request)
+            self.sampling.due.append(request)
         if tokens:
             step.rows[request] = self.decoding.row(request, tokens, self.sampling.unlisted(request, blocks))
         else:
@@ -390,9 +357,7 @@ class TransformersScheduler(SchedulerBase):
         self._charge(step, tokens, self._reads(request), 1, self._is_fast(request, tokens))
 
     def _fork(self) -> None:
-        """Share the blocks of a request, whose prompt is computed but for one token, with as many samples as find room
-        for their own blocks. The others wait like any request, the last of them first.
-        """
+        """Share a request's blocks with as many samples as find room. The others wait, the last of them first."""
         for request, samples in self.sampling.take():
             for sample in reversed(self._fork_off(request, samples, request.hashed)):
                 self.waiting[sample] = None

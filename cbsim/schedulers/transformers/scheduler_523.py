@@ -41,6 +41,8 @@ class Transformers523(TransformersScheduler):
         super().__init__(options, observer)
         assert isinstance(self.pool, SectorPool | KindPool)
         self.cache: SectorPool | KindPool = self.pool
+        self._max_requests = min(options.max_requests_per_batch, options.max_batch_tokens)
+        self._not_looked_up = 1  # the last token is computed
         self._inside = True  # whether the margin was kept when the step began
 
     def make_pool(self, observer: Observer) -> BlockPool:
@@ -53,9 +55,6 @@ class Transformers523(TransformersScheduler):
 
     def make_host(self) -> Host:
         return Host(self.decoding, HostSectors(self.options.host_blocks, [1], self.options.blocks_per_sector))
-
-    def _most_requests(self) -> int:
-        return min(self.options.max_requests_per_batch, self.options.max_batch_tokens)
 
     def _attempt(self) -> Step:
         pool = self.cache
@@ -71,31 +70,23 @@ class Transformers523(TransformersScheduler):
 
     def _breaches_margin(self, free: int) -> bool:
         """True if the margin was breached when the step began: blocks that it takes itself do not count."""
-        del free
         return not self._inside
 
     def _ends_admission(self, request: Request, free: int) -> bool:
         """Return False: others follow, which may fit."""
-        del request, free
         return False
-
-    def _most_hits(self, tokens: int) -> int:
-        """Return the most blocks that may be looked up: never the whole prompt, for its last token is computed."""
-        return (tokens - 1) // self.options.block_size
 
     def _table_size(self, tokens: int) -> int:
         return self.pool.blocks_for(tokens)
 
     def _fits(self, request: Request, step: Step) -> bool:
         """True if the row may read its cache. A row without tokens pays for what it reads: no fast path."""
-        if request in self.sampling and request.uncomputed == 1:
+        if request in self.sampling.samples and request.uncomputed == 1:
             return step.kv >= request.computed
         return super()._fits(request, step)
 
     def _fork(self) -> None:
-        """Share the whole blocks that are written, whether they have keys yet or not. Samples without room wait in
-        their order.
-        """
+        """Share the whole blocks written, with keys or without. Samples without room wait in their order."""
         self.cache.reclaim()
         for request, samples in self.sampling.take():
             whole = request.computed // self.options.block_size if self.options.allow_block_sharing else 0
@@ -129,6 +120,7 @@ class KindsOfLayers(Transformers523):
         super().__init__(options, observer)
         assert isinstance(self.pool, KindPool)
         self.kinds: KindPool = self.pool
+        self._kv_tokens = options.num_blocks // min(options.pages) * options.block_size  # as if all had smallest blocks
 
     def make_pool(self, observer: Observer) -> BlockPool:
         o = self.options
@@ -144,10 +136,6 @@ class KindsOfLayers(Transformers523):
     def make_host(self) -> Host:
         o = self.options
         return Host(self.decoding, HostSectors(o.host_blocks, o.pages, o.blocks_per_sector))
-
-    def _kv_tokens(self) -> int:
-        """Return the KV tokens of a step as if the kind with the smallest blocks had the whole cache."""
-        return self.options.num_blocks // min(self.options.pages) * self.options.block_size
 
     def _most_blocks(self, tokens: int) -> int:
         o, counts = self.options, self.kinds.counts(tokens)
@@ -177,9 +165,6 @@ class KindsOfLayers(Transformers523):
                 return samples[i:]
             self._admit(request, [sample], whole)
         return []
-
-
-# -- the kinds, of either version -------------------------------------------------------------------------------------
 
 
 def make(options: TransformersOptions) -> TransformersScheduler:

@@ -148,14 +148,8 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
     if settings.version == "5.23":
         per = made.per_sector(unit)
         sectors = Sectors(per, made.layers, per // min(made.pages) * site.block_size, max(1, len(made.groups)))
-        costs = sector_costs(
-            site.model,
-            sectors,
-            site.block_size,
-            depth=site.depth,
-            max_blocks_per_request=most,
-            max_requests=settings.max_requests_per_batch,
-        )
+        sizes = {"max_blocks_per_request": most, "max_requests": settings.max_requests_per_batch}
+        costs = sector_costs(site.model, sectors, site.block_size, depth=site.depth, **sizes)
         size = fit_5_23(site, costs, sectors, stated or BATCH_TOKENS)
     else:
         per, size = 1, fit_5_17(site, most, stated, made.layers, max(1, len(made.groups)))
@@ -289,24 +283,17 @@ class SectorCosts(NamedTuple):
 
 
 def sector_costs(
-    model: Model,
-    sectors: Sectors,
-    block_size: int,
-    *,
-    depth: int,
-    max_blocks_per_request: int,
-    max_requests: int,
-    logits_to_keep: bool = True,
+    model: Model, sectors: Sectors, block_size: int, *, depth: int, max_blocks_per_request: int, max_requests: int
 ) -> SectorCosts:
-    """Return the costs with flash attention. `logits_to_keep`: logits are computed only of rows that sample."""
+    """Return the costs with flash attention. Logits are computed only of rows that sample."""
     width, page = model.dtype_bytes, model.kv_heads * model.head_dim
     logits = model.hidden * width + model.vocab * 4
     states = width * (model.hidden + model.heads * model.head_dim + 4 * page)
     tokens, kinds = sectors.tokens, sectors.kinds
     sector = sectors.pages * block_size * model.kv_bytes_per_token // model.layers * sectors.layers
     return SectorCosts(
-        2 * sector + (max_requests * logits if logits_to_keep else 0),
-        max(0 if logits_to_keep else logits, states) + _input_bytes(depth, max_blocks_per_request, kinds),
+        2 * sector + max_requests * logits,
+        states + _input_bytes(depth, max_blocks_per_request, kinds),
         sector + tokens * (2 * page * width + 8 * depth * kinds),
     )
 

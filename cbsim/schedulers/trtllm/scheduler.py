@@ -46,23 +46,14 @@ class Capacity:
         self.decoding = decoding
         self.pool = decoding.pool
         self._static = options.capacity_scheduler_policy == "STATIC_BATCH"
-        self._reserved = 0  # blocks that all started requests will have at their ends
+        self.reserved = 0  # blocks that all started requests will have at their ends
 
     def whole(self, request: Request) -> int:
         """Return the blocks that are reserved for a request: its prompt and all that it may generate."""
         return self.pool.blocks_for(request.spec.prompt_tokens + request.limit)
 
-    def started(self, request: Request) -> None:
-        """Reserve the blocks of a request that is about to get its first ones."""
-        self._reserved += self.whole(request)
-
-    def stopped(self, request: Request) -> None:
-        """Unreserve the blocks of a request that is about to lose them."""
-        self._reserved -= self.whole(request)
-
     def spares_members(self, contexts: dict[Request, None]) -> bool:
         """True if all generating requests have cache, in front of these requests that may not."""
-        del contexts
         return True
 
     def behind(self, generating: int, contexts: dict[Request, None]) -> Fit:
@@ -81,7 +72,7 @@ class Capacity:
 
     def _available(self) -> int:
         """Return the free blocks, less what all generating requests will need."""
-        available = self.pool.num_blocks - self._reserved
+        available = self.pool.num_blocks - self.reserved
         for request in self.decoding.unbatched:
             if request.status is Status.PREFILL:
                 available += self.whole(request) - self.pool.allocated(request)
@@ -285,8 +276,6 @@ class TrtllmScheduler(SchedulerBase):
         limit = min(spec.max_tokens, self.options.max_seq_len - spec.prompt_tokens)
         self.queue.append(self.decoding.add(spec, limit))
 
-    # -- one step -----------------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
         while self.queue and len(self.requests) - len(self.queue) < self.options.max_active_requests:
             self.contexts[self.queue.popleft()] = None
@@ -333,7 +322,7 @@ class TrtllmScheduler(SchedulerBase):
         if not paused:
             return
         for request in paused:
-            self.capacity.stopped(request)
+            self.capacity.reserved -= self.capacity.whole(request)
             self.decoding.preempt(request, drop_in_flight=False)
             del self.running[request]
         self.contexts = dict.fromkeys(sorted({**self.contexts, **dict.fromkeys(paused)}, key=by_order))
@@ -349,14 +338,12 @@ class TrtllmScheduler(SchedulerBase):
         for request, tokens in rows.contexts:
             blocks = ()
             if request.status is Status.WAITING:
-                self.capacity.started(request)
+                self.capacity.reserved += self.capacity.whole(request)
                 decoding.admit(request)
                 self.running[request] = None
                 blocks = pool.grow(request, pool.blocks_for(request.target))
             chunks[request] = decoding.row(request, tokens, blocks)
         return chunks | generating
-
-    # -- results ------------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING and request not in self.contexts:
@@ -364,7 +351,7 @@ class TrtllmScheduler(SchedulerBase):
         self.contexts.pop(request, None)
         if request in self.running:
             del self.running[request]
-            self.capacity.stopped(request)
+            self.capacity.reserved -= self.capacity.whole(request)
         self.decoding.end(request, reason)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import count
+from typing import NamedTuple
 
 from cbsim.kv.host_cache import HostBlocks, HostCache, Visitor
 from cbsim.policy.decoding import Decoding
@@ -23,7 +25,7 @@ class SimpleOffload:
         self._decoding = decoding
         self._pool = decoding.pool
         self._pins: dict[Request, list[int]] = {}  # host blocks found for requests that do not load yet
-        self._jobs = 0
+        self._jobs = count()
         self._loading: list[tuple[Request, list[int]]] = []  # since the plan before, with the host blocks they read
         self._loads: dict[int, list[tuple[Request, list[int]]]] = {}
         self._stores: dict[int, tuple[list[int], list[int]]] = {}  # device blocks, host blocks
@@ -31,8 +33,6 @@ class SimpleOffload:
     @property
     def busy(self) -> bool:
         return bool(self._stores)
-
-    # -- loads --------------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, local: int) -> int | None:
         """Find blocks and pin them until the next lookup of the request: a trial counts as a use."""
@@ -62,14 +62,12 @@ class SimpleOffload:
     def admitted(self, request: Request) -> None:
         pass
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def order(self, step: int, ahead: Ahead) -> None:
         """Order the loads and stores of a step. If a request was preempted, all that are under way are awaited."""
         if self._decoding.preempted:
             self._decoding.awaited += sorted([*self._loads, *self._stores])
         if self._loading:
-            job = self._next_job()
+            job = next(self._jobs)
             for request, blocks in self._loading:
                 table = self._pool.tables[request]
                 targets = tuple(table[len(table) - len(blocks) :])
@@ -77,13 +75,9 @@ class SimpleOffload:
             self._loads[job], self._loading = self._loading, []
         sources, places = self._chosen(ahead)
         if sources:
-            job = self._next_job()
+            job = next(self._jobs)
             self._decoding.transfers.append(Transfer(Direction.OUT, tuple(sources), tuple(places), None, job))
             self._stores[job] = sources, places
-
-    def _next_job(self) -> int:
-        self._jobs += 1
-        return self._jobs - 1
 
     @abstractmethod
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
@@ -124,9 +118,7 @@ class SimpleOffload:
 
 
 class EagerOffload(SimpleOffload):
-    """An offload of blocks once they are computed: those of running requests with every step, the rest when a request
-    ends.
-    """
+    """An offload of blocks once they are computed: with every step, and the rest when a request ends."""
 
     def __init__(self, decoding: Decoding, host: HostBlocks) -> None:
         super().__init__(decoding, host)
@@ -232,14 +224,13 @@ class _Owner:
         self.tokens = 0  # its tokens that are worth storing, once it is over
 
 
-class _Job:
+class _Job(NamedTuple):
     """A transfer of chunks; `blocks` are those on the device."""
 
-    def __init__(self, owner: _Owner, keys: list[int], blocks: list[int], *, loads: bool) -> None:
-        self.owner = owner
-        self.keys = keys
-        self.blocks = blocks
-        self.loads = loads
+    owner: _Owner
+    keys: list[int]
+    blocks: list[int]
+    loads: bool
 
 
 class NativeOffload:
@@ -268,8 +259,6 @@ class NativeOffload:
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
-
-    # -- loads --------------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, local: int) -> int | None:
         owner = self._owners.setdefault(request.spec, _Owner(request))
@@ -319,8 +308,6 @@ class NativeOffload:
 
     def admitted(self, request: Request) -> None:
         pass
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def order(self, step: int, ahead: Ahead) -> None:
         old = self._numbered

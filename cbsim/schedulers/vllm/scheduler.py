@@ -54,8 +54,6 @@ class VllmScheduler(SchedulerBase):
         self._capacity_bound = False
         self.transfers = connect(o, self.decoding, self._queue(), observer) if o.kv_connector != "none" else None
 
-    # -- the queue ----------------------------------------------------------------------------------------------------
-
     @property
     def idle(self) -> bool:
         if self.requests or self.decoding.ended:  # vLLM runs a step to report ended requests
@@ -80,8 +78,6 @@ class VllmScheduler(SchedulerBase):
         if self.transfers is not None:
             request.name_all()  # connectors keep what no other request can look up, too
         self.waiting.push(request)
-
-    # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         step = Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
@@ -268,8 +264,6 @@ class VllmScheduler(SchedulerBase):
         transfers.planned(plan)
         return plan
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
     def runs_ahead(self, plan: StepPlan) -> bool:
         return plan.work.rows > 0 or (self._new and not self.idle)
 
@@ -296,9 +290,6 @@ class VllmScheduler(SchedulerBase):
 
 def _urgency(request: Request) -> tuple[int, int]:
     return request.spec.priority, request.spec.arrival_ns
-
-
-# -- what it is composed of -------------------------------------------------------------------------------------------
 
 
 def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:

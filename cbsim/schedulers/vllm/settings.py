@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, NamedTuple
@@ -216,6 +217,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
     message = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
     require(settings.enable_chunked_prefill or tokens >= longest, "max_num_batched_tokens", message)
+    host_bytes = settings.cpu_bytes_to_use or (SIMPLE_CPU_BYTES if settings.kv_connector == "simple_cpu" else None)
     return resolved(
         settings,
         VllmOptions,
@@ -225,8 +227,8 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         max_num_batched_tokens=tokens,
         max_model_len=longest,
         max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, slots, tokens),
-        cpu_bytes_to_use=_host_bytes(settings),
-        host_blocks=_host_blocks(settings, site),
+        cpu_bytes_to_use=host_bytes,
+        host_blocks=_host_blocks(settings, site, host_bytes or 0),
         async_scheduling=site.depth > 1,
         groups=grouping.groups,
     )
@@ -247,23 +249,19 @@ def _check_groups(settings: VllmSettings, site: Site) -> None:
     require(not interval or not interval % size, "prefix_cache_retention_interval", message)
 
 
-def _host_bytes(settings: VllmSettings) -> int | None:
-    return settings.cpu_bytes_to_use or (SIMPLE_CPU_BYTES if settings.kv_connector == "simple_cpu" else None)
-
-
-def _host_blocks(settings: VllmSettings, site: Site) -> int:
-    """Return the host's blocks: of the swap space, or of a connector's tier. Raises SettingsError if none fits."""
-    if settings.preemption_mode != "swap":
-        return _tier(settings, site.block_bytes * site.gpus) if settings.kv_connector != "none" else 0
-    space, block_gib = settings.swap_space_gib, site.block_bytes / (1 << 30)
-    blocks = int(space * (1 << 30)) // site.block_bytes
-    require(blocks > 0, "swap_space_gib", f"got {space:g}, must be >= {block_gib:.6f}: one block")
-    return blocks
-
-
-def _tier(settings: VllmSettings, block_bytes: int) -> int:
-    """Return the places of a connector's tier: whole chunks, or blocks, of which simple_cpu never uses the first."""
-    size, unit = _host_bytes(settings) or 0, block_bytes * settings.blocks_per_chunk
+def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
+    """Return the host's blocks: of the swap space, or in the `size` bytes of a connector's tier: whole chunks, or
+    blocks, of which simple_cpu never uses the first. Raises SettingsError if none fits.
+    """
+    if settings.preemption_mode == "swap":
+        space, block_gib = settings.swap_space_gib, site.block_bytes / (1 << 30)
+        blocks = int(space * (1 << 30)) // site.block_bytes
+        require(blocks > 0, "swap_space_gib", f"got {space:g}, must be >= {block_gib:.6f}: one block")
+        return blocks
+    if settings.kv_connector == "none":
+        return 0
+    block_bytes = site.block_bytes * site.gpus
+    unit = block_bytes * settings.blocks_per_chunk
     least = unit if settings.kv_connector == "offloading" else 2 * unit
     require(size >= least, "cpu_bytes_to_use", f"got {size:,}, must be >= {least:,}: a block has {block_bytes:,} bytes")
     return size // unit * settings.blocks_per_chunk
@@ -301,13 +299,6 @@ def longest_sequence(groups: Sequence[LayerGroup], in_flight: int, blocks: int, 
         message = f"got {stated}, which needs {needed:,} blocks in {len(groups)} layer groups, the cache has {blocks:,}"
         require(needed <= blocks, "max_model_len", message)
         return stated
-    low, high = 0, most  # tokens that fit, and the upper bound of the search
-    while low < high:
-        middle = (low + high + 1) // 2
-        if least_blocks(groups, in_flight, middle) <= blocks:
-            low = middle
-        else:
-            high = middle - 1
     needed = least_blocks(groups, in_flight, 1)
-    require(low > 0, "max_model_len", f"one token needs {needed:,} blocks, the cache has {blocks:,}")
-    return low
+    require(needed <= blocks, "max_model_len", f"one token needs {needed:,} blocks, the cache has {blocks:,}")
+    return bisect_right(range(1, most + 1), blocks, key=lambda tokens: least_blocks(groups, in_flight, tokens))

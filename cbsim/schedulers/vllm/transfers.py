@@ -116,8 +116,6 @@ class Transfers:
     def busy(self) -> bool:
         return bool(self.loads) or self.connector.busy
 
-    # -- the queue ----------------------------------------------------------------------------------------------------
-
     def admit(self, scheduler: VllmScheduler, step: Step) -> None:
         """Admit holding requests, then the queue. A request that waits for a load or a lookup is passed over."""
         skipped: list[Request] = []
@@ -161,9 +159,7 @@ class Transfers:
         return Verdict.ADMITTED
 
     def _loaded(self, request: Request, load: Load) -> None:
-        """Publish the blocks of a loaded request; its last token is computed in any case. If nothing has come, it
-        starts like any other.
-        """
+        """Publish the blocks of a loaded request, whose last token is computed; without any it starts like others."""
         pool = self._decoding.pool
         if load.named:
             return
@@ -195,8 +191,6 @@ class Transfers:
         prefilling = [request for request in scheduler.running if request.status is Status.PREFILL]
         pool, longest = self._decoding.pool, scheduler.options.max_model_len
         return sum([pool.missing(request, min(request.target, longest)) for request in [*loading, *prefilling]])
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def dissolving(self) -> None:
         """Note the last rows of the decode batch, which is about to be planned one by one."""
