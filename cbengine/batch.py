@@ -7,20 +7,19 @@ that the host has not seen yet. `layout` defines the order of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from cbengine.device.layout import Arrays, Header, arrays
+from cbengine.device.layout import Arrays, Header, Ints, arrays
 from cbengine.sampling import uniforms
 from cbengine.sequence import CARRIED, Sequence
 from cbsim.policy.groups import LayerGroup
+from cbsim.policy.kind import Options
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
-
-Ints = npt.NDArray[np.int32]
 
 
 class Sent(NamedTuple):
@@ -133,10 +132,6 @@ class Batcher:
         self._places: list[int] = []
         self._blocks: list[int] = []
 
-    @property
-    def slots_in_use(self) -> int:
-        return self._scratch_slot - len(self._free)
-
     def build(self, plan: StepPlan, into: Ints, bucket: Callable[[int], int]) -> Sent:
         """Write a step into `into`. `bucket` maps the rows of a step of decodes alone to the padded size."""
         self._forget(plan)
@@ -145,7 +140,10 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        widths = self._widths(plan, chunks)
+        if self._padded:  # the query tokens of all rows but decodes
+            widths = [chunk.tokens + chunk.padding for chunk in chunks]
+        else:
+            widths = [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(widths),
@@ -166,14 +164,6 @@ class Batcher:
         sent = Sent(header, [*readers, *listed] if listed else readers)
         self._go_on(plan)
         return sent
-
-    def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
-        """Return the query tokens of the rows that are no decodes. Unless `padded`, a row's padding is a row of its
-        own.
-        """
-        if self._padded:
-            return [chunk.tokens + chunk.padding for chunk in chunks]
-        return [*(chunk.tokens for chunk in chunks), *(chunk.padding for chunk in plan.work.chunks if chunk.padding)]
 
     def _forget(self, plan: StepPlan) -> None:
         """Free the rows and slots that are no longer used, then bring the block tables up to this step."""
@@ -209,20 +199,17 @@ class Batcher:
             self._extend(sequence, chunk.blocks)
 
     def _change_tables(self, plan: StepPlan) -> None:
-        """Apply a plan's changes to the block tables of layer groups. If a table is a ring, each block is repeated once
-        per round of the ring, so that a device finds block i in entry i.
-        """
+        """Apply a plan's changes to the block tables of layer groups, none of which is a ring."""
         for change in plan.tables:
-            sequence, ring = self.sequences[change.spec], self._groups[change.group].ring
+            sequence = self.sequences[change.spec]
             assert sequence.slot >= 0, (change.spec.id, "has not been let in")
             at = sequence.tables.get(change.group, change.passed)
             end = sequence.tables[change.group] = at + len(change.blocks)
-            assert end <= (ring or self._width), (change.spec.id, change.group, end, ring, self._width)
+            assert end <= self._width, (change.spec.id, change.group, end, self._width)
             line = (sequence.slot * len(self._groups) + change.group) * self._width
             for entry, block in (*change.replaced, *enumerate(change.blocks, at)):
-                places = range(line + entry, line + self._width, ring or self._width)
-                self._places.extend(places)
-                self._blocks.extend([block] * len(places))
+                self._places.append(line + entry)
+                self._blocks.append(block)
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
@@ -324,3 +311,37 @@ class Batcher:
 def _sampling(singles: list[Chunk], chunks: list[Chunk]) -> list[Chunk]:
     """Return the listed rows that sample, in the order of a step's results."""
     return [*singles, *(chunk for chunk in chunks if chunk.outputs)]
+
+
+class Load(NamedTuple):
+    """The load that a server has to be ready for: requests at a time, tokens of a prompt, of an answer, and of both."""
+
+    requests: int
+    prompt: int
+    answer: int
+    longest: int
+
+    @classmethod
+    def of(cls, specs: Collection[RequestSpec]) -> Self:
+        """Return the load of these requests."""
+        return cls(
+            len(specs),
+            max((spec.prompt_tokens for spec in specs), default=1),
+            max((spec.max_tokens for spec in specs), default=1),
+            max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1),
+        )
+
+    def capacity(self, options: Options) -> Capacity:
+        """Return the largest step and block table of a scheduler with these options."""
+        limits = options.limits
+        longest = min(self.longest, limits.longest or self.longest)
+        slots = max(1, min(self.requests, limits.slots or self.requests))
+        rows = min(slots, limits.rows or slots)
+        rows *= 1 + limits.filled  # the padding of a row is a row of its own
+        budget = limits.tokens
+        if budget is None:  # a prompt as long as the longest for every row, and as many outputs
+            budget, longest = slots * self.prompt, self.prompt + self.answer
+        budget = min(budget, rows * longest)  # a row computes no more tokens than its sequence has
+        width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
+        sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
+        return sizes._replace(tokens=max(budget, sizes.sampling))

@@ -13,27 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cbengine.batch import Batcher, Capacity
-from cbengine.content import Prompts
-from cbengine.device.base import EngineDevice, Inline, Modelled
-from cbengine.device.clock import Clock, CpuClock, WallClock
+from cbengine.batch import Batcher, Capacity, Load
+from cbengine.device.base import Clock, CpuClock, EngineDevice, Inline, Modelled, WallClock
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
 from cbengine.driver import Engine, Hooks
 from cbengine.errors import MissingError, UsageError
-from cbengine.load import Load
-from cbengine.model import host_tier, weights
-from cbengine.model.architecture import Architecture
+from cbengine.model import kvcache, weights
 from cbengine.model.decoder import Model
-from cbengine.model.host_tier import HostTier
-from cbengine.model.kvcache import DeviceMemoryError, KvCache
-from cbengine.model.ops import Ops, TorchOps
-from cbengine.sampling import Sampling
-from cbengine.sequence import Sequence
-from cbengine.settings import SamplingSettings
+from cbengine.model.kvcache import DeviceMemoryError, KvCache, host_tier
+from cbengine.model.ops import TorchOps
+from cbengine.model.weights import Architecture
+from cbengine.sampling import Sampling, SamplingSettings
+from cbengine.sequence import Prompts, Sequence
 from cbsim.errors import ScenarioError
-from cbsim.policy.groups import LayerGroup
 from cbsim.policy.kind import pinned
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -63,15 +57,6 @@ class Setup:
     injected: tuple[tuple[str, int], ...] = ()
     saves_tokens: bool = False
     spin: bool = False  # on a GPU: keep the CPU busy while it waits for a step
-
-    @property
-    def torch_device(self) -> str:
-        return "cuda" if self.device == "cuda" else "cpu"
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every request is sampled greedily."""
-        return self.sampling.greedy and all(sampling.greedy for sampling in self.requests.by_id.values())
 
     def sampling_of(self, spec: RequestSpec) -> Sampling:
         """Return the sampling settings of this request."""
@@ -127,7 +112,7 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
     if scenario.gpus > 1:
         raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
     texts = beams(scenario)
-    if texts and not setup.greedy:
+    if texts and not all(sampling.greedy for sampling in (setup.sampling, *setup.requests.by_id.values())):
         raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")
     if texts and setup.end_tokens:
         raise UsageError(f"--stop-at-end-tokens: must be left out: the {texts} texts of a search end together")
@@ -175,7 +160,8 @@ def _fitted(scenario: Scenario) -> Scenario:
     options = scenario.options(loops(scenario)[-1])
     free, total = torch.cuda.mem_get_info()
     room = int(free - ACTIVATION_SHARE * total) - scenario.model.weight_bytes
-    layers = max((len(group.layers) for group in _groups(scenario)), default=scenario.model.layers)
+    groups = () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
+    layers = kvcache.pages_of(scenario.model, groups)
     fitting = room * scenario.model.layers // (options.block_size * scenario.model.kv_bytes_per_token * layers)
     if fitting >= options.num_blocks:
         return scenario
@@ -185,11 +171,6 @@ def _fitted(scenario: Scenario) -> Scenario:
     update: dict[str, Any] = {"kv_cache": scenario.kv_cache.model_copy(update={"num_blocks": fitting})}
     update["scheduler"] = pinned(scenario.scheduler, options)
     return scenario.model_copy(update=update)
-
-
-def _groups(scenario: Scenario) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of the scheduler's cache."""
-    return () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
 
 
 def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
@@ -240,11 +221,11 @@ class ExecutorPlan:
         if self.host_blocks:
             assert not groups, "a host tier has blocks of all layers"
             pinned = self.device != "cpu"
-            host = HostTier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
+            host = host_tier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
         return Executor(model, cache, self.capacity, host)
 
 
-def ops(device: str) -> Ops:
+def ops(device: str) -> TorchOps:
     """Return Triton kernels on a GPU, plain torch elsewhere."""
     if device == "cpu":
         return TorchOps()
@@ -260,19 +241,12 @@ def _check_memory(plan: ExecutorPlan) -> None:
         return
     if plan.device == "cpu":
         free -= _needed_on_cpu(plan, free)
-    _check_host_tier(plan, free)
-
-
-def _check_host_tier(plan: ExecutorPlan, free: int) -> None:
-    """Check the host memory that a GPU's host tier needs."""
     blocks, pinned = plan.host_blocks, plan.device != "cpu"
-    block = HostTier.bytes_for(plan.architecture, 1, plan.block_size, DTYPES[plan.dtype])
-    size = host_tier.pinned_size(blocks * block) if pinned else blocks * block
+    block = KvCache.bytes_for(plan.architecture, 0, plan.block_size, DTYPES[plan.dtype])
+    size = kvcache.pinned_size(blocks * block) if pinned else blocks * block
     if size > free:
         fit = (1 << free.bit_length() - 1 if pinned and free else free) // block
-        raise DeviceMemoryError(
-            f"{host_tier.too_large(blocks, size)}, where {free:,} are free: {fit:,} blocks would fit"
-        )
+        raise DeviceMemoryError(f"{kvcache.too_large(blocks, size)}, where {free:,} are free: {fit:,} blocks would fit")
 
 
 def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
@@ -322,7 +296,7 @@ def executor_plan(
         weights=setup.weights,
         seed=scenario.seed,
         dtype=scenario.model.dtype,
-        device=setup.torch_device,
+        device="cuda" if setup.device == "cuda" else "cpu",
         positions=sizes.width * options.block_size,
         num_blocks=options.num_blocks,
         block_size=options.block_size,
@@ -355,11 +329,8 @@ def engine(
     clock: Clock | None = None,
     prompts: Prompts | None = None,
     on_plan: Callable[[StepPlan], None] | None = None,
-    on_token: Callable[[RequestSpec, int], None] | None = None,
 ) -> tuple[Engine, EngineDevice]:
-    """Return an engine for one run, and its device. Raises what `device` does, ScenarioError, and UsageError for
-    settings of a request that does not exist.
-    """
+    """Return a run's engine and device. Raises what `device` does, ScenarioError, UsageError for an unknown request."""
     specs = workload.specs()
     setup.requests.check(specs)
     plan = executor_plan(scenario, loop, specs, setup)
@@ -369,7 +340,7 @@ def engine(
     def begin(spec: RequestSpec) -> Sequence:
         return Sequence(spec, texts.of(spec), setup.sampling_of(spec), ends)
 
-    return assembled(scenario, loop, plan, setup, workload, texts, Hooks(begin, on_plan, on_token), clock=clock)
+    return assembled(scenario, loop, plan, setup, workload, texts, Hooks(begin, on_plan), clock=clock)
 
 
 def assembled(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cbengine.batch import Batcher, Sent
-from cbengine.content import Prompts
-from cbengine.device.base import EngineDevice, Ints
-from cbengine.device.clock import Clock
-from cbengine.ranking import choices, go_on
-from cbengine.sequence import Sequence
+from cbengine.device.base import Clock, EngineDevice
+from cbengine.device.layout import Ints, Ranked
+from cbengine.sequence import Prompts, Sequence
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
@@ -26,6 +26,7 @@ from cbsim.workload.requests import Parents
 
 OnStep = Callable[[int], None]
 Feed = Callable[[Inbox], None]
+Choice = tuple[list[int], list[int], list[float]]  # of one search's beams: tokens, parents, scores
 
 
 class Ticket(NamedTuple):
@@ -91,8 +92,7 @@ class Engine:
         DeviceError, and what `on_step` raises, which is called after every step and while waiting. Times count from
         `start_ns` of the engine's clock, or from now.
         """
-        lasting = self._feed is not None  # and its client leaves reference cycles behind
-        with nullcontext() if lasting else no_collections():
+        with nullcontext() if self._feed else no_collections():  # clients that feed it leave reference cycles behind
             self._run(on_step or (lambda _: None), start_ns)
 
     def close(self) -> None:
@@ -142,7 +142,8 @@ class Engine:
         if self._feed:
             self._feed(inbox)
         if effect.wait and inbox and not self._failed:
-            while self._quiet():
+            # until something has arrived: if it is fed, also a cancellation, or the end of arrivals
+            while self._elapsed() < inbox.due_ns and inbox and not (self._feed and inbox.quits):
                 self._clock.wait_until(inbox.due_ns + self._start_ns)
                 if self._feed:
                     self._feed(inbox)
@@ -157,11 +158,6 @@ class Engine:
         if arrived or cancels:
             return Polled(arrived, cancels)
         return OPEN if inbox else CLOSED
-
-    def _quiet(self) -> bool:
-        """Whether nothing has arrived. An inbox that is fed also receives cancellations and the end of arrivals."""
-        inbox = self._inbox
-        return self._elapsed() < inbox.due_ns and bool(inbox) and not (self._feed and inbox.quits)
 
     def _known(self, spec: RequestSpec) -> None:
         if spec not in self.sequences:
@@ -263,14 +259,14 @@ class Engine:
         """Continue the beams of searches as they were ranked. Returns (beam, its parent) where these differ."""
         parents: list[tuple[RequestSpec, RequestSpec]] = []
         for group, choice in zip(plan.ranked, choices(results, len(plan.ranked[0])), strict=True):
-            texts = [self.sequences[spec] for spec in group]
+            texts, (tokens, best, _) = [self.sequences[spec] for spec in group], choice
             if any(sequence.over for sequence in texts):
                 continue
-            if min(choice.tokens) < 0:
+            if min(tokens) < 0:
                 self._fail(texts)
                 continue
             if texts[0].outputs:  # before the first output all beams are the same
-                parents += [(s, group[p]) for s, p in zip(group, choice.parents, strict=True) if group[p] is not s]
+                parents += [(s, group[p]) for s, p in zip(group, best, strict=True) if group[p] is not s]
             go_on(texts, choice)
         self.record.took_over(plan.step, tuple(parents))
         return tuple(parents)
@@ -297,3 +293,16 @@ class Engine:
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
             self._inbox.ended(effect.spec, self._elapsed())
+
+
+def choices(results: Ints, beams: int) -> list[Choice]:
+    """Return the ranked continuations in a step's results, search by search."""
+    tokens, parents, scores = (column.reshape(-1, beams) for column in Ranked.of(results))
+    return list(zip(tokens.tolist(), parents.tolist(), scores.view(np.float32).tolist(), strict=True))
+
+
+def go_on(texts: list[Sequence], choice: Choice) -> None:
+    """Replace every beam of a search by the continuation chosen for it: one token more, behind its own or another's."""
+    before = [sequence.outputs for sequence in texts]
+    for sequence, token, parent, score in zip(texts, *choice, strict=True):
+        sequence.outputs, sequence.score = [*before[parent], token], score

@@ -7,10 +7,13 @@ order in which a device adds them.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +21,15 @@ import torch
 from torch import Tensor
 
 from cbengine.errors import UsageError
+from cbsim.policy.request import RequestSpec
+from cbsim.scenario import rows
+from cbsim.scenario.fields import near, shown
+from cbsim.scenario.rows import JsonLine
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
 LEAST_TEMPERATURE, MOST_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+FILE = "sampling.jsonl"  # in a run directory: settings of single requests
 MOST_TOP_K = np.iinfo(np.int32).max
 
 
@@ -98,6 +106,21 @@ def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p < 1, reach.gather(1, torch.searchsorted(reach, mass)), likeliest)
 
 
+def rank(logits: Tensor, scores: Tensor, beams: int) -> Tensor:
+    """Rank logits float32 [S, V] with the beams' scores so far [S], of which every `beams` are a search; return the
+    arrays of `Ranked`, one after the other: int32 [3 S].
+
+    While no beam ends, the choice is that of `generate(num_beams=k)` of transformers: the likeliest continuations of a
+    search's beams by one token, as many as there are beams, where a beam's score is the sum of its tokens' log
+    probabilities.
+    """
+    vocab = logits.shape[1]
+    scored = (logits.log_softmax(dim=-1) + scores[:, None]).view(-1, beams * vocab)
+    best, at = scored.topk(beams)  # topk ranks a NaN above all
+    tokens = (at % vocab).masked_fill(best.isnan().any(dim=-1, keepdim=True), -1)
+    return torch.stack((tokens.int(), (at // vocab).int(), best.view(torch.int32))).view(-1)
+
+
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Return a number in [0, 1) for each (request's seed, position of the token): float32 [S], 24 random bits."""
     return (_hash(seeds, positions) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
@@ -119,3 +142,68 @@ def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """Sampling settings of single requests, by request id; the other requests have the run's settings. Further samples
+    of a request have that one's, or their own. `path` and `lines` locate each in the file that gives them, JSON Lines:
+    the `id` of a request and any of `temperature`, `top_k`, `top_p`, `seed`; what a line leaves out is the run's.
+    """
+
+    by_id: Mapping[str, Sampling] = field(default_factory=dict, hash=False)
+    path: Path | None = None
+    lines: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def read(cls, path: Path, usual: Sampling) -> Self:
+        """Read a file of settings; `usual` has the fields that lines leave out. Raises ScenarioError, UsageError."""
+        by_id: dict[str, Sampling] = {}
+        lines: dict[str, int] = {}
+        with rows.open_text(path) as file:
+            for line in rows.lines(path, file):
+                name = line.values.get("id")
+                if not isinstance(name, str):
+                    raise line.bad("id", "the id of a request, a text")
+                if name in by_id:
+                    raise line.bad("id", f"another id: line {lines[name]} has that")
+                by_id[name] = _sampling(line, usual)
+                lines[name] = line.number
+        return cls(by_id, path, lines)
+
+    def of(self, spec: RequestSpec, usual: Sampling) -> Sampling:
+        if self.by_id and spec.sample_of is not None:
+            usual = self.of(spec.sample_of, usual)
+        return self.by_id.get(spec.id, usual)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The entries of env.json."""
+        return {"file": str(self.path) if self.path else None, "requests": len(self.by_id)}
+
+    def check(self, specs: Collection[RequestSpec]) -> None:
+        """Raise UsageError for an id that no request has."""
+        known = {spec.id for spec in specs}
+        for name in self.by_id:
+            if name not in known:
+                expected = f"expected the id of one of the {len(known)} requests{near(name, sorted(known))}"
+                source = f"{self.path}:{self.lines[name]}" if self.path else "sampling"
+                raise UsageError(f"{source}: id: got {shown(name)}, {expected}")
+
+    def file(self) -> bytes:
+        """Return all settings with every field, in the form that `read` takes."""
+        lines = ({"id": name, **asdict(sampling)} for name, sampling in self.by_id.items())
+        return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+def _sampling(line: JsonLine, usual: Sampling) -> Sampling:
+    known = tuple(setting.name for setting in fields(Sampling))
+    values = {name: value for name, value in line.values.items() if name != "id"}
+    for name in values:
+        if name not in known:
+            expected = f"{', '.join(('id', *known[:-1]))} or {known[-1]}{near(name, known)}"
+            raise UsageError(f"{line.path}:{line.number}: {name}: is unknown, expected {expected}")
+    try:
+        return replace(usual, **values)
+    except UsageError as error:
+        raise UsageError(f"{line.path}:{line.number}: {str(error).removeprefix('sampling.')}") from None

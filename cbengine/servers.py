@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from cbengine.build import Setup, engine
+from cbengine import build, sampling
+from cbengine.build import Setup
 from cbengine.device import gpu
+from cbengine.device.base import EngineDevice
 from cbengine.device.profile import Profile
-from cbengine.settings import FILE as SETTINGS_FILE
-from cbsim.policy.request import RequestSpec
+from cbengine.driver import Engine
 from cbsim.record import columns, parquet
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
@@ -20,16 +21,22 @@ from cbsim.workload.requests import Workload
 
 
 class Measured:
-    """An engine behind the server interface of `runs`."""
+    """An engine behind the server interface of `runs`. `facts` are entries of env.json beside those of the device."""
 
     measured = True
+    start_ns: int | None = None  # of the engine's clock: times count from here, or from the call of `run`
 
-    def __init__(self, setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> None:
-        self._engine, device = engine(scenario, loop, workload, setup)
-        self._device_facts = device.facts  # a device adds to them when it is closed
-        self._saves, self._requests = setup.saves_tokens, setup.requests
-        self._profile = Profile(self._engine.record, profiled, depth(loop)) if profiled else None
-        self.record = self._engine.record
+    def __init__(
+        self,
+        engine: Engine,
+        device: EngineDevice,
+        setup: Setup,
+        scenario: Scenario,
+        facts: Mapping[str, Any],
+        profile: Profile | None = None,
+    ) -> None:
+        self.engine, self.record = engine, engine.record
+        self._device, self._setup, self._profile = device, setup, profile
         self._on_gpu = setup.device == "cuda"
         self.facts: dict[str, Any] = {
             **device.facts,
@@ -37,57 +44,58 @@ class Measured:
             "engine": "cbengine",
             "weights": str(setup.weights) if setup.weights else "random",
             "dtype": scenario.model.dtype,
-            "sampling": {**asdict(setup.sampling), **setup.requests.facts},
-            "injected_ms": {phase: extra / 1e6 for phase, extra in setup.injected},
+            **facts,
         }
 
     @property
     def now_ns(self) -> int:
-        return self._engine.now_ns
+        return self.engine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
+        """Serve to the end of the workload. Raises what `Engine.run` does. All cache blocks are free after it."""
+
         def after_step(now_ns: int) -> None:
             on_step(now_ns)
             if self._profile:
                 self._profile()
 
         try:
-            self._engine.run(after_step)
-            self._engine.check_returned()
+            self.engine.run(after_step, self.start_ns)
+            self.engine.check_returned()
         finally:
             if self._on_gpu:
                 self.facts["gpu_after"] = gpu.state()
             if self._profile:
                 self._profile.stop()
-            self._engine.close()
-            self.facts |= self._device_facts
+            self.engine.close()
+            self.facts |= self._device.facts  # a device adds to them when it is closed
         if self._profile:
             print(self._profile.verdict(), file=sys.stderr)
 
     def files(self) -> Mapping[str, bytes]:
         files = self._profile.files() if self._profile else {}
-        if self._saves:
-            texts = ((s.spec, s.prompt.tolist(), s.outputs) for s in self._engine.sequences.values())
-            files[columns.TOKENS_FILE] = tokens_table(texts)
-        if self._requests.by_id:
-            files[SETTINGS_FILE] = self._requests.file()
+        if self._setup.saves_tokens:
+            texts = sorted(self.engine.sequences.values(), key=lambda text: text.spec.index)
+            table = {
+                "index": [text.spec.index for text in texts],
+                "id": [text.spec.id for text in texts],
+                "prompt": [text.prompt.tolist() for text in texts],
+                "output": [text.outputs for text in texts],
+            }
+            files[columns.TOKENS_FILE] = parquet.encoded(columns.TOKENS, table)
+        if self._setup.requests.by_id:
+            files[sampling.FILE] = self._setup.requests.file()
         return files
 
 
 def maker(setup: Setup, profiled: int = 0) -> Maker:
     """Return the maker of a run's server; `profiled` of its steps are profiled."""
-    return partial(Measured, setup, profiled)
+    return partial(_measured, setup, profiled)
 
 
-def tokens_table(texts: Iterable[tuple[RequestSpec, Sequence[int], Sequence[int]]]) -> bytes:
-    """Encode (request, prompt, output) rows as a parquet table of columns.TOKENS, in order of index."""
-    rows = sorted(texts, key=lambda row: row[0].index)
-    return parquet.encoded(
-        columns.TOKENS,
-        {
-            "index": [spec.index for spec, _, _ in rows],
-            "id": [spec.id for spec, _, _ in rows],
-            "prompt": [list(prompt) for _, prompt, _ in rows],
-            "output": [list(output) for _, _, output in rows],
-        },
-    )
+def _measured(setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> Measured:
+    engine, device = build.engine(scenario, loop, workload, setup)
+    injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
+    facts = {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
+    profile = Profile(engine.record, profiled, depth(loop)) if profiled else None
+    return Measured(engine, device, setup, scenario, facts, profile)

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from cbengine import build, servers, settings
+from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.errors import MissingError, UsageError
 from cbengine.measure import calibrate as calibrating
 from cbengine.measure import predict as predicting
 from cbengine.measure import provenance
 from cbengine.measure.probes import CPU_REACH, GPU_REACH, Reach
-from cbengine.sampling import Sampling
-from cbengine.settings import SamplingSettings
+from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.cli.arguments import run_options
 from cbsim.cli.sessions import options_of, scenario_of
 from cbsim.errors import CHECK_FAILED, OK
@@ -49,13 +48,13 @@ def replay(arguments: argparse.Namespace) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Serve clients with a real engine."""
-    from cbengine.serving import command
+    from cbengine.serving import backend
 
     device = arguments.device or build.default_device()
     setup = Setup(device=device, weights=arguments.model, sampling=Sampling(temperature=1.0))
     line = arguments.line if arguments.device else f"{arguments.line} --device {device}"
-    options = command.EngineOptions(line, arguments.served_model_name, arguments.tokenizer)
-    return command.serve(scenario_of(arguments), setup, options, options_of(arguments))
+    names = (arguments.served_model_name, arguments.tokenizer)
+    return backend.serve(scenario_of(arguments), setup, options_of(arguments), line, *names)
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
@@ -88,18 +87,14 @@ def predict(arguments: argparse.Namespace) -> int:
         shared_cores = arguments.again.resolve().name == provenance.slug("process")
         cases = predicting.again(arguments.cases, arguments.again, progress)
         return _print_scores(cases, absurd_only=shared_cores)
-    options = predicting.PredictOptions(
-        device=arguments.device or build.default_device(),
-        out=arguments.out,
-        overrides=arguments.set,
-        repeat=arguments.repeat,
-        quick=arguments.quick,
-    )
-    if options.device == "cuda" and not torch.cuda.is_available():
+    device = arguments.device or build.default_device()
+    changes, times = arguments.set, arguments.repeat
+    session = predicting.Session(device, arguments.out, changes, times, arguments.quick, progress)
+    if device == "cuda" and not torch.cuda.is_available():
         raise MissingError("--device cuda: torch finds no CUDA device here")
     # A shared CPU for a few seconds is too noisy for the bars.
-    rough = options.device == "process" or (options.quick and options.device != "cuda")
-    return _print_scores(predicting.predict(arguments.cases, options, servers.maker, progress), absurd_only=rough)
+    rough = device == "process" or (arguments.quick and device != "cuda")
+    return _print_scores(session.predict(arguments.cases), absurd_only=rough)
 
 
 def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) -> int:
@@ -122,7 +117,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         return setup
     return replace(
         setup,
-        requests=settings.read(arguments.sampling, sampling) if arguments.sampling else SamplingSettings(),
+        requests=SamplingSettings.read(arguments.sampling, sampling) if arguments.sampling else SamplingSettings(),
         cuda_graphs=not arguments.no_cuda_graphs,
         end_tokens=arguments.stop_at_end_tokens,
         injected=tuple(arguments.inject),

@@ -10,22 +10,63 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cbengine.batch import Capacity
-from cbengine.device.clock import Clock
 from cbengine.device.executor import Executor
-from cbengine.device.layout import Header, arrays
+from cbengine.device.layout import Header, Ints, Ranked, arrays
 from cbengine.device.moves import CopyNs, ModelledMoves, Moved
-from cbengine.ranking import Ranked
 from cbsim.cost.base import Cost
 from cbsim.errors import ServerError
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.workload import requests
 
-Ints = npt.NDArray[np.int32]
+NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is noticed
+
+
+class Clock(Protocol):
+    """A clock that counts nanoseconds since some moment."""
+
+    def now_ns(self) -> int: ...
+
+    def wait_until(self, at_ns: int) -> None:
+        """Return at `at_ns` or before."""
+
+    def work_until(self, at_ns: int) -> None:
+        """Keep the CPU busy until `at_ns`."""
+
+
+class WallClock:
+    """The machine's own clock."""
+
+    now_ns = staticmethod(time.perf_counter_ns)
+
+    def wait_until(self, at_ns: int) -> None:
+        left = min(at_ns - time.perf_counter_ns(), NAP_NS)
+        if left > 0:
+            time.sleep(left / 1e9)
+
+    def work_until(self, at_ns: int) -> None:
+        while time.perf_counter_ns() < at_ns:
+            pass
+
+
+class CpuClock:
+    """A clock that advances only while this thread computes, and jumps over waits: other processes do not show."""
+
+    def __init__(self) -> None:
+        self._skipped_ns = 0
+
+    def now_ns(self) -> int:
+        return time.thread_time_ns() + self._skipped_ns
+
+    def wait_until(self, at_ns: int) -> None:
+        self._skipped_ns += max(0, at_ns - self.now_ns())
+
+    work_until = wait_until  # the work is synthetic: only the time it takes matters
+
+
 COMPUTE = 1  # index among the lanes H2D, kernels, D2H
 
 
@@ -48,13 +89,11 @@ class EngineDevice(Protocol):
     """A device made for one run."""
 
     staging: list[Ints]  # one buffer for each step in flight
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The device's entries in env.json."""
+    facts: dict[str, Any]  # the device's entries in env.json; more of them once it is closed
 
     def bucket(self, rows: int) -> int:
         """Return the size at which a step of this many decode rows is computed."""
+        return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         """Start the step in staging buffer `slot`, after those launched before, and its plan's transfers."""
@@ -76,7 +115,7 @@ def staging(capacity: Capacity, depth: int) -> list[Ints]:
     return [np.zeros(capacity.staging, dtype=np.int32) for _ in range(depth)]
 
 
-class Inline:
+class Inline(EngineDevice):
     """A device that computes a step while it is launched, in order: deterministic, without overlap."""
 
     def __init__(self, executor: Executor, capacity: Capacity, depth: int) -> None:
@@ -86,9 +125,6 @@ class Inline:
         self._executor = executor
         self._mover = executor.mover()
         self._done: dict[int, tuple[Ints, Lanes]] = {}
-
-    def bucket(self, rows: int) -> int:
-        return rows
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         if plan.transfers or plan.awaited:

@@ -19,31 +19,31 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cbengine.batch import Capacity
 from cbengine.device import gpu
-from cbengine.device.base import DeviceError, Ints, Lanes
+from cbengine.device.base import DeviceError, Lanes
 from cbengine.device.cuda_moves import CudaMoves
 from cbengine.device.executor import Executor
-from cbengine.device.graphs import Graph, captured, streams
-from cbengine.device.layout import Arrays, Header, arrays
+from cbengine.device.layout import Header, Ints, arrays
 from cbengine.device.moves import Moved
-from cbengine.device.warmup import scratch_step, warm_ups
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 
 LOOK_S = 20e-6  # between two polls of transfers, when there is nothing else to do
 STUCK_S = 60.0  # a step that takes longer than this has hung
+WARM_UPS = 2  # runs before a graph's capture, and replays after it
+LEAST_TOKENS = 64  # query tokens of the least warm-up that mixes prefill and decode; then twice as many, and so on
 T = TypeVar("T")
-
-
 NOTHING = StepPlan(0)  # the plan of a warm-up, which transfers nothing
 
 
@@ -112,8 +112,15 @@ class Cuda:
     def bucket(self, rows: int) -> int:
         return bucket(self._sizes, rows)
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        self._launch(slot, header, plan)
+    def launch(self, slot: int, header: Header, plan: StepPlan = NOTHING) -> None:
+        at = time.perf_counter_ns()
+        marks = self._marks[self._launched % len(self._marks)]
+        self._launched += 1
+        guarded(
+            lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
+            lambda: self._enqueue(slot, header, marks, plan),
+        )
+        self._in_flight[slot] = marks, header.results, at
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, count, launched = self._in_flight.pop(slot)
@@ -153,16 +160,6 @@ class Cuda:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _launch(self, slot: int, header: Header, plan: StepPlan = NOTHING) -> None:
-        at = time.perf_counter_ns()
-        marks = self._marks[self._launched % len(self._marks)]
-        self._launched += 1
-        guarded(
-            lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
-            lambda: self._enqueue(slot, header, marks, plan),
-        )
-        self._in_flight[slot] = marks, header.results, at
-
     def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
         transfers = bool(plan.transfers or plan.awaited)
@@ -184,7 +181,12 @@ class Cuda:
             marks.start.record(self._compute)
             if transfers:
                 self._moves.copies(plan)
-            outbound.copy_(self._computed(graph, step, header))
+            if graph is not None:
+                graph.graph.replay()
+                outbound.copy_(graph.tokens)
+            else:
+                assert step is not None
+                outbound.copy_(self._executor.run(step, header))
             marks.end.record(self._compute)
         with torch.cuda.stream(self._d2h):
             self._d2h.wait_event(marks.end)
@@ -192,14 +194,6 @@ class Cuda:
             marks.done.record(self._d2h)
         if transfers:
             self._moves.after_rows(plan, marks.end)
-
-    def _computed(self, graph: Graph | None, step: Arrays[Tensor] | None, header: Header) -> Tensor:
-        """Return the results of a step whose tables and inputs are in place. `step` may be None if there is a graph."""
-        if graph is not None:
-            graph.graph.replay()
-            return graph.tokens
-        assert step is not None
-        return self._executor.run(step, header)
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -230,13 +224,13 @@ class Cuda:
         reach, graphs = self._executor.reach, bool(self._sizes)
         for header, values in warm_ups(self._capacity, reach, graphs=graphs, random=self._random):
             self.staging[0][: len(values)] = values
-            self._launch(0, header)
+            self.launch(0, header)
             self.wait(0)
         warm_up = partial(self._moves.warm_up, self._executor.scratch, host_tier=self._executor.has_host_tier)
         guarded(lambda: "moving a block", warm_up)
 
     def _capture(self, rows: int, pool: Any) -> Graph:
-        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random, padded=False)
+        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random)
         with torch.cuda.stream(self._compute):
             inputs = torch.from_numpy(values).to(self._executor.device)
         step = arrays(inputs, header)
@@ -262,9 +256,7 @@ class Timeline:
         self._last = Lanes(*[anchor_ns] * 6)
 
     def at(self, edge: int) -> int:
-        """Return the time of an event that is `edge` nanoseconds behind the H2D copy of the step aligned last; it may
-        lie long before that copy.
-        """
+        """Return the time of an event `edge` ns behind, or long before, the H2D copy of the step aligned last."""
         return self._anchor_ns + edge
 
     def aligned(self, edges: Sequence[int], launched_ns: int, awaited_ns: int) -> Lanes:
@@ -343,3 +335,107 @@ def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
     size = re.search(r"Tried to allocate ([\d.]+ \w+)", complaint)
     requested, there = size[1] if size else "more", f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free"
     return f"no memory for {doing}: {requested} asked for, {there}"
+
+
+# -- CUDA graphs: work of fixed shape, captured once and replayed with one launch -------------------------------------
+
+
+class Graph(NamedTuple):
+    """A captured decode step: the graph, its inputs, its outputs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    tokens: Tensor
+
+
+@cache
+def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+    """Return streams for kernels, copies in and copies out. They are the same in every run of a process, because cuBLAS
+    keeps a workspace for each stream that it has ever computed on.
+    """
+    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Capture `act` as a graph; return it and what `act` returned: tensors that every replay writes again.
+
+    `act` is run before on the same stream, so that what happens only once (compiling, loading, workspaces) is not
+    captured; the graph is replayed after, because its first launch uploads it. Raises what `act` raises.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            act()
+    graph, first = torch.cuda.CUDAGraph(), None
+    try:  # on the stream already, since a capture that cannot be ended leaves its own stream current
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
+            try:
+                result = act()
+            except Exception as error:
+                first = error
+                raise
+    except Exception:
+        if first is not None:  # ending the capture then fails, too, and hides the cause
+            raise first from None
+        raise
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            graph.replay()
+    return graph, result
+
+
+# -- steps before a run, so that nothing in it is a first time; they need no GPU --------------------------------------
+
+
+def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> Iterator[tuple[Header, Ints]]:
+    """Yield steps that need every kernel of a run, except for decode steps replayed as graphs, and as much memory as
+    its largest step. That one comes last: every row samples, and the rows have the most query tokens possible, though
+    no row more than the `reach` of a slot.
+    """
+    most, beams, tokens = capacity.rows, capacity.beams, LEAST_TOKENS
+    step = partial(scratch_step, slot=capacity.slots, random=random)
+    sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # doubling the rows halves the splits of each
+    for rows in sizes:
+        if 0 < beams <= rows:
+            yield step([], decodes=rows // beams * beams, beams=beams)
+    while tokens < capacity.tokens:  # kernels of matrix products differ with the size
+        decodes = min(most - 1, tokens // 2)  # half of the tokens and one of the rows are left to chunks
+        chunks = min(most - decodes, max(1, -(-(tokens - decodes) // reach)))
+        yield step(spread(tokens - decodes, chunks, reach), decodes=decodes)
+        tokens *= 2
+    largest = spread(capacity.tokens, most, reach)
+    for padded in (False,) if graphs else (False, True):
+        for rows in () if graphs else sizes:
+            yield step([], decodes=rows, padded=padded)
+        chunked = max(largest) > 1
+        yield step(largest if chunked else [], decodes=0 if chunked else most, padded=padded)
+
+
+def spread(tokens: int, rows: int, reach: int) -> list[int]:
+    """Distribute `tokens` evenly over this many rows, none above `reach`."""
+    return [min(reach, (tokens + i) // rows) for i in range(rows)]
+
+
+def scratch_step(
+    chunks: list[int], slot: int, *, random: bool, decodes: int = 0, padded: bool = False, beams: int = 0
+) -> tuple[Header, Ints]:
+    """Return a step on the scratch slot: decode rows, then the first chunks of sequences. Every row samples."""
+    counts = [1] * decodes + chunks
+    header = Header(
+        rows=len(counts),
+        decodes=decodes,
+        live=decodes,
+        tokens=sum(counts),
+        longest=max(chunks, default=1),
+        further=len(chunks),
+        updates=0,
+        random=random,
+        padded=padded,
+        beams=beams,
+    )
+    values: Ints = np.zeros(header.size, dtype=np.int32)
+    step = arrays(values, header)
+    step.slots[:], step.kv_tokens[:] = slot, counts
+    step.starts[:] = [0, *accumulate(counts)]
+    step.sampled[:] = range(decodes, header.rows)
+    return header, values

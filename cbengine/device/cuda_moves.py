@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from cbengine.model.host_tier import Carrier
+from cbengine.model.kvcache import Carrier
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
@@ -58,9 +58,7 @@ class CudaMoves:
             torch.cuda.synchronize()  # the next one uses the same blocks
 
     def before_rows(self, plan: StepPlan) -> None:
-        """Queue the transfers that precede a plan's rows. Device copies after the last transfer from or to the host are
-        left to `copies`.
-        """
+        """Queue the transfers before a plan's rows, but for the last device copies, which are left to `copies`."""
         for queued in self._queued:
             if queued.job in plan.awaited:
                 self._compute.wait_event(queued.end)

@@ -12,11 +12,9 @@ from cbengine.batch import Capacity
 from cbengine.device.layout import Arrays, Header
 from cbengine.device.moves import InPlace
 from cbengine.model.decoder import Model
-from cbengine.model.host_tier import Carrier, HostTier
-from cbengine.model.kvcache import KvCache
+from cbengine.model.kvcache import Carrier, KvCache
 from cbengine.model.ops import Rows
-from cbengine.ranking import rank
-from cbengine.sampling import Draws, sample
+from cbengine.sampling import Draws, rank, sample
 
 
 class Executor:
@@ -25,30 +23,14 @@ class Executor:
     may lie behind the cache.
     """
 
-    def __init__(self, model: Model, cache: KvCache, capacity: Capacity, host: HostTier | None = None) -> None:
-        device = cache.keys.device
+    def __init__(self, model: Model, cache: KvCache, capacity: Capacity, host: Tensor | None = None) -> None:
+        self.device, self.has_host_tier = cache.keys.device, host is not None
+        self.scratch = cache.scratch  # a block that belongs to no request
+        self.reach = capacity.width * cache.block_size  # the tokens that the longest block table can hold
         self._model, self._cache, self._host = model, cache, host
         shape, unused = (capacity.slots + 1, capacity.tables, capacity.width), cache.scratch * cache.pages
-        self._tables = torch.full(shape, unused, dtype=torch.int32, device=device)  # first pages of blocks
-        self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        return self._tables.device
-
-    @property
-    def reach(self) -> int:
-        """The tokens that the longest block table can hold."""
-        return self._tables.shape[2] * self._cache.block_size
-
-    @property
-    def scratch(self) -> int:
-        """The scratch block, which belongs to no request."""
-        return self._cache.scratch
-
-    @property
-    def has_host_tier(self) -> bool:
-        return self._host is not None
+        self._tables = torch.full(shape, unused, dtype=torch.int32, device=self.device)  # first pages of blocks
+        self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=self.device)
 
     def carrier(self) -> Carrier:
         """Return a carrier of blocks, one for each stream."""
@@ -67,9 +49,7 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, step: Arrays[Tensor], header: Header) -> Tensor:
-        """Compute a step and return int32 [results]: a token of each sampling row, -1 if its logits were not numbers;
-        with beams the arrays of `Ranked`.
-        """
+        """Return int32 [results]: a token of each sampling row, -1 without numbers as logits; with beams `Ranked`."""
         if not header.rows:
             return step.tokens
         rows, owner = self._rows(step, header)
@@ -90,9 +70,7 @@ class Executor:
         return sampled
 
     def _rows(self, step: Arrays[Tensor], header: Header) -> tuple[list[Rows], Tensor | None]:
-        """Return what each group of layers needs to know of the rows, and the row of every token (None: row i has token
-        i alone).
-        """
+        """Return the rows as each group of layers sees them, and every token's row (None: row i has token i alone)."""
         slots, kv_tokens, starts = step.slots.long(), step.kv_tokens.long(), step.starts.long()
         owner = None
         if header.decodes == header.rows:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from cbengine.ranking import Ranked
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
+Ints = npt.NDArray[np.int32]
 T = TypeVar("T")
-
-
-class Sliced(Protocol):
-    """A sliceable buffer: a numpy array or a tensor."""
-
-    def __getitem__(self, at: Any, /) -> Any: ...
-
-
-Buffer = TypeVar("Buffer", bound=Sliced)
+Buffer = TypeVar("Buffer", Ints, Tensor)
 
 
 class Arrays(NamedTuple, Generic[T]):
@@ -42,11 +37,23 @@ class Arrays(NamedTuple, Generic[T]):
     blocks: T  # [updates]: the blocks written there
 
 
+class Ranked(NamedTuple):
+    """A step's results where beams are ranked: int32 [rows] each, one after the other."""
+
+    tokens: Ints  # -1, for all beams of a search, where the logits of one were not numbers
+    parents: Ints  # the beam that the token continues, as an index within the search
+    scores: Ints  # the bits of a float32
+
+    @classmethod
+    def of(cls, results: Ints) -> Ranked:
+        return cls(*results.reshape(len(cls._fields), -1))
+
+
 class Header(NamedTuple):
     """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
     the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size. `random`: whether
     some request of the run draws its tokens, so that every row has settings; a row may still be greedy. `beams`: that
-    many consecutive sampling rows are the beams of one search (ranking.py); 0 without beam search.
+    many consecutive sampling rows are the beams of one search (sampling.rank); 0 without beam search.
     """
 
     rows: int

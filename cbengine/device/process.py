@@ -16,15 +16,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from cbengine.batch import Capacity
-from cbengine.device.base import DeviceError, Ints, Lanes
+from cbengine.device.base import DeviceError, EngineDevice, Lanes
 from cbengine.device.executor import Executor
-from cbengine.device.layout import Header, arrays
+from cbengine.device.layout import Header, Ints, arrays
 from cbengine.device.moves import Moved
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import Direction, Transfer
@@ -36,9 +36,10 @@ START_S = 120.0  # the longest that a worker may take to load its model
 STEP_S = 600.0  # the longest that a step may take: a stopped worker never answers, and no step of a CPU is that long
 Build = Callable[[], Executor]
 Packed = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
+"""Step, transfers, jobs to wait for."""
 
 
-class Process:
+class Process(EngineDevice):
     """A worker process. `build` makes the executor in the worker, so it must be picklable."""
 
     def __init__(self, build: Build, capacity: Capacity, depth: int) -> None:
@@ -62,13 +63,14 @@ class Process:
         self._receive(START_S)
         self._waits = Waits({"driver": os.getpid(), "worker": self._worker.pid or 0})
 
-    def bucket(self, rows: int) -> int:
-        return rows
-
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
         self._sent[slot] = header.results, time.perf_counter_ns()
+        packed: Packed | None = None  # without the requests whose KV it is
+        if plan.transfers or plan.awaited:
+            transfers = [(int(move.direction), move.sources, move.targets, move.job) for move in plan.transfers]
+            packed = plan.step, transfers, plan.awaited
         try:
-            self._pipe.send((slot, tuple(header), _packed(plan) if plan.transfers or plan.awaited else None))
+            self._pipe.send((slot, tuple(header), packed))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
@@ -128,16 +130,6 @@ class Process:
         self.staging, self._results = [], []
 
 
-def _packed(plan: StepPlan) -> Packed:
-    """Return a plan's transfers without the requests whose KV it is: step, transfers, jobs to wait for."""
-    return plan.step, [(int(t.direction), t.sources, t.targets, t.job) for t in plan.transfers], plan.awaited
-
-
-def _unpacked(packed: Packed) -> tuple[int, list[Transfer], tuple[int, ...]]:
-    step, transfers, awaited = packed
-    return step, [Transfer(Direction(kind), old, new, None, job) for kind, old, new, job in transfers], awaited
-
-
 def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
     """Run the worker: one step after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
@@ -151,7 +143,8 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
             slot, lengths, packed = pipe.recv()
             header = Header(*lengths)
             if packed is not None:
-                number, transfers, awaited = _unpacked(packed)
+                number, listed, awaited = packed
+                transfers = [Transfer(Direction(kind), old, new, None, job) for kind, old, new, job in listed]
                 mover.before_rows(number, transfers, awaited)
             start = time.perf_counter_ns()
             step = arrays(buffers[2 * slot], header)
@@ -170,13 +163,6 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
 # -- cores ------------------------------------------------------------------------------------------------------------
 
 
-class Demand(NamedTuple):
-    """The nanoseconds that a process has computed, and has waited for a core that something else used."""
-
-    computed: int
-    waited: int
-
-
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -188,33 +174,30 @@ class Waits:
     def __init__(self, processes: Mapping[str, int]) -> None:
         self._begun = {(name, pid): _demand(pid) for name, pid in processes.items()}
 
-    def shares(self) -> dict[str, float]:
-        """Return the shares by name, of the processes for which the system reports them."""
-        shares = {}
+    def facts(self) -> dict[str, Any]:
+        """Return the entries of env.json: the shares of the processes for which the system reports them, with a notice
+        if driver and worker did not have a core each, because a loop's gain from overlap then cannot be seen.
+        """
+        shares, count = {}, cores()
         for (name, pid), before in self._begun.items():
             after = _demand(pid)
             if before is not None and after is not None:
-                computed, waited = after.computed - before.computed, after.waited - before.waited
+                computed, waited = after[0] - before[0], after[1] - before[1]
                 shares[name] = waited / max(computed + waited, 1)
-        return shares
-
-    def facts(self) -> dict[str, Any]:
-        """Return the entries of env.json, with a notice if driver and worker did not have a core each, because a loop's
-        gain from overlap then cannot be seen.
-        """
-        shares, count = self.shares(), cores()
         facts = {"cores": count, "waited_for_core": {name: round(share, 4) for name, share in shares.items()}}
         if count >= 2 and max(shares.values(), default=0.0) < SHARED:
             return facts
-        waited = ", ".join(f"the {name} {share:.0%}" for name, share in shares.items())
-        figures = f": of the time that it had work, {waited} waited for a core" if waited else ""
+        each = ", ".join(f"the {name} {share:.0%}" for name, share in shares.items())
+        figures = f": of the time that it had work, {each} waited for a core" if each else ""
         reason = f"driver and worker want a core each, here is {count} for all that runs{figures}"
         return facts | {"notices": [f"sync against async cannot be judged on this machine: {reason}"]}
 
 
-def _demand(pid: int) -> Demand | None:
-    """Return the demand of a process's main thread; None if the system does not report it."""
+def _demand(pid: int) -> tuple[int, int] | None:
+    """Return the nanoseconds that a process's main thread has computed, and has waited for a core that something else
+    used; None if the system does not report them.
+    """
     with suppress(OSError, ValueError, TypeError):
         computed, waited, _ = map(int, (PROC / str(pid) / "schedstat").read_bytes().split())
-        return Demand(computed, waited)
+        return computed, waited
     return None

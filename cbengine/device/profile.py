@@ -39,9 +39,7 @@ class Kernel(NamedTuple):
 
 
 class Profile:
-    """A profiler called after every step, as progress is; it profiles `count` steps after the first SKIPPED. `depth`
-    steps are in flight while one is planned.
-    """
+    """A profiler of `count` steps after the first SKIPPED, called after every step; `depth` are in flight at a time."""
 
     def __init__(self, record: Record, count: int, depth: int) -> None:
         self._record, self._count, self._ahead = record, count, depth - 1
@@ -96,7 +94,8 @@ class Profile:
 def shares(window: Steps, spans: Sequence[Span]) -> str:
     """Return the GPU's active share over two steps or more, by their events and by the kernels seen in that time."""
     span = int(window["compute_end_ns"].max() - window["compute_start_ns"].min())
-    busy, reach = union(spans)
+    reach = max((end for _, _, end in spans), default=0.0) - (spans[0].start_us if spans else 0.0)
+    busy = reach - sum(kernel.gap_us for kernel in by_kernel(spans))
     other = f"profiler {busy / reach:.2%}" if reach else "the profiler saw no kernels"
     first, last = int(window["step"][0]), int(window["step"][-1])
     return f"GPU active over steps {first} to {last}: events {window.lane('compute').sum() / span:.2%}, {other}"
@@ -112,15 +111,6 @@ def kernels(events: Iterable[Any]) -> list[Span]:
         and not getattr(event, "is_user_annotation", False)
     ]
     return sorted(spans, key=attrgetter("start_us"))
-
-
-def union(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return (time covered by at least one span, time from the first start to the last end); spans in order of time."""
-    covered, reach = 0.0, float("-inf")
-    for _, start, end in spans:
-        covered += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return covered, reach - spans[0].start_us if spans else 0.0
 
 
 def by_kernel(spans: Sequence[Span]) -> list[Kernel]:

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import probes, provenance
-from cbengine.measure.fit import Fit, fit
 from cbengine.measure.probes import EqualStepTimes, ProbeTable, Reach
 from cbsim.cost.base import PHASES, PhaseCost
 from cbsim.errors import ScenarioError
@@ -34,12 +33,16 @@ GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "pe
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
+RANGE = {"rows": "requests", "tokens": "query_tokens", "context_tokens": "read"}  # largest sizes measured, by column
 EQUAL_TIMES = ("sync_s", "async_s", "difference_s")
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
 CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
 """The points that a curve may have: dense where captured batch sizes lie, then two to an octave."""
 FEW = 8  # the least number of steps between two points of a curve
 ENOUGH = 24  # the least number of steps in all
+OUTLIER = 6.0  # times the median error of a fit
+SYSTEMATIC = 0.15  # share of a step's time
+ROUNDS = 5  # of a fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,7 @@ def _rounded(nanoseconds: float) -> float:
 
 
 def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dict[str, Any]:
-    """Write the coefficient file, and beside it the steps that it is fitted to; return the file's content. Raises
-    UsageError if that is impossible.
-    """
+    """Write the coefficient file, and beside it the steps fitted to; return its content. Raises UsageError."""
     git, equal = environment.git_state(), measured.table.equal
     origin = {
         "device": device,
@@ -210,22 +211,13 @@ def check_settings(path: Path, base: Scenario, device: str) -> None:
 def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[str, Any]:
     calibrated = {
         **origin,
-        **_range(measured.table),
+        **{name: int(measured.table.column(column).max()) for name, column in RANGE.items()},
         "fits": {name: fitted.errors() for name, fitted in measured.fits.items()},
     }
     content = {"calibrated": calibrated, **measured.coefficients}
     comment = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
     provenance.write(path, (comment + sealed(documents.write(content))).encode())
     return content
-
-
-RANGE = ("rows", "tokens", "context_tokens")
-
-
-def _range(table: ProbeTable) -> dict[str, int]:
-    """Return the largest sizes that were measured."""
-    columns = dict(zip(RANGE, ("requests", "query_tokens", "read"), strict=True))
-    return {name: int(table.column(column).max()) for name, column in columns.items()}
 
 
 def steps_of(path: Path) -> Path:
@@ -241,3 +233,87 @@ def check_writable(path: Path) -> None:
         path.open("ab").close()
         if new:
             path.unlink()
+
+
+# -- the fit ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The `coefficients` of a linear form through `used` of `steps` measured steps. Errors are shares of the measured
+    time: the median and the 95th percentile over all steps, and that of the sum.
+    """
+
+    coefficients: tuple[float, ...]
+    steps: int
+    used: int
+    median_error: float
+    p95_error: float
+    total_error: float
+
+    def errors(self) -> dict[str, float]:
+        """Return the errors in a coefficient file's fields."""
+        shares = {"median": self.median_error, "p95": self.p95_error, "total": self.total_error}
+        return {"steps": self.steps, "used": self.used} | {name: round(value, 5) for name, value in shares.items()}
+
+
+def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fit:
+    """Return coefficients c >= 0 such that features @ c is about `measured`. Shapes: features [steps, terms], measured
+    [steps] > 0, weights [steps]: the weight of a step's squared error, 1 by default.
+
+    A step's error is relative to what the previous fit predicts, so that short steps matter as much as long ones and
+    the sum over many is unbiased (relative to the measured times, it would come out too small). A step that the
+    operating system disturbed is an outlier and left out: its error exceeds OUTLIER times the median error, and
+    SYSTEMATIC, below which the form itself may be at fault and the error is kept.
+    """
+    assert len(features) == len(measured)
+    root = np.ones(len(measured)) if weights is None else np.sqrt(weights)
+    keep = np.ones(len(measured), dtype=bool)
+    scale = np.full(len(measured), max(float(np.median(measured)), 1.0))
+    for _ in range(ROUNDS):
+        shares = root[keep] / scale[keep]
+        coefficients = non_negative(features[keep] * shares[:, None], measured[keep] * shares)
+        predicted = features @ coefficients
+        scale = np.maximum(predicted, 0.01 * max(float(np.median(measured)), 1.0))
+        error = np.abs(predicted - measured) / scale
+        keep = error <= max(OUTLIER * float(np.median(error)), SYSTEMATIC)
+    share = np.abs(predicted - measured) / np.maximum(measured, 1.0)
+    return Fit(
+        tuple(coefficients.tolist()),
+        len(measured),
+        int(keep.sum()),
+        float(np.median(share)),
+        float(np.quantile(share, 0.95)),
+        float(predicted[keep].sum() / measured[keep].sum() - 1),
+    )
+
+
+def non_negative(matrix: Floats, target: Floats) -> Floats:
+    """Solve least squares with x >= 0 (Lawson and Hanson's active set, 1974), columns scaled to one length."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    a = matrix / scale
+    x, passive = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    for _ in range(10 * a.shape[1]):
+        gradient = a.T @ (target - a @ x)
+        gradient[passive] = -np.inf
+        if passive.all() or gradient.max() <= 1e-10 * max(float(np.linalg.norm(target)), 1e-300):
+            break
+        passive[int(gradient.argmax())] = True
+        x = _inside(a, target, x, passive)
+    result: Floats = x / scale
+    return result
+
+
+def _inside(a: Floats, target: Floats, x: Floats, passive: npt.NDArray[np.bool_]) -> Floats:
+    """Move from `x` towards the unconstrained optimum of the passive set until a coordinate would become negative."""
+    while True:
+        trial = np.zeros_like(x)
+        trial[passive] = np.linalg.lstsq(a[:, passive], target, rcond=None)[0]
+        below = passive & (trial <= 0)
+        if not below.any():
+            return trial
+        step = np.min(x[below] / np.maximum(x[below] - trial[below], 1e-300))
+        x = x + step * (trial - x)
+        passive &= ~(below & (x <= 1e-15))
+        x[~passive] = 0.0

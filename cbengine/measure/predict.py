@@ -20,14 +20,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from cbengine import build
+from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
@@ -40,7 +40,6 @@ from cbsim.metrics.terminal import lookup
 from cbsim.record import directory
 from cbsim.runs import run_command
 from cbsim.runs.run_command import RunOptions
-from cbsim.runs.running import Maker
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.demand import Synthetic
 from cbsim.scenario.documents import Document
@@ -51,17 +50,6 @@ CAPACITY_REQUESTS = 4  # times the case's requests: all at once, a queue so long
 LEFT_OUT = ("timeline.json.gz", "figures")  # parts of a run that can be made again from its tables
 ABSURD = 0.25  # on a CPU, whose own speed varies, only a makespan error above this is a defect of ours
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PredictOptions:
-    """The parsed options of `predict`: output folder, device, changes to every case, number of runs."""
-
-    device: build.DeviceName
-    out: Path
-    overrides: Sequence[str]
-    repeat: int
-    quick: bool
 
 
 class CaseFile(Frozen):
@@ -85,19 +73,6 @@ class ScoredCase:
 
     case: str
     scores: Sequence[Score]
-
-
-def predict(
-    names: Sequence[str], options: PredictOptions, maker: Callable[[Setup], Maker], progress: Progress
-) -> list[ScoredCase]:
-    """Predict and run every case of these names and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
-    chosen = suite.chosen(names, options.device)
-    folder = options.out / provenance.slug(options.device)
-    session = _Session(options, folder, maker, progress)
-    for case in chosen:  # impossible cases are refused before anything is measured
-        session.scenario(*case.overrides)
-    provenance.begin(folder / "provenance.json", options.device)
-    return [ScoredCase(case.name, session.case(case)) for case in chosen]
 
 
 def again(names: Sequence[str], folder: Path, progress: Progress) -> list[ScoredCase]:
@@ -162,19 +137,37 @@ def _gain(scenario: Scenario) -> float:
         return bars.speed_up(simulated(scenario, Path(folder) / "run", lambda _: None))
 
 
-class _Session:
-    """A call of `predict`: its options, and the coefficients fitted so far."""
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A call of `predict`: its options, the number of runs of each loop among them, and the coefficients so far."""
 
-    def __init__(
-        self, options: PredictOptions, folder: Path, maker: Callable[[Setup], Maker], progress: Progress
-    ) -> None:
-        self._options, self._folder, self._maker, self._progress = options, folder, maker, progress
-        self._setup = Setup(device=options.device)
-        self._fitted: dict[str, dict[str, Any]] = {}
+    device: build.DeviceName
+    out: Path
+    overrides: Sequence[str]
+    repeat: int
+    quick: bool
+    progress: Progress
+    fitted: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.out / provenance.slug(self.device)
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(device=self.device)
+
+    def predict(self, names: Sequence[str]) -> list[ScoredCase]:
+        """Predict and run these cases and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
+        chosen = suite.chosen(names, self.device)
+        for case in chosen:  # impossible cases are refused before anything is measured
+            self.scenario(*case.overrides)
+        provenance.begin(self.folder / "provenance.json", self.device)
+        return [ScoredCase(case.name, self.case(case)) for case in chosen]
 
     def case(self, case: SuiteCase) -> list[Score]:
-        folder = self._folder / "validation" / case.name
-        self._progress(f"{case.name}: {case.about}")
+        folder = self.folder / "validation" / case.name
+        self.progress(f"{case.name}: {case.about}")
         known, ready = _case_file(folder / "case.json"), self.scenario(*case.overrides)
         rate = known.rate_per_s if known and case.load is not None else None
         if rate is not None:  # the rate of the earlier measurements
@@ -189,7 +182,7 @@ class _Session:
         described = CaseFile(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
         _write_case(folder, described.model_copy(update={"predicted": known.predicted if known else {}}))
         self._measure(case, ready, folder / "measured")
-        return _predict(folder, described, ready, coefficients, self._progress)
+        return _predict(folder, described, ready, coefficients, self.progress)
 
     def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:
         """Return the case with Poisson arrivals at this rate, in requests a second."""
@@ -198,18 +191,18 @@ class _Session:
         return case, self.scenario(*case.overrides)
 
     def scenario(self, *overrides: str) -> Scenario:
-        scenario = scenarios.load(suite.base(self._options.device), [*overrides, *self._options.overrides])
-        return build.adapted(scenario, self._setup)
+        scenario = scenarios.load(suite.base(self.device), [*overrides, *self.overrides])
+        return build.adapted(scenario, self.setup)
 
     def _coefficients(self, ready: Scenario) -> dict[str, Any]:
         """Return the coefficients of the model and the family of schedulers; earlier probes are used again."""
-        file = _coefficient_file(self._folder, ready)
-        if file.name not in self._fitted:
-            self._fitted[file.name] = self._calibrated(file, ready)
-        return self._fitted[file.name]
+        file = _coefficient_file(self.folder, ready)
+        if file.name not in self.fitted:
+            self.fitted[file.name] = self._calibrated(file, ready)
+        return self.fitted[file.name]
 
     def _calibrated(self, file: Path, ready: Scenario) -> dict[str, Any]:
-        steps, device = calibrate.steps_of(file), build.device_name(self._setup)
+        steps, device = calibrate.steps_of(file), build.device_name(self.setup)
         if steps.exists() != file.exists():
             lost, there = (file, steps) if steps.exists() else (steps, file)
             raise UsageError(f"{lost}: no such file, but {there.name} is there: put it back, or remove that, too")
@@ -217,12 +210,12 @@ class _Session:
             calibrate.check_settings(file, ready, device)
             return calibrate.refit(file, ready.model.layers)
         calibrate.check_writable(file)
-        name, small = suite.base(self._options.device), self._options.device == "process"
+        name, small = suite.base(self.device), self.device == "process"
         shape = json.dumps(ready.model.model_dump(mode="json"))  # with every field, so that any model will do
         changes = [f"model={shape}", f"scheduler={{name: {ready.scheduler.name}}}"]
-        probed = build.adapted(scenarios.load(name, [*changes, *self._options.overrides]), self._setup)
+        probed = build.adapted(scenarios.load(name, [*changes, *self.overrides]), self.setup)
         reach = probes.CPU_REACH if small else probes.GPU_REACH
-        measured = calibrate.calibrate(probed, self._setup, self._progress, reach=reach, quick=self._options.quick)
+        measured = calibrate.calibrate(probed, self.setup, self.progress, reach=reach, quick=self.quick)
         return calibrate.write(file, measured, probed, device)
 
     def _rate(self, case: SuiteCase, ready: Scenario, coefficients: dict[str, Any], folder: Path) -> float:
@@ -235,22 +228,20 @@ class _Session:
         count = ready.workload.requests * CAPACITY_REQUESTS
         flood = self.scenario(*case.overrides, f"workload.requests={count}", "loop.mode=sync")
         flooded = predictable(flood, coefficients, case.injected_ms)
-        summary = simulated(flooded, folder / "capacity", self._progress)["sync"]
+        summary = simulated(flooded, folder / "capacity", self.progress)["sync"]
         return float(f"{case.load * summary['requests_per_s']:.4g}")
 
     def _measure(self, case: SuiteCase, ready: Scenario, out: Path) -> None:
-        """Measure the missing runs of each loop. The loops' order alternates, so that a machine that becomes slower
-        does so for both.
-        """
-        setup = replace(self._setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
+        """Measure the missing runs. The loops' order alternates: a machine that becomes slower does so for both."""
+        setup = replace(self.setup, injected=(("prepare", round(case.injected_ms * 1e6)),))
         loops = scenarios.loops(ready)
-        for turn in range(self._options.repeat):
+        for turn in range(self.repeat):
             for loop in loops if turn % 2 == 0 else loops[::-1]:
                 if len(_complete(out, loop, ready)) > turn:
                     continue
-                self._progress(f"  measuring {loop}")
-                options = _options(self._options.device, case, self._options.overrides, out)
-                _trim(run_command.one_loop(ready, loop, options, self._maker(setup)).folder)
+                self.progress(f"  measuring {loop}")
+                options = _options(self.device, case, self.overrides, out)
+                _trim(run_command.one_loop(ready, loop, options, servers.maker(setup)).folder)
 
 
 def _coefficient_file(folder: Path, ready: Scenario) -> Path:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cbengine import build
+from cbengine.batch import Load
 from cbengine.build import Setup
 from cbengine.errors import UsageError
-from cbengine.load import Load
 from cbsim.cost.base import PHASES, size
 from cbsim.cost.fitted import work
 from cbsim.errors import ScenarioError

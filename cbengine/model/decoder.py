@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import KvCache
-from cbengine.model.ops import Ops, Rows
+from cbengine.model.ops import Rows, TorchOps
+from cbengine.model.weights import Architecture, RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Model:
     joined matrix are freed before the next is made. Nothing requires a gradient.
     """
 
-    def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], ops: Ops, positions: int) -> None:
+    def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], ops: TorchOps, positions: int) -> None:
         self.architecture, self.ops, self._sees = architecture, ops, architecture.layer_attention
         self.embedding = tensors.pop("model.embed_tokens.weight")
         self.head = self.embedding if architecture.tied_embeddings else tensors.pop("lm_head.weight")

@@ -1,4 +1,6 @@
-"""The tensors that hold keys and values: blocks of tokens, a layer after the other. Policy decides who owns a block."""
+"""The tensors that hold keys and values: blocks of tokens, a layer after the other; a host tier behind them; and the
+carrier that copies blocks inside the cache and between the two. Policy decides who owns a block.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cbengine.errors import UsageError
-from cbengine.model.architecture import Architecture
 from cbsim.policy.groups import LayerGroup
+from cbsim.policy.transfers import Direction
+from cbsim.scenario.shapes import ModelShape
 
 
 class DeviceMemoryError(UsageError):
@@ -24,7 +27,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-def pages_of(architecture: Architecture, groups: Sequence[LayerGroup]) -> int:
+def pages_of(architecture: ModelShape, groups: Sequence[LayerGroup]) -> int:
     """Return the number of layers whose KV is in one block: all of them, or as many as the largest group has."""
     return max((len(group.layers) for group in groups), default=architecture.layers)
 
@@ -39,7 +42,7 @@ class KvCache:
 
     def __init__(
         self,
-        architecture: Architecture,
+        architecture: ModelShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -50,7 +53,7 @@ class KvCache:
         layers, page = architecture.layers, (block_size, architecture.kv_heads, architecture.head_dim)
         self.pages = pages_of(architecture, groups) if groups else 1
         shape = ((num_blocks + 1) * self.pages, *page) if groups else (layers, num_blocks + 1, *page)
-        self.scratch = num_blocks
+        self.scratch, self.block_size = num_blocks, block_size
         self.bytes = self.bytes_for(architecture, num_blocks, block_size, dtype, groups)
         free = free_bytes(device)
         if free is not None and self.bytes > free:
@@ -62,11 +65,13 @@ class KvCache:
             if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise  # a broken GPU is no lack of memory
             raise DeviceMemoryError(self._too_large(free, device)) from None
-        self._spots = _spots(groups, layers) if groups else []
+        spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+        assert not groups or sorted(spots) == list(range(layers)), "every layer is of one group"
+        self._spots = spots  # the group of every layer, and its index in it
 
     @staticmethod
     def bytes_for(
-        architecture: Architecture,
+        architecture: ModelShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -75,11 +80,6 @@ class KvCache:
         """Return the bytes of a cache with this many blocks, its scratch block included."""
         tokens = pages_of(architecture, groups) * (num_blocks + 1) * block_size
         return 2 * tokens * architecture.kv_heads * architecture.head_dim * dtype.itemsize
-
-    @property
-    def block_size(self) -> int:
-        """The number of tokens in a block."""
-        return self.keys.shape[-3]
 
     def group(self, layer: int) -> int:
         """Return the group whose block tables a layer uses."""
@@ -91,7 +91,7 @@ class KvCache:
         """
         if not self._spots:
             return self.keys[index], self.values[index]
-        at = self._spots[index][1]
+        _, at = self._spots[index]
         return self.keys[at:], self.values[at:]
 
     def block(self, index: int) -> tuple[Tensor, Tensor]:
@@ -109,8 +109,64 @@ class KvCache:
         return f"{cache}, where {free:,} bytes are free: {fit:,} blocks would fit"
 
 
-def _spots(groups: Sequence[LayerGroup], layers: int) -> list[tuple[int, int]]:
-    """Return the group of every layer, and its index in it."""
-    spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
-    assert sorted(spots) == list(range(layers)), "every layer is of one group"
-    return [spots[layer] for layer in range(layers)]
+def host_tier(model: ModelShape, host_blocks: int, block_size: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Return a host tier: [host_blocks, 2, layers, block_size, kv_heads, head_dim] in host memory, zeros at first. A
+    block's keys and values of all layers are contiguous, so that one copy transfers a block over a GPU's link; for that
+    the memory is `pinned`. Raises DeviceMemoryError.
+    """
+    shape = (host_blocks, 2, model.layers, block_size, model.kv_heads, model.head_dim)
+    try:
+        return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+    except RuntimeError as error:
+        if pinned and "memory" not in str(error):
+            raise  # a broken GPU is no lack of memory
+        size = KvCache.bytes_for(model, host_blocks - 1, block_size, dtype)
+        taken = pinned_size(size) if pinned else size
+        raise DeviceMemoryError(f"{too_large(host_blocks, taken)}: more than it gives") from None
+
+
+def pinned_size(size: int) -> int:
+    """Return the bytes that this size takes in pinned memory: torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def too_large(host_blocks: int, size: int) -> str:
+    """Return the beginning of an error: the size requested of a tier. Each scheduler has its own name for it."""
+    return f"scheduler: got a host tier of {host_blocks:,} blocks, which takes {size:,} bytes of the host"
+
+
+class Carrier:
+    """A carrier copies whole blocks, one after the other; between cache and host each passes through one staging block
+    beside the cache. On a GPU everything is queued on the current stream, without waiting. Every block uses the same
+    staging block, so all work of one carrier has to be on one stream.
+
+    Between cache and host a block takes three copies, two of them beside the cache. The CPU queues each, and the link
+    is idle during those two. The cost of that has not been measured.
+    """
+
+    def __init__(self, cache: KvCache, host: Tensor | None) -> None:
+        self._cache = cache
+        if host is not None:
+            self._host = host
+            self._staging = torch.empty_like(host[0], device=cache.keys.device, pin_memory=False)
+
+    @torch.inference_mode()
+    def carry(self, direction: Direction, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy block `sources[i]` to `targets[i]`, in this order."""
+        act = (self._copy, self._out, self._in)[direction]
+        for source, target in zip(sources, targets, strict=True):
+            act(source, target)
+
+    def _copy(self, source: int, target: int) -> None:
+        for new, old in zip(self._cache.block(target), self._cache.block(source), strict=True):
+            new.copy_(old)
+
+    def _out(self, source: int, slot: int) -> None:
+        for part, cached in zip(self._staging, self._cache.block(source), strict=True):
+            part.copy_(cached)
+        self._host[slot].copy_(self._staging, non_blocking=True)
+
+    def _in(self, slot: int, target: int) -> None:
+        self._staging.copy_(self._host[slot], non_blocking=True)
+        for part, cached in zip(self._staging, self._cache.block(target), strict=True):
+            cached.copy_(part)

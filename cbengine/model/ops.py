@@ -1,11 +1,10 @@
 """The model's operations on a device: norms, rotation with the cache write, paged attention, the gate; and the rows of
-a step as they see them. `TorchOps` is the plain reference, right everywhere; GPU kernels implement the same protocol.
+a step as they see them. `TorchOps` is the plain reference, right everywhere; GPU kernels replace its methods.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,14 +33,21 @@ class Rows:
     first: Tensor | None = None  # [R]: cached tokens before it are padding, each seen by itself only
 
 
-class Ops(Protocol):
-    """The operations but matrix products. T query tokens, Hq query heads, Hk key-value heads, D width of a head."""
+class TorchOps:
+    """The operations but matrix products, in plain torch on any device. T query tokens, Hq query heads, Hk key-value
+    heads, D width of a head. Attention gathers each row's pages: right, and slow on a GPU.
+    """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the RMS norm over the last dimension, computed in float32."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (norm of x + residual, x + residual). `residual` may be overwritten."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
 
     def rotate_and_cache(
         self,
@@ -56,36 +62,6 @@ class Ops(Protocol):
         """Norm and rotate queries and keys (halves rotated, as transformers does), write keys and values to the cache.
         Returns the queries [T, Hq, D].
         """
-
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
-        """Compute causal attention over what a layer sees of the paged cache, scaled by D^-0.5: [T, Hq, D]."""
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Map [T, 2 I] to [T, I]: silu of the first half times the second."""
-
-
-class TorchOps:
-    """A plain torch implementation on any device. Attention gathers each row's pages: right, and slow on a GPU."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
-
-    def rotate_and_cache(
-        self,
-        qkv: Tensor,
-        rotation: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        keys: Tensor,
-        values: Tensor,
-        rows: Rows,
-    ) -> Tensor:
         kv_heads, width = keys.shape[2], keys.shape[3]
         heads = qkv.shape[1] // width - 2 * kv_heads
         q, k, v = qkv.view(len(qkv), -1, width).split((heads, kv_heads, kv_heads), dim=1)
@@ -97,6 +73,7 @@ class TorchOps:
         return _rotated(q, cos, sin)
 
     def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
+        """Compute causal attention over what a layer sees of the paged cache, scaled by D^-0.5: [T, Hq, D]."""
         block_size, group = keys.shape[1], queries.shape[1] // keys.shape[2]
         out = torch.empty_like(queries)
         firsts = [0] * len(rows.slots) if rows.first is None else rows.first.tolist()
@@ -118,6 +95,7 @@ class TorchOps:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Map [T, 2 I] to [T, I]: silu of the first half times the second."""
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 

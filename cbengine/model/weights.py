@@ -1,10 +1,11 @@
-"""The weights under the names and shapes of Hugging Face: drawn from a seed, or read from a folder."""
+"""Decoders of the Llama family: their architecture, and weights as Hugging Face names them, drawn or read."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cbengine.errors import UsageError
-from cbengine.model.architecture import Architecture, RopeScaling
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
 from cbsim import files
 from cbsim.files import too_long
@@ -20,6 +20,7 @@ from cbsim.scenario import pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
+from cbsim.scenario.shapes import ModelShape
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")  # fields of config.json; tensors are converted to the type of the run
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -34,6 +35,28 @@ MODELLED: dict[str, object] = {  # fields of config.json that must be absent, nu
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's stretched rotary frequencies (`rope_type: llama3` in config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+class Architecture(ModelShape):
+    """A dense decoder: grouped-query attention with rotary positions, RMS norms, gated SiLU feed-forward. Defaults of
+    fields that a scenario's shape lacks are those of a run without weights: unscaled rotary positions.
+    """
+
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    end_tokens: tuple[int, ...] = ()
+    """The ids that end a text."""
 
 
 class WeightsError(UsageError):
@@ -196,9 +219,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def architecture(folder: Path) -> Architecture:
-    """Return the architecture in a folder's config.json, named after the folder, with transformers' defaults for absent
-    fields. Raises WeightsError.
-    """
+    """Return the architecture in a folder's config.json, with transformers' defaults. Raises WeightsError."""
     path = folder / "config.json"
     fields = {k: v for k, v in read_json(path).items() if k not in DTYPE_FIELDS}
     config = Config(path, fields, WeightsError)

@@ -1,4 +1,6 @@
-"""The engine as a backend of the front end: requests go to its thread, tokens and ends come back once a step."""
+"""The engine as a backend of the front end: requests go to its thread, tokens and ends come back once a step; and the
+command `cbengine serve`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +8,53 @@ import asyncio
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from cbengine import batch, build
 from cbengine.build import Setup
-from cbengine.content import Ids
+from cbengine.driver import Hooks
 from cbengine.errors import UsageError
+from cbengine.model import weights
 from cbengine.sampling import MASK, Sampling, request_seed
-from cbengine.sequence import Sequence
-from cbengine.serving.post import Left, Post
-from cbengine.serving.reporter import Happened, Reporter
-from cbengine.serving.server import EngineServer
+from cbengine.sequence import Ids, Prompts, Sequence
+from cbengine.servers import Measured
+from cbengine.serving.reporter import Happened, Left, Post, Reporter, WokenClock
 from cbsim.errors import DeadlockError, ServerError
-from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
-from cbsim.http.tokenizer import Tokenizer
+from cbsim.http import listen
+from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream, longest_text
+from cbsim.http.listen import ServeOptions
+from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
+
+
+class EngineServer(Measured):
+    """An engine that serves the requests of its post until that is closed, behind a session's server interface. It
+    keeps no text of requests; `workload` is empty. Raises the errors of `build.assembled`.
+    """
+
+    def __init__(
+        self, setup: Setup, post: Post, reporter: Reporter, scenario: Scenario, loop: str, workload: Workload
+    ) -> None:
+        assert not workload.total
+        longest, blocks = longest_text(scenario, loop), scenario.options(loop).num_blocks
+        most = batch.Load(requests=blocks, prompt=longest - 1, answer=longest - 1, longest=longest)  # a block a request
+        plan = build.executor_plan(scenario, loop, [], setup, most)
+        prompts = Prompts(scenario.seed, plan.architecture.vocab)
+        hooks = Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed)
+        self.clock = WokenClock(post)
+        engine, device = build.assembled(scenario, loop, plan, setup, reporter, prompts, hooks, clock=self.clock)
+        reporter.serve(engine)
+        super().__init__(engine, device, setup, scenario, {"sampling": "as requests ask"})
 
 
 class EngineBackend(Backend):
@@ -50,7 +79,7 @@ class EngineBackend(Backend):
         super().__init__(model or scenario.model.name, tokenizer, scenario, loop)
         self._ends, self._vocab, self._seed = ends | tokenizer.ends, scenario.model.vocab, scenario.seed
         self._post = Post()
-        self._reporter = Reporter(self._post, self._report)
+        self._reporter = Reporter(self._post, partial(self._call, self._heard))
         self.session = session_of(scenario, loop, partial(EngineServer, setup, self._post, self._reporter), command)
         assert isinstance(self.session.server, EngineServer)
         self._server = self.session.server
@@ -61,7 +90,8 @@ class EngineBackend(Backend):
 
     def _stamp(self) -> int:
         """Return the nanoseconds since `run` began."""
-        return 0 if self._loop is None else self._server.clock.now_ns() - self._server.start_ns
+        start_ns = self._server.start_ns
+        return 0 if start_ns is None else self._server.clock.now_ns() - start_ns
 
     @property
     def load(self) -> Load:
@@ -141,16 +171,13 @@ class EngineBackend(Backend):
         except Exception as defect:  # any error ends the streams
             traceback.print_exc(file=sys.stderr)
             problem = f"{type(defect).__name__}: {defect}"
-        self._call(partial(self._ended, problem))
+        self._call(self._ended, problem)
 
-    def _report(self, happened: Happened) -> None:
-        self._call(partial(self._heard, happened))
-
-    def _call(self, callback: partial[None]) -> None:
+    def _call(self, callback: Callable[[Any], None], value: Any) -> None:
         """Call back in the event loop, unless it has been closed."""
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(callback, value)
 
     # -- called in the event loop
 
@@ -175,3 +202,42 @@ class EngineBackend(Backend):
                 self._end(stream, end.finish, at_ns, end.error)
         for step in happened.steps:
             self.meter.stepped(step.tokens, step.preempted)
+
+
+def serve(
+    scenario: Scenario, setup: Setup, options: ServeOptions, line: str, name: str | None, tokenizer: Path | None
+) -> int:
+    """Serve clients until a signal and return the exit status; `line` is the command that does it again, the others are
+    those of `opened`. Raises the errors of building an engine, EndpointError, RunError.
+    """
+    listen.check_host(options.host, options.settings)  # before a model is loaded
+    backend = opened(scenario, setup, line, name, tokenizer)
+    try:
+        return asyncio.run(listen.serve(backend, options))
+    finally:
+        backend.release()
+
+
+def opened(
+    scenario: Scenario, setup: Setup, line: str, name: str | None = None, tokenizer: Path | None = None
+) -> EngineBackend:
+    """Return a session without requests so far, of a scenario with one loop. The default name is that of the weights'
+    folder, or the scenario's; the default tokenizer that of the weights' folder, then ours. Random weights have the
+    vocabulary of the tokenizer. Raises the errors of building an engine, EndpointError, UsageError.
+    """
+    if scenario.kind.samples(scenario.scheduler) > 1:
+        raise UsageError(f"scheduler.name: got {scenario.scheduler.name}, which searches: a stream has one text")
+    source = tokenizer or setup.weights
+    words = open_tokenizer(source)
+    if not setup.weights:
+        model = scenario.model.model_copy(update={"vocab": words.vocab})
+        scenario = scenario.model_copy(update={"model": model})
+    ready = build.adapted(scenario, setup)
+    if words.vocab > ready.model.vocab:
+        sizes = f"the tokenizer has {words.vocab} tokens, the model {ready.model.vocab}"
+        raise UsageError(f"{source}: {sizes}: they do not belong together")
+    ends = frozenset(build.architecture_of(ready, setup).end_tokens)
+    if setup.weights:
+        ends |= weights.end_tokens(setup.weights)
+    name = name or (setup.weights.resolve().name if setup.weights else scenario.name)
+    return EngineBackend(ready, ready.loop.mode, setup, words, ends, model=name, command=line)

@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cbengine.device.base import WallClock
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence
-from cbengine.serving.post import Post
 from cbsim.errors import ServerError
-from cbsim.http.backend import ABORT, ERROR, Load
+from cbsim.http.backend import ABORT, ERROR, NS, Load
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.runs.inbox import Inbox
+from cbsim.runs.inbox import NEVER_NS, Inbox
+
+
+class Left(NamedTuple):
+    """A client's cancellation of its request, and its time (ns since the start)."""
+
+    spec: RequestSpec
+    at_ns: int
+
+
+class Post:
+    """A queue of messages from one thread to another, in order, without a lock: one appends, the other takes. A thread
+    that waits for messages sleeps until there are some.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False  # no request follows the messages in the queue
+        self.stopped = False  # the reader is to end at once
+        self._letters: deque[Sequence | Left] = deque()
+        self._news = threading.Event()
+
+    def send(self, letter: Sequence | Left) -> None:
+        self._letters.append(letter)
+        self._news.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._news.set()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._news.set()
+
+    def take(self) -> list[Sequence | Left]:
+        """Return and remove the messages in the queue."""
+        return [self._letters.popleft() for _ in range(len(self._letters))]
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until something is sent since the last wait, or the time is over; None: without a limit."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+
+class WokenClock(WallClock):
+    """A wall clock for an engine whose waits end when its post receives a message."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def wait_until(self, at_ns: int) -> None:
+        self._post.wait(None if at_ns >= NEVER_NS else max(0, at_ns - self.now_ns()) / NS)
 
 
 class Planned(NamedTuple):
-    """A step that has been launched: its query tokens, the number of requests that its plan preempted, and the admitted
-    requests with their cached tokens.
-    """
+    """A launched step: its query tokens, the requests preempted, and those admitted with their cached tokens."""
 
     tokens: int
     preempted: int

@@ -30,8 +30,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.content import Prompts
-from cbengine.model.architecture import Architecture
+from cbengine.model.weights import Architecture
+from cbengine.sequence import Prompts
 from cbsim.policy.groups import FULL, Sight
 from cbsim.record.environment import code_version
 from cbsim.scenario import pretrained

@@ -33,9 +33,9 @@ from torch.nn.functional import linear
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.device.graphs import captured, streams
-from cbengine.model.architecture import Architecture
-from cbengine.model.ops import Ops, Rows
+from cbengine.device.cuda import captured, streams
+from cbengine.model.ops import Rows, TorchOps
+from cbengine.model.weights import Architecture
 from cbsim.metrics.metrics import Steps
 from cbsim.policy.plan import WORKED
 from cbsim.scenario import scenario as scenarios
@@ -222,13 +222,13 @@ class AttentionCase:
     rows: Rows
     floor_s: float  # at the device's ceiling
 
-    def answers(self, ops: Ops) -> Tensor:
+    def answers(self, ops: TorchOps) -> Tensor:
         """Attention of the last layer, after all others were computed."""
         for keys, values in self.cache:
             out = ops.attention(self.queries, keys, values, self.rows)
         return out
 
-    def seconds(self, ops: Ops) -> float:
+    def seconds(self, ops: TorchOps) -> float:
         """Seconds that one layer takes."""
         return timed(lambda: self.answers(ops), self.queries.device.type) / len(self.cache)
 

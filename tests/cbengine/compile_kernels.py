@@ -2,7 +2,6 @@
 
     python tests/cbengine/compile_kernels.py            compile; print them as JSON
     python tests/cbengine/compile_kernels.py --check    and compare with kernel_resources.json
-    python tests/cbengine/compile_kernels.py --check --first   of the first model and block size only
     python tests/cbengine/compile_kernels.py --write    and write this Triton's part of it
 
 A script, since Triton's interpreter must be off. It needs torch, any version, and the Triton that is meant. With
@@ -16,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,10 +175,10 @@ def _dumped(option: str, binary: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def found(shipped: Sequence[tuple[str, int, bool]] = SHIPPED) -> dict[str, dict]:
+def found() -> dict[str, dict]:
     """Each kernel once, under the first launches that have it."""
     kernels: dict[str, tuple[str, object]] = {}
-    for model, block_size, padded in shipped:
+    for model, block_size, padded in SHIPPED:
         launches = Launches(shapes.model(model), block_size, padded)
         for one in compiled(partial(launch, launches)):
             kernels.setdefault(one.kernel.hash, (f"{launches}: {label(one)}", one.kernel))
@@ -203,13 +202,11 @@ def write(table: dict[str, dict]) -> None:
 
 
 def main(words: list[str]) -> int:
-    here, table = found(SHIPPED[: 1 if "--first" in words else None]), json.loads(TABLE.read_text(encoding="utf-8"))
+    here, table = found(), json.loads(TABLE.read_text(encoding="utf-8"))
     print(json.dumps({"triton": triton.__version__, "kernels": here}))
     if "--write" in words:
         write(table | {triton.__version__: here})
     kept = table.get(triton.__version__, {})
-    if "--first" in words:
-        kept = {name: kept[name] for name in list(kept)[: len(here)]}  # in the order of SHIPPED
     wrong = differences(here, kept) if "--check" in words else []
     for line in wrong:
         print(line, file=sys.stderr)

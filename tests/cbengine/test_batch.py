@@ -35,9 +35,8 @@ from support.engine.served import (
 from cbengine import build
 from cbengine.batch import Capacity
 from cbengine.device.layout import Header, arrays
-from cbengine.sampling import Sampling
+from cbengine.sampling import Sampling, SamplingSettings
 from cbengine.sequence import Sequence
-from cbengine.settings import SamplingSettings
 from cbsim.workload.requests import Workload
 
 HOWS = (
@@ -60,10 +59,7 @@ VLLM = {
     "watermark": (0.0, 0.0, 0.2),
     "prefill_schedule_interval": (1, 1, 3),
 }
-TRANSFORMERS = {
-    "max_blocks_per_request": (32, 0, 2),
-    "safety_margin": (0.0, 0.2),
-}
+TRANSFORMERS = {"max_blocks_per_request": (32, 0, 2), "safety_margin": (0.0, 0.2)}
 
 
 @st.composite

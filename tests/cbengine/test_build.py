@@ -21,9 +21,9 @@ import torch
 from support.engine.served import INLINE, SCHEDULERS, SHAPE, asked, named, spec
 
 from cbengine import build
+from cbengine.batch import Load
 from cbengine.build import Setup
 from cbengine.errors import MissingError, UsageError
-from cbengine.load import Load
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbsim.errors import ScenarioError

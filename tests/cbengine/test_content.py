@@ -27,8 +27,7 @@ from support.engine.served import (
     with_load,
 )
 
-from cbengine.content import Prompts
-from cbengine.sequence import Sequence
+from cbengine.sequence import Prompts, Sequence
 from cbsim.policy.request import RequestSpec
 from cbsim.workload import generators
 from cbsim.workload.requests import Sessions, Workload

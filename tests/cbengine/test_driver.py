@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from support.engine.served import (
     VOCAB,
     Case,
     Run,
-    Ticks,
     asked,
     cases,
     check_derived,
@@ -42,16 +40,16 @@ from support.engine.served import (
     server,
     shared,
     spec,
-    steps,
 )
 
-from cbengine import build
+import cbengine
+from cbengine import build, servers
 from cbengine.build import Setup
+from cbengine.cli.parser import main
 from cbengine.device import process
 from cbengine.device.base import DeviceError
 from cbengine.device.layout import Header
 from cbengine.device.process import Process
-from cbengine.servers import Measured
 from cbsim.draw import render
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -59,7 +57,8 @@ from cbsim.record import invariants
 from cbsim.record.record import PHASES
 from cbsim.runs import replan, run_command
 from cbsim.runs.run_command import RunOptions
-from cbsim.scenario.scenario import Scenario, depth
+from cbsim.scenario import scenario
+from cbsim.scenario.scenario import depth
 from cbsim.workload.requests import Workload
 
 WHY = "the logits of a token were not numbers"
@@ -132,59 +131,6 @@ def test_nobody_is_served_before_it_arrives(scheduler: str) -> None:
         assert run.steps["schedule_start_ns"][row.first_step] >= row.arrival_ns
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_every_token_is_told_once_and_in_order(loop: str) -> None:
-    """... as its step lands; the text is whole when the request ends."""
-    told: dict[int, list[int]] = {}
-    hook: Callable[[RequestSpec, int], None] = lambda one, token: told.setdefault(one.index, []).append(token)  # noqa: E731
-    sizes = server("vllm", 4, 10, 64, 6, sharing=False)
-    engine, _ = build.engine(sizes, loop, Workload(some(), 6), INLINE, clock=Ticks(), on_token=hook)
-    engine.run()
-    assert int(steps(engine)["preempted"].sum()) > 0
-    assert told == {one.index: text.outputs for one, text in engine.sequences.items()}
-
-
-# -- runs that are cut short ------------------------------------------------------------------------------------------
-
-
-class Stopped:
-    """A server whose user presses Ctrl-C, or whose worker dies, in the middle of step `at`."""
-
-    measured = True
-
-    def __init__(self, at: int, stop: Callable[[Any, Any], None], setup: Setup, *of: Any) -> None:
-        self._server = Measured(setup, 0, *of)
-        self._at, self._stop = at, stop
-        self.record, self.facts = self._server.record, self._server.facts
-
-    @property
-    def now_ns(self) -> int:
-        return self._server.now_ns
-
-    def run(self, progress: Any) -> None:
-        def tell(now_ns: int) -> None:
-            if self.record.step_count == self._at:
-                self._stop(self._server, progress)
-            progress(now_ns)
-
-        self._server.run(tell)
-
-    def files(self) -> Any:
-        return self._server.files()
-
-
-def kill(measured: Any, _: Any) -> None:
-    os.kill(measured._engine._device._worker.pid, signal.SIGKILL)
-
-
-def cut_short(folder: Path, given: Scenario, loop: str, setup: Setup, stop: Callable[[Any, Any], None]) -> str:
-    """Run until step 5, or so; returns what is said of it."""
-    options = RunOptions("tiny", (), folder, (0, 100), None, (), as_json=False, quiet=True)
-    with mock.patch.object(render, "png", return_value=b""), pytest.raises(RunError) as error:
-        run_command.one_loop(given, loop, options, partial(Stopped, 5, stop, setup))
-    return str(error.value)
-
-
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
@@ -245,8 +191,26 @@ def test_a_workers_times_are_those_of_a_machine(worked: Run) -> None:
 
 def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     """... at once, saying which signal it was; what was measured until then is kept."""
-    said = cut_short(tmp_path, asked("vllm", "workload.requests=8"), "async", PROCESS, kill)
-    assert said.startswith("the worker process was killed by signal 9: what was measured until then is in ")
+
+    def maker(*of: Any) -> servers.Measured:
+        server = servers.maker(PROCESS)(*of)
+        run = server.run
+
+        def killing(progress: Any) -> None:
+            def tell(now_ns: int) -> None:
+                if server.record.step_count == 5:
+                    os.kill(server.engine._device._worker.pid, signal.SIGKILL)
+                progress(now_ns)
+
+            run(tell)
+
+        server.run = killing
+        return server
+
+    options = RunOptions("tiny", (), tmp_path, (0, 100), None, (), as_json=False, quiet=True)
+    with mock.patch.object(render, "png", return_value=b""), pytest.raises(RunError) as error:
+        run_command.one_loop(asked("vllm", "workload.requests=8"), "async", options, maker)
+    assert str(error.value).startswith("the worker process was killed by signal 9: what was measured until then is in ")
     (path,) = tmp_path.iterdir()
     run = reading.load(path)
     assert "killed by signal 9" in str(run.incomplete)
@@ -298,3 +262,69 @@ def test_devices_close_twice(setup: Setup) -> None:
     _, device = build.engine(asked("vllm"), "async", Workload(some(), 6), setup)
     device.close()
     device.close()
+
+
+# -- whether driver and worker had a core each ------------------------------------------------------------------------
+
+
+SMALL = ["workload.requests=3", "workload.output_tokens=4", "model.layers=1"]
+
+
+def counted(folder: Path, pid: int, computed_ms: int, waited_ms: int) -> None:
+    (folder / str(pid)).mkdir(exist_ok=True)
+    (folder / str(pid) / "schedstat").write_text(f"{computed_ms * 10**6} {waited_ms * 10**6} 99\n")
+
+
+@pytest.mark.parametrize(
+    ("waited_ms", "count", "noticed"),
+    [
+        (2, 2, ""),
+        (100, 2, "here is 2 for all that runs: of the time that it had work, the driver 0%, the worker 10% waited"),
+        (0, 1, "here is 1 for all that runs: of the time that it had work, the driver 0%, the worker 0% waited"),
+    ],
+)
+def test_who_waits_for_a_core_is_no_device_beside_the_cpu(
+    waited_ms: int, count: int, noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 5% of the time that it wanted one; what was before the run does not count."""
+    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(process, "cores", lambda: count)
+    counted(tmp_path, 1, 10, 5000)
+    counted(tmp_path, 2, 10, 7000)
+    waits = process.Waits({"driver": 1, "worker": 2})
+    counted(tmp_path, 1, 510, 5000)
+    counted(tmp_path, 2, 910, 7000 + waited_ms)
+    facts = waits.facts()
+    assert facts["waited_for_core"] == {"driver": 0.0, "worker": round(waited_ms / (900 + waited_ms), 4)}
+    assert noticed in "".join(facts.get("notices", [])) and bool(noticed) == ("notices" in facts)
+
+
+def test_a_system_that_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the counts nothing is said but of a single core."""
+    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(process, "cores", lambda: 2)
+    assert process.Waits({"driver": 1}).facts() == {"cores": 2, "waited_for_core": {}}
+    monkeypatch.setattr(process, "cores", lambda: 1)
+    (notice,) = process.Waits({"driver": 1}).facts()["notices"]
+    assert notice.endswith("driver and worker want a core each, here is 1 for all that runs")
+
+
+def test_the_terminal_says_that_the_loops_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one core a worker process is no device of its own: each loop's result says so, on stderr, and so does the
+    Result and env.json.
+    """
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        words = [word for field in SMALL for word in ("--set", field)]
+        assert main(["replay", "tiny_cpu", "--device", "process", *words, "--out", str(tmp_path), "--quiet"]) == 0
+        result = cbengine.run(scenario.load("tiny_cpu", [*SMALL, "loop.mode=sync"]), device="process")
+    finally:
+        os.sched_setaffinity(0, allowed)
+    said = capsys.readouterr().err
+    for loop in ("sync", "async"):
+        assert f"notice: {loop}: sync against async cannot be judged on this machine: driver and worker want" in said
+    (notice,) = result.notices  # type: ignore[union-attr]
+    assert notice == f"sync: {result.environment['notices'][0]}"  # type: ignore[union-attr]

@@ -21,9 +21,8 @@ from support.engine.oracle import Checked
 from support.engine.served import INLINE, VOCAB, asked
 
 from cbengine import build
-from cbengine.batch import Batcher, Capacity, Sent
+from cbengine.batch import Batcher, Capacity, Load, Sent
 from cbengine.device.base import EngineDevice, Inline
-from cbengine.load import Load
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.conformance import check, vllm_traces

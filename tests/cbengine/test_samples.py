@@ -17,11 +17,10 @@ from support.engine.served import INLINE, VOCAB, asked, spec
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity
-from cbengine.content import Prompts
 from cbengine.device.base import Inline
-from cbengine.sampling import Sampling
+from cbengine.sampling import Sampling, SamplingSettings
+from cbengine.sequence import Prompts
 from cbengine.sequence import Sequence as Text
-from cbengine.settings import SamplingSettings
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import Direction, Transfer
@@ -112,17 +111,6 @@ def test_samples_say_what_separate_requests_would(how: str) -> None:
     wanted = [alone(one, texts[specs[0]].prompt) for one in specs]
     assert [texts[one].outputs for one in specs] == wanted
     assert len({tuple(said) for said in wanted}) == 3, "seeds make a difference"
-
-
-def test_a_sample_without_its_copy_shows() -> None:
-    """Whoever writes into its parent's block, or reads one that nobody filled, says something else."""
-    specs = samples(2)
-    texts = texts_of(specs, Prompts(0, VOCAB).of)
-    bench = Bench(texts)
-    bench.step((Chunk(specs[0], 0, 0, PROMPT, (0, 1, 2, 3), 1, admitted=True),))
-    bench.step((Chunk(specs[1], 1, PROMPT - 1, 1, (0, 1, 2, 9), 1, admitted=True, cached=PROMPT - 1),))
-    bench.decode({specs[1]: [0, 1, 2, 9]}, OUTPUTS, list(range(12, 40)))
-    assert texts[specs[1]].outputs != alone(specs[1], texts[specs[0]].prompt)
 
 
 def test_a_sample_has_its_parents_prompt_and_settings() -> None:

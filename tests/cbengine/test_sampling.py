@@ -96,11 +96,6 @@ def test_a_temperature_that_float32_cannot_hold_is_the_least_that_it_can(tempera
     assert Sampling().on_device[0] == 0
 
 
-def test_no_rows_give_no_tokens() -> None:
-    for how in (Sampling(), *HOWS):
-        assert sample(torch.empty((0, 5)), torch.empty(0), how).shape == (0,)
-
-
 # -- drawn ------------------------------------------------------------------------------------------------------------
 
 
@@ -198,14 +193,6 @@ def test_a_row_of_a_mixed_batch_is_that_row_alone(rows: list[tuple[Sampling, lis
     for i, how in enumerate(hows):
         alone = logits[i : i + 1], drawn[i : i + 1]
         assert mixed[i] == sampling.sample(alone[0], draws(alone[1], [how]))[0] == sample(*alone, how)[0]
-
-
-@given(seed=st.integers(0, 10_000), how=st.sampled_from(HOWS))
-def test_top_k_1_is_greedy(seed: int, how: Sampling) -> None:
-    """Whatever the number, temperature and top_p."""
-    logits = torch.randn((5, 60), generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-    one = Sampling(temperature=how.temperature, top_k=1, top_p=how.top_p)
-    assert torch.equal(sample(logits, numbers(5, seed), one), sample(logits, None, Sampling()))
 
 
 WARPED = [*HOWS[:4], Sampling(temperature=0.05), Sampling(temperature=2.5, top_k=3, top_p=0.99), Sampling(0.9, 25, 0.2)]

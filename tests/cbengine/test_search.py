@@ -22,16 +22,15 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.oracle import toy_run, toy_search
-from support.engine.served import INLINE, LOOPS, MS, Case, Run, asked, check_texts, spec, transformers_model
+from support.engine.served import LOOPS, MS, Case, Run, asked, check_texts, spec, transformers_model
 
 from cbengine import build
 from cbengine.build import Setup
+from cbengine.driver import choices, go_on
 from cbengine.errors import UsageError
-from cbengine.ranking import Ranked, choices, go_on, rank
-from cbengine.sampling import Sampling
+from cbengine.sampling import Sampling, SamplingSettings, rank
 from cbengine.sequence import FIRST_SCORE, OTHER_SCORE
 from cbengine.sequence import Sequence as Text
-from cbengine.settings import SamplingSettings
 from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
 from cbsim.record import optional_tables
@@ -80,21 +79,21 @@ def test_the_best_continuations_of_all_texts(beams: int) -> None:
     torch.manual_seed(beams)
     logits, scores = torch.randn(3 * beams, 11), -10 * torch.rand(3 * beams)
     logits[0] *= 50  # one text is sure of itself
-    for at, choice in enumerate(choices(rank(logits, scores, beams).numpy(), beams)):
+    for at, (tokens, parents, found) in enumerate(choices(rank(logits, scores, beams).numpy(), beams)):
         group = slice(at * beams, (at + 1) * beams)
         values = logits[group].double()
         continued = scores[group].double()[:, None] + values - values.exp().sum(-1, keepdim=True).log()
         best = sorted(np.ndindex(*continued.shape), key=lambda place: -continued[place].item())[:beams]
-        assert [*zip(choice.parents, choice.tokens, strict=True)] == best
-        assert choice.scores == pytest.approx([continued[place].item() for place in best], abs=1e-4)
+        assert [*zip(parents, tokens, strict=True)] == best
+        assert found == pytest.approx([continued[place].item() for place in best], abs=1e-4)
 
 
 def test_before_the_first_output_one_text_counts() -> None:
     """All are the prompt: its best continuations are different tokens."""
     logits, scores = torch.randn(1, 9).expand(3, 9), torch.tensor([FIRST_SCORE, OTHER_SCORE, OTHER_SCORE])
-    [choice] = choices(rank(logits, scores, 3).numpy(), 3)
-    assert choice.parents == [0, 0, 0]
-    assert choice.tokens == logits[0].topk(3).indices.tolist()
+    [(tokens, parents, _)] = choices(rank(logits, scores, 3).numpy(), 3)
+    assert parents == [0, 0, 0]
+    assert tokens == logits[0].topk(3).indices.tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -102,9 +101,9 @@ def test_no_text_of_a_search_without_numbers_goes_on(value: float) -> None:
     """... and those of another one do."""
     logits = torch.randn(4, 7)
     logits[1, 3] = value
-    broken, whole = choices(rank(logits, torch.zeros(4), 2).numpy(), 2)
-    assert broken.tokens == [-1, -1]
-    assert min(whole.tokens) >= 0
+    (broken, *_), (whole, *_) = choices(rank(logits, torch.zeros(4), 2).numpy(), 2)
+    assert broken == [-1, -1]
+    assert min(whole) >= 0
 
 
 def test_texts_are_taken_over_with_their_scores() -> None:
@@ -258,10 +257,3 @@ def test_what_a_search_does_not_do_is_refused(setup: Setup, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         build.adapted(searching(2, 40), setup)
     build.adapted(searching(1, 40), setup)
-
-
-def test_results_are_as_long_as_the_largest_step() -> None:
-    """What a device keeps for results holds three values a row."""
-    plan = build.executor_plan(searching(4, 40), "sync", requests(4, (5, 6, 0)), INLINE)
-    assert plan.capacity.results == 3 * plan.capacity.sampling
-    assert len(Ranked._fields) == 3

@@ -39,8 +39,7 @@ from cbengine import build
 from cbengine.cli.parser import main
 from cbengine.device.layout import Header
 from cbengine.errors import UsageError
-from cbengine.sampling import Sampling
-from cbengine.settings import SamplingSettings, read
+from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -112,16 +111,6 @@ def test_no_batch_mixes_requests_up(
     check_mixed(run_of(SPECS, scheduler, loop, sizes), said_alone)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
-def test_preempted_requests_keep_their_settings(scheduler: str, loop: str, said_alone: dict[int, list[int]]) -> None:
-    """A cache for two or three of eight that are all there at once; slots and rows change hands."""
-    at_once = [replace(one, arrival_ns=one.index) for one in SPECS]
-    run = run_of(at_once, scheduler, loop, server(scheduler, 4, 20, 64, 8, sharing=False))
-    assert run.total("preempted") > 0
-    check_mixed(run, said_alone)
-
-
 def test_settings_make_a_difference(said_alone: dict[int, list[int]]) -> None:
     """What is compared above is not the same text by chance: those who sample say something else than greedily."""
     greedy = run_of(SPECS, "vllm", "sync", server("vllm", 16, 200, 4096, 8, sharing=True), INLINE).texts
@@ -162,11 +151,11 @@ def test_a_line_says_what_differs_from_the_run(tmp_path: Path) -> None:
     """What it leaves out is the run's; blank lines say nothing; what is written out is read back."""
     file = tmp_path / "own.jsonl"
     file.write_text('{"id": "a/0", "temperature": 0}\n\n{"top_p": 1, "seed": 7, "id": "é"}\n{"id": ""}\n')
-    found = read(file, USUAL)
+    found = SamplingSettings.read(file, USUAL)
     assert found.by_id == {"a/0": replace(USUAL, temperature=0), "é": replace(USUAL, top_p=1, seed=7), "": USUAL}
     assert found.lines == {"a/0": 1, "é": 3, "": 4}
     file.write_bytes(found.file())
-    assert read(file, Sampling()).by_id == found.by_id
+    assert SamplingSettings.read(file, Sampling()).by_id == found.by_id
     assert found.facts == {"file": str(file), "requests": 3}
     assert SamplingSettings().facts == {"file": None, "requests": 0}
     assert json.loads(found.file().splitlines()[0]) == {"id": "a/0", **asdict(USUAL), "temperature": 0}
@@ -204,11 +193,6 @@ def test_what_cannot_be_used_is_named(content: bytes, says: str, tmp_path: Path)
     check_refused(file, f"{file}{says}")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    check_refused(tmp_path / "none.jsonl", f"{tmp_path / 'none.jsonl'}: cannot be read: No such file or directory")
-    check_refused(tmp_path, f"{tmp_path}: cannot be read: Is a directory")
-
-
 def check_refused(file: Path, message: str) -> None:
     out, err = file.parent / "out", io.StringIO()
     words = ["replay", "tiny_cpu", "--set", "workload.requests=3", "--device", "inline", "--loop", "both"]
@@ -244,9 +228,9 @@ def test_no_line_fails_but_with_a_named_error(
     file = tmp_path_factory.getbasetemp() / "any.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     try:
-        found = read(file, USUAL)
+        found = SamplingSettings.read(file, USUAL)
     except (ScenarioError, UsageError) as error:
         assert str(error).startswith(f"{file}:")  # noqa: PT017
         return
     file.write_bytes(found.file())
-    assert read(file, Sampling()).by_id == found.by_id
+    assert SamplingSettings.read(file, Sampling()).by_id == found.by_id

@@ -18,15 +18,12 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.served import (
-    GROWING,
     LOOPS,
     MS,
     PAGED,
     PROMPTS,
     RESERVING,
     SCHEDULERS,
-    WHOLE_PROMPTS,
-    WITHOUT_CACHE,
     Case,
     Run,
     cases,
@@ -85,19 +82,6 @@ def alike(count: int, prompt: int, outputs: int, *, apart_ns: int = 0, common: i
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", [*PAGED, *GROWING])
-def test_preempted_requests(scheduler: str, loop: str) -> None:
-    """A cache for two of six: they preempt, reset softly or pause, and all compute tokens again."""
-    specs = alike(6, 13, 20)
-    run = Case(server(scheduler, 4, 20, 64, 6, sharing=False), Workload(specs, 6)).run(loop)
-    check_texts(run)
-    assert run.total("preempted") > 0
-    assert run.total("recomputed_tokens") > 0
-    if (scheduler, loop) == ("transformers_prefill_first", "async"):
-        assert run.total("wasted_rows") > 0  # a soft reset drops the token in flight, and the engine drops it too
-
-
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", PAGED)
 def test_prefix_hits(scheduler: str, loop: str) -> None:
     """The first of six fills blocks, the others find them; a hit may reach to the last token of a prompt."""
@@ -107,19 +91,6 @@ def test_prefix_hits(scheduler: str, loop: str) -> None:
     run = Case(server(scheduler, 4, 40, 64, 6, sharing=True), Workload([first, *later, whole], 7)).run(loop)
     check_texts(run)
     assert run.total("cached_tokens") >= 5 * 12 + 8
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", ["vllm 0.33", "sglang", *WITHOUT_CACHE])
-def test_blocks_of_one_token(scheduler: str, loop: str) -> None:
-    """Tables as long as texts, a block for every token, prompts found to the last but one: as a radix tree has them."""
-    specs = alike(5, 13, 20, apart_ns=20 * MS, common=12)
-    seats = 2 if scheduler == "static" else 5
-    run = Case(server(scheduler, 1, 60, 7, seats, sharing=True), Workload(specs, 5)).run(loop)
-    check_texts(run)
-    if scheduler not in WITHOUT_CACHE:
-        assert run.total("cached_tokens") >= 4 * 12
-        assert run.total("preempted") > 0
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -141,26 +112,6 @@ def test_stop_tokens_seen_one_step_late(scheduler: str) -> None:
     assert run.total("wasted_rows") == 4
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_requests_given_up_in_flight(scheduler: str) -> None:
-    """Clients give up while a row of theirs runs. The others, and who gets blocks and slots next, notice nothing."""
-    specs = alike(6, 8, 20, apart_ns=7 * MS)
-    cancels = [(60 * MS, specs[1]), (90 * MS, specs[0])]
-    run = Case(server(scheduler, 4, 200, 64, 3, sharing=True), Workload(specs, 6, cancels)).run("async")
-    check_texts(run)
-    assert run.statuses == {"aborted": 2, "length": 4}
-    foreseen = 4 if scheduler.startswith("transformers") else 0  # it plans a row too many for everybody who ends
-    assert run.total("wasted_rows") > foreseen
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_chunked_prompts(scheduler: str) -> None:
-    """A prompt of 30 tokens goes through a budget of 7 in pieces, beside requests that decode."""
-    run = Case(server(scheduler, 5, 200, 7, 4, sharing=False), Workload(alike(4, 30, 12), 4)).run("async")
-    check_texts(run)
-    assert int(run.steps["tokens"].max()) <= 7 or scheduler in WHOLE_PROMPTS
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("reserve", "placement"), [("max_model_len", "best_fit"), ("power_of_two", "buddy"), ("exact", "first_fit")]
@@ -175,17 +126,6 @@ def test_contiguous_reservations(reserve: str, placement: str, loop: str) -> Non
     check_texts(run)
     paged = Case(server("vllm", 4, 21, 64, 6, sharing=False), Workload(alike(6, 13, 7, apart_ns=3 * MS, most=20), 6))
     assert run.texts == paged.run(loop).texts
-    assert int(run.steps["waiting"].max()) > 0
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", ["faster_transformer", "orca"])
-def test_longest_sequences_reserved(scheduler: str, loop: str) -> None:
-    """Two fit at a time, and their tables are longer than any text. Ends come as a surprise."""
-    specs = alike(6, 13, 7, apart_ns=3 * MS, most=20)
-    run = Case(server(scheduler, 4, 21, 64, 6, sharing=False, max_model_len=40), Workload(specs, 6)).run(loop)
-    check_texts(run)
-    assert int(run.steps["running"].max()) == 2
     assert int(run.steps["waiting"].max()) > 0
 
 

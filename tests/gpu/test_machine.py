@@ -17,11 +17,10 @@ from support.engine.ragged import step
 
 from cbengine import build
 from cbengine.device import gpu
-from cbengine.device.graphs import captured, streams
-from cbengine.model.architecture import Architecture
-from cbengine.model.host_tier import Carrier, HostTier
-from cbengine.model.kvcache import KvCache
+from cbengine.device.cuda import captured, streams
+from cbengine.model.kvcache import Carrier, KvCache, host_tier
 from cbengine.model.ops import TorchOps
+from cbengine.model.weights import Architecture
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.scenario import scenario
@@ -125,7 +124,7 @@ def test_blocks_move_to_the_host_and_back(device: str) -> None:
     shape, count = Architecture(**dict(scenario.load("8k_b32").model)), 128 if on_gpu else 4
     shape = shape if on_gpu else shape.model_copy(update={"layers": 2})
     cache = KvCache(shape, 2 * count, 16, torch.bfloat16, torch.device(device))
-    host = HostTier(shape, count, 16, torch.bfloat16, pinned=on_gpu)
+    host = host_tier(shape, count, 16, torch.bfloat16, pinned=on_gpu)
     first, second = tuple(range(count)), tuple(range(count, 2 * count))
     for seed, tensor in enumerate((cache.keys, cache.values)):
         tensor[:, :count] = drawn(device, *tensor[:, :count].shape, seed=seed)

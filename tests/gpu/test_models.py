@@ -16,13 +16,12 @@ pytest.importorskip("transformers", reason="texts are compared with those of tra
 from support.engine.peer_model import to_transformers
 from support.engine.served import continuation
 
-from cbengine import build
+from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.device import profile
 from cbengine.driver import Engine
 from cbengine.measure.probes import equal_steps
 from cbengine.sampling import Sampling
-from cbengine.servers import Measured
 from cbsim.metrics.metrics import Steps
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -106,7 +105,7 @@ def test_the_profiler_sees_the_kernels_of_a_step(cuda: str) -> None:
     """Prints every kernel of decode steps of the 8B model at 4,096 cached tokens a request, its time and share."""
     setup = Setup(device="cuda")
     scenario = build.adapted(scenarios.load("8k_b32", LONG), setup)
-    server = Measured(setup, 16, scenario, "async", generators.build(scenario))
+    server = servers.maker(setup, 16)(scenario, "async", generators.build(scenario))
     server.run(lambda _: None)
     table = server.files()[profile.FILE].decode()
     print(table)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +40,12 @@ class Said(NamedTuple):
     err: str
 
 
-def call(*argv: object) -> Said:
-    """The command in this process."""
+def call(*argv: object, of: Callable[[list[str]], int] = main) -> Said:
+    """The command in this process; `of` is another package's."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = main([str(word) for word in argv])
+            status = of([str(word) for word in argv])
         except SystemExit as end:
             status = int(end.code or 0)
     return Said(status, out.getvalue(), err.getvalue())

@@ -336,9 +336,7 @@ def decode(
 def prefill(
     queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, out: Tensor, cut: Tiles, sees: Attention = FULL
 ) -> object:
-    """Write the outputs of all rows after the first `rows.decodes`. Programs past the end of their row return. Returns
-    the compiled kernel.
-    """
+    """Write the outputs of all rows after the first `rows.decodes`; return the compiled kernel."""
     (_, heads, width), kv_heads = queries.shape, keys.shape[2]
     many = triton.cdiv(rows.longest, cut.queries // (heads // kv_heads))
     return _prefill[many, len(rows.slots) - rows.decodes, kv_heads](

@@ -17,39 +17,23 @@ from cbsim.runs import reading
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
-from support.calls import ROOT, Said, read, runs
-from support.engine.calls import call, derived, refused
+from support.calls import ROOT, Said, environment, read, runs
+from support.engine.calls import call, derived, refused, started
 from support.engine.served import LOOPS
 
 from cbengine import build
-from cbengine.device.clock import WallClock
+from cbengine.device.base import WallClock
 from cbsim.runs.progress import Progress
 
 
 @contextlib.contextmanager
-def started(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, in a group of its own as a terminal makes one, until it has served a few
-    requests and said so. Its stderr ends when the last process that holds it has ended, workers included.
-    """
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cbengine", "replay", "tiny_cpu", "--loop", "sync", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
-        start_new_session=True,
-    )
-    try:
+def replaying(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, once it has served a few requests and said so."""
+    with started("replay", "tiny_cpu", "--loop", "sync", *words) as process:
         assert process.stderr
         line = process.stderr.readline()
         assert " requests, " in line, line + process.stderr.read()
         yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 LONG = ("--set", "workload.requests=5000", "--set", "kv_cache.num_blocks=200")
@@ -59,7 +43,7 @@ def test_an_interrupt_leaves_a_readable_directory(out: Path) -> None:
     """Ctrl-C reaches the worker, too: it goes on until the step is done. One message, exit status 1, all processes
     gone, no complaint of a resource left behind; the directory says that it is incomplete, and its plans are right.
     """
-    with started(*LONG, "--device", "process", "--out", out) as process:
+    with replaying(*LONG, "--device", "process", "--out", out) as process:
         os.killpg(process.pid, signal.SIGINT)
         said, told = process.communicate(timeout=60)
     (path,) = runs(out)
@@ -126,7 +110,7 @@ def test_an_interrupt_before_the_run(small: Path, out: Path, monkeypatch: pytest
 def test_a_second_interrupt_ends_the_process(out: Path) -> None:
     """... in the middle of a step that has seconds to go."""
     slow = ("--inject", "schedule=2000", "--inject", "update=2500", "--inject", "prepare=2500")
-    with started(*slow, "--device", "modelled", "--out", out) as process:
+    with replaying(*slow, "--device", "modelled", "--out", out) as process:
         while process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
         assert process.returncode == -signal.SIGINT
@@ -134,7 +118,7 @@ def test_a_second_interrupt_ends_the_process(out: Path) -> None:
 
 def test_a_driver_that_is_killed_leaves_no_worker(out: Path) -> None:
     """The worker notices, and says nothing."""
-    with started(*LONG, "--device", "process", "--out", out) as process:
+    with replaying(*LONG, "--device", "process", "--out", out) as process:
         process.kill()
         said, told = process.communicate(timeout=60)  # returns when the worker has closed its end, too
     assert process.returncode == -signal.SIGKILL
@@ -161,6 +145,6 @@ def test_a_driver_that_dies_while_its_worker_starts(build: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPAWNED.format(build=build)],
         capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")

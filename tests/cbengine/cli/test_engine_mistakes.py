@@ -15,7 +15,6 @@ pytest.importorskip("transformers", reason="folders are written, and texts read,
 import safetensors.torch as safetensors_torch
 import torch
 from support.calls import ROOT
-from support.engine import folders
 from support.engine.calls import call, refused
 
 import cbengine.cli
@@ -96,9 +95,7 @@ def test_a_command_that_cannot_be(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
-    "words",
-    [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",)],
-    ids=lambda words: words[0],
+    "words", [("replay", "tiny_cpu"), ("calibrate", "--out", "x"), ("predict",)], ids=lambda words: words[0]
 )
 def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,34 +115,6 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_that_cannot_be_written_to(small: Path, device: str) -> None:
     """It is found when the run begins: an error, not a usage error, as with `cbsim run`."""
     refused(call("replay", small, "--device", device, "--out", small), 1, str(small), "cannot be created")
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("config.json", "{", "not valid JSON"),
-        ("config.json", None, "cannot be read"),
-        ("model.safetensors", None, "holds neither model.safetensors nor"),
-        ("model.safetensors", "x" * 64, "cannot be read as safetensors"),
-    ],
-)
-@pytest.mark.parametrize("device", ["inline", "process"])
-def test_broken_weights(
-    folder: Path, small: Path, tmp_path: Path, file: str, content: str | None, says: str, device: str
-) -> None:
-    """The same message and status whether they would be loaded here or by a worker."""
-    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
-    (mine / file).unlink()
-    if content is not None:
-        (mine / file).write_text(content)
-    refused(call("replay", small, "--device", device, "--weights", mine), 2, str(mine), says)
-
-
-def test_weights_that_do_not_match(folder: Path, small: Path, tmp_path: Path) -> None:
-    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
-    folders.alter(mine / "config.json", num_hidden_layers=3)
-    said = call("replay", small, "--device", "process", "--weights", mine)
-    refused(said, 2, "tensor model.layers.2.input_layernorm.weight is missing", "(9 tensors are)")
 
 
 @pytest.mark.parametrize("words", [(), ("--quiet",), ("--json",)])

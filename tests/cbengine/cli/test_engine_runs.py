@@ -22,7 +22,7 @@ from support.calls import ROOT, Said, read, runs
 from support.engine.calls import call, derived
 from support.engine.served import LOOPS, SCHEDULERS, named
 
-from cbengine import build, settings
+from cbengine import build, sampling
 from cbsim.cli import parser as simulator
 from cbsim.record import directory
 from cbsim.record.columns import TOKENS_FILE
@@ -122,30 +122,18 @@ def test_the_printed_command_makes_the_run_again(
     assert again.status == 0, again
     assert f"{line} --out second" in again.out.splitlines()
     (one,), (other,) = runs(Path("first")), runs(Path("second"))
-    for file in ("scenario.resolved.yaml", TOKENS_FILE, settings.FILE):
+    for file in ("scenario.resolved.yaml", TOKENS_FILE, sampling.FILE):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     facts, others = (read(path / "env.json") for path in (one, other))
     assert facts["command"] == shlex.join(words)
     assert facts["injected_ms"] == others["injected_ms"] == {"prepare": 0.123457, "launch": 0.001}
     run = {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "seed": 12345678901234567890}
     assert facts["sampling"] == others["sampling"] == {**run, "file": own.name, "requests": 2}
-    said_apart = [json.loads(line) for line in (one / settings.FILE).read_text().splitlines()]
+    said_apart = [json.loads(line) for line in (one / sampling.FILE).read_text().splitlines()]
     assert said_apart == [
         {"id": "3", **run, "temperature": 0},
         {"id": "1", **run, "temperature": 1.5, "top_k": 2, "seed": 4},
     ]
-
-
-def test_a_folder_of_weights_gives_its_shape(folder: Path, small: Path, out: Path) -> None:
-    """The resolved scenario says what ran: the folder's shape, float32 on a CPU; env.json says where from."""
-    assert call("replay", small, "--device", "inline", "--loop", "sync", "--weights", folder, "--out", out).status == 0
-    (path,) = runs(out)
-    model = scenario.load(path / "scenario.resolved.yaml").model
-    config = read(folder / "config.json")
-    assert (model.name, model.dtype, model.vocab, model.layers) == ("tiny", "float32", config["vocab_size"], 2)
-    assert (model.hidden, model.intermediate, model.max_position) == (64, 96, 128)
-    assert read(path / "env.json")["weights"] == str(folder)
-    derived(path)
 
 
 def test_a_run_keeps_its_tokens_when_asked(out: Path) -> None:

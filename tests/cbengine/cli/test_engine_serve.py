@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,38 +19,23 @@ pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
 
 from openai import OpenAI
-from support.calls import ROOT, runs
-from support.engine.calls import call, refused
+from support.calls import runs
+from support.engine.calls import call, refused, started
 
 from cbsim.http.tokenizer import EMBEDDED
 from cbsim.runs import replan
 
 
 @contextlib.contextmanager
-def started(out: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
+def serving(out: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
     """The command in a process of its own, and a client of it."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    common = ["serve", "tiny_cpu", *words, "--port", 0, "--out", out, "--quiet"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cbengine", *map(str, common)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
-        start_new_session=True,
-    )
-    try:
+    with started("serve", "tiny_cpu", *words, "--port", 0, "--out", out, "--quiet") as process:
         assert process.stdout and process.stderr
         line = process.stdout.readline()
         place = re.search(r"http://\S+/v1", line)
         assert place, line + process.stderr.read()
         with OpenAI(base_url=place[0], api_key="none", max_retries=0) as client:
             yield process, client
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def long_answer(client: OpenAI, tokens: int) -> Any:
@@ -63,7 +46,7 @@ def long_answer(client: OpenAI, tokens: int) -> Any:
 @pytest.mark.parametrize("device", ["inline", "process"])
 def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
     """SIGTERM in the middle of an answer: it comes to its end, the process exits with 0, the directory is whole."""
-    with started(tmp_path, "--device", device) as (process, client):
+    with serving(tmp_path, "--device", device) as (process, client):
         answer = long_answer(client, 60)
         first = next(answer)
         process.send_signal(signal.SIGTERM)
@@ -83,7 +66,7 @@ def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
 
 def test_a_second_one_cuts_them(tmp_path: Path) -> None:
     """The directory says so, and its plans still follow from it."""
-    with started(tmp_path, "--device", "inline", "--grace", 600) as (process, client):
+    with serving(tmp_path, "--device", "inline", "--grace", 600) as (process, client):
         answer = long_answer(client, 2000)
         next(answer)
         process.send_signal(signal.SIGTERM)

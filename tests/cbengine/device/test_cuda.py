@@ -15,10 +15,9 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 from support.engine.peer_model import to_transformers
-from support.engine.regrouped import grouped
-from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, plain_cache, spec, steps
-from support.engine.tiny_runs import MIXED, SAMPLED, TINY, WAYS, tiny_load, tiny_run, tiny_server
-from test_group_tables import MIXES, by_groups
+from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
+from support.engine.tiny_runs import MIXED, SAMPLED, WAYS, tiny_load, tiny_run, tiny_server
+from test_group_tables import MIXES
 from test_group_tables import case as windowed_case
 from test_moved_tokens import KINDS, case, restless
 from test_search import SEARCHES, check_search, groups, load, searching
@@ -27,12 +26,7 @@ from test_search import requests as search_requests
 from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.device.base import DeviceError
-from cbengine.model import weights
-from cbengine.model.decoder import Model
-from cbengine.model.kvcache import KvCache
-from cbengine.model.ops import Rows
-from cbengine.sampling import Sampling
-from cbengine.settings import SamplingSettings
+from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.record import invariants
 from cbsim.workload.requests import Workload
 
@@ -85,13 +79,11 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
 @pytest.mark.parametrize("name", MIXES)
 def test_texts_of_layers_with_windows_are_those_of_the_cpu(name: str, loop: str, graphs: bool, tmp_path: Path) -> None:
     """From tables of groups, whose blocks others have as soon as nobody sees them."""
-    of, groups = windowed_case(*MIXES[name]), grouped(MIXES[name], 4, 2)
+    of = windowed_case(*MIXES[name])
     plan = build.executor_plan(of.scenario, "sync", [], INLINE)
     to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
-    with plain_cache():
-        ready = build.adapted(of.scenario, on(tmp_path, graphs))
-    gpu, _ = by_groups(of._replace(scenario=ready), loop, groups, on(tmp_path, graphs))
-    cpu, _ = by_groups(windowed_case(*MIXES[name]), loop, groups)
+    gpu = Run(build.adapted(of.scenario, on(tmp_path, graphs)), loop, of.load, on(tmp_path, graphs))
+    cpu = windowed_case(*MIXES[name]).run(loop)
     assert bool(gpu.device.facts["captured_batches"]) == graphs
     assert gpu.texts == cpu.texts
 
@@ -164,38 +156,6 @@ def test_the_step_table_is_that_of_a_machine(streams: bool, loop: str, graphs: b
     assert (table.lane("compute")[table["rows"] > 0] > 0).all()
     overlapped = table["compute_start_ns"][1:] < table["update_end_ns"][:-1]
     assert overlapped.mean() > 0.5 if loop == "async" else not overlapped.any()
-
-
-@pytest.mark.gpu
-@GPU
-def test_bfloat16_logits_are_near_float32_ones() -> None:
-    """A prompt in one piece, then a token behind it, through the kernels."""
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    ids = torch.randint(0, TINY.vocab, (41,), generator=torch.Generator().manual_seed(1))
-    found = []
-    for device, dtype in ((gpu, torch.bfloat16), (cpu, torch.float32)):
-        drawn = weights.random(TINY, 1, torch.float32, cpu)
-        tensors = {name: tensor.bfloat16().to(device, dtype) for name, tensor in drawn.items()}
-        model, cache = Model(TINY, tensors, build.ops(device.type), 64), KvCache(TINY, 16, 4, dtype, device)
-        with torch.inference_mode():
-            pieces = [
-                model.logits(model.forward(ids[a:b].to(device), cache, one_row(a, b, device)))
-                for a, b in ((0, 40), (40, 41))
-            ]
-        found.append(torch.cat(pieces).cpu())
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 3e-2
-
-
-def one_row(low: int, high: int, device: Any) -> Rows:
-    """Tokens low to high - 1 of a sequence whose blocks of 4 lie in order."""
-
-    def ints(*values: int) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    at = torch.arange(low, high, device=device)
-    tables = torch.arange(16, dtype=torch.int32, device=device)[None]
-    single = high - low == 1
-    return Rows(tables, ints(0), ints(high), ints(0, high - low), at, at, decodes=int(single), longest=high - low)
 
 
 @pytest.mark.gpu
@@ -288,7 +248,7 @@ def test_profile_shows_both_figures(graphs: bool, folder: Path, capsys: pytest.C
     """The events' GPU-active, and that of the kernels which the profiler saw."""
     server = tiny_server(SCHEDULERS[0])
     load = Workload([spec(0, 8, 60)], 1)
-    servers.Measured(on(folder, graphs), 10, server, "async", load).run(lambda _: None)
+    servers.maker(on(folder, graphs), 10)(server, "async", load).run(lambda _: None)
     said = capsys.readouterr().err
     assert "GPU active over steps 21 to 30: events " in said
     assert ", profiler " in said

@@ -68,8 +68,8 @@ def test_a_run_keeps_the_state_before_and_after(tmp_path: Path, monkeypatch: pyt
     options = run_options(command_line().parse_args(words))
     setup = Setup(device="inline")
 
-    def serve(*given: Any) -> servers.Measured:
-        server = servers.Measured(setup, 0, *given)
+    def serve(*given: Any) -> Any:
+        server = servers.maker(setup)(*given)
         server._on_gpu = True
         server.facts["gpu_before"] = gpu.state()
         return server

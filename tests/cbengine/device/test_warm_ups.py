@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.engine.tiny_runs import WAYS, capacities, tiny_executor
 
 from cbengine.batch import Capacity
+from cbengine.device.cuda import warm_ups
 from cbengine.device.layout import arrays
-from cbengine.device.warmup import warm_ups
 from cbengine.sampling import Sampling
 from cbsim.policy.captures import captured_sizes
 

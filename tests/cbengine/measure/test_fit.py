@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cbengine.measure.fit import OUTLIER, SYSTEMATIC, Floats, fit, non_negative
+from cbengine.measure.calibrate import OUTLIER, SYSTEMATIC, Floats, fit, non_negative
 
 TRUE = np.array([2e6, 3e4, 800.0, 0.0, 5e3, 40.0])  # nanoseconds, as a calibration's terms; one of them costs nothing
 
@@ -93,7 +93,6 @@ def test_exact_steps_give_exact_coefficients() -> None:
     assert (constant, chunks, decodes, context) == pytest.approx(tuple(TRUE[[0, 1, 4, 5]]), rel=1e-6)
     assert (found.steps, found.used) == (200, 200)
     assert (found.median_error, found.p95_error, found.total_error) == pytest.approx((0, 0, 0), abs=1e-9)
-    assert str(found) == "error of a step: median 0.0%, p95 0.0%; of the sum +0.0%; 200 of 200 steps used"
 
 
 @pytest.mark.parametrize("seed", range(5))

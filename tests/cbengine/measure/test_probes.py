@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from support.engine.served import INLINE, LOOPS, SCHEDULERS, asked
 
-from cbengine.load import Load
+from cbengine.batch import Load
 from cbengine.measure import probes
 from cbengine.measure.probes import Probe, ProbeTable, Reach
 from cbsim.scenario.scenario import Scenario

@@ -19,8 +19,7 @@ from support.engine.served import INLINE, asked, spec
 from test_model import BLOCK, CPU
 
 from cbengine import build
-from cbengine.model.host_tier import Carrier, HostTier, pinned_size
-from cbengine.model.kvcache import DeviceMemoryError, KvCache
+from cbengine.model.kvcache import Carrier, DeviceMemoryError, KvCache, host_tier, pinned_size
 from cbsim.policy.transfers import Direction
 
 BLOCKS, PLACES = 7, 4
@@ -44,14 +43,14 @@ def test_blocks_arrive_whole(given: list[tuple[Direction, list[int], list[int]]]
     """Keys and values of all layers, as in plain Python; what no move names stays as it was."""
     cache, host = (
         KvCache(LLAMA, BLOCKS, BLOCK, torch.bfloat16, CPU),
-        HostTier(LLAMA, PLACES, BLOCK, torch.bfloat16, pinned=False),
+        host_tier(LLAMA, PLACES, BLOCK, torch.bfloat16, pinned=False),
     )
-    for at, tensor in enumerate((cache.keys, cache.values, host.blocks)):
+    for at, tensor in enumerate((cache.keys, cache.values, host)):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(at)))
 
     def blocks() -> dict[Direction, list[Any]]:
         on_device = [torch.stack((cache.keys[:, i], cache.values[:, i])) for i in range(BLOCKS + 1)]
-        return {Direction.COPY: on_device, Direction.OUT: [block.clone() for block in host.blocks]}
+        return {Direction.COPY: on_device, Direction.OUT: [block.clone() for block in host]}
 
     wanted, carrier = blocks(), Carrier(cache, host)
     for way, sources, targets in given:
@@ -69,11 +68,10 @@ def test_blocks_arrive_whole(given: list[tuple[Direction, list[int], list[int]]]
 
 def test_a_block_lies_in_one_piece() -> None:
     """So that a single copy takes it over the link."""
-    host = HostTier(LLAMA, PLACES, BLOCK, torch.float16, pinned=False)
-    assert all(block.is_contiguous() for block in host.blocks)
-    assert host.blocks.nbytes == HostTier.bytes_for(LLAMA, PLACES, BLOCK, torch.float16)
+    host = host_tier(LLAMA, PLACES, BLOCK, torch.float16, pinned=False)
+    assert all(block.is_contiguous() for block in host)
     cache = KvCache(LLAMA, PLACES - 1, BLOCK, torch.float16, CPU)
-    assert host.blocks.nbytes == cache.bytes
+    assert host.nbytes == cache.bytes
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -84,7 +82,7 @@ def test_a_tier_that_the_host_cannot_hold_is_refused(blocks: int) -> None:
     with pytest.raises(
         DeviceMemoryError, match=r"^scheduler: got a host tier of 1[0,]+ blocks, which takes [\d,]+ bytes"
     ):
-        HostTier(LLAMA, blocks, BLOCK, torch.float32, pinned=False)
+        host_tier(LLAMA, blocks, BLOCK, torch.float32, pinned=False)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_a_tier_that_the_host_cannot_hold_is_refused(blocks: int) -> None:
 def test_memory_that_cannot_be_pinned_is_refused(said: str, raised: type[Exception]) -> None:
     """... and a GPU that has failed is no lack of memory."""
     with mock.patch.object(torch, "zeros", side_effect=RuntimeError(said)), pytest.raises(raised) as error:
-        HostTier(LLAMA, 3, BLOCK, torch.float32, pinned=True)
+        host_tier(LLAMA, 3, BLOCK, torch.float32, pinned=True)
     assert type(error.value) is raised
 
 
@@ -105,7 +103,7 @@ def plan(host_blocks: int, device: str = "cpu") -> build.ExecutorPlan:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_would_fit_is_said(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is allocated. A GPU's tier is pinned, and torch rounds that up to a power of two."""
-    block = HostTier.bytes_for(plan(1).architecture, 1, plan(1).block_size, torch.float32)
+    block = KvCache.bytes_for(plan(1).architecture, 0, plan(1).block_size, torch.float32)
     monkeypatch.setattr(build, "_needed_on_cpu", lambda plan, free: 0)
     monkeypatch.setattr(build, "host_memory", lambda: 8 * block)
     fits = 8 if pinned_size(8 * block) == 8 * block or device == "cpu" else pinned_size(8 * block) // 2 // block
@@ -119,7 +117,7 @@ def test_what_would_fit_is_said(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_model_and_cache_take_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = build._needed_on_cpu(plan(0), 1 << 60)
-    block = HostTier.bytes_for(plan(1).architecture, 1, plan(1).block_size, torch.float32)
+    block = KvCache.bytes_for(plan(1).architecture, 0, plan(1).block_size, torch.float32)
     monkeypatch.setattr(build, "host_memory", lambda: needed + 3 * block)
     plan(3).check()
     with pytest.raises(DeviceMemoryError, match=r"3 blocks would fit$"):

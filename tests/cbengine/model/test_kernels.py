@@ -14,8 +14,7 @@ from support.engine.ragged import BOUND, DEVICE, Step, attended, lengths_of, sig
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.attention import Tiles
-from cbengine.model.kernels.fused import UnsupportedShapeError
-from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps
+from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps, UnsupportedShapeError
 from cbengine.model.ops import TorchOps
 from cbsim.policy.groups import Attention, Sight
 
@@ -189,13 +188,6 @@ def test_other_tiles_and_splits_give_the_same_answers():
     right = attended(of)
     for cut, splits in ((Tiles(16, 32, 4, 3), 16), (Tiles(32, 128, 8, 2), 2), (Tiles(64, 16, 4, 2, 4), 1)):
         assert worst(attend(of, TritonOps(1, decode=cut, prefill=cut, splits=splits)), right) < BOUND[BF16]
-
-
-def test_registers_of_a_thread_follow_from_the_programs_that_must_fit():
-    """A multiprocessor has 65,536, handed out to warps in eights; one program is held to nothing."""
-    assert Tiles(16, 64, 4, 5, 3).options["maxnreg"] == 168
-    assert Tiles(16, 64, 4, 5, 6).options["maxnreg"] == 80
-    assert "maxnreg" not in Tiles(128, 64, 8, 5).options
 
 
 def test_scratch_is_allocated_once_for_every_batch_size():

@@ -11,22 +11,18 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the engine is compared with transformers")
 
-from support.engine.peer_model import ARCHITECTURES, FAR, LLAMA, NEAR, SCALED, changed, to_transformers
+from support.engine.peer_model import ARCHITECTURES, FAR, LLAMA, NEAR, changed, to_transformers
 
 from cbengine.model import kvcache, weights
-from cbengine.model.architecture import Architecture
 from cbengine.model.decoder import Model, rotation
 from cbengine.model.kvcache import DeviceMemoryError, KvCache
 from cbengine.model.ops import Rows, TorchOps
+from cbengine.model.weights import Architecture
 from cbsim.scenario.shapes import sight
 
 torch.set_num_threads(1)
 CPU, BLOCK, LONGEST, BOUND = torch.device("cpu"), 4, 64, 1e-5
-MIXES = {
-    "two windows": (NEAR, FAR, NEAR),
-    "parts": ("chunked 7", "full"),
-    "parts and a window": ("chunked 16", NEAR),
-}
+MIXES = {"two windows": (NEAR, FAR, NEAR), "parts": ("chunked 7", "full"), "parts and a window": ("chunked 16", NEAR)}
 
 
 class Cut:
@@ -157,16 +153,6 @@ def test_rotation_is_that_of_transformers_to_the_bit(name: str) -> None:
     assert table.is_contiguous()
     assert torch.equal(table[:, 0], cosines[0, :, :half])
     assert torch.equal(table[:, 1], sines[0, :, :half])
-
-
-def test_scaled_frequencies_are_kept_mixed_and_stretched() -> None:
-    """Fast waves stay, slow ones turn 8 times slower, and some lie between: all three branches are seen."""
-    plain, scaled = (rotation(changed(rope_scaling=s, rope_theta=1e4), 2)[1] for s in (None, SCALED))
-    ratios = (torch.atan2(plain[1], plain[0]) / torch.atan2(scaled[1], scaled[0])).tolist()
-    assert ratios[0] == 1
-    assert ratios[-1] == pytest.approx(8)
-    assert any(1 < ratio < 7.9 for ratio in ratios)
-    assert ratios == pytest.approx(sorted(ratios))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

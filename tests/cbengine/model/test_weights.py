@@ -20,9 +20,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights are
 from support.engine.peer_model import ARCHITECTURES, LLAMA, changed, to_transformers
 
 from cbengine.model import weights
-from cbengine.model.architecture import Architecture
 from cbengine.model.kvcache import DeviceMemoryError
-from cbengine.model.weights import WeightsError
+from cbengine.model.weights import Architecture, WeightsError
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -74,13 +73,6 @@ def test_a_tensor_follows_from_its_name_and_the_seed() -> None:
     assert len(set(flat)) == len(flat)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_have_the_type_asked_for(dtype: Any) -> None:
-    tensors = weights.random(LLAMA, 1, dtype, CPU)
-    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-    assert not any(tensor.requires_grad for tensor in tensors.values())
-
-
 @pytest.mark.parametrize("layers", [1, 80])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_activations_keep_their_size_however_deep(layers: int, kind: str) -> None:
@@ -111,15 +103,6 @@ def test_a_model_too_large_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
         DeviceMemoryError, match=f"^model tiny: its weights take {size:,} bytes, 1,000 are free on cpu$"
     ):
         drawn(LLAMA)
-
-
-def test_transformers_gets_the_tensors_themselves() -> None:
-    tensors = drawn(LLAMA)
-    model: Any = to_transformers(LLAMA, tensors)
-    parameters = dict(model.named_parameters())
-    assert all(parameters[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
-    assert not any(parameter.requires_grad for parameter in parameters.values())
-    assert not model.training
 
 
 # -- read -------------------------------------------------------------------------------------------------------------
@@ -172,17 +155,6 @@ def test_what_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> No
     left_out = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
     edited(tmp_path, eos_token_id=None, **dict.fromkeys(left_out, ...))
     assert changed(load(tmp_path)[0], name="tiny") == plain
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_kv_heads_that_a_qwen_leaves_out_are_32(kind: str, tmp_path: Path) -> None:
-    """transformers' default, whatever `num_attention_heads` says; null means as many as those."""
-    plain = changed(ARCHITECTURES[kind], heads=64, kv_heads=32, head_dim=8)
-    saved(tmp_path, plain)
-    edited(tmp_path, num_key_value_heads=...)
-    assert load(tmp_path)[0].kv_heads == 32
-    edited(tmp_path, num_key_value_heads=None)
-    assert weights.architecture(tmp_path).kv_heads == 64
 
 
 def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
@@ -346,17 +318,6 @@ def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
         file.rename(tmp_path / f"odd{len(list(tmp_path.iterdir()))}")
         (tmp_path / "whole").rename(file)
     load(tmp_path)
-
-
-def test_a_description_has_a_length_that_it_can_have(tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "config.json").write_bytes(b" " * (weights.MOST_JSON_BYTES + 1))
-    with pytest.raises(WeightsError, match=r"config\.json: is too large, must be <= 67,108,864 bytes$"):
-        load(tmp_path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "generation_config.json")
-    with pytest.raises(WeightsError, match=r"generation_config\.json: cannot be read: it is not a regular file"):
-        weights.end_tokens(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -14,20 +15,20 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
-from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, server
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, least_blocks, server
 from support.engine.served import spec as a_spec
 from support.engine.talking import Answer, Server
 from support.scripted import next_tokens
 
-from cbengine import build
-from cbengine.content import Prompts
 from cbengine.device.base import DeviceError
 from cbengine.errors import UsageError
-from cbengine.serving import command
-from cbengine.serving.post import Left, Post, WokenClock
+from cbengine.serving import backend
+from cbengine.serving.reporter import Left, Post, WokenClock
 from cbsim.http.backend import Meter, Stream
 from cbsim.runs.inbox import NEVER_NS
-from cbsim.workload.requests import Workload
 
 SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
 PROMPTS = [[*SHARED[:8], i, i + 1, 5 * i % VOCAB, 2, 9] for i in range(4)] + [SHARED, [17]]
@@ -57,22 +58,6 @@ def test_requests_at_a_time_say_what_each_says_alone(scheduler: str, loop: str) 
     for answer in Server(sizes(scheduler), loop).talk(everybody):
         assert (answer.stream.finish, len(answer.tokens)) == ("length", 12)
         check_text(text_of(answer))
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_gets_what_replay_computes(loop: str) -> None:
-    """The same prompt in a run without an endpoint: token by token the same, its prefix found in the cache or not."""
-
-    class Given(Prompts):
-        def of(self, spec: Any) -> Any:
-            return np.array(PROMPTS[spec.index], dtype=np.int32)
-
-    specs = [a_spec(i, len(prompt), 12) for i, prompt in enumerate(PROMPTS)]
-    engine, _ = build.engine(sizes(), loop, Workload(specs, len(specs)), INLINE, prompts=Given(0, VOCAB))
-    engine.run()
-    engine.close()
-    answers = Server(sizes(), loop).talk(everybody)
-    assert [each.tokens for each in answers] == [engine.sequences[spec].outputs for spec in specs]
 
 
 def test_a_seed_makes_a_request_the_same_again() -> None:
@@ -246,7 +231,7 @@ async def test_a_cancelled_session_ends_after_a_step() -> None:
 
 def test_a_search_serves_no_clients() -> None:
     with pytest.raises(UsageError, match=r"^scheduler\.name: got beam, which searches"):
-        command.opened(asked("beam"), INLINE, command.EngineOptions("serve"))
+        backend.opened(asked("beam"), INLINE, "serve")
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -316,37 +301,108 @@ def test_the_load_counts_whoever_has_not_ended() -> None:
 
 
 def test_the_meter_hears_every_step_and_token() -> None:
-    class Counts(Meter):
-        def __init__(self) -> None:
-            self.steps: list[tuple[int, int]] = []
-            self.heard: Counter[str] = Counter()
-
-        def arrived(self, stream: Stream) -> None:
-            self.heard["arrived"] += 1
-
-        def scheduled(self, stream: Stream) -> None:
-            self.heard["scheduled"] += 1
-
-        def emitted(self, stream: Stream, tokens: int, gap_s: float) -> None:
-            assert gap_s >= 0
-            self.heard["tokens"] += tokens
-
-        def ended(self, stream: Stream) -> None:
-            self.heard["ended"] += 1
-
-        def stepped(self, tokens: int, preempted: int) -> None:
-            self.steps.append((tokens, preempted))
-
-    counts = Counts()
+    meter = mock.Mock(spec=Meter)
     served = Server(sizes(blocks=16), "async")
-    served.backend.meter = counts
+    served.backend.meter = meter
 
     async def metered(server: Server) -> None:
-        with mock.patch("support.engine.talking.Stream", lambda generation: Stream(generation, counts)):
+        with mock.patch("support.engine.talking.Stream", lambda generation: Stream(generation, meter)):
             await everybody(server)
 
     served.talk(metered)
     record = served.engine.record
-    assert counts.heard == {"arrived": 6, "scheduled": 6, "ended": 6, "tokens": 72}
-    assert len(counts.steps) == record.step_count
-    assert sum(preempted for _, preempted in counts.steps) == sum(row.preemptions for row in record.requests())
+    assert [getattr(meter, name).call_count for name in ("arrived", "scheduled", "ended")] == [6, 6, 6]
+    assert sum(call.args[1] for call in meter.emitted.call_args_list) == 72
+    assert all(call.args[2] >= 0 for call in meter.emitted.call_args_list)
+    assert meter.stepped.call_count == record.step_count
+    preempted = sum(call.args[1] for call in meter.stepped.call_args_list)
+    assert preempted == sum(row.preemptions for row in record.requests())
+
+
+# -- a session is a run -----------------------------------------------------------------------------------------------
+
+
+FAMILIES = [[(11 * i + family) % VOCAB for i in range(24)] for family in range(3)]
+
+
+class Turn(NamedTuple):
+    """A request of a client: its prompt, its limit, when its client leaves (tokens), and what else it asks for."""
+
+    prompt: list[int]
+    tokens: int
+    give_up_after: int | None
+    more: dict[str, Any]
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    head = draw(st.sampled_from(FAMILIES))[: draw(st.sampled_from((24, 16, 8, 3)))]
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
+    more: dict[str, Any] = {"priority": draw(st.integers(0, 2)), "temperature": draw(st.sampled_from((0.0, 1.0)))}
+    if draw(st.booleans()):
+        more["stop_token_ids"] = tuple(range(draw(st.sampled_from((20, 90)))))
+        more["min_tokens"] = draw(st.integers(0, 3))
+    if draw(st.sampled_from((False, False, True))):
+        more["cache_salt"] = "own"
+    give_up_after = draw(st.sampled_from((None, None, 0, 1, 5)))
+    return Turn(head + tail, draw(st.integers(1, 16)), give_up_after, more)
+
+
+async def client(server: Server, turns: list[Turn]) -> None:
+    """One request after the other; who leaves with no token leaves at once."""
+    for turn in turns:
+        if turn.give_up_after == 0:
+            server.backend.cancel(server.send(turn.prompt, turn.tokens, **turn.more).stream)
+        else:
+            await server.request(turn.prompt, turn.tokens, turn.give_up_after, **turn.more)
+
+
+def check_session(scheduler: str, loop: str, clients: list[list[Turn]], blocks: int, too_long: bool) -> None:
+    scenario = server(scheduler, 4, blocks, 64, 3, sharing=True)
+
+    async def all_of_them(served: Server) -> None:
+        await asyncio.gather(*(client(served, turns) for turns in clients))
+        if too_long:
+            await served.request([1], served.backend.max_model_len - 1)
+
+    served = Server(scenario, loop)
+    served.talk(all_of_them)
+    assert served.backend.dead is None
+    with TemporaryDirectory() as folder:
+        served.check(Path(folder))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", ["vllm", "sglang"])
+@settings(max_examples=6, phases=[Phase.generate])  # threads: a failure need not come again
+@given(clients=st.lists(st.lists(turns(), max_size=3), min_size=1, max_size=5), spare=st.sampled_from((0, 3, 60)))
+def test_plans_follow_from_a_sessions_directory(
+    scheduler: str, loop: str, clients: list[list[Turn]], spare: int
+) -> None:
+    """Clients share content, leave, ask for too much; some caches are small enough to preempt."""
+    least = least_blocks(scheduler, 4, [a_spec(0, 30, 16)])
+    check_session(scheduler, loop, clients, least + spare, too_long=True)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_under_every_scheduler(scheduler: str, loop: str) -> None:
+    clients = [
+        [Turn([*family[:20], i], 9, after, {}) for i, after in enumerate((None, 2, None))] for family in FAMILIES
+    ]
+    check_session(scheduler, loop, clients, 60, too_long=False)
+
+
+def test_content_is_found_again_unless_it_is_salted_or_forgotten(tmp_path: Path) -> None:
+    """Blocks of the prompt that somebody has sent before; the last token is always computed."""
+
+    async def again(served: Server) -> list[int]:
+        options: list[dict[str, Any]] = [{}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}]
+        answers = [await served.request(FAMILIES[0], 2, **more) for more in options]
+        served.backend.forget_prefixes()
+        answers.append(await served.request(FAMILIES[0], 2))
+        return [each.stream.cached_tokens for each in answers]
+
+    served = Server(server("vllm", 4, 60, 64, 3, sharing=True), "async")
+    assert served.talk(again) == [0, 20, 0, 20, 0]
+    assert [row.cached_tokens for row in served.check(tmp_path).requests] == [0, 20, 0, 20, 0]

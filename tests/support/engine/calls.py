@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cbengine.cli.parser import main
 from cbsim.cli import parser as simulator
+from support import calls
 from support.calls import Said
 
 SMALL = """\
@@ -28,15 +33,30 @@ cost: {kind: constant, step_s: 0.001}
 """
 
 
-def call(*argv: object, of: Any = main) -> Said:
-    """The command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = of([str(word) for word in argv])
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return Said(status, out.getvalue(), err.getvalue())
+call = partial(calls.call, of=main)
+"""The engine's command in this process."""
+
+
+@contextlib.contextmanager
+def started(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, in a group of its own as a terminal makes one. Its stderr ends when the last
+    process that holds it has ended, workers included.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbengine", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=calls.ROOT,
+        env=calls.environment(),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def refused(said: Said, status: int, *words: str) -> None:

@@ -304,9 +304,9 @@ class Checked:
         table, tables = self._plans.tables[spec], self._tables.entries[self.texts[spec].slot]
         assert tables[0, : len(table)].tolist() == table
         for number, group in enumerate(self._capacity.groups):
-            size, ring = group.block_size, group.ring or self._capacity.width
+            size = group.block_size
             for entry in range(group.attention.gone(row.start) // size, -(-end // size)):
-                assert tables[number, entry] == self._groups[spec, number][entry % ring], (spec.id, number, entry)
+                assert tables[number, entry] == self._groups[spec, number][entry], (spec.id, number, entry)
 
     def _hear(self, plan: StepPlan) -> None:
         """What a plan tells of the tables of groups."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cbengine.device import cuda_moves, gpu, graphs
+from cbengine.device import cuda, cuda_moves, gpu
 from cbengine.model.ops import Rows, TorchOps
 from cbsim.policy.groups import FULL, Attention
 
@@ -308,11 +308,11 @@ def ordered() -> Iterator[World]:
         patch.setattr(gpu, "pinned", lambda count: torch.from_numpy(np.zeros(count, dtype=np.int32)))
         patch.setattr(gpu, "facts", lambda: {"device": "a stand-in"})
         patch.setattr(Tensor, "numpy", numpy)
-        graphs.streams.cache_clear()
+        cuda.streams.cache_clear()
         cuda_moves.transfer_streams.cache_clear()
         try:
             with Noting(world):
                 yield world
         finally:
-            graphs.streams.cache_clear()
+            cuda.streams.cache_clear()
             cuda_moves.transfer_streams.cache_clear()

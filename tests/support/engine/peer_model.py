@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbengine.model.architecture import Architecture, RopeScaling
+from cbengine.model.weights import Architecture, RopeScaling
 from support.scripts import script
 
 LLAMA = Architecture(

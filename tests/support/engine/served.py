@@ -168,7 +168,7 @@ def check_left_behind(engine: Engine) -> None:
     """
     engine.check_returned()
     taken = {spec: text.slot for spec, text in engine.sequences.items() if text.slot >= 0}
-    assert len(set(taken.values())) == len(taken) == engine._batcher.slots_in_use
+    assert len(set(taken.values())) == len(taken) == engine._batcher._scratch_slot - len(engine._batcher._free)
     name = type(engine.scheduler).__name__
     if name == "StaticScheduler":
         assert set(taken) == {text.spec for text in engine._batcher._decoding.sequences}

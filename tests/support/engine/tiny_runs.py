@@ -11,12 +11,11 @@ from cbengine.batch import Capacity
 from cbengine.build import Setup
 from cbengine.device.executor import Executor
 from cbengine.model import weights
-from cbengine.model.architecture import Architecture
 from cbengine.model.decoder import Model
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import TorchOps
-from cbengine.sampling import Sampling
-from cbengine.settings import SamplingSettings
+from cbengine.model.weights import Architecture
+from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.workload.requests import Workload
 from support.engine.served import MS, SHAPE, Run, asked, spec
 
