@@ -38,38 +38,18 @@ def command_line() -> Parser:
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     run_arguments(replay)
     _device_arguments(replay, *DEVICES)
-    replay.add_argument(
-        "--inject",
-        action="append",
-        default=[],
-        type=_phase,
-        metavar="PHASE=MS",
-        help=f"milliseconds of extra CPU work in every step's {', '.join(WORKED[:-1])} or {WORKED[-1]} (repeatable)",
-    )
-    replay.add_argument(
-        "--sampling",
-        type=a_path,
-        metavar="FILE",
-        help="settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed",
-    )
+    about = f"milliseconds of extra CPU work in every step's {', '.join(WORKED[:-1])} or {WORKED[-1]} (repeatable)"
+    replay.add_argument("--inject", action="append", default=[], type=_phase, metavar="PHASE=MS", help=about)
+    about = "settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed"
+    replay.add_argument("--sampling", type=a_path, metavar="FILE", help=about)
     replay.add_argument("--save-tokens", action="store_true", help="write prompts and outputs to tokens.parquet, too")
     replay.add_argument("--no-cuda-graphs", action="store_true", help="GPU only: launch every step kernel by kernel")
-    replay.add_argument(
-        "--wait",
-        choices=("block", "spin"),
-        default="block",
-        help="GPU only: how the CPU waits for a step: asleep (default), or busy, which wakes up sooner",
-    )
-    replay.add_argument(
-        "--stop-at-end-tokens", action="store_true", help="let the end tokens of --weights end a request early"
-    )
-    replay.add_argument(
-        "--profile",
-        type=COUNT,
-        default=0,
-        metavar="N",
-        help="GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours",
-    )
+    about = "GPU only: how the CPU waits for a step: asleep (default), or busy, which wakes up sooner"
+    replay.add_argument("--wait", choices=("block", "spin"), default="block", help=about)
+    about = "let the end tokens of --weights end a request early"
+    replay.add_argument("--stop-at-end-tokens", action="store_true", help=about)
+    about = "GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours"
+    replay.add_argument("--profile", type=COUNT, default=0, metavar="N", help=about)
 
 
 def _serve_arguments(serve: argparse.ArgumentParser) -> None:
@@ -96,27 +76,20 @@ def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
 
 
 def _predict_arguments(predict: argparse.ArgumentParser) -> None:
-    predict.add_argument(
-        "cases", nargs="*", metavar="CASE", help="workloads or groups (all): an unknown one lists them"
+    about = "workloads or groups (all): an unknown one lists them"
+    predict.add_argument("cases", nargs="*", metavar="CASE", help=about)
+    about = (
+        "cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
+        "take what the cost model says (default: cuda if there is one, else process)"
     )
-    predict.add_argument(
-        "--device",
-        choices=("cuda", "process", "modelled"),
-        help="cuda: a GPU; process: a tiny model in a worker process; modelled: a GPU's workloads, their kernels "
-        "take what the cost model says (default: cuda if there is one, else process)",
-    )
+    predict.add_argument("--device", choices=("cuda", "process", "modelled"), help=about)
     option(predict, "--set", help="override a field of every case (repeatable)")
     predict.add_argument("--repeat", type=COUNT, default=1, metavar="N", help="measure each loop N times (1)")
     predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
-    predict.add_argument(
-        "--again",
-        type=a_path,
-        metavar="DIR",
-        help="measure nothing: fit and predict again what was measured into this folder",
-    )
-    predict.add_argument(
-        "--out", type=a_path, default=Path("reports/hardware"), metavar="DIR", help="where all goes (reports/hardware)"
-    )
+    about = "measure nothing: fit and predict again what was measured into this folder"
+    predict.add_argument("--again", type=a_path, metavar="DIR", help=about)
+    out = Path("reports/hardware")
+    predict.add_argument("--out", type=a_path, default=out, metavar="DIR", help=f"where all goes ({out})")
 
 
 def _device_arguments(parser: argparse.ArgumentParser, *devices: str) -> None:
