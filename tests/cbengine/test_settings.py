@@ -167,10 +167,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"id": "0", "top_k": true}', ":1: top_k: got True, expected a whole number"),
     (b'{"id": "0", "top_p": 0}', ":1: top_p: got 0, expected a number > 0 and <= 1"),
     (b'{"id": "0", "seed": null}', ":1: seed: got None, expected a whole number >= 0"),
-    (
-        b'{"id": "0", "temprature": 1}',
-        ":1: temprature: is unknown, expected id, temperature, top_k, top_p or seed; did",
-    ),
+    (b'{"id": "0", "seeds": 1}', ":1: seeds: is unknown, expected id, temperature, top_k, top_p or seed; did"),
     (b'{"temperature": 1}', ":1: id: got nothing, expected the id of a request, a text"),
     (b'{"id": 0}', ":1: id: got 0, expected the id of a request, a text"),
     (b'{"id": "0"}\n{"id": "0"}', ":2: id: got '0', expected another id: line 1 has that"),
@@ -178,10 +175,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"id": "0",}', ":1: not valid JSON: "),
     (b"[" * 100_000, ":1: not valid JSON: "),
     (b'{"id": "\xff"}', ": is not UTF-8 text"),
-    (
-        b'{"id": "0"}\n{"id": "00", "top_k": 4}',
-        ":2: id: got '00', expected the id of one of the 3 requests; did you mean",
-    ),
+    (b'\n{"id": "00", "top_k": 4}', ":2: id: got '00', expected the id of one of the 3 requests; did you mean"),
 ]
 
 
