@@ -279,7 +279,6 @@ def test_a_time_is_read_only_of_what_has_happened() -> None:
 # -- KV transfers -----------------------------------------------------------------------------------------------------
 
 
-each_loop = pytest.mark.parametrize("loop", LOOPS)
 MovePlant = Callable[[Cuda], None]
 
 

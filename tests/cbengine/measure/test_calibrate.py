@@ -9,21 +9,25 @@ import io
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
 from support.engine.made_up_steps import CPU, D2H, EAGER_S, H2D, LAYERS, MATRICES, compute_s, made_up, plan, simulated
-from support.engine.served import asked, spec
+from support.engine.served import INLINE, LOOPS, SCHEDULERS, asked, spec
 
 from cbengine import build
+from cbengine.batch import Load
 from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.probes import EqualStepTimes, ProbeTable, equal_steps
+from cbengine.measure.probes import EqualStepTimes, Probe, ProbeTable, Reach, equal_steps
 from cbsim.cli import parser as simulator
 from cbsim.cost.base import PHASES
 from cbsim.cost.fitted import Curve
@@ -32,6 +36,8 @@ from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
 from cbsim.scenario import documents, scenario
 from cbsim.scenario.costs import Coefficients
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators
 
 
 def test_known_coefficients_come_back() -> None:
@@ -326,3 +332,70 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
 def test_steps_of_older_files_are_those_of_the_synchronous_loop(missing: tuple[str, ...]) -> None:
     made = made_up(30, 1, 0.0)
     assert ProbeTable.of(made.arrow().drop_columns(list(missing))).lines == made.lines
+
+
+# -- the probes -------------------------------------------------------------------------------------------------------
+
+
+HOSTILE = (  # what a base scenario may say, and a probe has to do without
+    "workload.requests=3",
+    "kv_cache.num_blocks=2",
+    "slo={ttft_s: 1}",
+)
+VLLM = (
+    "scheduler.enable_chunked_prefill=false",
+    "scheduler.max_model_len=20",
+    "scheduler.max_num_seqs=1",
+    "scheduler.max_num_batched_tokens=8192",
+    "scheduler.enable_prefix_caching=true",
+)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 80), longest=st.integers(8, 500), tokens=st.integers(8, 300), context=st.integers(1, 9000),
+    quick=st.booleans(),
+)  # fmt: skip
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_probes_are_scenarios(scheduler: str, rows: int, longest: int, tokens: int, context: int, quick: bool) -> None:
+    """Whatever the reach and the base: each has a cache for all seats at once, so that nothing is refused or preempted,
+    and a device of the right size follows from it.
+    """
+    base = BASES[scheduler]
+    for probe in probes.probes(Reach(rows, longest, tokens, context), quick=quick):
+        assert 1 <= probe.low <= probe.prompt
+        assert probe.prompt + probe.output <= longest
+        assert probe.slots <= rows
+        ready = probes._scenario(base, probe)
+        assert Scenario.model_validate(ready.model_dump(mode="json")) == ready
+        options: Any = ready.options("sync")
+        assert options.num_blocks * options.block_size >= probe.slots * (probe.prompt + probe.output)
+        sizes = Load.of(generators.build(ready).specs()).capacity(options)
+        assert sizes.slots <= max(probe.slots, probe.requests)
+
+
+BASES = {one: asked(one, *HOSTILE, *(VLLM if one.startswith("vllm ") else ())) for one in SCHEDULERS}
+
+
+def test_probes_cover_what_was_asked_for() -> None:
+    """All seats, whole prompts, chunks, one request alone, as much context as asked for; `quick` shortens outputs."""
+    for quick in (False, True):
+        found = probes.probes(Reach(16, 160, 128, 1000), quick=quick)
+        assert max(probe.slots for probe in found) == 16
+        assert min(probe.slots for probe in found) == 1
+        assert max(probe.prompt + probe.output for probe in found) == 160
+        assert any(probe.chunk >= probe.prompt for probe in found)
+        assert any(probe.chunk < probe.prompt for probe in found)
+        assert max(probe.slots * probe.low for probe in found) >= 0.8 * 1000
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> None:
+    """Probes run the synchronous loop, in which every step has its own time; some run the other one, too."""
+    base, said = asked("vllm", f"loop.mode={loop}"), []
+    few = Probe("few", 3, 2, 1, 6, 8, 6)
+    table = probes.measure(base, INLINE, [few, few._replace(ahead=True)], said.append)
+    assert said[:2] == ["probe 1 of 2: few", "probe 2 of 2: few, in both loops"]
+    assert table.lines
+    assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
+    assert ProbeTable.of(table.arrow()).lines == table.lines
