@@ -102,13 +102,6 @@ def test_the_start_of_a_prompt_is_evicted_last() -> None:
     assert rates(twice, 2 * B) == [(2 / 6, 3 / 6), (3 / 6, 3 / 6)]
 
 
-def test_a_hit_refreshes_the_whole_prefix() -> None:
-    """1 2 is used again before 5 comes, so with three blocks 5 evicts 4 (touched before 2 and 1), and 1 2 is made."""
-    rows = [request(1, 2), request(4), request(1, 2), request(5), request(1, 2)]
-    assert rates(rows, 3 * B, 2 * B)[0][0] == 4 / 8
-    assert rates(rows, 2 * B)[0][0] == 1 / 8 + 1 / 8  # 4 evicts 2, then 5 does: each time 1 alone is left
-
-
 def test_a_cache_without_a_block_shares_nothing() -> None:
     """512 tokens are one block, 511 none; and the first request has nothing to share with."""
     twice = [request(1), request(1)]

@@ -20,28 +20,11 @@ HEADER = (
 )
 PEERS = b"id,aic_ttft_ms,aic_tpot_ms\n"
 LLAMA = "a,c1,True,inferencex-x,2025-10-29,h200_sxm,vllm,,meta-llama/Llama-3.1-70B,fp8,agg,1024,1024,8,,2,1,2,1,150,14"
-POINT = Point(
-    id="a",
-    curve="c1",
-    source="inferencex-x",
-    measured="2025-10-29",
-    system="h200_sxm",
-    backend="vllm",
-    version="",
-    model="meta-llama/Llama-3.1-70B",
-    precision="fp8",
-    mode="agg",
-    prompt=1024,
-    output=1024,
-    concurrency=8,
-    tensor=2,
-    attention_ranks=1,
-    experts_tensor=2,
-    experts_ranks=1,
-    stages=0,
-    ttft_ms=150.0,
-    tpot_ms=14.0,
-)
+NAMES = {"id": "a", "curve": "c1", "source": "inferencex-x", "measured": "2025-10-29", "version": "", "mode": "agg"}
+SERVER = {"system": "h200_sxm", "backend": "vllm", "model": "meta-llama/Llama-3.1-70B", "precision": "fp8"}
+SIZES = {"tensor": 2, "attention_ranks": 1, "experts_tensor": 2, "experts_ranks": 1, "stages": 0}
+LOAD = {"prompt": 1024, "output": 1024, "concurrency": 8, "ttft_ms": 150.0, "tpot_ms": 14.0}
+POINT = Point.model_validate({**NAMES, **SERVER, **SIZES, **LOAD})
 
 
 def changed(point: Point = POINT, **fields: object) -> Point:
@@ -74,12 +57,8 @@ def test_a_point_is_read_as_it_is(tmp_path: Path, name: str) -> None:
 
 
 def test_duplicates_and_other_columns_are_left_out(tmp_path: Path) -> None:
-    rows = [
-        LLAMA,
-        LLAMA.replace("a,", "b,", 1).replace("True", "False"),
-        LLAMA.replace("a,", "c,", 1).replace(",8,,", ",16,,"),
-    ]
-    place = folder(tmp_path, *rows)
+    again = LLAMA.replace("a,", "b,", 1).replace("True", "False")
+    place = folder(tmp_path, LLAMA, again, LLAMA.replace("a,", "c,", 1).replace(",8,,", ",16,,"))
     assert [point.id for point in published.read(place)] == ["a", "c"]
     assert [point.id for point in published.read(place, {"concurrency": "16"})] == ["c"]
     with pytest.raises(ScenarioError, match=r"--where: .* has no point with system=b200_sxm"):
@@ -117,10 +96,7 @@ def test_the_other_tools_predictions_stand_beside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            LLAMA.replace(",150,", ",soon,"),
-            r"measured\.csv:2: silicon_ttft_ms: got 'soon', expected a number",
-        ),
+        (LLAMA.replace(",150,", ",soon,"), r"measured\.csv:2: silicon_ttft_ms: got 'soon', expected a number"),
         (LLAMA.replace(",150,", ",-1,"), r"silicon_ttft_ms: got '-1', must be > 0"),
         (LLAMA.replace(",14", ",0"), r"measured\.csv:2: silicon_tpot_ms: got '0', must be > 0"),
         (LLAMA.replace(",agg,1024,", ",agg,1024.5,"), r"isl: got 1024\.5, expected a whole number"),
@@ -166,10 +142,7 @@ def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
         ({"model": "deepseek-ai/DeepSeek-R1"}, "DeepSeek-R1 has multi-head latent attention"),
         ({"model": "somebody/New-1B"}, "no model file of New-1B"),
         ({"attention_ranks": 4}, r"attention is data-parallel \(4 ranks\)"),
-        (
-            {"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4},
-            r"attention is data-parallel \(2 ranks\)",
-        ),
+        ({"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4}, r"attention is data-parallel \(2 ranks\)"),
         ({"tensor": 64}, "64 GPUs share a layer"),
         ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1}, "too little for a cache"),
     ],
@@ -209,14 +182,8 @@ def test_throughput_is_littles_law() -> None:
 
 
 def test_strata_differ_in_all_but_concurrency() -> None:
-    several = [
-        predicted(14.0),
-        predicted(14.0, concurrency=16),
-        predicted(14.0, tensor=4),
-        predicted(14.0, source="gap"),
-    ]
-    names = [group.name for group in score.strata(several)]
-    assert names == [
+    changes: list[dict[str, object]] = [{}, {"concurrency": 16}, {"tensor": 4}, {"source": "gap"}]
+    assert [group.name for group in score.strata([predicted(14.0, **change) for change in changes])] == [
         "h200_sxm vllm Llama-3.1-70B TP2 1024/1024",
         "h200_sxm vllm Llama-3.1-70B TP4 1024/1024",
         "h200_sxm vllm Llama-3.1-70B TP2 1024/1024, flags unknown",

@@ -122,12 +122,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows_of(run: str, count: int, seed: int = 0) -> list[list[Any]]:
+def rows_of(run: str, count: int, seed: int = 0, qps: float = 2.0) -> list[list[Any]]:
     rng = np.random.default_rng(seed)
     launches = np.cumsum(rng.exponential(0.5, count)) - 0.25
     lengths = rng.integers([50, 2], [900, 60], (count, 2))
     rows = zip(launches - launches[0], lengths, strict=True)
-    return [[run, "sharegpt", 2.0, f"{at:.6f}", float(prompt), float(output), 1, 1] for at, (prompt, output) in rows]
+    return [[run, "sharegpt", qps, f"{at:.6f}", float(prompt), float(output), 1, 1] for at, (prompt, output) in rows]
 
 
 def starts_of(count: int) -> list[tuple[int, int, int, int]]:
@@ -168,26 +168,20 @@ def test_two_servers_are_drawn_several_times(data: Path) -> None:
 
 
 def test_runs_that_cannot_be_built_are_named_with_the_reason(data: Path) -> None:
-    lost = rows_of(RUN, 4, seed=1)
-    for row in lost:
-        row[2] = 3.0
-    other = rows_of("openshift/exp-0/lmcache-llm-d-70b", 5)
+    lost, other = rows_of(RUN, 4, seed=1, qps=3.0), rows_of("openshift/exp-0/lmcache-llm-d-70b", 5)
     folder = request_folders.folder(data / "logs", [*rows_of(RUN, 5), *lost, *other], starts_of(5))
     said = call("score", folder)
     assert (said.status, said.err) == (0, "")
     assert "4 of 5 requests are recorded" in said.out
     assert "LMCache keeps KV in the CPU's memory" in said.out
     assert (data / "runs" / "score" / "logs" / "report.md").is_file()
-    refused(
-        call("score", folder, "--where", "run=lmcache-llm-d-70b"), 2, "none of those chosen can be built", "LMCache"
-    )
+    said = call("score", folder, "--where", "run=lmcache-llm-d-70b")
+    refused(said, 2, "none of those chosen can be built", "LMCache")
 
 
 def test_where_chooses(data: Path) -> None:
-    slow = rows_of(RUN, 5)
-    for row in slow:
-        row[2] = 0.5
-    folder = request_folders.folder(data / "logs", [*slow, *rows_of(RUN, 5), *rows_of(PAIR, 5)], starts_of(5))
+    rows = [*rows_of(RUN, 5, qps=0.5), *rows_of(RUN, 5), *rows_of(PAIR, 5)]
+    folder = request_folders.folder(data / "logs", rows, starts_of(5))
     told = numbers(call("score", folder, "--json", "--where", "run=vllm-70b,qps=0.5", "--where", "scenario=sharegpt"))
     assert [(run["run"], run["qps"]) for run in told["runs"]] == [(RUN, 0.5)]
 

@@ -12,7 +12,6 @@ from support.calls import call, refused
 from support.packs import Pack
 from support.scoring import real
 
-from cbsim.errors import ScenarioError
 from cbsim.measured.recorded import case, score
 from cbsim.scenario import shapes
 from cbsim.scenario.schedulers import plain
@@ -103,11 +102,6 @@ def test_shapes_with_experts_are_consistent() -> None:
         else:
             with pytest.raises(ValueError, match="must be between"):
                 shapes.ModelShape.model_validate(values)
-
-
-def test_a_case_names_its_pack(pack: Pack, tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match="holds no folder 'workloads'; name the pack of the case with --data"):
-        case.read(pack.folder, tmp_path / "elsewhere")
 
 
 def test_a_link_that_nobody_names_is_assumed_and_told(tmp_path: Path) -> None:
