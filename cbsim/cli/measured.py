@@ -72,7 +72,7 @@ def _values(argument: str) -> dict[str, str]:
 
 def score(arguments: argparse.Namespace) -> int:
     """Replay a recorded run, or all of a folder of request logs, and print the simulator's errors."""
-    from cbsim.measured.recorded import verdict as validation
+    from cbsim.measured.recorded import verdict
     from cbsim.measured.request_logs import log
 
     out: Path | None = arguments.out
@@ -84,8 +84,8 @@ def score(arguments: argparse.Namespace) -> int:
     if arguments.where:
         raise ScenarioError(f"--where: chooses runs of request logs; {arguments.case} holds no {log.REQUESTS}")
     changes = {"hardware": arguments.hardware, "overrides": arguments.set, "ablate": arguments.ablate}
-    validated = validation.validate(arguments.case, pack=arguments.data, **changes)
-    return answer(validation.study(validated), arguments, "simulated against a recorded run", out)
+    made = verdict.study(arguments.case, pack=arguments.data, **changes)
+    return answer(made, arguments, "simulated against a recorded run", out)
 
 
 def _score_logs(arguments: argparse.Namespace, out: Path | None) -> int:

@@ -83,11 +83,6 @@ def _cells(errors: Errors) -> list[str]:
     return [f"{errors.median:+.1%}", f"{errors.mape:.1%}", f"{errors.p90:.1%}"]
 
 
-def _row(group: Group) -> list[str]:
-    cells = [cell for metric in score.METRICS for cell in _cells(group.errors(metric))]
-    return [group.name, f"{len(group.predicted)}", *cells]
-
-
 ERRORS = (
     "Errors are predicted over measured, less 1; median with its sign, mean (MAPE) and 90th percentile without. "
     "Throughput of both sides is by Little's law: users x tokens / (TTFT + TPOT x (tokens - 1))."
@@ -96,7 +91,11 @@ ERRORS = (
 
 def _errors(title: str, first: str, groups: Sequence[Group], caption: str = "") -> Table:
     header = [first, "points", *(f"{NAMES[metric]} {name}" for metric in score.METRICS for name in STATISTICS)]
-    return Table(title, header, [_row(group) for group in groups], caption)
+    rows = []
+    for group in groups:
+        cells = [cell for metric in score.METRICS for cell in _cells(group.errors(metric))]
+        rows.append([group.name, f"{len(group.predicted)}", *cells])
+    return Table(title, header, rows, caption)
 
 
 def _all_errors(judged: Sequence[tuple[Class, Group]], groups: Sequence[Group]) -> list[Table]:
@@ -132,7 +131,6 @@ def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
 
 
 def _intervals(file: TermsFile) -> Table:
-    covered = _covered(file)
     rows = []
     for metric in ("ttft", "tpot"):
         for name, lengths in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
@@ -140,7 +138,7 @@ def _intervals(file: TermsFile) -> Table:
             if interval:
                 ends = [f"{end - 1:+.1%}" for end in (interval.low, interval.high)]
                 rows.append([f"{NAMES[metric]}, {name}", *ends, f"{interval.residuals}"])
-    caption = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in covered.items())
+    caption = ", ".join(f"{NAMES[metric]} {within} of {total}" for metric, (within, total) in _covered(file).items())
     return Table(
         f"How sure: 80 % intervals of {file.name}",
         ["measured over predicted, less 1", "from", "to", "residuals"],
@@ -250,14 +248,10 @@ def _plain(each: Predicted) -> dict[str, Any]:
         "predicted_ms": [_short(value) for value in each.means],
         "errors": {metric: _short(each.error(metric)) for metric in score.METRICS},
         "interval_80": {
-            metric: None
-            if interval is None
-            else {"low": _short(interval.low), "high": _short(interval.high), "residuals": interval.residuals}
-            for metric, interval in each.intervals.items()
+            metric: one and one._asdict() | {"low": _short(one.low), "high": _short(one.high)}
+            for metric, one in each.intervals.items()
         },
-        "peer_errors": None
-        if point.peer is None
-        else {metric: _short(each.peer_error(metric) or 0.0) for metric in score.METRICS},
+        "peer_errors": point.peer and {metric: _short(each.peer_error(metric) or 0.0) for metric in score.METRICS},
         "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
         "outside_calibration": list(each.outside),
     }

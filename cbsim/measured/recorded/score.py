@@ -291,7 +291,7 @@ class Ablated(NamedTuple):
 
     name: str
     changes: Mapping[str, Any]
-    scores: list[MetricScore]
+    errors: list[MetricScore]
     preemptions: int
     steps: int
 

@@ -57,37 +57,21 @@ class Validation(NamedTuple):
         return "recorded" if self.case.blocks_measured else "derived"
 
 
-def validate(
-    folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool
-) -> Validation:
-    """Replay and score a case. Raises ScenarioError."""
+def study(folder: Path, *, pack: Path | None, hardware: str | None, overrides: Sequence[str], ablate: bool) -> Report:
+    """Replay and score a case. Return its report: findings, tables, charts and data. Raises ScenarioError."""
     recording = case.read(folder, pack, hardware, overrides)
-    scenario = recording.scenario()
+    scenario, measured = recording.scenario(), recorded(recording)
     done = replay(recording, scenario)
-    return Validation(
-        recording,
-        scenario,
-        done,
-        score.scores(done.served, recorded(recording)),
-        score.parts(done.served, recorded(recording)),
-        score.series(recording, done),
-        score.ablate(recording) if ablate else (),
-    )
-
-
-def study(validation: Validation) -> Report:
-    """Return the report of a validation: findings, tables, charts and data."""
-    name, ablated = validation.case.name, validation.ablated
-    charts = [
-        series_chart(name, validation.series),
-        latency_chart(name, validation.replayed.served, recorded(validation.case)),
-    ]
+    scores, parts = score.scores(done.served, measured), score.parts(done.served, measured)
+    ablated = score.ablate(recording) if ablate else []
+    validation = Validation(recording, scenario, done, scores, parts, score.series(recording, done), ablated)
+    charts = [series_chart(recording.name, validation.series), latency_chart(recording.name, done.served, measured)]
     return Report(
-        title=f"{name} against a recorded vLLM run",
-        question=str(validation.case.settings["question"]),
+        title=f"{recording.name} against a recorded vLLM run",
+        question=str(recording.settings["question"]),
         findings=_findings(validation),
         tables=[*_errors(validation), _run(validation), *([_ablation(ablated)] if ablated else [])],
-        charts=[*charts, *([ablation_chart(name, ablated)] if ablated else [])],
+        charts=[*charts, *([ablation_chart(recording.name, ablated)] if ablated else [])],
         data=data(validation),
     )
 
@@ -109,14 +93,7 @@ def data(validation: Validation) -> dict[str, Any]:
         "scenario": validation.case.settings,
         "set": list(validation.case.overrides),
         "ablation": [
-            {
-                "name": entry.name,
-                "changes": entry.changes,
-                "errors": [part.facts() for part in entry.scores],
-                "preemptions": entry.preemptions,
-                "steps": entry.steps,
-            }
-            for entry in validation.ablated
+            entry._asdict() | {"errors": [part.facts() for part in entry.errors]} for entry in validation.ablated
         ],
     }
 
@@ -125,16 +102,10 @@ def data(validation: Validation) -> dict[str, Any]:
 
 
 def _errors(validation: Validation) -> list[Table]:
-    requests = f"{len(validation.case.arrivals)} requests"
-    parts = (
-        ("Latencies", validation.scores, f"{requests}. TTFT and E2E count from when the engine took a request in."),
-        (
-            "The two parts of TTFT",
-            validation.parts,
-            "In the queue, and from the first step that has the request to its first token.",
-        ),
-    )
-    return [Table(title, SCORED, [_row(scored) for scored in scores], caption) for title, scores, caption in parts]
+    taken = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
+    queued = "In the queue, and from the first step that has the request to its first token."
+    latencies = Table("Latencies", SCORED, [_row(scored) for scored in validation.scores], taken)
+    return [latencies, Table("The two parts of TTFT", SCORED, [_row(scored) for scored in validation.parts], queued)]
 
 
 def _row(scored: MetricScore) -> tuple[str, ...]:
@@ -162,8 +133,8 @@ def _run(validation: Validation) -> Table:
 def _ablation(ablated: Sequence[Ablated]) -> Table:
     rows = []
     for entry in ablated:
-        means = [f"{part.error:+.2%}" for part in entry.scores if part.statistic in ("mean", "")]
-        largest = max(abs(part.error) for part in entry.scores if part.statistic)
+        means = [f"{part.error:+.2%}" for part in entry.errors if part.statistic in ("mean", "")]
+        largest = max(abs(part.error) for part in entry.errors if part.statistic)
         rows.append((entry.name, *means, f"{largest:.2%}", str(entry.preemptions)))
     header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
     caption = "Errors with one part changed at a time; `largest` is over all means and percentiles."
@@ -272,7 +243,7 @@ def _cumulative(name: str, values: Floats, look: Style) -> Line:
 def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
     """Draw the errors of the means with one part of the model changed at a time."""
     errors = {
-        metric: 100 * np.array([s.error for e in ablated for s in e.scores if s[:2] == (metric, "mean")])
+        metric: 100 * np.array([s.error for e in ablated for s in e.errors if s[:2] == (metric, "mean")])
         for metric in ("ttft", "tpot", "e2e")
     }
     reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))

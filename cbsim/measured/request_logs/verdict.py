@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from cbsim.errors import ScenarioError
 from cbsim.measured.recorded.score import METRICS
 from cbsim.measured.request_logs import log, replay
 from cbsim.measured.request_logs.deployments import BUILT, missing
-from cbsim.measured.request_logs.log import Key
+from cbsim.measured.request_logs.log import Log
 from cbsim.measured.request_logs.replay import DRAWS, Ranged, Scored
 
 SHOWN = (("ttft", "mean"), ("ttft", "median"), ("ttft", "p95"), ("tpot", "mean"), ("tpot", "p95"), ("e2e", "mean"))
@@ -27,27 +27,23 @@ ERRORS = (
 )
 
 
-class Left(NamedTuple):
-    """A run that is not built."""
-
-    key: Key
-    requests: int
-    reason: str
+Left = dict[tuple[str, str, str], list[Log]]
+"""The runs that are not built, by their servers, scenario and reason."""
 
 
 def study(folder: Path, where: Mapping[str, str], overrides: Sequence[str]) -> Report:
     """Replay and score the runs of a folder. Raises ScenarioError if it holds none that can be built."""
     logs = log.chosen(log.read(folder), where)
     starts = log.starts(folder) if any(each.key.scenario == "sharegpt" for each in logs) else []
-    left, scored = list[Left](), list[Scored]()
+    left, scored = Left(), list[Scored]()
     for each in logs:
         reason = missing(each.key, len(each), len(starts))
         if reason is None:
             scored.append(replay.score(folder, each, starts, overrides))
         else:
-            left.append(Left(each.key, len(each), reason))
+            left.setdefault((each.key.run, each.key.scenario, reason), []).append(each)
     if not scored:
-        reasons = "; ".join(dict.fromkeys(f"{each.key.run}: {each.reason}" for each in left))
+        reasons = "; ".join(dict.fromkeys(f"{run}: {reason}" for run, _, reason in left))
         raise ScenarioError(f"{folder / log.REQUESTS}: run: none of those chosen can be built: {reasons}")
     scored.sort(key=lambda each: (list(BUILT).index(each.key.run), each.key.scenario, each.key.qps))
     tables = [_systems(scored), _runs(scored), _values(scored), *_calibration(scored), *([_left(left)] if left else [])]
@@ -107,31 +103,20 @@ def _calibration(scored: Sequence[Scored]) -> list[Table]:
     return [Table("What was chosen by looking at a run", ("run", "chosen"), rows)] if rows else []
 
 
-def _left(left: Sequence[Left]) -> Table:
+def _left(left: Left) -> Table:
     rows = [
-        (f"{_short(of[0].key.run)} {of[0].key.scenario}", str(len(of)), f"{_requests(of):,}", of[0].reason)
-        for of in _alike(left)
+        (f"{_short(run)} {scenario}", str(len(of)), f"{sum(map(len, of)):,}", reason)
+        for (run, scenario, reason), of in left.items()
     ]
     return Table("Not built", ("runs", "rates", "requests", "why"), rows)
 
 
-def _alike(left: Sequence[Left]) -> list[list[Left]]:
-    """Group the runs that are not built by run, scenario and reason, in order."""
-    groups: dict[tuple[str, str, str], list[Left]] = {}
-    for each in left:
-        groups.setdefault((each.key.run, each.key.scenario, each.reason), []).append(each)
-    return list(groups.values())
-
-
-def _requests(runs: Sequence[Scored | Left]) -> int:
-    return sum(each.requests for each in runs)
-
-
-def _findings(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> list[str]:
+def _findings(scored: Sequence[Scored], left: Left, overrides: Sequence[str]) -> list[str]:
     of = [each for each in scored if not each.calibrated]
     means = ", ".join(f"{metric.upper()} {_mape(of, metric, 'mean')}" for metric in METRICS) if of else "none"
+    requests, others = sum(each.requests for each in scored), sum(map(len, left.values()))
     findings = [
-        f"{len(scored)} runs with {_requests(scored):,} requests were built, {len(left)} were not.",
+        f"{len(scored)} runs with {requests:,} requests were built, {others} were not.",
         f"Mean absolute errors of the means, over the {len(of)} runs that were not looked at: {means}.",
         *_drawn([each for each in of if each.servers > 1]),
         "Of a run itself nothing enters but when its client sent each request, how long prompt and output were.",
@@ -158,7 +143,7 @@ def _label(each: Scored) -> str:
     return f"{_short(each.key.run)} {each.key.scenario} {each.key.qps:g}{CALIBRATED if each.calibrated else ''}"
 
 
-def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[str]) -> dict[str, Any]:
+def _data(scored: Sequence[Scored], left: Left, overrides: Sequence[str]) -> dict[str, Any]:
     return {
         "set": list(overrides),
         "runs": [
@@ -176,13 +161,13 @@ def _data(scored: Sequence[Scored], left: Sequence[Left], overrides: Sequence[st
         ],
         "not_built": [
             {
-                "run": of[0].key.run,
-                "scenario": of[0].key.scenario,
+                "run": run,
+                "scenario": scenario,
                 "qps": ", ".join(f"{each.key.qps:g}" for each in of),
-                "requests": _requests(of),
-                "reason": of[0].reason,
+                "requests": sum(map(len, of)),
+                "reason": reason,
             }
-            for of in _alike(left)
+            for (run, scenario, reason), of in left.items()
         ],
     }
 
@@ -196,19 +181,16 @@ def _plain(number: Ranged, servers: int) -> dict[str, Any]:
 
 
 def _chart(scored: Sequence[Scored]) -> Chart:
-    panels = [
-        _panel(scored, "ttft", "mean", "TTFT mean, s", 1.0),
-        _panel(scored, "ttft", "p95", "TTFT p95, s", 1.0),
-        _panel(scored, "tpot", "mean", "TPOT mean, ms", 1e3),
-        _panel(scored, "e2e", "mean", "E2E mean, s", 1.0),
-    ]
+    shown = (("ttft", "mean", "s"), ("ttft", "p95", "s"), ("tpot", "mean", "ms"), ("e2e", "mean", "s"))
+    panels = [_panel(scored, *each) for each in shown]
     caption = (
         "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
     )
     return Chart("runs", "Request logs: simulated against measured", caption, panels, columns=2)
 
 
-def _panel(scored: Sequence[Scored], metric: str, statistic: str, title: str, factor: float) -> Panel:
+def _panel(scored: Sequence[Scored], metric: str, statistic: str, unit: str) -> Panel:
+    factor = 1e3 if unit == "ms" else 1.0
     marks: list[Line | Points] = []
     ends = [float("inf"), 0.0]
     for index, (run, scenario) in enumerate(dict.fromkeys(each.key[:2] for each in scored)):
@@ -220,4 +202,6 @@ def _panel(scored: Sequence[Scored], metric: str, statistic: str, title: str, fa
         marks.append(Points(f"{_short(run)} {scenario}", x, y, series(index), texts))
     line = np.array(ends)
     equal = Line("equal", line, line, Style(GREY, "dotted"))
-    return Panel([equal, *marks], x=f"{title}, measured", y="simulated", x_log=True, y_log=True)
+    return Panel(
+        [equal, *marks], x=f"{metric.upper()} {statistic}, {unit}, measured", y="simulated", x_log=True, y_log=True
+    )
