@@ -5,7 +5,7 @@ and a decode side: the transfers sent and received, with times of the recording'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,6 +25,7 @@ CONNECTORS = {
     "pd": {"role"},
 }
 EXTRA = {"offload_prompt_only"}
+STEPS = {Direction.IN: "load_steps", Direction.OUT: "store_steps"}
 
 
 def unsupported(config: Line) -> str | None:
@@ -93,71 +94,32 @@ class Heard(Observer):
         return taken
 
 
-class Workers:
-    """The recording's workers: a transfer completes a set time after the start of the step that ordered it, and the
-    first step that ends then or later, perhaps that step itself, reports it. A job that a plan awaits completes with
-    that step. Some expected blocks never arrive. Time is that of the trace's clock, or steps (`by_step`). The workers
-    check that no block that they read or write is allocated.
+class ConnectorLines:
+    """The fields of schedule and update lines on a connector, and the recording's workers; a kind of connector adds to
+    both. A transfer completes a set time after the start of the step that ordered it, and the first step that ends then
+    or later, perhaps that step itself, reports it. A job that a plan awaits completes with that step. Some expected
+    blocks never arrive. Time is that of the trace's clock, or steps (`by_step`). The workers check that no block that
+    they read or write is allocated.
     """
 
-    def __init__(self, block_size: int, lasts: Callable[[Transfer], int], *, by_step: bool = True) -> None:
-        self._underway = Underway(block_size)
-        self._lasts, self._by_step = lasts, by_step
-        self._due: dict[int, int] = {}  # job -> time at which it completes
-        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks that never arrive
-        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs that its result reports
-        self.broken: tuple[int, ...] = ()  # the missing blocks reported last
-
-    def planned(self, plan: StepPlan, start: int, end: int) -> None:
-        """Take the transfers of a plan, whose step runs from start to end. Must be called for every plan, in order."""
-        if self._by_step:
-            start = end = plan.step
-        self._underway.planned(plan)
-        for transfer in plan.transfers:
-            if transfer.job != IN_ORDER:
-                self._due[transfer.job] = start + self._lasts(transfer)
-        self._due.update(dict.fromkeys(plan.awaited, end))
-        over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
-        self._reports[plan.step] = tuple(over)
-        for job in over:
-            del self._due[job]
-
-    def breaks(self, job: int, blocks: tuple[int, ...]) -> None:
-        """Mark blocks of a job as never arriving."""
-        self._bad[job] = blocks
-
-    def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the jobs that the result of a step reports, and their blocks that never arrived."""
-        jobs = self._reports.pop(step)
-        self._underway.completed(jobs)
-        self.broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
-        return jobs, self.broken
-
-
-class ConnectorLines:
-    """The fields of schedule and update lines on a connector; a kind of connector adds its own."""
-
+    by_step = True
     connector: Any
 
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers) -> None:
+    def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
         assert scheduler.transfers is not None
-        self._transfers, self._heard, self._workers = scheduler.transfers, heard, workers
+        self._transfers, self._heard, self._recorded = scheduler.transfers, heard, recorded
         self.connector = scheduler.transfers.connector
+        self._requests = {request["id"]: request for request in workload["requests"]}
+        self._underway = Underway(scheduler.pool.block_size)
+        self._due: dict[int, int] = {}  # job -> time at which it completes
+        self._bad: dict[int, tuple[int, ...]] = {}  # job -> blocks that never arrive
+        self._broken: tuple[int, ...] = ()  # the missing blocks reported last
+        self._reports: dict[int, tuple[int, ...]] = {}  # step -> jobs that its result reports
         self._loading: dict[int, list[str]] = {}  # job -> ids of requests
-        self._over: dict[int, tuple[int, ...]] = {}
 
-    @staticmethod
-    def of(scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> ConnectorLines:
-        """Return the lines of a workload's connector; those of offloads take a set number of steps for each job."""
-        size = scheduler.pool.block_size
-        if recorded["kind"] == "pd":
-            return HandOffLines(scheduler, heard, workload, size)
-        native = recorded["kind"] == "offloading"
-        steps = {Direction.IN: recorded["load_steps"], Direction.OUT: recorded["store_steps"] + native}
-        workers = Workers(size, lambda transfer: steps[transfer.direction])
-        if native:
-            return NativeLines(scheduler, heard, workers, recorded.get("blocks_per_chunk", 1))
-        return SimpleLines(scheduler, heard, workers)
+    def lasts(self, transfer: Transfer) -> int:
+        """Return the time that a transfer takes."""
+        return int(self._recorded[STEPS[transfer.direction]])
 
     def jobs(self, plan: StepPlan) -> Line:
         """Return the transfers of a plan."""
@@ -182,17 +144,29 @@ class ConnectorLines:
         return line | {"jobs": self.jobs(plan)} | self.tier()
 
     def launched(self, plan: StepPlan, start: int, end: int) -> None:
-        """Pass a plan's transfers to the workers; its step runs from start to end."""
-        self._workers.planned(plan, start, end)
+        """Take the transfers of a plan, whose step runs from start to end. Must be called for every plan, in order."""
+        if self.by_step:
+            start = end = plan.step
+        self._underway.planned(plan)
+        for transfer in plan.transfers:
+            if transfer.job != IN_ORDER:
+                self._due[transfer.job] = start + self.lasts(transfer)
+        self._due.update(dict.fromkeys(plan.awaited, end))
+        over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
+        self._reports[plan.step] = tuple(over)
+        for job in over:
+            del self._due[job]
 
     def over(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the jobs that the result of a step reports, and their blocks that never arrived."""
-        self._over[step], broken = self._workers.over(step)
-        return self._over[step], broken
+        jobs = self._reports[step]
+        self._underway.completed(jobs)
+        self._broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
+        return jobs, self._broken
 
     def updated(self, step: int) -> Line:
         """Return the connector's fields of an update line."""
-        jobs = self._over.pop(step)
+        jobs = self._reports.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
         line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
         return line | self.done(step, jobs) | self.tier()
@@ -203,8 +177,8 @@ class SimpleLines(ConnectorLines):
 
     connector: SimpleOffload
 
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers) -> None:
-        super().__init__(scheduler, heard, workers)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._numbers = {direction: count() for direction in Direction}
         self._events: dict[int, int] = {}  # job -> number of the store
 
@@ -236,9 +210,9 @@ class NativeLines(ConnectorLines):
 
     connector: NativeOffload
 
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, workers: Workers, blocks_per_chunk: int) -> None:
-        super().__init__(scheduler, heard, workers)
-        self._per_chunk = blocks_per_chunk
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._per_chunk = self._recorded.get("blocks_per_chunk", 1)
         self._count = count()
         self._numbers: dict[int, int] = {}  # job -> its number in the recording
         self._at_once: dict[int, list[int]] = {}  # step -> stores completed before its rows
@@ -259,6 +233,9 @@ class NativeLines(ConnectorLines):
                 stores.append([number, transfer.spec.id, list(transfer.sources), self._chunks(transfer.targets)])
         self._at_once[plan.step] = at_once
         return {"load": loads, "store": stores, "flush": sorted([*at_once, *[self._numbers[j] for j in plan.awaited]])}
+
+    def lasts(self, transfer: Transfer) -> int:
+        return super().lasts(transfer) + (transfer.direction is Direction.OUT)  # a store takes a step more
 
     def _chunks(self, blocks: tuple[int, ...]) -> list[int]:
         return list(dict.fromkeys(block // self._per_chunk for block in blocks))
@@ -282,14 +259,14 @@ LATENCY = {Direction.IN: "recv_us", Direction.OUT: "send_us"}
 class HandOffLines(ConnectorLines):
     """The lines of the transfers of a prefill or decode side; a request states how long its transfers take."""
 
+    by_step = False
     connector: HandOff
 
-    def __init__(self, scheduler: VllmScheduler, heard: Heard, workload: Line, block_size: int) -> None:
-        self._requests = {request["id"]: request for request in workload["requests"]}
-        super().__init__(scheduler, heard, Workers(block_size, self._latency, by_step=False))
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._sending: dict[int, str] = {}  # job -> id
 
-    def _latency(self, transfer: Transfer) -> int:
+    def lasts(self, transfer: Transfer) -> int:
         assert transfer.spec is not None
         return int(self._requests[transfer.spec.id].get(LATENCY[transfer.direction], 0))
 
@@ -301,7 +278,7 @@ class HandOffLines(ConnectorLines):
             if transfer.direction is Direction.IN:
                 line["recv"].append([name, list(transfer.targets)])
                 bad = self._requests[name].get("fail_blocks", ())
-                self._workers.breaks(transfer.job, tuple(b for i, b in enumerate(transfer.targets) if i in bad))
+                self._bad[transfer.job] = tuple(b for i, b in enumerate(transfer.targets) if i in bad)
             else:
                 line["send"].append([name, len(transfer.sources)])
                 self._sending[transfer.job] = name
@@ -313,6 +290,9 @@ class HandOffLines(ConnectorLines):
         waiting = [request.spec for request in (*self.connector.unfetched, *dead)]
         return {
             "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
-            "bad": sorted(self._workers.broken),
+            "bad": sorted(self._broken),
             "kept": [spec.id for spec in sorted(waiting, key=lambda spec: (spec.arrival_ns, spec.index))],
         }
+
+
+LINES = {"simple_cpu": SimpleLines, "offloading": NativeLines, "pd": HandOffLines}

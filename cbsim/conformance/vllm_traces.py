@@ -120,7 +120,9 @@ class VllmReplay(Replay):
         self.scheduler.leaves_stores = config.get("stop_when_done", False)
         self._format = header.get("format", 1)
         connector = config.get("connector")
-        self._offload = ConnectorLines.of(self.scheduler, heard, connector, workload) if connector else None
+        self._offload: ConnectorLines | None = None
+        if connector:
+            self._offload = offload_traces.LINES[connector["kind"]](self.scheduler, heard, connector, workload)
         self._groups = GroupLines(self.scheduler, heard, config) if "layers" in config else None
         if self._groups:
             self.header = {"effective": self._groups.effective()}
@@ -350,19 +352,16 @@ class Reports:
         self._at_once = trace_format == 1
 
     def arrived(self, spec: RequestSpec, now: int) -> None:
-        self.lines[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}
-        self._events[spec.id] = {"queued_ts": now, "preemptions": 0}
-        self._happened(spec)
+        line = self.lines[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}
+        self._events[spec.id] = line if self._at_once else {}
+        self._events[spec.id] |= {"queued_ts": now, "preemptions": 0}
 
     def scheduled(self, spec: RequestSpec, now: int) -> None:
         """Record the time when a request's first row was planned."""
-        if "scheduled_ts" not in self._events[spec.id]:
-            self._events[spec.id]["scheduled_ts"] = now
-            self._happened(spec)
+        self._events[spec.id].setdefault("scheduled_ts", now)
 
     def preempted(self, spec: RequestSpec) -> None:
         self._events[spec.id]["preemptions"] += 1
-        self._happened(spec)
 
     def token(self, spec: RequestSpec, now: int) -> None:
         line = self.lines[spec.id]
@@ -370,10 +369,6 @@ class Reports:
         line["n_out"] += 1
         line.setdefault("first_token_ts", now)
         line["last_token_ts"] = now
-
-    def _happened(self, spec: RequestSpec) -> None:
-        if self._at_once:
-            self.lines[spec.id] |= self._events[spec.id]
 
 
 def case(trace: Path, header: Line) -> Case:

@@ -84,7 +84,9 @@ def read(folder: Path) -> list[Log]:
     path = folder / REQUESTS
     with open_text(path) as file:
         table = CsvTable(path, file, COLUMNS)
-        rows = [(_key(table, cells), _numbers(table, cells)) for cells in table.rows(None)]
+        rows = [
+            (Key(cells[0], cells[1], table.number(2, cells[2])), _numbers(table, cells)) for cells in table.rows(None)
+        ]
     logs = [_log(key, [numbers for _, numbers in part]) for key, part in groupby(rows, key=itemgetter(0))]
     if not logs:
         raise ScenarioError(f"{path}: holds no requests")
@@ -95,10 +97,6 @@ def read(folder: Path) -> list[Log]:
         if (np.diff(log.launch_s) < 0).any():
             raise ScenarioError(f"{path}: {log.key}: launch_s goes back, expected rows in order of launch")
     return logs
-
-
-def _key(table: CsvTable, cells: Sequence[str]) -> Key:
-    return Key(cells[0], cells[1], table.number(2, cells[2]))
 
 
 def _numbers(table: CsvTable, cells: Sequence[str]) -> list[float]:
@@ -189,7 +187,7 @@ def specs(log: Log, starts: Sequence[Start], front_s: float) -> list[RequestSpec
 def shared_starts(log: Log, starts: Sequence[Start]) -> list[Chain]:
     """Return the ids of the full blocks of each prompt of `sharegpt`."""
     ids, chains = count(), list[Chain]()
-    head = _new(ids, HEAD_TOKENS)
+    head = _grown((), HEAD_TOKENS, ids)
     for prompt, start in zip(log.prompt_tokens, starts, strict=True):
         before, tokens = head, HEAD_TOKENS
         if start.of is not None:
@@ -202,17 +200,13 @@ def shared_starts(log: Log, starts: Sequence[Start]) -> list[Chain]:
 def conversations(log: Log) -> list[Chain]:
     """Return the ids of the full blocks of each prompt and its output, which the next turn's prompt both contains."""
     ids, chains = count(), list[Chain]()
-    greeting = _new(ids, GREETING_TOKENS)
+    greeting = _grown((), GREETING_TOKENS, ids)
     waiting: dict[int, deque[Chain]] = defaultdict(deque)  # length of the next prompt -> conversations
     for prompt, output in zip(log.prompt_tokens, log.output_tokens, strict=True):
         before = next((waiting[n].popleft() for n in (prompt, prompt - 1, prompt + 1) if waiting[n]), greeting)
         chains.append(_grown(before[: prompt // BLOCK_TOKENS], prompt + output, ids))
         waiting[prompt + output + QUESTION_TOKENS].append(chains[-1])
     return chains
-
-
-def _new(ids: Iterator[int], tokens: int) -> Chain:
-    return _grown((), tokens, ids)
 
 
 def _grown(chain: Iterable[int], tokens: int, ids: Iterator[int]) -> Chain:
