@@ -29,16 +29,12 @@ from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VERSIONS, VllmOptions
 from cbsim.workload.scheduler_tests import vllm_requests
 
-SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-SWITCHES = (
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "long_prefill_token_threshold",
-    "scheduler_reserve_full_isl",
-)
+THRESHOLD = "long_prefill_token_threshold"
+SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", THRESHOLD)
+SWITCHES = ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl")
 SINCE_0_33 = ("watermark", "prefill_schedule_interval")
 LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid")
-OTHER = ("num_blocks", "timing", "long_prefill_token_threshold_adaptive", "connector", "stop_when_done")
+OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 
@@ -80,7 +76,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
         async_scheduling=mode == "async",
         **{name: config[name] for name in (*SIZES, *SWITCHES)},
         **{name: config[name] for name in SINCE_0_33 if name in config},
-        adaptive_long_prefill_threshold=config.get("long_prefill_token_threshold_adaptive", False),
+        adaptive_long_prefill_threshold=config.get(f"{THRESHOLD}_adaptive", False),
         **group_options(config),
         **offload_traces.options(config),
     )

@@ -18,6 +18,7 @@ from cbsim.scenario.schedulers import plain
 from cbsim.workload.vllm_bench import TIMES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+EXPERTS = {"ranks": 2, "moe": True}
 
 
 def test_a_case_is_a_scenario(pack: Pack) -> None:
@@ -33,9 +34,7 @@ def test_a_case_is_a_scenario(pack: Pack) -> None:
     assert found.taken[0] == (0, 0, 10**9, 2 * 10**9)
 
 
-@pytest.mark.parametrize(
-    ("shape", "padding"), [({}, "none"), ({"ranks": 2}, "none"), ({"ranks": 2, "moe": True}, "vllm")]
-)
+@pytest.mark.parametrize(("shape", "padding"), [({}, "none"), ({"ranks": 2}, "none"), (EXPERTS, "vllm")])
 def test_servers_that_step_together_are_padded_to_graphs(shape: dict[str, Any], padding: str, tmp_path: Path) -> None:
     """Tables are read at a step's own size; where servers share experts, graphs decide how many tokens each brings."""
     made = packs.pack(tmp_path, **shape)
@@ -72,16 +71,14 @@ def test_derived_blocks_golden(hardware: str, model: str, tensor: int, ranks: in
     root = real("")
     folder = tmp_path / "case"
     instance = {"model_name": model, "hardware": hardware, "tp_size": tensor, "npu_mem": {"mem_size": 96}}
-    packs.write(
-        folder / "config.json", {"link_bw": 16, "link_latency": 0, "nodes": [{"instances": [instance] * ranks}]}
-    )
+    nodes = [{"instances": [instance] * ranks}]
+    packs.write(folder / "config.json", {"link_bw": 16, "link_latency": 0, "nodes": nodes})
     engine = {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "enable_expert_parallel": ranks > 1}
     dataset = "sharegpt-llama-3.1-8b-300-sps10" if "Llama" in model else "sharegpt-qwen3-32b-300-sps10"
     meta = {"vllm_version": "0.19.0", "dataset_path": f"{dataset}.jsonl", "engine_kwargs": engine, "num_requests": 12}
     packs.write(folder / "meta.json", meta)
-    rows = [
-        json.loads(line) for line in (root / "workloads" / f"{dataset}.lengths.jsonl").read_text().splitlines()[:12]
-    ]
+    lengths = (root / "workloads" / f"{dataset}.lengths.jsonl").read_text()
+    rows = [json.loads(line) for line in lengths.splitlines()[:12]]
     times = dict.fromkeys(TIMES, 1.0)
     packs.lines(folder / "requests.jsonl", [{"request_id": f"bench-{row['id']}", **row, **times} for row in rows])
     packs.table(folder / "timeseries.csv", ("t", "running", "waiting", "kv_cache_pct"), [(1, 1, 1, 1)])

@@ -175,9 +175,8 @@ def folder(named: Path | None) -> Path:
     known = next((folder for folder in folders if folder.is_dir()), None)
     if known is None:
         tried = "; ".join(map(str, folders))
-        raise ScenarioError(
-            f"no published measurements at {tried}; docs/data.md says where to get them, or give --data"
-        )
+        where = "docs/data.md says where to get them, or give --data"
+        raise ScenarioError(f"no published measurements at {tried}; {where}")
     return known
 
 

@@ -352,7 +352,5 @@ def _loop(meta: _Meta, *, together: bool) -> dict[str, Any]:
     steps fit a graph do all servers compute equally many tokens.
     """
     graphs = {"enabled": not meta.engine_kwargs.enforce_eager, "padding": "vllm" if together else "none"}
-    return {
-        "mode": "async" if meta.resolved_config.scheduler_config.async_scheduling else "sync",
-        "cuda_graphs": graphs,
-    }
+    mode = "async" if meta.resolved_config.scheduler_config.async_scheduling else "sync"
+    return {"mode": mode, "cuda_graphs": graphs}

@@ -93,7 +93,7 @@ def data(validation: Validation) -> dict[str, Any]:
         "scenario": validation.case.settings,
         "set": list(validation.case.overrides),
         "ablation": [
-            entry._asdict() | {"errors": [part.facts() for part in entry.errors]} for entry in validation.ablated
+            each._asdict() | {"errors": [part.facts() for part in each.errors]} for each in validation.ablated
         ],
     }
 
@@ -230,9 +230,8 @@ def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
             _cumulative("simulated", getattr(simulated, metric) * factor, SIMULATED),
         ]
         panels.append(Panel(marks, x=title, y="share of requests"))
-    return Chart(
-        "latencies", f"{case}: latencies", "Share of the requests that took at most so long.", panels, columns=3
-    )
+    caption = "Share of the requests that took at most so long."
+    return Chart("latencies", f"{case}: latencies", caption, panels, columns=3)
 
 
 def _cumulative(name: str, values: Floats, look: Style) -> Line:
