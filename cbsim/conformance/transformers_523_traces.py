@@ -42,18 +42,17 @@ OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_
 class SectorEvents(Events):
     """The events of 5.23: allocations name tokens and sectors, and a preempted request is freed twice."""
 
-    sectors: Sectors | KindSectors  # the scheduler's sectors
-
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__(options, names)
         self.tokens = 1  # tokens of the row that needs blocks
         self._stack: list[int] = []  # the free blocks before some are taken
         self._taking = self._setting_back = False
 
-    def watch(self, scheduler: WatchedTransformers) -> None:
-        super().watch(scheduler)
-        assert isinstance(scheduler.pool, SectorPool | KindPool)
-        self.sectors = scheduler.pool.sectors
+    @property
+    def sectors(self) -> Sectors | KindSectors:
+        pool = self.scheduler.pool
+        assert isinstance(pool, SectorPool | KindPool)
+        return pool.sectors
 
     def growing(self, request: Request, count: int) -> None:
         del request, count
@@ -62,7 +61,7 @@ class SectorEvents(Events):
         self._taking = True
 
     def grew(self, request: Request, blocks: Sequence[int]) -> None:
-        tables = self._grown.hear(blocks)
+        tables = self._by_group(self._grown, blocks)
         if tables is not None:
             self._taking = False
             claimed = self._stack[len(self.sectors.stack) :][::-1]
@@ -129,6 +128,7 @@ class WatchedKinds(WatchedSectors, KindsOfLayers):
 class SectorsReplay(TransformersReplay):
     """The replay of one workload and mode of 5.23."""
 
+    scheduler: WatchedSectors
     scheduler_type = WatchedSectors
 
     def resolve(self, resolved: Line, workload: Line) -> Line:
@@ -149,9 +149,8 @@ class SectorsReplay(TransformersReplay):
         return dict(zip(self._names or [KIND], kinds, strict=True))
 
     def _free(self) -> Line:
-        pool = self.scheduler.pool
-        assert isinstance(pool, SectorPool | KindPool)
-        stack, kinds = pool.sectors.stack, self._by_kind(pool.sectors)
+        pool, sectors = self.scheduler.pool, self.scheduler.heard.sectors
+        stack, kinds = sectors.stack, self._by_kind(sectors)
         trees = {name: {str(at): list(blocks) for at, blocks in kind.trees.items()} for name, kind in kinds.items()}
         return {
             "free_sectors": len(stack),

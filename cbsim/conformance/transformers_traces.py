@@ -82,30 +82,13 @@ class ContentRings(NamedByContent, RingPool):
     """A pool keyed by content, for layers of several kinds."""
 
 
-class ByGroup:
-    """A collector of lists that arrive group by group, returned by group name; without names, a single list."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._lists: list[list[Any]] = []
-
-    def hear(self, part: Sequence[Any]) -> list[Any] | dict[str, list[Any]] | None:
-        """Add the next group's list; return all lists once the last group's is added, else None."""
-        if not self._names:
-            return list(part)
-        self._lists.append(list(part))
-        if len(self._lists) < len(self._names):
-            return None
-        lists, self._lists = self._lists, []
-        return dict(zip(self._names, lists, strict=True))
-
-
 class Events(Ghosts):
-    """An observer of the events that a trace records between two of its lines."""
+    """An observer of the events that a trace records between two of its lines. It looks at its scheduler's state."""
+
+    scheduler: WatchedTransformers
 
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
         super().__init__()
-        self.on_host: dict[Request, list[list[int]]] = {}  # the scheduler's host tables, once there is a scheduler
         self.free_list = CachedLast(range(options.num_blocks))
         self.lines: list[Line] = []
         self.empty_rows: list[tuple[int, Request]] = []  # (position, request) in the step being planned
@@ -113,15 +96,11 @@ class Events(Ghosts):
         self.names = names
         self._full = [name for name, group in zip(names, options.groups, strict=True) if not group.ring]
         self._size = options.block_size
-        self._grown, self._freed = ByGroup(names), ByGroup(names)
+        self._grown, self._freed = list[list[int]](), list[list[int]]()
         self._hashed: list[int] = []
         self._replaced: list[list[int]] = []
         self._by_name: dict[str, list[list[int]]] = {}  # blocks replaced in tables of groups
         self._offload: Line = {}
-
-    def watch(self, scheduler: WatchedTransformers) -> None:
-        """Begin to observe this scheduler."""
-        self.on_host = scheduler.host.tables
 
     @property
     def nothing(self) -> Any:
@@ -139,18 +118,29 @@ class Events(Ghosts):
         lines, self.lines = self.lines, []
         return lines
 
+    def _by_group(self, heard: list[list[int]], table: Sequence[int]) -> list[int] | dict[str, list[int]] | None:
+        """Return a table; of several groups, whose tables come in turn, all by name with the last one, else None."""
+        if not self.names:
+            return list(table)
+        heard.append(list(table))
+        if len(heard) < len(self.names):
+            return None
+        tables = dict(zip(self.names, heard, strict=True))
+        heard.clear()
+        return tables
+
     def growing(self, request: Request, count: int) -> None:  # noqa: ARG002
         evicted = list(self.free_list.cached)[::-1][: max(0, count - len(self.free_list.plain))]
         if evicted:
             self.note("evict", blocks=evicted)
 
     def grew(self, request: Request, blocks: Sequence[int]) -> None:
-        tables = self._grown.hear(blocks)
+        tables = self._by_group(self._grown, blocks)
         if tables is not None:
             self.note("alloc", request, n=self.entries if self.names else len(blocks), blocks=tables)
 
     def released(self, request: Request, blocks: Sequence[int]) -> None:
-        tables = self._freed.hear(blocks)
+        tables = self._by_group(self._freed, blocks)
         if tables is not None:
             self.note("free", request, blocks=tables)
 
@@ -179,8 +169,9 @@ class Events(Ghosts):
 
     def reclaimed(self, victims: Sequence[Request]) -> None:
         in_order = sorted(victims, key=lambda request: request.order)
-        out = [request for request in in_order if request in self.on_host]
-        reset = [request for request in in_order if request not in self.on_host]
+        on_host = self.scheduler.host.tables
+        out = [request for request in in_order if request in on_host]
+        reset = [request for request in in_order if request not in on_host]
         self._offload |= {"soft_reset": _ids(reset), "cpu_offloaded": _ids(out), "requeue_order": _ids(victims)}
 
     def completed(self, completion: Completion, over: bool) -> None:
@@ -212,7 +203,7 @@ class WatchedTransformers(DefectiveTransformers):
         self.workload = workload
         self.heard = self.events(options, names)
         super().__init__(options, self.heard)
-        self.heard.watch(self)
+        self.heard.scheduler = self
         self.objects: dict[RequestSpec, Request] = {}
 
     def make_pool(self, observer: Observer) -> BlockPool:
