@@ -87,8 +87,19 @@ class DefectivePrefill(Prefill):
         return max(0, len(line) - 1)
 
 
-class DefectiveSglang(SglangScheduler):
-    """The rules of SGLang with their defects."""
+class WatchedSglang(SglangScheduler):
+    """The rules of SGLang with their defects, called in every pass, with records of the decisions in the last one."""
+
+    pool: WatchedPool
+    idle = False
+
+    def __init__(self, options: SglangOptions, recorded: dict[RequestSpec, Recorded], heard: Heard) -> None:
+        self._recorded = recorded
+        self.retracted: list[list[Any]] = []
+        self.preempted: list[list[Any]] = []
+        self.aborted: list[str] = []
+        self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
+        super().__init__(options, heard)
 
     def make_prefill(self) -> DefectivePrefill:
         return DefectivePrefill(self.options, self.ratio, self.batch, self.most)
@@ -102,24 +113,10 @@ class DefectiveSglang(SglangScheduler):
 
     def stranded(self, entry: Entry) -> list[Entry]:
         """Abort the last decoding request instead of preempting it."""
+        self.retracted.append([entry.request.spec.id, entry.request.seen])
         self.leave_batch(entry.request)
         self._give_up(entry.request)
         return []
-
-
-class WatchedSglang(DefectiveSglang):
-    """The scheduler, called in every pass, with records of its decisions in the last one."""
-
-    pool: WatchedPool
-    idle = False
-
-    def __init__(self, options: SglangOptions, recorded: dict[RequestSpec, Recorded], heard: Heard) -> None:
-        self._recorded, self._heard = recorded, heard
-        self.retracted: list[list[Any]] = []
-        self.preempted: list[list[Any]] = []
-        self.aborted: list[str] = []
-        self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
-        super().__init__(options, heard)
 
     def make_pool(self, observer: Observer) -> WatchedPool:
         o = self.options
@@ -171,10 +168,6 @@ class WatchedSglang(DefectiveSglang):
         super().cancel(spec)
         if request is not None and request.finish is not None:
             self.written[spec] = request.seen
-
-    def stranded(self, entry: Entry) -> list[Entry]:
-        self.retracted.append([entry.request.spec.id, entry.request.seen])
-        return super().stranded(entry)
 
     def _give_up(self, request: Request) -> None:
         self.written[request.spec] = request.seen
