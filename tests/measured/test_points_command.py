@@ -19,19 +19,13 @@ from cbsim.scenario import catalog, terms
 from cbsim.sweeps.executor import Here
 
 TRUTH = {"layer_s": 2e-5, "reduce_s@2": 4e-6, "reduce_s@4": 6e-6, "front_s": 0.02}
-MADE = Calibration(
-    "Made-up servers.",
-    "vllm",
-    ("h200_sxm",),
-    False,
-    ("Llama-3.1-70B",),
-    {
-        "layer_s": Prior(1e-5, 1e-5, 3e-6),
-        "reduce_s@2": Prior(2e-6, 4e-6, 2e-6),
-        "reduce_s@4": Prior(3e-6, 4e-6, 2e-6),
-        "front_s": Prior(0.01, 0.02, 0.01),
-    },
-)
+PRIORS = {
+    "layer_s": Prior(1e-5, 1e-5, 3e-6),
+    "reduce_s@2": Prior(2e-6, 4e-6, 2e-6),
+    "reduce_s@4": Prior(3e-6, 4e-6, 2e-6),
+    "front_s": Prior(0.01, 0.02, 0.01),
+}
+MADE = Calibration("Made-up servers.", "vllm", ("h200_sxm",), False, ("Llama-3.1-70B",), PRIORS)
 
 
 @pytest.fixture(scope="module")

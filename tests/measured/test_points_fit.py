@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cbsim.measured.points import calibration as fit
 from cbsim.measured.points.calibration import Prior
 from cbsim.scenario import terms
-from cbsim.scenario.terms import Curve, Residual, TermsFile
+from cbsim.scenario.terms import TermsFile
 
 TRUTH = {"base": 2.0, "slope": 0.5}
 PRIORS = {"base": Prior(1.7, 2.0, 0.1), "slope": Prior(0.6, 0.5, 0.02)}
@@ -74,31 +74,17 @@ def test_a_left_out_curve_teaches_nothing() -> None:
 # -- how sure ---------------------------------------------------------------------------------------------------------
 
 
+NAMED = {"name": "made-up", "about": "", "backend": "vllm", "systems": ["card"], "models": ["m"], "weights": ["fp8"]}
+KNOWN = {"experts": False, "tables": {"card": "vllm_0.1.0"}, "routing": "balanced", "fastest": True, "terms": {}}
+RANGE = {"tensor_parallel": [1], "users": [4, 64], "calibrated": "2026-11-23"}
+
+
 def terms_file(curves: Mapping[str, list[float]], prompt: int = 1024, output: int = 1024) -> TermsFile:
     """Curves with these residuals of both metrics."""
-    made = {
-        name: Curve(
-            prompt=prompt, output=output, terms={}, residuals=tuple(Residual(users=4, ttft=r, tpot=r) for r in values)
-        )
-        for name, values in curves.items()
-    }
-    return TermsFile(
-        backend="vllm",
-        systems=("card",),
-        models=("m",),
-        tensor_parallel=(1,),
-        users=(4, 64),
-        name="made-up",
-        about="",
-        experts=False,
-        tables={"card": "vllm_0.1.0"},
-        weights=("fp8",),
-        routing="balanced",
-        fastest=True,
-        calibrated="2026-11-23",
-        terms={},
-        curves=made,
-    )
+    residuals = {name: [{"users": 4, "ttft": r, "tpot": r} for r in values] for name, values in curves.items()}
+    lengths = {"prompt": prompt, "output": output, "terms": {}}
+    made = {name: lengths | {"residuals": values} for name, values in residuals.items()}
+    return TermsFile.model_validate({**NAMED, **KNOWN, **RANGE, "curves": made})
 
 
 def test_an_interval_is_two_order_statistics() -> None:

@@ -10,19 +10,15 @@ import pytest
 from cbsim.conformance.vllm_traces import VllmReplay
 
 Line = dict[str, Any]
-CONFIG: Line = {
-    "block_size": 4,
-    "num_blocks": 7,
-    "max_model_len": 64,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 32,
-    "enable_chunked_prefill": True,
+SIZES = {"block_size": 4, "num_blocks": 7, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+RULES = {
     "policy": "fcfs",
-    "long_prefill_token_threshold": 0,
+    "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
-    "scheduler_reserve_full_isl": True,
-    "timing": {"base_us": 1000, "per_token_us": 0, "per_kv_token_us": 0, "sched_us": 0, "update_us": 0},
+    "long_prefill_token_threshold": 0,
 }
+TIMES = {"base_us": 1000, "per_token_us": 0, "per_kv_token_us": 0, "sched_us": 0, "update_us": 0}
+CONFIG: Line = {**SIZES, **RULES, "scheduler_reserve_full_isl": True, "timing": TIMES}
 
 
 def request(number: int, **fields: Any) -> Line:

@@ -44,19 +44,12 @@ class CannotBuildError(Exception):
     """An error raised for a point that cannot be built; its message is the reason."""
 
 
-class Parallel(NamedTuple):
-    """The parallelism of a server: GPUs that share every layer, and groups of them that experts are spread over."""
-
-    tensor: int
-    experts: int
-
-
 def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
     """Return a point's scenario with cost fields `terms` and `requests` requests a user. Raises CannotBuildError."""
     check(point)
     model, hardware, engine = model_of(point), _hardware(point), engine_of(point)
-    parallel = _parallel(point, model)
-    server = flags(point, model, hardware)
+    tensor, expert_groups = _parallel(point, model)
+    server = FLAGS[point.backend](point, model, hardware)
     shape = model.model_dump(mode="json") | {"kv_dtype": server.kv_dtype}
     low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
     fields = {
@@ -78,8 +71,8 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
             "kind": "table",
             "path": f"{TABLES}/{point.system}",
             "engine": engine,
-            "tensor_parallel": parallel.tensor,
-            "expert_parallel": parallel.experts,
+            "tensor_parallel": tensor,
+            "expert_parallel": expert_groups,
             "routing": ROUTING,
             **terms,
         },
@@ -92,7 +85,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
 
 def check(point: Point) -> None:
     """Check what does not depend on the content of tables. Raises CannotBuildError."""
-    if point.disaggregated:
+    if point.mode == "disagg":
         raise CannotBuildError("prefill and decode are apart, on servers of their own")
     if point.stages > 1:
         raise CannotBuildError(f"a pipeline of {point.stages} stages")
@@ -149,8 +142,9 @@ def _hardware(point: Point) -> Hardware:
     raise CannotBuildError(f"no hardware file of {point.system}")
 
 
-def _parallel(point: Point, model: ModelShape) -> Parallel:
-    """Return how the model is distributed over the GPUs. Raises CannotBuildError.
+def _parallel(point: Point, model: ModelShape) -> tuple[int, int]:
+    """Return the GPUs that share every layer, and the groups of them that experts are spread over. Raises
+    CannotBuildError.
 
     Sources write expert parallelism in several ways: groups, or groups times the GPUs (points measured twice show
     that the latter, with as many attention ranks as GPUs, means a tensor-parallel server too). If an expert's shard
@@ -165,11 +159,11 @@ def _parallel(point: Point, model: ModelShape) -> Parallel:
     if tensor > 8:
         raise CannotBuildError(f"{tensor} GPUs share a layer, more than a node has; tables go to 8")
     if not model.experts:
-        return Parallel(tensor, 1)
+        return tensor, 1
     experts = tensor if doubled else min(experts, tensor)
     if model.weights_dtype == "fp8_block" and model.intermediate // (tensor // experts) % BLOCK:
         experts = tensor
-    return Parallel(tensor, experts)
+    return tensor, experts
 
 
 NEW_RULES = (0, 26)  # vLLM is simulated by the rules of 0.33 from this version on, by those of 0.19 before it
@@ -183,11 +177,6 @@ class Flags(NamedTuple):
     kv_cache: dict[str, Any]
     kv_dtype: str | None
     graphs: dict[str, Any]
-
-
-def flags(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
-    """Return the flags with which the point's server was started, for this model and card."""
-    return {"vllm": _vllm, "trtllm": _trtllm, "sglang": _sglang}[point.backend](point, model, hardware)
 
 
 def longest(point: Point) -> int:
@@ -252,3 +241,7 @@ def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step)
 def _sglang(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     del model, hardware
     return Flags({"name": "sglang", "context_length": longest(point)}, {}, None, {})
+
+
+FLAGS = {"vllm": _vllm, "trtllm": _trtllm, "sglang": _sglang}
+"""The flags with which a point's server was started, for its model and card, by engine."""

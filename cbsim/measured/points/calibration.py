@@ -77,14 +77,8 @@ class Calibration(NamedTuple):
 
     def points(self, points: Sequence[Point]) -> list[Point]:
         """Return the points of InferenceX that this calibration uses; the flags of other sources are unknown."""
-        return [
-            each
-            for each in points
-            if each.inferencex
-            and each.backend == self.backend
-            and each.system in self.systems
-            and each.model_name in self.models
-        ]
+        ours = [each for each in points if each.inferencex and each.backend == self.backend]
+        return [each for each in ours if each.system in self.systems and each.model_name in self.models]
 
 
 CALIBRATIONS: Mapping[str, Calibration] = {

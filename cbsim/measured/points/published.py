@@ -74,13 +74,9 @@ class Point(Form):
     @model_validator(mode="after")
     def _sized(self) -> Point:
         for name, size in (("tp_size", self.tensor), ("concurrency", self.concurrency)):
-            if size < 1 and not self.disaggregated:
+            if size < 1 and self.mode != "disagg":
                 raise complaint(f"got {size}, must be >= 1", name)
         return self
-
-    @property
-    def disaggregated(self) -> bool:
-        return self.mode == "disagg"
 
     @property
     def inferencex(self) -> bool:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -82,7 +82,6 @@ class Case:
 # -- what its files hold ----------------------------------------------------------------------------------------------
 
 Real = Annotated[float, Field(ge=0, lt=LARGEST_REAL)]
-F = TypeVar("F", bound=Form)
 
 
 class _Fields(Form):
@@ -193,10 +192,6 @@ class _Meta(_Fields):
     resolved_config: _Resolved = _Resolved()
 
 
-def _checked(path: Path, form: type[F]) -> F:
-    return Document(str(path), None, read_json(path)).checked(form)
-
-
 def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
     message = f"{path}: {field}: got {shown(value)}, expected {expected}"
     return ScenarioError(message, file=path, field=field, value=value, bound=expected)
@@ -211,8 +206,9 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     """
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
-    cluster, meta_file = _checked(folder / "config.json", _Cluster), folder / "meta.json"
-    meta = _checked(meta_file, _Meta)
+    cluster_file, meta_file = folder / "config.json", folder / "meta.json"
+    cluster = Document(str(cluster_file), None, read_json(cluster_file)).checked(_Cluster)
+    meta = Document(str(meta_file), None, read_json(meta_file)).checked(_Meta)
     root = Path(os.path.normpath(folder / ".." / "..")) if pack is None else pack
     for part in ("workloads", "perf"):
         if not (root / part).is_dir():
@@ -234,7 +230,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         "scheduler": _scheduler(meta_file, meta),
         "kv_cache": {
             "block_size": size,
-            "num_blocks": blocks or _blocks(folder / "config.json", server, model, size, experts),
+            "num_blocks": blocks or _blocks(cluster_file, server, model, size, experts),
         },
         "loop": _loop(meta, together=ranks > 1 and model.experts > 0),
         "cost": {
