@@ -8,12 +8,10 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,11 @@ from cbsim.runs import reading
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from cbsim.scenario.catalog import ROOT
+from support.calls import ROOT
+from support.serving import serving
 
 AIPERF = os.environ.get("CBSIM_AIPERF") or shutil.which("aiperf")
 REQUESTS, TOKENS, STREAMS = 40, 20, 8
-SCENARIO = "tiny_cpu"
 COMMAND = (
     *("--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean", "60"),
     *("--output-tokens-mean", str(TOKENS), "--request-count", str(REQUESTS), "--concurrency", str(STREAMS)),
@@ -44,33 +42,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on the wall's clock, and its address."""
-    command = ["-m", "cbsim", "serve", SCENARIO, "--loop", "async", "--port", "0", "--out", str(tmp_path / "runs")]
-    process = subprocess.Popen([sys.executable, *command], env=OURS, text=True, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert address is not None
-        yield process, address[0]
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def ran(*command: object, env: dict[str, str] = OURS) -> str:
     done = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_aiperf_runs_against_a_simulated_server(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
-    process, url = server
+def test_aiperf_runs_against_a_simulated_server(tmp_path: Path) -> None:
     art = tmp_path / "art"
     tokenizer = ROOT / "cbsim" / "http" / "words"
-    options = ("-m", SCENARIO, "--url", url, "--tokenizer", tokenizer, *COMMAND, "--artifact-dir", art)
-    ran(AIPERF, "profile", *options, env=THEIRS)
+    with serving(tmp_path / "runs", "--loop", "async") as server:
+        url = server.address.removesuffix("/v1")
+        options = ("-m", "tiny_cpu", "--url", url, "--tokenizer", tokenizer, *COMMAND, "--artifact-dir", art)
+        ran(AIPERF, "profile", *options, env=THEIRS)
+        status, out, _ = server.end(signal.SIGINT)
+        assert status == 0, out
 
     lines = [json.loads(line) for line in (art / "profile_export.jsonl").read_text().splitlines()]
     assert len(lines) == REQUESTS and not any(line.get("error") for line in lines)
@@ -81,9 +67,6 @@ def test_aiperf_runs_against_a_simulated_server(server: tuple[subprocess.Popen[s
         scraped = {row[2] for row in csv.reader(file) if len(row) > 2}
     assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens"} <= scraped
 
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out
     (run,) = (tmp_path / "runs").iterdir()
     record = reading.load(run)
     assert (record.incomplete, len(record.requests)) == (None, REQUESTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -150,31 +149,6 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:
         assert raised.value.file == str(file) and "cl" not in str(raised.value).partition(":3:")[2]
     with pytest.raises(EndpointError, match="nowhere: cannot be read"):
         read_keys(tmp_path / "nowhere")
-
-
-SERVER = """
-import asyncio
-from cbsim.http.app import App
-from cbsim.http.listen import listen
-import sys
-sys.path.insert(0, sys.argv[1])
-from support.scripted import Scripted
-from cbsim.http.tokenizer import open_tokenizer
-backend = Scripted(open_tokenizer(), 0.001)
-print(asyncio.run(listen(App(backend), port=0, ready=lambda host, port: print(port, flush=True))))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it(number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(Path(__file__).parents[1])], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        int(process.stdout.readline())
-        process.send_signal(number)
-        assert process.wait(30) == 0
-        assert f"why='{number.name}'" in process.stdout.read()
 
 
 def test_the_simulator_starts_without_the_endpoints_libraries() -> None:

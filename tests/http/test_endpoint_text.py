@@ -100,15 +100,6 @@ def test_transformers_reads_our_folder() -> None:
     assert frozenset({theirs.eos_token_id}) == embedded().ends
 
 
-def test_training_is_the_same_every_time(tmp_path: Path) -> None:
-    texts = ["the blocks of the cache, the steps of the loop"] * 3
-    for name in ("a", "b"):
-        write(tmp_path / name, train(texts, 300))
-    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("a", "b"))
-    assert first == second
-    assert open_tokenizer(tmp_path / "a").vocab <= 300 < embedded().vocab == 4096
-
-
 def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     write(tmp_path, train(["user assistant hello"], 280))

@@ -39,18 +39,6 @@ async def test_the_asynchronous_client() -> None:
             await client.completions.create(model="scripted", prompt="x", n=2)
 
 
-async def test_a_client_that_closes_its_stream_cancels_it() -> None:
-    async with listening() as server:
-        async with server.openai() as client:
-            options = {"max_tokens": 100_000, "stream": True, "extra_headers": {"X-Request-Id": "mine"}}
-            stream = await client.completions.create(model="scripted", prompt="x", **options)
-            async for _ in stream:
-                break
-            await stream.close()
-            await server.until_empty()
-        assert server.backend.cancelled == ["cmpl-mine-0"]
-
-
 async def test_the_synchronous_client() -> None:
     def call(address: str) -> None:
         wrong = OpenAI(base_url=address, api_key="wrong", max_retries=0)

@@ -9,22 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.calls import ROOT, SMALL, call, environment, refused
-from support.recordings import GOLDEN, golden_run, replayed
-
-from cbsim.runs import reading
-from cbsim.runs.replan import rederive
+from support.recordings import replayed
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-
-@pytest.mark.parametrize("loop", ["sync", "async"])
-@pytest.mark.parametrize("name", ["p012", "x008", "r105", "r088"])
-def test_several_cancels_in_one_poll_replay(name: str, loop: str, tmp_path: Path) -> None:
-    """Two clients that give up between two polls: in the order in which the policy was told."""
-    packed = GOLDEN / "vllm" / "workloads" / f"{name}.json.gz"
-    path = golden_run(tmp_path, packed, f"kv_cache: {{block_size: 16, num_blocks: 60}}\nloop: {{mode: {loop}}}\n")
-    done = reading.load(path)
-    assert rederive(path) == (len(done.steps), len(done.steps), None)
 
 
 @pytest.mark.parametrize(

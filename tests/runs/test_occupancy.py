@@ -27,23 +27,22 @@ from cbsim.workload import generators
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 LOOPS = ("sync", "async")
+BASE = {"question": "What is held?", "model": "tiny", "hardware": "laptop-cpu", "loop": {"mode": "sync"}}
 NOTHING = {name: {"base_s": 0, "per_request_s": 0} for name in ("schedule", "prepare", "launch", "update")}
+
+
+def asked(scheduler: Mapping[str, Any], blocks: int, size: int = 16, **workload: Any) -> dict[str, Any]:
+    """A scenario of this workload, or of one request, under the synchronous loop."""
+    requests = workload or {"requests": 1, "prompt_tokens": 1, "output_tokens": 1}
+    scenario = BASE | {"workload": {"kind": "synthetic", **requests}, "scheduler": scheduler}
+    return scenario | {"kv_cache": {"block_size": size, "num_blocks": blocks}}
 
 
 def served(requests: Mapping[str, Any], scheduler: Mapping[str, Any], blocks: int, size: int = 1) -> Result:
     """Requests that all come at once, under steps of a second."""
-    asked = {
-        "question": "What is held?",
-        "model": "tiny",
-        "hardware": "laptop-cpu",
-        "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
-        "scheduler": scheduler,
-        "kv_cache": {"block_size": size, "num_blocks": blocks},
-        "loop": {"mode": "sync"},
-        "cost": {"kind": "constant", "step_s": 1, "cpu": NOTHING},
-    }
+    steps = {"cost": {"kind": "constant", "step_s": 1, "cpu": NOTHING}}
     count = len(requests["prompt_tokens"])
-    answer = cbsim.run(asked, requests={"arrival_s": [0.0] * count, **requests})
+    answer = cbsim.run(asked(scheduler, blocks, size) | steps, requests={"arrival_s": [0.0] * count, **requests})
     assert isinstance(answer, Result)
     return answer
 
@@ -63,8 +62,8 @@ def test_equal_requests(reserve: str, reserved: int, placement: str) -> None:
     """Four requests with prompts of 10 and 21 outputs hold 10 tokens in the first step and 30 in the last, the 21st: 20
     on average; 10 more come later. The rest of a reservation is never used: it is a power of two under `buddy`.
     """
-    asked = {"prompt_tokens": [10] * 4, "output_tokens": [21] * 4, "max_tokens": [30] * 4}
-    shares = served(asked, contiguous(reserve, placement), 256).occupancy.shares()
+    requests = {"prompt_tokens": [10] * 4, "output_tokens": [21] * 4, "max_tokens": [30] * 4}
+    shares = served(requests, contiguous(reserve, placement), 256).occupancy.shares()
     granted = 64 if placement == "buddy" and reserved > 32 else 32 if placement == "buddy" else reserved
     wanted = Shares(20, 10, reserved - 30, granted - reserved, 0, 64 - granted)
     assert shares == pytest.approx([tokens / 64 for tokens in wanted])
@@ -76,8 +75,8 @@ def test_paged_blocks(scheduler: dict[str, Any]) -> None:
     """Two requests of 5 prompt tokens and 8 outputs in blocks of 4. Paged: 5 to 12 tokens are held in 2 and then 3
     blocks, and only the last block of each has room. A static batch reserves 13 tokens, 4 blocks, from the start.
     """
-    asked = {"prompt_tokens": [5, 5], "output_tokens": [8, 8]}
-    held = served(asked, scheduler, 21 if scheduler["name"] == "vllm" else 20, 4).occupancy
+    requests = {"prompt_tokens": [5, 5], "output_tokens": [8, 8]}
+    held = served(requests, scheduler, 21 if scheduler["name"] == "vllm" else 20, 4).occupancy
     rows = [row[:3] for row in held.table.tolist() if row[0]]
     blocks = [2, 2, 2, 2, 3, 3, 3, 3] if scheduler["name"] == "vllm" else [4] * 8
     lengths = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -91,24 +90,8 @@ def test_shared_prefixes_are_held_once() -> None:
     """Ten requests with 32 tokens in common and 8 of their own, in blocks of 16, one output: 32 + 10 * 8 are held, and
     what ten tables list beyond that is one block each.
     """
-    asked = cbsim.load(
-        {
-            "question": "What is held?",
-            "model": "tiny",
-            "hardware": "laptop-cpu",
-            "workload": {
-                "kind": "synthetic",
-                "requests": 10,
-                "prompt_tokens": 40,
-                "shared_prefix_tokens": 32,
-                "output_tokens": 1,
-            },
-            "scheduler": {"name": "vllm"},
-            "kv_cache": {"num_blocks": 101},
-            "loop": {"mode": "sync"},
-        }
-    )
-    held = cbsim.run(asked).occupancy  # type: ignore[union-attr]
+    lengths = {"prompt_tokens": 40, "shared_prefix_tokens": 32, "output_tokens": 1}
+    held = cbsim.run(asked({"name": "vllm"}, 101, requests=10, **lengths)).occupancy  # type: ignore[union-attr]
     assert held.table[0].tolist() == [32 + 10 * 8, 0, 10 * 8, 0, 0, 1600 - 12 * 16]
     assert held.saved[0] == 9 * 32
     assert held.saved_share(held.saved > 0) == 9 * 2 / 30
@@ -118,8 +101,8 @@ def test_scattered_space() -> None:
     """Thirteen tokens: pieces of 4, 5 and 4. The outer two end after two steps, the inner one after four: meanwhile 8
     are free, but not the 6 in a row that the next request waits for, and half of them lie apart. At last it gets them.
     """
-    asked = {"prompt_tokens": [2, 1, 2, 5], "output_tokens": [2, 4, 2, 1]}
-    held = served(asked, contiguous("exact", max_num_seqs=4), 13).occupancy
+    requests = {"prompt_tokens": [2, 1, 2, 5], "output_tokens": [2, 4, 2, 1]}
+    held = served(requests, contiguous("exact", max_num_seqs=4), 13).occupancy
     assert held.table[:, 4].tolist() == [0, 0, 8, 8, 0]
     assert held.table[:, 5].tolist() == [0, 0, 0, 0, 7]
     assert held.largest.tolist() == [0, 0, 4, 4, 7]
@@ -133,18 +116,8 @@ def test_a_search_shares_what_its_texts_have_in_common(block_size: int) -> None:
     """Four texts of a prompt of 32 tokens and 5 outputs. When they begin, each reads the prompt's last token into a
     block of its own, and the full blocks before that are in four tables; later those of texts that agree as well.
     """
-    asked = cbsim.load(
-        {
-            "question": "What is shared?",
-            "model": "tiny",
-            "hardware": "laptop-cpu",
-            "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 32, "output_tokens": 5},
-            "scheduler": {"name": "beam", "num_beams": 4},
-            "kv_cache": {"num_blocks": 64, "block_size": block_size},
-            "loop": {"mode": "sync"},
-        }
-    )
-    held = cbsim.run(asked).occupancy  # type: ignore[union-attr]
+    beam, lengths = {"name": "beam", "num_beams": 4}, {"prompt_tokens": 32, "output_tokens": 5}
+    held = cbsim.run(asked(beam, 64, block_size, requests=1, **lengths)).occupancy  # type: ignore[union-attr]
     at_first = 3 * (31 // block_size) * block_size  # all of the prompt that is computed before it is forked
     assert held.saved[:2].tolist() == [0, at_first]
     assert (held.saved[2:] >= at_first).all()

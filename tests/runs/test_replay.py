@@ -57,31 +57,22 @@ GOLDENS = {
     "w11_cancel_fifo_bs16": "transformers_fifo",
     "x0096_cancel_prefill_first_async_noshare_bs32": "transformers_prefill_first",
     "x0104_tinycancel_fifo_sync_share_bs4": "transformers_fifo",
+    **dict.fromkeys(("p004", "p011", "r036", "p012", "x008", "r105", "r088"), "vllm"),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("name", "scheduler"), GOLDENS.items())
 def test_a_golden_workload_with_cancels(name: str, scheduler: str, loop: str, tmp_path: Path) -> None:
-    """Requests given up while they wait and while they run, in polls of their own, on a pool as small as recorded. A
-    pass takes 10 ms, as the workload's step_s has it, so that cancels meet their requests.
+    """Requests given up while they wait and while they run, several in one poll in the order in which the policy was
+    told, on a pool as small as recorded. A pass takes 10 ms, as the workload's step_s has it, so that cancels meet
+    their requests; the workloads of vLLM say in microseconds when a client goes away.
     """
-    packed = GOLDEN / "transformers" / "workloads" / f"{name}.json.gz"
-    given = json.loads(gzip.decompress(packed.read_bytes()))
-    pool = f"block_size: {given['cb']['block_size']}, num_blocks: {given['cb']['num_blocks']}"
-    settings = f"scheduler: {{name: {scheduler}}}\nkv_cache: {{{pool}}}\nloop: {{mode: {loop}}}\n"
+    packed = GOLDEN / scheduler.partition("_")[0] / "workloads" / f"{name}.json.gz"
+    pool = json.loads(gzip.decompress(packed.read_bytes())).get("cb", {"block_size": 16, "num_blocks": 60})
+    blocks = f"block_size: {pool['block_size']}, num_blocks: {pool['num_blocks']}"
+    settings = f"scheduler: {{name: {scheduler}}}\nkv_cache: {{{blocks}}}\nloop: {{mode: {loop}}}\n"
     path = golden_run(tmp_path, packed, settings)
-    run = reading.load(path)
-    assert sum(row.status == "aborted" for row in run.requests) > 0
-    assert rederive(path) == (len(run.steps), len(run.steps), None)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", ["p004", "p011", "r036"])
-def test_a_vllm_workload_with_aborts(name: str, loop: str, tmp_path: Path) -> None:
-    """The same for vLLM, whose workloads say in microseconds when a client goes away."""
-    packed = GOLDEN / "vllm" / "workloads" / f"{name}.json.gz"
-    path = golden_run(tmp_path, packed, f"kv_cache: {{block_size: 16, num_blocks: 60}}\nloop: {{mode: {loop}}}\n")
     run = reading.load(path)
     assert sum(row.status == "aborted" for row in run.requests) > 0
     assert rederive(path) == (len(run.steps), len(run.steps), None)

@@ -2,92 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from support.serving import serving
 
 from cbsim.cli.parser import main
 from cbsim.runs import reading
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVE = (sys.executable, "-m", "cbsim", "serve", "tiny_cpu", "--port", "0")
 FAST = ("--set", "cost={kind: constant, step_s: 0.002}")
 LONG = ("--set", "cost={kind: constant, step_s: 0.5}")
-
-
-class Session:
-    """A server in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        out = process.stdout.readline()
-        where = re.search(r"http://127\.0\.0\.1:\d+/v1", out)
-        assert where, out or process.communicate()[1]
-        self.address = where[0]
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.address, api_key="key", max_retries=0)
-
-    def end(self, *signals: int) -> tuple[int, str, str]:
-        for number in signals:
-            self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-
-@contextmanager
-def serving(out: Path, *arguments: str, **environment: str) -> Iterator[Session]:
-    process = subprocess.Popen(
-        [*SERVE, "--out", str(out), *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield Session(process)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def test_a_session_from_its_first_line_to_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path, *FAST) as session, session.openai() as client:
         model = client.models.list().data[0]
         assert model.id == "tiny_cpu"
-        whole = client.chat.completions.create(
-            model=model.id,
-            messages=[{"role": "user", "content": "hello"}],
-            max_completion_tokens=7,
-            extra_body={"ignore_eos": True},
-        )
-        assert whole.choices[0].finish_reason == "length"
-        assert whole.usage
-        assert whole.usage.completion_tokens == 7
-        parts = list(
-            client.completions.create(
-                model=model.id,
-                prompt="hello",
-                max_tokens=5,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},
-            )
-        )
+        asked: Any = {"model": model.id, "extra_body": {"ignore_eos": True}}
+        hello = [{"role": "user", "content": "hello"}]
+        whole = client.chat.completions.create(messages=hello, max_completion_tokens=7, **asked)
+        assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 7)
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        parts = [*client.completions.create(prompt="hello", max_tokens=5, **asked)]
         assert sum(bool(part.choices) for part in parts) == 5, "a chunk a token"
-        assert parts[-1].usage
         assert parts[-1].usage.completion_tokens == 5
         status, out, complaint = session.end(signal.SIGTERM)
     assert status == 0, complaint
@@ -127,6 +69,7 @@ def test_a_scale_that_nobody_keeps_is_told(tmp_path: Path) -> None:
         client.completions.create(model="tiny_cpu", prompt="hello", max_tokens=64, extra_body={"ignore_eos": True})
         with urllib.request.urlopen(session.address.replace("/v1", "/metrics")) as answer:
             metrics = answer.read().decode()
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         status, _, complaint = session.end(signal.SIGINT)
     assert status == 0
     assert "cbsim_time_scale" in metrics

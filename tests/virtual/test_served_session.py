@@ -37,27 +37,15 @@ TOKENIZER = open_tokenizer()
 
 def scenario(scheduler: str, loop: str, blocks: int = 60, **settings: Any) -> Scenario:
     """A small server: its cache is too small for all who come."""
-    return scenario_of(
-        {
-            "question": "Which requests are served?",
-            "model": "tiny",
-            "hardware": "laptop-cpu",
-            "workload": {
-                "kind": "synthetic",
-                "requests": 20,
-                "prompt_tokens": 9,
-                "output_tokens": {"uniform": {"low": 1, "high": 40}},
-            },
-            "scheduler": {"name": scheduler, **settings},
-            "kv_cache": {"num_blocks": blocks},
-            "loop": {"mode": loop},
-            "cost": {
-                "kind": "constant",
-                "step_s": 0.01,
-                "cpu": {"schedule": {"base_s": 1e-3}, "update": {"base_s": 2e-3}},
-            },
-        }
-    )
+    lengths = {"prompt_tokens": 9, "output_tokens": {"uniform": {"low": 1, "high": 40}}}
+    cpu = {"schedule": {"base_s": 1e-3}, "update": {"base_s": 2e-3}}
+    parts: dict[str, Any] = {
+        "workload": {"kind": "synthetic", "requests": 20, **lengths},
+        "scheduler": {"name": scheduler, **settings},
+        "cost": {"kind": "constant", "step_s": 0.01, "cpu": cpu},
+    }
+    small = {"kv_cache": {"num_blocks": blocks}, "loop": {"mode": loop}}
+    return scenario_of({"question": "Who is served?", "model": "tiny", "hardware": "laptop-cpu", **parts, **small})
 
 
 async def visit(backend: SimulatedBackend, rng: random.Random, name: str) -> list[Stream]:
@@ -166,12 +154,6 @@ def test_a_session_whose_kv_moves(transfers: dict[str, Any]) -> None:
     check_same(backend, result)
 
 
-def test_two_sessions_are_alike_to_the_byte() -> None:
-    first, second = (session(scenario("vllm", "async"), seed=4) for _ in range(2))
-    assert first[0].log.content() == second[0].log.content()
-    assert first[1].steps.equals(second[1].steps)
-
-
 def test_a_saved_session_runs_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, result, _ = session(scenario("vllm", "async"), seed=5)
     folder = result.save(tmp_path / "session")
@@ -225,6 +207,7 @@ def test_equal_ids_are_equal_texts(texts: list[list[int]], width: int) -> None:
                 assert (named[block] == known[block]) == (content[:end] == other[:end])
 
 
+LENGTHS = ("arrival_ns", "prompt_tokens", "output_tokens", "max_tokens", "priority")
 WHOLE = RequestSpec(0, "a", 5, 20, 3, 9)
 
 
@@ -298,11 +281,5 @@ def test_a_log_says_what_a_request_was(prefix: list[int], width: int) -> None:
     session = served.parse(Path("log"), [served.came(spec), served.left(spec, 77)])
     (read,) = session.specs
     assert (read.prefix, read.prefix_block_tokens, read.prefix_tokens) == (ids, width, len(ids) * width)
-    assert (read.arrival_ns, read.prompt_tokens, read.output_tokens, read.max_tokens, read.priority) == (
-        5,
-        2000,
-        3,
-        9,
-        -1,
-    )
+    assert all(getattr(read, name) == getattr(spec, name) for name in LENGTHS)
     assert session.cancels == [(77, read)]

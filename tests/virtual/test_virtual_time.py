@@ -196,14 +196,6 @@ def test_what_a_client_measures_is_what_the_model_says() -> None:
     assert result.summary["served"]["faithful"] is True
 
 
-def test_two_runs_of_a_client_are_alike_to_the_byte() -> None:
-    (emitted, result), (again, other) = run_openai(20), run_openai(20)
-    assert emitted == again
-    assert result.steps.equals(other.steps)
-    assert result.requests.equals(other.requests)
-    assert result.files == other.files
-
-
 def test_a_client_that_leaves_is_given_up() -> None:
     server = cbsim.virtual.virtual(SCENARIO)
 
