@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,28 @@ def process(*argv: object, cwd: Path | None = None, **options: Any) -> Said:
         **options,
     )
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def started(program: str, *words: object, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, in a group of its own as a terminal makes one. Its stderr ends when the last
+    process that holds it has ended, workers included. `more` are variables of its environment.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", program, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment() | more,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def environment() -> dict[str, str]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.calls import ROOT, environment
+from support.calls import started
 
 
 class Session:
@@ -41,18 +38,6 @@ class Session:
 @contextmanager
 def serving(out: Path, *words: object, **more: str) -> Iterator[Session]:
     """Serve tiny_cpu on any port; `more` are variables of its environment."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cbsim", "serve", "tiny_cpu", "--port", "0", "--out", str(out), *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment() | more,
-        start_new_session=True,
-    )
-    try:
+    words = ("tiny_cpu", "--port", 0, "--out", out, *words)
+    with started("cbsim", "serve", *words, **more) as process:
         yield Session(process)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,28 +29,8 @@ cost: {kind: constant, step_s: 0.001}
 
 call = partial(calls.call, of=main)
 """The engine's command in this process."""
-
-
-@contextlib.contextmanager
-def started(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, in a group of its own as a terminal makes one. Its stderr ends when the last
-    process that holds it has ended, workers included.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cbengine", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=calls.ROOT,
-        env=calls.environment(),
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+started = partial(calls.started, "cbengine")
+"""The engine's command in a process of its own."""
 
 
 def refused(said: Said, status: int, *words: str) -> None:
