@@ -23,8 +23,8 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import rows
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import near, shown
-from cbsim.scenario.rows import JsonLine
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
@@ -162,13 +162,13 @@ class SamplingSettings:
         lines: dict[str, int] = {}
         with rows.open_text(path) as file:
             for line in rows.lines(path, file):
-                name = line.values.get("id")
+                name = line.data.get("id")
                 if not isinstance(name, str):
                     raise line.bad("id", "the id of a request, a text")
                 if name in by_id:
                     raise line.bad("id", f"another id: line {lines[name]} has that")
                 by_id[name] = _sampling(line, usual)
-                lines[name] = line.number
+                lines[name] = line.at or 0
         return cls(by_id, path, lines)
 
     def of(self, spec: RequestSpec, usual: Sampling) -> Sampling:
@@ -196,14 +196,14 @@ class SamplingSettings:
         return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
 
 
-def _sampling(line: JsonLine, usual: Sampling) -> Sampling:
+def _sampling(line: Document, usual: Sampling) -> Sampling:
     known = tuple(setting.name for setting in fields(Sampling))
-    values = {name: value for name, value in line.values.items() if name != "id"}
+    values = {name: value for name, value in line.data.items() if name != "id"}
     for name in values:
         if name not in known:
             expected = f"{', '.join(('id', *known[:-1]))} or {known[-1]}{near(name, known)}"
-            raise UsageError(f"{line.path}:{line.number}: {name}: is unknown, expected {expected}")
+            raise UsageError(f"{line.where(())}: {name}: is unknown, expected {expected}")
     try:
         return replace(usual, **values)
     except UsageError as error:
-        raise UsageError(f"{line.path}:{line.number}: {str(error).removeprefix('sampling.')}") from None
+        raise UsageError(f"{line.where(())}: {str(error).removeprefix('sampling.')}") from None

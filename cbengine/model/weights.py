@@ -222,15 +222,15 @@ def architecture(folder: Path) -> Architecture:
     """Return the architecture in a folder's config.json, with transformers' defaults. Raises WeightsError."""
     path = folder / "config.json"
     fields = {k: v for k, v in read_json(path).items() if k not in DTYPE_FIELDS}
-    config = Config(path, fields, WeightsError)
+    config = Config(str(path), None, fields, error_type=WeightsError)
     if fields.get("model_type") not in KINDS:
-        raise config.refuse("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")
+        raise config.bad("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")
     for field, only in MODELLED.items():
         if fields.get(field) not in (None, only):
-            raise config.refuse(field, f"{shown(only)}: nothing else is modelled")
+            raise config.bad(field, f"{shown(only)}: nothing else is modelled")
     values = pretrained.fields_of(config)
     if values["head_dim"] % 2:
-        raise config.refuse("head_dim", "an even number: rotation pairs the values of a head")
+        raise config.bad("head_dim", "an even number: rotation pairs the values of a head")
     values |= _rope(config) | {"norm_eps": config.real("rms_norm_eps", 1e-6), "end_tokens": _end_tokens(config)}
     values["name"] = folder.resolve().name.encode(errors="replace").decode()
     return Document(str(path), None, values, error_type=WeightsError).checked(Architecture)
@@ -243,17 +243,17 @@ def _rope(config: Config) -> dict[str, Any]:
     if rope is None:
         return {"rope_theta": theta}
     theta = rope.real("rope_theta", theta)
-    field = "rope_type" if "rope_type" in rope.fields else "type"
-    kind = rope.fields.get(field, "default")
+    field = "rope_type" if "rope_type" in rope.data else "type"
+    kind = rope.data.get(field, "default")
     if kind not in ("default", "llama3"):
-        raise rope.refuse(field, "'default' or 'llama3': nothing else is modelled")
-    if rope.fields.get("partial_rotary_factor") not in (None, 1.0):
-        raise rope.refuse("partial_rotary_factor", "1.0: nothing else is modelled")
+        raise rope.bad(field, "'default' or 'llama3': nothing else is modelled")
+    if rope.data.get("partial_rotary_factor") not in (None, 1.0):
+        raise rope.bad("partial_rotary_factor", "1.0: nothing else is modelled")
     if kind == "default":
         return {"rope_theta": theta}
     low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
     if low >= high:
-        raise rope.refuse("low_freq_factor", f"a number < high_freq_factor, {high:g}")
+        raise rope.bad("low_freq_factor", f"a number < high_freq_factor, {high:g}")
     original = rope.whole("original_max_position_embeddings", config.whole("max_position_embeddings"))
     return {"rope_theta": theta, "rope_scaling": RopeScaling(rope.real("factor"), low, high, original)}
 
@@ -261,12 +261,14 @@ def _rope(config: Config) -> dict[str, Any]:
 def end_tokens(folder: Path) -> frozenset[int]:
     """Return the end tokens in generation_config.json, which may list more than config.json. Raises WeightsError."""
     path = folder / "generation_config.json"
-    return frozenset(_end_tokens(Config(path, read_json(path), WeightsError)) if path.exists() else ())
+    if not path.exists():
+        return frozenset()
+    return frozenset(_end_tokens(Config(str(path), None, read_json(path), error_type=WeightsError)))
 
 
 def _end_tokens(config: Config) -> tuple[int, ...]:
-    value = config.fields.get("eos_token_id")
+    value = config.data.get("eos_token_id")
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
-        raise config.refuse("eos_token_id", "a token id or a list of them")
+        raise config.bad("eos_token_id", "a token id or a list of them")
     return tuple(tokens)

@@ -25,14 +25,14 @@ from cbsim.scenario.fields import cut, near, shown
 
 Part = TypeVar("Part", bound=BaseModel)
 PathParts = tuple[str | int, ...]
-MOST_COMPLAINTS = 20
-"""Most mistakes of one file that an error lists."""
+MOST_COMPLAINTS = 20  # most mistakes of one file that an error lists
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """The values of one YAML file, and its nodes, which know their lines. Values not read from YAML have no nodes and
-    may all be from the line `at`. `overrides` are (path, text as given); mistakes raise `error_type`.
+    may all be from the line `at`, of which one mistake is listed. `overrides` are (path, text as given); mistakes raise
+    `error_type`.
     """
 
     file: str
@@ -58,15 +58,18 @@ class Document:
         try:
             return part.model_validate(self.data, context={"base": base})
         except ValidationError as error:
-            raise self.explain(error) from None
+            entries = [dict(entry) for entry in error.errors(include_url=False)]
+            most = 1 if self.at else MOST_COMPLAINTS
+            complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
+            if len(entries) > most > 1:
+                complaints.append(f"{self.file}: {len(entries) - most} more mistakes are not listed")
+            raise self.error("\n".join(complaints), _path(entries[0]), wording(entries[0])) from None
 
-    def explain(self, error: ValidationError, most: int = MOST_COMPLAINTS) -> UserError:
-        """Return the error in our wording, a line for each of at most `most` mistakes and one for the number left."""
-        entries = [dict(entry) for entry in error.errors(include_url=False)]
-        complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
-        if len(entries) > most > 1:
-            complaints.append(f"{self.file}: {len(entries) - most} more mistakes are not listed")
-        return self.error("\n".join(complaints), _path(entries[0]), wording(entries[0]))
+    def bad(self, field: str, expected: str) -> UserError:
+        """Return the error of a field that is not as expected."""
+        reason = f"expected {expected}"
+        message = f"{self.where((field,))}: {field}: got {shown(self.data.get(field))}, {reason}"
+        return self.error(message, (field,), reason)
 
     def error(self, message: str, path: PathParts, reason: str) -> UserError:
         """Return `message` as an error of the field at `path`; `reason` is what is wrong with it."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cbsim.errors import ScenarioError, UserError
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import By, Form, complaint, shown
@@ -33,73 +31,64 @@ UNSUPPORTED = {
 """Patterns of fields that must be absent, null, false or empty, with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Document):
     """The fields of a JSON object in a file, read by the type that each must have. Null counts as absent."""
 
-    where: Path | str
-    fields: dict[str, Any]
-    error: type[UserError] = ScenarioError
-
-    def refuse(self, field: str, expected: str) -> UserError:
-        value = shown(self.fields[field]) if field in self.fields else "nothing"
-        message = f"{self.where}: {field}: got {value}, expected {expected}"
-        return self.error(message, field=field, value=self.fields.get(field), bound=f"expected {expected}")
-
     def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.refuse(field, f"a whole number >= {least}")
+        value = self._given(field, default)
+        if type(value) is not int or value < least:
+            raise self.bad(field, f"a whole number >= {least}")
         return value
 
     def real(self, field: str, default: float | None = None) -> float:
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.refuse(field, "a number > 0")
+        value = self._given(field, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.bad(field, "a number > 0")
         return float(value)
 
     def flag(self, field: str) -> bool:
-        value = self.fields.get(field)
-        value = False if value is None else value
+        value = self._given(field, False)
         if not isinstance(value, bool):
-            raise self.refuse(field, "true or false")
+            raise self.bad(field, "true or false")
         return value
 
     def part(self, field: str) -> Config | None:
-        value = self.fields.get(field)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(field, "an object")
-        return Config(f"{self.where}: {field}", value, self.error) if value else None
+        value = self._given(field, {})
+        if not isinstance(value, dict):
+            raise self.bad(field, "an object")
+        return Config(f"{self.file}: {field}", None, value, error_type=self.error_type) if value else None
+
+    def _given(self, field: str, default: Any) -> Any:
+        value = self.data.get(field)
+        return default if value is None else value
 
 
 def shape(path: Path) -> dict[str, Any]:
     """Return the fields of ModelShape that config.json gives, with transformers' defaults for absent ones. The shape of
     a model of several media is that of its text model. Raises ScenarioError.
     """
-    config = Config(path, read_json(path, most_bytes=MOST_BYTES))
+    config = Config(str(path), None, read_json(path, most_bytes=MOST_BYTES))
     language = config.part("text_config")
     if language is not None:
         media = ("text_config", "vision_config", "audio_config")
-        config = Config(path, {k: v for k, v in config.fields.items() if k not in media} | language.fields)
+        config = Config(str(path), None, {k: v for k, v in config.data.items() if k not in media} | language.data)
     return fields_of(config) | {"name": _name(path)}
 
 
 def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
-    for field, value in config.fields.items():
+    for field, value in config.data.items():
         reason = next((why for pattern, why in UNSUPPORTED.items() if re.fullmatch(pattern, field)), None)
         if reason and value not in (None, False, [], {}):
-            raise config.refuse(field, f"none: {reason}")
-    kind = config.fields.get("model_type")
+            raise config.bad(field, f"none: {reason}")
+    kind = config.data.get("model_type")
     if not isinstance(kind, str) or kind not in KV_HEADS:
-        raise config.refuse("model_type", f"one of {', '.join(KV_HEADS)}: nothing else is modelled")
+        raise config.bad("model_type", f"one of {', '.join(KV_HEADS)}: nothing else is modelled")
     layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    absent = KV_HEADS[kind] if "num_key_value_heads" not in config.fields else None
+    absent = KV_HEADS[kind] if "num_key_value_heads" not in config.data else None
     kv_heads = config.whole("num_key_value_heads", absent or heads)
     if heads % kv_heads:
-        raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     return {
         "layers": layers,
         "hidden": hidden,
@@ -112,7 +101,7 @@ def fields_of(config: Config) -> dict[str, Any]:
         "qk_norm": kind.startswith("qwen3"),
         "qkv_bias": kind == "qwen2",
         "dtype": _dtype(config),
-        **quantized_types(config),
+        **(config.checked(Quantized).quantization_config.types if config.data.get("quantization_config") else {}),
         "max_position": config.whole("max_position_embeddings"),
         **_attention(config, kind, layers),
     }
@@ -122,13 +111,13 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
     """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing."""
     most = config.whole("max_position_embeddings")
     window, usual = _windows(config, kind, layers, most)
-    types = config.fields.get("layer_types") or usual
+    types = config.data.get("layer_types") or usual
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {SLIDING, WHOLE}:
-        raise config.refuse("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
+        raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
     if window >= most or SLIDING not in types:
         return {}
     if kind == "llama":
-        raise config.refuse("sliding_window", "null: transformers' Llama has no windows")
+        raise config.bad("sliding_window", "null: transformers' Llama has no windows")
     return {"attention": _repeated([f"sliding {window}" if one == SLIDING else "full" for one in types])}
 
 
@@ -140,7 +129,7 @@ def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, li
         first = config.whole("max_window_layers", 28, 0)
         window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
         return window, [SLIDING if layer >= first else WHOLE for layer in range(layers)]
-    absent = 4096 if kind == "mistral" and "sliding_window" not in config.fields else None
+    absent = 4096 if kind == "mistral" and "sliding_window" not in config.data else None
     return config.whole("sliding_window", absent or most), [SLIDING] * layers
 
 
@@ -155,21 +144,21 @@ def _experts(config: Config, kind: str) -> dict[str, int]:
     if kind != "qwen3_moe":
         return {"intermediate": config.whole("intermediate_size")}
     if config.whole("decoder_sparse_step", 1) != 1:
-        raise config.refuse("decoder_sparse_step", "1: all layers must have experts")
+        raise config.bad("decoder_sparse_step", "1: all layers must have experts")
     names = {"intermediate": "moe_intermediate_size", "experts": "num_experts"}
     fields = {ours: config.whole(theirs) for ours, theirs in names.items()}
     chosen = config.whole("num_experts_per_tok")
     if chosen > fields["experts"]:
-        raise config.refuse("num_experts_per_tok", f"a number <= num_experts, {fields['experts']}")
+        raise config.bad("num_experts_per_tok", f"a number <= num_experts, {fields['experts']}")
     return fields | {"experts_per_token": chosen}
 
 
 def _dtype(config: Config) -> str:
     """Return `dtype` of transformers 5 or `torch_dtype` of older versions; bfloat16 if neither is present."""
-    field = "dtype" if config.fields.get("dtype") is not None else "torch_dtype"
-    value = config.fields.get(field)
+    field = "dtype" if config.data.get("dtype") is not None else "torch_dtype"
+    value = config.data.get(field)
     if value is not None and value not in DTYPES:
-        raise config.refuse(field, f"one of {', '.join(DTYPES)}")
+        raise config.bad(field, f"one of {', '.join(DTYPES)}")
     return value or "bfloat16"
 
 
@@ -283,11 +272,3 @@ class Quantized(Form):
     """The quantization of a config.json. Anything not modelled is an error."""
 
     quantization_config: Annotated[Fp8 | Compressed | Int4, By("quant_method")]
-
-
-def quantized_types(config: Config) -> dict[str, str]:
-    """Return weights_dtype, and kv_dtype if quantized too; nothing for an unquantized model. Raises config's error."""
-    if not config.fields.get("quantization_config"):
-        return {}
-    document = Document(str(config.where), None, config.fields, error_type=config.error)
-    return document.checked(Quantized).quantization_config.types

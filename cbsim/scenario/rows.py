@@ -11,26 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO
 
-from pydantic import ValidationError
-
-from cbsim.errors import ScenarioError
+from cbsim.errors import ScenarioError, UserError
 from cbsim.files import lines_of, parsed_json
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Form, shown
 
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
 """Most characters of a line, and of a file that is one document: a small gzipped file may not fit the memory."""
 LOOK_ROWS = 50_000  # rows between two checks that they still fit the memory
 POSITIVE = "a whole number >= 1"
-F = TypeVar("F", bound=Form)
-
-
-def bad(path: Path, line: int, field: str, value: object, expected: str) -> ScenarioError:
-    """Return the error of a field of a line."""
-    message = f"{path}:{line}: {field}: got {shown(value)}, expected {expected}"
-    return ScenarioError(message, file=path, line=line, field=field, value=value, bound=expected)
 
 
 @contextmanager
@@ -95,8 +85,9 @@ class CsvTable:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
             yield [row[position] for position in positions]
 
-    def bad(self, column: int, value: object, expected: str) -> ScenarioError:
-        return bad(self.path, self.line, self.columns[column], value, expected)
+    def bad(self, column: int, value: object, expected: str) -> UserError:
+        field = self.columns[column]
+        return Document(str(self.path), None, {field: value}, at=self.line).bad(field, expected)
 
     def count(self, column: int, cell: str) -> int:
         """Return a cell as a whole number >= 1. Raises ScenarioError."""
@@ -123,37 +114,19 @@ class CsvTable:
         return value
 
 
-class JsonLine(NamedTuple):
-    """One JSON object of a file, with its line, from 1."""
-
-    path: Path
-    number: int
-    values: dict[str, Any]
-
-    def bad(self, field: str, expected: str) -> ScenarioError:
-        return bad(self.path, self.number, field, self.values.get(field), expected)
-
-    def checked(self, form: type[F]) -> F:
-        """Return the object validated as a `form`. Raises ScenarioError."""
-        try:
-            return form.model_validate(self.values)
-        except ValidationError as error:
-            raise Document(str(self.path), None, self.values, at=self.number).explain(error, most=1) from None
-
-
-def lines(path: Path, file: IO[str]) -> Iterator[JsonLine]:
+def lines(path: Path, file: IO[str]) -> Iterator[Document]:
     """Yield the JSON objects of a file, one a line. Raises ScenarioError."""
     for number, line in enumerate(bounded(path, file), 1):
         if line.strip():
             yield json_line(path, number, line)
 
 
-def json_line(path: Path, number: int, line: str) -> JsonLine:
+def json_line(path: Path, number: int, line: str) -> Document:
     """Return the JSON object of a line. Raises ScenarioError."""
     values = parsed_json(line, f"{path}:{number}")
     if not isinstance(values, dict):
-        raise bad(path, number, "row", values, "a JSON object")
-    return JsonLine(path, number, values)
+        raise Document(str(path), None, {"row": values}, at=number).bad("row", "a JSON object")
+    return Document(str(path), None, values, at=number)
 
 
 REQUEST_BYTES = 1300

@@ -6,12 +6,7 @@ their schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from cbsim.errors import ScenarioError
-from cbsim.policy.groups import Attention
 from cbsim.scenario.shapes import Hardware, ModelShape
 
 VLLM_RUNTIME_BYTES = 600_000_000
@@ -20,109 +15,55 @@ blocks of 16 at fraction 0.9, 2,048 tokens, 256 requests) leaves unexplained by 
 LOGIT_COPIES = 4  # float32 logits, their sorted copy, probabilities and their sum: the sampler's peak
 
 
-class Step(NamedTuple):
-    """The largest step: query tokens, and rows that sample."""
-
-    tokens: int
-    requests: int
-
-
-def activation_bytes(model: ModelShape, step: Step) -> int:
-    """Estimate the peak bytes of a step: hidden states, queries, keys and values, the feed-forward's two inputs and its
-    product; then the sampler's copies of the logits.
+def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
+    """Estimate the peak bytes of a step of so many query tokens and rows that sample: hidden states, queries, keys and
+    values, the feed-forward's two inputs and its product; then the sampler's copies of the logits.
     """
     states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
-    return step.tokens * states * model.dtype_bytes + LOGIT_COPIES * step.requests * model.vocab * 4
+    return tokens * states * model.dtype_bytes + LOGIT_COPIES * requests * model.vocab * 4
 
 
-def fit_vllm(
-    model: ModelShape,
-    hardware: Hardware,
-    *,
-    fraction: float,
-    block_size: int,
-    step: Step,
-    tensor: int = 1,
-    layers: int | None = None,
-) -> int:
-    """Return the blocks of all layers, or of `layers`, in `fraction` of the memory beside weights and a step's peak, on
-    each of `tensor` GPUs that share weights and heads (activations are counted whole). Raises ScenarioError.
-    """
-    peak = activation_bytes(model, step) + VLLM_RUNTIME_BYTES
-    left = int(hardware.memory_bytes * fraction) - model.shard_bytes(tensor) - peak
-    block_bytes = block_size * model.kv_bytes_per_token // model.layers * (layers or model.layers)
-    blocks = left * tensor // block_bytes
-    if blocks < 2:
-        raise _misfit(model, hardware, fraction, left)
-    return blocks
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
-    """The `policy.kind.Site` of a model on `tensor` GPUs, on which sizes are solved. `num_blocks`: as given."""
+    """The `policy.kind.Site` of a model on `gpus` GPUs, on which sizes are solved. `num_blocks`: as given."""
 
-    model: ModelShape
-    hardware: Hardware
-    depth: int
-    block_size: int
-    memory_fraction: float
-    num_blocks: int | None
-    tensor: int = 1
-
-    @property
-    def gpus(self) -> int:
-        return self.tensor
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * self.model.kv_bytes_per_token // self.tensor
-
-    @property
-    def max_position(self) -> int:
-        return self.model.max_position
-
-    @property
-    def layers(self) -> int:
-        return self.model.layers
-
-    @property
-    def attention(self) -> Sequence[Attention]:
-        return self.model.pattern
-
-    @property
-    def gpu(self) -> str:
-        return self.hardware.name
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.hardware.memory_bytes
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        depth: int,
+        block_size: int,
+        memory_fraction: float,
+        num_blocks: int | None,
+        gpus: int = 1,
+    ) -> None:
+        self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
+        self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
+        self.block_bytes = block_size * model.kv_bytes_per_token // gpus
+        self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
+        self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
 
     def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
+        """Return the blocks as given, else those of all layers, or of `layers`, in the fraction of the memory beside
+        weights and the peak of a step, on GPUs that share weights and heads (activations are counted whole). Raises
+        ScenarioError.
+        """
         if self.num_blocks is not None:
             return self.num_blocks
-        return fit_vllm(
-            self.model,
-            self.hardware,
-            fraction=self.memory_fraction,
-            block_size=self.block_size,
-            step=Step(tokens, requests),
-            tensor=self.tensor,
-            layers=layers,
-        )
+        peak = activation_bytes(self.model, tokens, requests) + VLLM_RUNTIME_BYTES
+        left = int(self.memory_bytes * self.memory_fraction) - self.model.shard_bytes(self.gpus) - peak
+        block_bytes = self.block_size * self.model.kv_bytes_per_token // self.layers * (layers or self.layers)
+        blocks = left * self.gpus // block_bytes
+        if blocks < 2:
+            raise self.misfit(left)
+        return blocks
 
     def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
-        return _misfit(self.model, self.hardware, self.memory_fraction, left_bytes, self.num_blocks, needed_bytes or 0)
-
-
-def _misfit(
-    model: ModelShape, hardware: Hardware, fraction: float, left_bytes: int, blocks: int | None = None, needed: int = 0
-) -> ScenarioError:
-    memory, weights, left = (_gb(size) for size in (hardware.memory_bytes, model.weight_bytes, left_bytes))
-    reason = f"{hardware.name} has {memory} and {model.name} {weights} of weights; fraction {fraction} leaves {left}"
-    if blocks is None:
-        return ScenarioError(f"kv_cache.memory_fraction: got {fraction}, too little for a cache: {reason}")
-    return ScenarioError(f"kv_cache.num_blocks: got {blocks}, which need {_gb(needed)}: {reason}")
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB"
+        sizes = (self.memory_bytes, self.model.weight_bytes, left_bytes, needed_bytes or 0)
+        memory, weights, left, needed = (f"{size / 1e9:.2f} GB" for size in sizes)
+        fraction = self.memory_fraction
+        reason = (
+            f"{self.gpu} has {memory} and {self.model.name} {weights} of weights; fraction {fraction} leaves {left}"
+        )
+        if self.num_blocks is None:
+            return ScenarioError(f"kv_cache.memory_fraction: got {fraction}, too little for a cache: {reason}")
+        return ScenarioError(f"kv_cache.num_blocks: got {self.num_blocks}, which need {needed}: {reason}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -20,9 +20,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from cbsim.errors import ScenarioError
-from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog
-from cbsim.scenario.demand import Azure, Csv, CsvColumns, Served
+from cbsim.scenario.demand import Csv, CsvColumns, Served
 from cbsim.scenario.fields import bare, either, near, shown
 from cbsim.scenario.rows import CsvTable, open_text
 from cbsim.scenario.scenario import Scenario
@@ -59,52 +58,55 @@ NAMES = {
 def workload(form: Csv) -> Workload:
     path = catalog.data(form.path)
     with open_text(path) as file:
-        rows, columns = _rows_and_columns(path, file, form.limit, form.columns)
+        rows, columns = plain(path, file, form.limit, form.columns)
     made = timed(rows, form.time_scale)
-    notices = (_renamed(columns), _slow(made.open))
-    return replace(made, notices=tuple(f"{path}: {notice}" for notice in notices if notice))
+    notices = []
+    if any(column != NAMES[role][0] for role, column in columns.items()):
+        notices.append(", ".join(f"{role} from {column!r}" for role, column in columns.items()))
+    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in made.open]))) if len(rows) > 1 else 0.0
+    if gap_ns > LONG_GAP_NS:
+        remedy = "if they are milliseconds, set workload.time_scale=0.001"
+        notices.append(f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; {remedy}")
+    return replace(made, notices=tuple(f"{path}: {notice}" for notice in notices))
 
 
-def _slow(specs: Sequence[RequestSpec]) -> str | None:
-    """Return a notice if arrivals are likely not in seconds, else None."""
-    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in specs]))) if len(specs) > 1 else 0.0
-    if gap_ns <= LONG_GAP_NS:
-        return None
-    return (
-        f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; if they are milliseconds, set workload.time_scale=0.001"
-    )
-
-
-def plain(path: Path, limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
-    """Read a CSV file: arrival (from the start of the run), lengths, and if present max_tokens, priority and id."""
-    with open_text(path) as file:
-        return plain_rows(path, file, limit, chosen)
-
-
-def plain_rows(path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED) -> list[Arrival]:
-    """Return the rows of an open CSV file; `path` is its name in messages."""
-    return _rows_and_columns(path, file, limit, chosen)[0]
-
-
-def _rows_and_columns(
-    path: Path, file: IO[str], limit: int | None, chosen: CsvColumns
+def plain(
+    path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED
 ) -> tuple[list[Arrival], dict[str, str]]:
-    """Return the rows of an open CSV file, and the columns that were read, by the field that they hold."""
+    """Return the rows of an open CSV file, and the columns that were read, by the field that they hold. Arrivals count
+    from the start of the run; `path` is the file's name in messages.
+    """
     table = CsvTable(path, file)
     columns = columns_of(path, table.header, chosen)
     table.pick(columns.values())
     return _arrivals(table, list(columns), limit), columns
 
 
+OPTIONAL: dict[str, Callable[[CsvTable, int, str], Any]] = {
+    "max_tokens": CsvTable.count,
+    "priority": CsvTable.whole,
+    "id": lambda _table, _column, cell: cell,
+}
+
+
 def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[Arrival]:
     """Return the rows of a table; `roles` are the fields that its columns hold, the three required ones first."""
     rows: list[Arrival] = []
     ids: set[str] = set()
-    clock = _Clock(table)
-    for arrival, prompt, output, *more in table.rows(limit):
-        at_ns, prompts, outputs = clock.ns(arrival), table.count(1, prompt), table.count(2, output)
-        row = Arrival(at_ns, prompts, outputs, **_optional(table, outputs, roles[3:], more))
-        if "id" in roles and (row.id in ids or not row.id):
+    start_ns: int | None = None  # of the first row, if it has a time of day
+    for cells in table.rows(limit):
+        arrival, prompt, output = cells[:3]
+        start_ns = start_ns if rows else _stamp_ns(arrival)
+        needed = _arrival_ns(table, arrival, start_ns), table.count(1, prompt), table.count(2, output)
+        further = {role: OPTIONAL[role](table, at, cells[at]) for at, role in enumerate(roles[3:], 3)}
+        row = Arrival(*needed, **further)
+        if rows and row.arrival_ns < rows[-1].arrival_ns:
+            above = f"seconds not before those of the row above ({rows[-1].arrival_ns / 1e9})"
+            raise table.bad(0, arrival, above if start_ns is None else "a time not before the row above")
+        if row.max_tokens is not None and row.max_tokens < row.output_tokens:
+            column = roles.index("max_tokens")
+            raise table.bad(column, cells[column], f"at least {table.columns[2]} ({row.output_tokens})")
+        if "id" in further and (row.id in ids or not row.id):
             raise table.bad(len(roles) - 1, row.id, "an id that no row above has" if row.id else "an id")
         ids.add(row.id)
         rows.append(row)
@@ -112,44 +114,22 @@ def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[
     return rows
 
 
-def _optional(table: CsvTable, outputs: int, roles: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
-    """Return a row's max_tokens, priority and id, as far as the table has them."""
-    values: dict[str, Any] = {}
-    for column, (role, cell) in enumerate(zip(roles, cells, strict=True), 3):
-        if role == "max_tokens":
-            most = values[role] = table.count(column, cell)
-            if most < outputs:
-                raise table.bad(column, cell, f"at least {table.columns[2]} ({outputs})")
-        elif role == "priority":
-            values[role] = table.whole(column, cell)
-        else:
-            values[role] = cell
-    return values
-
-
-class _Clock:
-    """A reader of arrivals, the first column of a table: seconds, or, if the first row has one, times of day."""
-
-    def __init__(self, table: CsvTable) -> None:
-        self._table = table
-        self._start_ns: int | None = None  # the first one, if they are times of day
-        self._last_ns: int | None = None
-
-    def ns(self, cell: str) -> int:
-        """Return the time of the next row. Raises ScenarioError if it lies before the one above."""
-        if self._last_ns is None:
-            self._start_ns = _stamp_ns(cell)
-        if self._start_ns is None:
-            now, unit = round(_seconds(self._table, cell) * 1e9), "seconds"
-        elif (stamp := _stamp_ns(cell)) is not None:
-            now, unit = stamp - self._start_ns, "a time"
-        else:
-            raise self._table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
-        if self._last_ns is not None and now < self._last_ns:
-            above = f"those of the row above ({self._last_ns / 1e9})" if unit == "seconds" else "the row above"
-            raise self._table.bad(0, cell, f"{unit} not before {above}")
-        self._last_ns = now
-        return now
+def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
+    """Return the arrival in a cell: seconds, or a time of day if the first row has one, `start_ns`. Raises
+    ScenarioError.
+    """
+    if start_ns is not None:
+        stamp_ns = _stamp_ns(cell)
+        if stamp_ns is None:
+            raise table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
+        return stamp_ns - start_ns
+    try:
+        value = float(cell)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1e9:
+        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
+    return round(value * 1e9)
 
 
 def _stamp_ns(cell: str) -> int | None:
@@ -169,16 +149,6 @@ def _second(stamp: str) -> int:
     return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
-def _seconds(table: CsvTable, cell: str) -> float:
-    try:
-        value = float(cell)
-    except ValueError:
-        value = float("nan")
-    if not isfinite(value) or not 0 <= value < 1e9:
-        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
-    return value
-
-
 # -- files of fixed columns --------------------------------------------------------------------------------------------
 
 
@@ -188,21 +158,8 @@ def azure(path: Path, limit: int | None = None) -> list[Arrival]:
         return _arrivals(CsvTable(path, file, AZURE_COLUMNS), NEEDED, limit)
 
 
-def azure_workload(form: Azure) -> Workload:
-    return timed(azure(catalog.data(form.path), form.limit), form.time_scale)
-
-
-def lengths(path: Path, limit: int | None = None) -> list[list[int]]:
-    """Read the lengths of prompts and outputs from a file without times."""
-    return _counts(path, LENGTH_COLUMNS, limit)
-
-
-def column(path: Path, name: str) -> list[int]:
-    """Read one column of lengths."""
-    return [length for (length,) in _counts(path, (name,))]
-
-
-def _counts(path: Path, columns: Sequence[str], limit: int | None = None) -> list[list[int]]:
+def lengths(path: Path, limit: int | None = None, columns: Sequence[str] = LENGTH_COLUMNS) -> list[list[int]]:
+    """Read columns of lengths from a file without times, by default those of prompts and outputs."""
     with open_text(path) as file:
         table = CsvTable(path, file, columns)
         rows = [[table.count(at, cell) for at, cell in enumerate(row)] for row in table.rows(limit)]
@@ -226,13 +183,6 @@ def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[st
                 raise _wrong(path, header, f"column {column!r} cannot be both {other} and {role}", role)
         columns[role] = column
     return columns
-
-
-def _renamed(columns: dict[str, str]) -> str | None:
-    """Return a notice of which field is read from which column, or None if all columns have our own names."""
-    if all(column == NAMES[role][0] for role, column in columns.items()):
-        return None
-    return ", ".join(f"{role} from {column!r}" for role, column in columns.items())
 
 
 def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
@@ -292,13 +242,13 @@ def table_text(requests: Any) -> str:
         raise ScenarioError(f"{SOURCE}: holds no requests", file=SOURCE)
     for row, name in enumerate(values.setdefault("id", list(range(table.num_rows)))):
         if not str(name).isprintable():
-            raise _wrong_row(row, "id", name, "a text that can be printed")
+            raise _wrong_row(row, "id", name, "expected a text that can be printed")
     header = [name for name in WRITTEN if name in values]
     columns = [[_cell(name, value) for value in values[name]] for name in header]
     rows = io.StringIO()
     csv.writer(rows, lineterminator="\n").writerows(zip(*columns, strict=True))
     try:
-        plain_rows(Path(SOURCE), io.StringIO(f"{','.join(header)}\n{rows.getvalue()}", newline=""))
+        plain(Path(SOURCE), io.StringIO(f"{','.join(header)}\n{rows.getvalue()}", newline=""))
     except ScenarioError as error:
         if error.line is None or error.field is None:
             raise
@@ -348,5 +298,5 @@ def _wrong_column(column: str, bound: str) -> ScenarioError:
 
 
 def _wrong_row(row: int, column: str, value: Any, bound: str) -> ScenarioError:
-    message = f"{SOURCE}: row {row}: {column}: got {shown(value)}, expected {bound}"
+    message = f"{SOURCE}: row {row}: {column}: got {shown(value)}, {bound}"
     return ScenarioError(message, file=SOURCE, line=row, field=column, value=value, bound=bound)

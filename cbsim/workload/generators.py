@@ -32,13 +32,13 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     """
     form = scenario.workload
     if supplied is not None and isinstance(form, demand.Served):
-        return served.workload_of(served.parse(Path(served.FILE), supplied.splitlines()))
+        return served.parse(Path(served.FILE), supplied.splitlines())
     if supplied is not None:
-        return traces.timed(csv_requests.plain_rows(Path("requests"), StringIO(supplied, newline="")))
+        return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
     streams = Streams.of(scenario.seed)
     if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
         return _searched(form, streams, texts)
-    return DRAWN[type(form)](form, streams) if type(form) in DRAWN else RECORDED[type(form)](form)
+    return BUILDERS[type(form)](form, streams)
 
 
 # -- synthetic --------------------------------------------------------------------------------------------------------
@@ -81,7 +81,8 @@ def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
 def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
     if sample.path is None or sample.column is None:
         return sample.values
-    return csv_requests.column(catalog.data(sample.path, f"{name}.empirical.path"), sample.column)
+    path = catalog.data(sample.path, f"{name}.empirical.path")
+    return [length for (length,) in csv_requests.lengths(path, columns=(sample.column,))]
 
 
 def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Ints:
@@ -151,17 +152,16 @@ def _lengths(form: demand.Lengths, streams: Streams) -> Workload:
     return _arriving(specs, form.arrivals, streams.users)
 
 
-RECORDED: dict[type, Callable[[Any], Workload]] = {
-    demand.Azure: csv_requests.azure_workload,
-    demand.Csv: csv_requests.workload,
-    demand.Golden: scheduler_tests.workload,
-    demand.Agentic: traces.agentic_workload,
-    demand.VllmBench: vllm_bench.workload,
-    demand.Served: lambda form: served.workload_of(served.read(catalog.data(form.path), form.limit)),
-}
-DRAWN: dict[type, Callable[[Any, Streams], Workload]] = {
+BUILDERS: dict[type, Callable[[Any, Streams], Workload]] = {
     demand.Synthetic: _synthetic,
     demand.Lengths: _lengths,
     demand.Mooncake: traces.mooncake_workload,
+    demand.Azure: lambda form, _: traces.timed(
+        csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale
+    ),
+    demand.Csv: lambda form, _: csv_requests.workload(form),
+    demand.Golden: lambda form, _: scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit),
+    demand.Agentic: lambda form, _: traces.agentic_workload(form),
+    demand.VllmBench: lambda form, _: vllm_bench.workload(form),
+    demand.Served: lambda form, _: served.read(catalog.data(form.path), form.limit),
 }
-"""The builders of each kind of workload: RECORDED from a file alone, DRAWN with random numbers."""

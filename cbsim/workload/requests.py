@@ -4,13 +4,12 @@ lineage of beams in beam search.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import chain
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +81,7 @@ class Workload:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all fields of all requests as before the run; equal workloads have equal ones."""
-        digest = hashlib.sha256()
+        digest = sha256()
         for spec, delay_ns in chain(((spec, -1) for spec in self.arriving()), self._later):
             lengths = (spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
             shared = (spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens)
@@ -178,12 +177,6 @@ class Drawn(Sequence[RequestSpec]):
 # -- clients whose next request follows the end of their last one ------------------------------------------------------
 
 
-class Draw(Protocol):
-    """A source of a client's own random numbers."""
-
-    def exponential(self, scale: float) -> float: ...
-
-
 class Users:
     """A closed loop: a user whose request ends sends the next one of the list, after thinking, unless that is after
     `until_ns`. Users are numbered by the index of the request that they send at the start.
@@ -198,7 +191,7 @@ class Users:
         self,
         waiting: Sequence[RequestSpec],
         think_ns: int,
-        draws: Sequence[Draw] = (),
+        draws: Sequence[np.random.Generator] = (),
         until_ns: int | None = None,
         samples: int = 1,
     ) -> None:
@@ -209,7 +202,10 @@ class Users:
 
     def after(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         number = spec.index // self._samples
-        if not self._waiting or not self._is_over(number):
+        ended = self._ended.pop(number, 0) + 1
+        if ended < self._samples:
+            self._ended[number] = ended
+        if ended < self._samples or not self._waiting:
             return []
         user = self._user.pop(number, number)
         at_ns = now_ns + (round(self._draws[user].exponential(self._think_ns)) if self._draws else self._think_ns)
@@ -219,13 +215,6 @@ class Users:
         self._user[first.index // self._samples] = user
         samples = [replace(self._waiting.pop(), arrival_ns=at_ns, sample_of=first) for _ in range(1, self._samples)]
         return [first, *samples]
-
-    def _is_over(self, number: int) -> bool:
-        """Count an ended sample of a request; True if it was the last one."""
-        ended = self._ended.pop(number, 0) + 1
-        if ended < self._samples:
-            self._ended[number] = ended
-        return ended == self._samples
 
     def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
         return ((spec, self._think_ns) for spec in reversed(self._waiting))

@@ -6,17 +6,16 @@ They are workloads like any other (`kind: golden`), and conformance replays them
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.files import parsed_json
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import catalog, demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Form, complaint, shown
 from cbsim.scenario.rows import document, open_text
@@ -26,57 +25,43 @@ Line = dict[str, Any]
 STOP_TOKEN = 2
 
 
-class Recorded(NamedTuple):
-    """The requests of a scheduler test in arrival order, and the times (ns) at which some of them are cancelled."""
-
-    specs: list[RequestSpec]
-    cancels: list[tuple[int, RequestSpec]]
-
-
-Reader = Callable[[Line, float], Recorded]
-
-
-def golden(path: Path, step_s: float, limit: int | None = None) -> Recorded:
+def golden(path: Path, step_s: float, limit: int | None = None) -> Workload:
     """Read the requests of a vLLM test (times in microseconds) or a transformers one (in loop passes of `step_s`).
 
     Prompt and output contents become chained content ids, so prefixes are shared exactly where they were.
     """
     with open_text(path) as file:
-        content = document(path, file)
-        workload = parsed_json(content, path)
-    layouts: dict[str, tuple[type[Form], Reader]] = {"config": (Vllm, _vllm), "cb": (Transformers, _transformers)}
-    layout = next((key for key in layouts if isinstance(workload, dict) and key in workload), None)
+        workload = parsed_json(document(path, file), path)
+    layout = next((key for key in ("config", "cb") if isinstance(workload, dict) and key in workload), None)
     if layout is None or not workload.get("requests"):
         raise ScenarioError(f"{path}: expected `requests`, and `config` (vLLM) or `cb` (transformers)")
-    form, read = layouts[layout]
-    Document(str(path), None, workload).checked(form)
+    Document(str(path), None, workload).checked(Vllm if layout == "config" else Transformers)
     try:
-        recorded = read(workload, step_s)
+        specs, cancels = _vllm(workload) if layout == "config" else _transformers(workload, round(step_s * 1e9))
     except ValueError as error:
         raise ScenarioError(f"{path}: cannot be used: {error}") from None
-    specs = recorded.specs[:limit]
-    chosen = set(specs)
-    return Recorded(specs, [(at, spec) for at, spec in recorded.cancels if spec in chosen])
+    chosen = set(specs[:limit])
+    cancels = sorted((c for c in cancels if c[1] in chosen), key=lambda c: (c[0], c[1].index))
+    return Workload(specs[:limit], len(chosen), cancels=cancels)
 
 
-def _vllm(workload: dict[str, Any], step_s: float) -> Recorded:
-    del step_s
+Recorded = tuple[list[RequestSpec], list[tuple[int, RequestSpec]]]  # in arrival order; when (ns) some are cancelled
+
+
+def _vllm(workload: Line) -> Recorded:
     requests = vllm_requests(workload)
     specs = _timed([spec for spec, _ in requests], 1000)
-    cancels = [(abort * 1000, spec) for spec, (_, abort) in zip(specs, requests, strict=True) if abort is not None]
-    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))
+    return specs, [(at * 1000, spec) for spec, (_, at) in zip(specs, requests, strict=True) if at is not None]
 
 
-def _transformers(workload: dict[str, Any], step_s: float) -> Recorded:
+def _transformers(workload: Line, step_ns: int) -> Recorded:
     reason = unsupported(workload)
     if reason:
         raise ValueError(reason)
     arriving = TransformersRequests(workload, workload["cb"]["block_size"]).arriving
-    step_ns = round(step_s * 1e9)
     specs = _timed([spec for at in sorted(arriving) for spec in arriving[at]], step_ns)
     by_id = {spec.id: spec for spec in specs}
-    cancels = [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
-    return Recorded(specs, sorted(cancels, key=lambda c: (c[0], c[1].index)))
+    return specs, [(c["step"] * step_ns, by_id[c["id"]]) for c in workload.get("cancels", [])]
 
 
 def _timed(specs: Sequence[RequestSpec], unit_ns: int) -> list[RequestSpec]:
@@ -119,17 +104,17 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     specs: list[tuple[RequestSpec, int | None]] = []
     for r in workload["requests"]:
         first = None
-        for name, declared in _vllm_samples(r):
-            output = declared
-            if r.get("stop") and STOP_TOKEN in output:
-                output = output[: output.index(STOP_TOKEN) + 1]
-            tokens, outputs = [*r["prompt_token_ids"], *output], len(output)
+        samples = {f"{i}_{r['id']}": output for i, output in enumerate(r.get("outputs", ()))}
+        for name, declared in (samples or {r["id"]: r["output_token_ids"]}).items():
+            stops = r.get("stop") and STOP_TOKEN in declared
+            output = declared[: declared.index(STOP_TOKEN) + 1] if stops else declared
+            tokens = [*r["prompt_token_ids"], *output]
             spec = RequestSpec(
                 index=len(specs),
                 id=name,
                 arrival_ns=r["arrival_us"],
                 prompt_tokens=len(r["prompt_token_ids"]),
-                output_tokens=outputs,
+                output_tokens=len(output),
                 max_tokens=r.get("max_tokens", len(declared)),
                 priority=r.get("priority", 0),
                 prefix=keys.of(tokens),
@@ -142,13 +127,6 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
             first = first or spec
             specs.append((spec, r.get("abort_us")))
     return sorted(specs, key=lambda entry: entry[0].arrival_ns)
-
-
-def _vllm_samples(request: Line) -> list[tuple[str, list[int]]]:
-    """Return the ids and outputs of a request's samples; they have ids of their own if there are several."""
-    if "outputs" not in request:
-        return [(request["id"], request["output_token_ids"])]
-    return [(f"{i}_{request['id']}", output) for i, output in enumerate(request["outputs"])]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -334,8 +312,3 @@ def _distinct(ids: list[str]) -> set[str]:
             raise complaint(f"got {shown(name)}, expected an id that no request before has", f"requests.{position}.id")
         known.add(name)
     return known
-
-
-def workload(form: demand.Golden) -> Workload:
-    recorded = golden(catalog.data(form.path), form.step_s, form.limit)
-    return Workload(recorded.specs, len(recorded.specs), cancels=recorded.cancels)

@@ -13,29 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.policy.request import RequestSpec
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Count, Form, Natural, Pair, complaint, shown
-from cbsim.scenario.rows import JsonLine, bounded, json_line, open_text
+from cbsim.scenario.rows import bounded, json_line, open_text
 from cbsim.workload.requests import Workload
 
 FILE = "arrivals.jsonl"  # of a run directory
 SAME = ("index", "id", "arrival_ns", "prompt_tokens", "output_tokens", "max_tokens", "priority")
 """Fields of a line with the same names as those of RequestSpec."""
 MOST = 1 << 62
-
-
-class Session(NamedTuple):
-    """The requests in order of arrival, and those that were cancelled with the time (ns). `torn`: the last line was not
-    written to its end, and is left out.
-    """
-
-    specs: list[RequestSpec]
-    cancels: list[tuple[int, RequestSpec]]
-    torn: bool = False
 
 
 def came(spec: RequestSpec) -> str:
@@ -49,32 +40,35 @@ def left(spec: RequestSpec, at_ns: int) -> str:
     return json.dumps({"cancel": spec.index, "at_ns": at_ns}) + "\n"
 
 
-def read(path: Path, limit: int | None = None) -> Session:
-    """Read the session of a log. Raises ScenarioError."""
+def read(path: Path, limit: int | None = None) -> Workload:
+    """Read the requests of a log. Raises ScenarioError."""
     with open_text(path) as file:
         return parse(path, bounded(path, file), limit)
 
 
-def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Session:
-    """Return the session in the lines of a log; `path` is its name in messages. Raises ScenarioError."""
-    session = Session([], [])
+def parse(path: Path, lines: Iterable[str], limit: int | None = None) -> Workload:
+    """Return the requests in the lines of a log; `path` is its name in messages. Raises ScenarioError."""
+    specs: list[RequestSpec] = []
+    cancels: list[tuple[int, RequestSpec]] = []
     known: set[str] = set()
+    notices: tuple[str, ...] = ()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if not line.endswith(("\n", "}")):  # the writing process was killed
-            return session._replace(torn=True)
+            notices = (f"{FILE}: the last line was not written to its end: it is left out",)
+            break
         row = json_line(path, number, line)
-        if "cancel" in row.values:
-            _add_cancel(session, row, limit is not None)
-        elif limit is None or len(session.specs) < limit:
-            _add_request(session, row, known)
-    return session
+        if "cancel" in row.data:
+            _add_cancel(specs, cancels, row, limit is not None)
+        elif limit is None or len(specs) < limit:
+            _add_request(specs, row, known)
+    return Workload(specs, len(specs), cancels=cancels, notices=notices)
 
 
-def _add_cancel(session: Session, row: JsonLine, limited: bool) -> None:
+def _add_cancel(specs: list[RequestSpec], cancels: list[tuple[int, RequestSpec]], row: Document, limited: bool) -> None:
     """Add a cancellation. Its request must be on a line above, unless only the first requests are read."""
-    gone, (specs, cancels, _) = row.checked(Left), session
+    gone = row.checked(Left)
     if gone.cancel >= len(specs):
         if limited:
             return
@@ -84,8 +78,8 @@ def _add_cancel(session: Session, row: JsonLine, limited: bool) -> None:
     cancels.append((gone.at_ns, specs[gone.cancel]))
 
 
-def _add_request(session: Session, row: JsonLine, known: set[str]) -> None:
-    request, specs = row.checked(Came), session.specs
+def _add_request(specs: list[RequestSpec], row: Document, known: set[str]) -> None:
+    request = row.checked(Came)
     if request.index != len(specs):
         raise row.bad("index", str(len(specs)))
     if specs and request.arrival_ns < specs[-1].arrival_ns:
@@ -152,8 +146,3 @@ def _runs(ids: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number, 1])
     return runs
-
-
-def workload_of(session: Session) -> Workload:
-    torn = (f"{FILE}: the last line was not written to its end: it is left out",) if session.torn else ()
-    return Workload(session.specs, len(session.specs), cancels=session.cancels, notices=torn)

@@ -6,7 +6,8 @@ traces that we know have no such request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -41,24 +42,7 @@ class Arrival(NamedTuple):
     block_tokens: int = 1
 
 
-class Turn(NamedTuple):
-    """A turn of a session: tokens new to the conversation, and its delay after the end of the turn before."""
-
-    new_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...]
-    delay_ns: int
-
-
-class Conversation(NamedTuple):
-    """A conversation. Its first turn arrives at `arrival_ns`."""
-
-    id: str
-    arrival_ns: int
-    turns: tuple[Turn, ...]
-
-
-def check_not_empty(path: Path, rows: Sequence[object], noun: str = "requests") -> None:
+def check_not_empty(path: Path, rows: Sized, noun: str = "requests") -> None:
     if not rows:
         raise ScenarioError(f"{path}: holds no {noun}")
 
@@ -81,9 +65,6 @@ class Hashed(Form):
             raise complaint(f"got {len(self.hash_ids)} ids, expected {expected}", "hash_ids")
         return self
 
-    def turn(self, delay_ms: float) -> Turn:
-        return Turn(self.input_length, self.output_length, tuple(self.hash_ids), round(delay_ms * MS))
-
 
 class Stamped(Hashed):
     """A request of a Mooncake trace, or the first turn of a session."""
@@ -95,6 +76,18 @@ class LaterTurn(Hashed):
     """A turn that arrives its delay after the end of the turn before."""
 
     delay: Milliseconds
+
+
+class Conversation(NamedTuple):
+    """The turns of a session, each of so many tokens new to the conversation."""
+
+    id: str
+    first: Stamped
+    later: list[LaterTurn]
+
+    @property
+    def turns(self) -> Sequence[Hashed]:
+        return self.first, *self.later
 
 
 def mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
@@ -121,24 +114,18 @@ def agentic(path: Path, limit: int | None = None) -> list[Conversation]:
     the next ones (a repository), and the rest is the session's own. Later turns (they have `delay`, in ms after the
     turn before has ended) share no id with anything.
     """
-    firsts: dict[str, int] = {}
-    turns: dict[str, list[Turn]] = {}
+    sessions: dict[str, Conversation] = {}
     with open_text(path) as file:
         for line in lines(path, file):
-            name = line.values.get("session_id")
+            name = line.data.get("session_id")
             if not isinstance(name, str) or not name:
                 raise line.bad("session_id", "text")
-            if name not in firsts:
-                if len(firsts) == limit:
-                    continue
-                first = line.checked(Stamped)
-                firsts[name], turns[name] = round(first.timestamp * MS), [first.turn(0.0)]
-            else:
-                later = line.checked(LaterTurn)
-                turns[name].append(later.turn(later.delay))
-    sessions = [Conversation(name, arrival, tuple(turns[name])) for name, arrival in firsts.items()]
+            if name in sessions:
+                sessions[name].later.append(line.checked(LaterTurn))
+            elif len(sessions) != limit:
+                sessions[name] = Conversation(name, line.checked(Stamped), [])
     check_not_empty(path, sessions)
-    return sessions
+    return list(sessions.values())
 
 
 GRID_NS = 3_000_000_000
@@ -201,8 +188,8 @@ def agentic_workload(form: demand.Agentic) -> Workload:
     for session in sessions:
         specs = _turns(session, index, own, form.time_scale)
         first.append(specs[0])
-        for before, spec, turn in zip(specs, specs[1:], session.turns[1:], strict=False):
-            following[before.index] = (spec, round(turn.delay_ns * form.time_scale))
+        for before, spec, turn in zip(specs, specs[1:], session.later, strict=False):
+            following[before.index] = (spec, round(round(turn.delay * MS) * form.time_scale))
         index += len(specs)
         own += len(specs[-1].prefix)
     return Workload(first, index, follow=Sessions(following))
@@ -212,24 +199,14 @@ def _turns(session: Conversation, index: int, own: int, scale: float) -> list[Re
     """Return the requests of one session. Its length only grows, so a block of 512 tokens has one id in all turns: the
     trace's where the first turn fills the block, else one of the session's own, counted from `own`.
     """
-    shared = session.turns[0].hash_ids[: session.turns[0].new_tokens // BLOCK_TOKENS]
-    length = sum(turn.new_tokens + turn.output_tokens for turn in session.turns)
+    shared = session.first.hash_ids[: session.first.input_length // BLOCK_TOKENS]
+    length = sum(turn.input_length + turn.output_length for turn in session.turns)
     ids = (*shared, *range(own + len(shared), own + -(-length // BLOCK_TOKENS)))
     specs, spoken = [], 0
     for number, turn in enumerate(session.turns):
-        prompt = spoken + turn.new_tokens
-        spoken = prompt + turn.output_tokens
-        specs.append(
-            RequestSpec(
-                index=index + number,
-                id=f"{session.id}/{number}",
-                arrival_ns=round(session.arrival_ns * scale),
-                prompt_tokens=prompt,
-                output_tokens=turn.output_tokens,
-                max_tokens=turn.output_tokens,
-                prefix=ids[: -(-spoken // BLOCK_TOKENS)],
-                prefix_block_tokens=BLOCK_TOKENS,
-                prefix_tokens=spoken,
-            )
-        )
+        prompt = spoken + turn.input_length
+        spoken = prompt + turn.output_length
+        at_ns, known = round(round(session.first.timestamp * MS) * scale), ids[: -(-spoken // BLOCK_TOKENS)]
+        row = Arrival(at_ns, prompt, turn.output_length, known, f"{session.id}/{number}", block_tokens=BLOCK_TOKENS)
+        specs.append(replace(spec_of(index + number, row), prefix_tokens=spoken))
     return specs

@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, demand
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Count, Form, Pair, complaint
-from cbsim.scenario.rows import CsvTable, JsonLine, lines, open_text
+from cbsim.scenario.rows import CsvTable, lines, open_text
 from cbsim.workload.requests import Workload
 from cbsim.workload.traces import Arrival, check_not_empty, timed
 
@@ -84,7 +85,7 @@ class RecordedLine(Form):
     last_token_ts: Annotated[float, Field(ge=0)]
 
 
-def _arrival(line: JsonLine, number: int) -> Arrival:
+def _arrival(line: Document, number: int) -> Arrival:
     request = line.checked(BenchLine)
     if request.id != number:
         raise line.bad("id", f"{number}, the number of the row")
@@ -97,24 +98,22 @@ def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
     """Read the recorded times of the requests `arrivals`, in their order. Raises ScenarioError for one that is missing,
     was never finished, or had other lengths.
     """
-    by_name: dict[str, JsonLine] = {}
+    by_name: dict[str, Document] = {}
     with open_text(path) as file:
         for line in lines(path, file):
-            name = line.values.get("request_id")
+            name = line.data.get("request_id")
             if not isinstance(name, str) or name in by_name:
                 raise line.bad("request_id", "text, each once")
             by_name[name] = line
-    rows = []
     for row in arrivals:
-        name = f"bench-{row.id}"
-        if name not in by_name:
-            raise ScenarioError(f"{path}: no request_id {name}, which the workload has")
-        rows.append(_times(by_name[name], row))
+        if f"bench-{row.id}" not in by_name:
+            raise ScenarioError(f"{path}: no request_id bench-{row.id}, which the workload has")
+    rows = [_times(by_name[f"bench-{row.id}"], row) for row in arrivals]
     start = min(row[0] for row in rows)
     return [Taken(*(round((at - start) * 1e9) for at in row)) for row in rows]
 
 
-def _times(line: JsonLine, row: Arrival) -> list[float]:
+def _times(line: Document, row: Arrival) -> list[float]:
     request = line.checked(RecordedLine)
     for field, tokens in (("input_toks", row.prompt_tokens), ("output_toks", row.output_tokens)):
         if getattr(request, field) != tokens:

@@ -237,9 +237,8 @@ def test_gpus_that_share_every_layer_share_weights_and_cache() -> None:
     with pytest.raises(ScenarioError, match="too little for a cache"):
         load("worked_example", asked)
     shared = load("worked_example", [*asked, "cost.tensor_parallel=4"])
-    step = sizing.Step(8192, 1024)
     h100, llama = shapes.hardware("h100-sxm"), shapes.model("llama-3.1-70b")
-    blocks = sizing.fit_vllm(llama, h100, fraction=0.9, block_size=16, step=step, tensor=4)
+    blocks = sizing.Place(llama, h100, 2, 16, 0.9, None, 4).blocks(8192, 1024)
     assert shared.options("sync").num_blocks == pytest.approx(blocks, rel=0.1) and blocks > 10_000
     with pytest.raises(
         ScenarioError, match=r"cost\.tensor_parallel: got 3, must divide heads \(64\) and kv_heads \(8\)"

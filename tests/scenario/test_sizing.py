@@ -10,6 +10,13 @@ LLAMA = shapes.model("llama-3.1-8b")
 H100 = shapes.hardware("h100-sxm")
 
 
+def blocks_of(
+    model: shapes.ModelShape, tokens: int = 2048, requests: int = 256, gpus: int = 1, card: shapes.Hardware = H100
+) -> int:
+    """The blocks of 16 that fit by vLLM's rule."""
+    return sizing.Place(model, card, 2, 16, 0.9, None, gpus).blocks(tokens, requests)
+
+
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
     "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
     "llama-2-7b": 6.74,
@@ -76,18 +83,14 @@ def test_int4_weights_take_half_a_byte_and_their_scales() -> None:
 def test_an_fp8_cache_holds_twice_as_many_tokens() -> None:
     """Half the bytes a token; what the weights leave is the same, so vLLM has twice the blocks, within one."""
     half = LLAMA.model_copy(update={"kv_dtype": "fp8"})
-    step = sizing.Step(2048, 256)
-    wide, narrow = (sizing.fit_vllm(m, H100, fraction=0.9, block_size=16, step=step) for m in (LLAMA, half))
-    assert half.kv_bytes_per_token == 65_536 and narrow - 2 * wide in (0, 1)
+    assert half.kv_bytes_per_token == 65_536 and blocks_of(half) - 2 * blocks_of(LLAMA) in (0, 1)
 
 
 def test_fp8_weights_leave_what_they_save_to_the_cache() -> None:
     """7 GB less of weights for Llama-3.1-8B are 7e9 bytes more of cache."""
     small = LLAMA.model_copy(update={"weights_dtype": "fp8"})
-    step = sizing.Step(2048, 256)
-    wide, narrow = (sizing.fit_vllm(m, H100, fraction=0.9, block_size=16, step=step) for m in (LLAMA, small))
     saved = LLAMA.layers * LLAMA.layer_parameters
-    assert narrow - wide == pytest.approx(saved / (16 * 131_072), abs=1)
+    assert blocks_of(small) - blocks_of(LLAMA) == pytest.approx(saved / (16 * 131_072), abs=1)
 
 
 def test_transformers_has_no_fp8_cache() -> None:
@@ -207,14 +210,12 @@ def test_vllm_estimate_against_a_real_run() -> None:
     """vLLM 0.19 on an RTX 4090 found 2,588 blocks of 16 tokens for Llama-3.1-8B (2,048 tokens, 256 requests).
 
     VLLM_RUNTIME_BYTES was set by this run: the test keeps the estimate where it was calibrated."""
-    card = shapes.hardware("rtx-4090")
-    blocks = sizing.fit_vllm(LLAMA, card, fraction=0.9, block_size=16, step=sizing.Step(2048, 256))
-    assert blocks == pytest.approx(2588, rel=0.03)
+    assert blocks_of(LLAMA, card=shapes.hardware("rtx-4090")) == pytest.approx(2588, rel=0.03)
 
 
 def test_vllm_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ScenarioError, match=r"Llama-3\.1-70B 141\.11 GB of weights"):
-        sizing.fit_vllm(shapes.model("llama-3.1-70b"), H100, fraction=0.9, block_size=16, step=sizing.Step(8192, 1024))
+        blocks_of(shapes.model("llama-3.1-70b"), 8192, 1024)
 
 
 # -- several GPUs -----------------------------------------------------------------------------------------------------
@@ -223,12 +224,9 @@ def test_vllm_model_that_does_not_fit_is_refused() -> None:
 def test_gpus_that_share_weights_have_more_cache() -> None:
     """Two GPUs hold half of the weights and half of every token's keys and values each: with half the model and the
     same peak beside it, a block of the whole cache takes half a block of one GPU's memory."""
-    step, size = sizing.Step(2048, 256), 16
-    one, two = (
-        sizing.fit_vllm(LLAMA, H100, fraction=0.9, block_size=size, step=step, tensor=tensor) for tensor in (1, 2)
-    )
-    left = int(H100.memory_bytes * 0.9) - sizing.activation_bytes(LLAMA, step) - sizing.VLLM_RUNTIME_BYTES
-    block = size * LLAMA.kv_bytes_per_token
+    one, two = (blocks_of(LLAMA, gpus=gpus) for gpus in (1, 2))
+    left = int(H100.memory_bytes * 0.9) - sizing.activation_bytes(LLAMA, 2048, 256) - sizing.VLLM_RUNTIME_BYTES
+    block = 16 * LLAMA.kv_bytes_per_token
     assert one == (left - LLAMA.weight_bytes) // block
     assert two == (left - LLAMA.weight_bytes // 2) * 2 // block
     assert two > 2 * one
@@ -236,10 +234,10 @@ def test_gpus_that_share_weights_have_more_cache() -> None:
 
 def test_a_model_that_one_gpu_cannot_hold_may_fit_two() -> None:
     """Llama-3.1-70B has 141 GB of weights; an H100 has 80 GB."""
-    large, step = shapes.model("llama-3.1-70b"), sizing.Step(2048, 128)
+    large = shapes.model("llama-3.1-70b")
     with pytest.raises(ScenarioError, match="too little for a cache"):
-        sizing.fit_vllm(large, H100, fraction=0.9, block_size=16, step=step)
-    assert sizing.fit_vllm(large, H100, fraction=0.9, block_size=16, step=step, tensor=4) > 1000
+        blocks_of(large, requests=128)
+    assert blocks_of(large, requests=128, gpus=4) > 1000
 
 
 def test_shards_add_up_to_the_model() -> None:

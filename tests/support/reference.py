@@ -15,8 +15,11 @@ from cbsim.metrics import metrics
 from cbsim.record.record import STEP_COLUMNS, RequestRow
 from cbsim.record.tables import Steps
 from cbsim.scenario import catalog, scenario
+from cbsim.scenario.demand import CsvColumns
+from cbsim.scenario.rows import open_text
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import generators
+from cbsim.workload import csv_requests, generators
+from cbsim.workload.traces import Arrival
 
 
 class Ran(NamedTuple):
@@ -53,3 +56,9 @@ def data(path: str) -> Path:
         return catalog.data(path)
     except ScenarioError as missing:
         pytest.skip(str(missing))
+
+
+def plain(path: Path, **columns: str) -> list[Arrival]:
+    """The requests of a CSV file."""
+    with open_text(path) as file:
+        return csv_requests.plain(path, file, None, CsvColumns(**columns))[0]

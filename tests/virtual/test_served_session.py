@@ -243,8 +243,7 @@ def test_a_log_that_was_cut_in_a_line_is_read_up_to_there(tmp_path: Path) -> Non
     spec = RequestSpec(0, "a", 5, 20, 3, 9)
     file = tmp_path / "arrivals.jsonl"
     file.write_text(served.came(spec) + served.came(replace(spec, index=1, id="b"))[:-5])
-    assert served.read(file).torn
-    assert [read.id for read in served.read(file).specs] == ["a"]
+    assert [read.id for read in served.read(file).open] == ["a"]
     again = scenario("vllm", "sync").model_copy(update={"workload": Served(kind="served", path=str(file))})
     result = running.one_loop(again, "sync", Simulation, Terms("test"))
     assert result.summary["requests"] == 1
@@ -279,7 +278,7 @@ def test_a_log_says_what_a_request_was(prefix: list[int], width: int) -> None:
     ids = tuple(prefix)
     spec = RequestSpec(0, "a", 5, 2000, 3, 9, -1, ids, width, len(ids) * width)
     session = served.parse(Path("log"), [served.came(spec), served.left(spec, 77)])
-    (read,) = session.specs
+    (read,) = session.open
     assert (read.prefix, read.prefix_block_tokens, read.prefix_tokens) == (ids, width, len(ids) * width)
     assert all(getattr(read, name) == getattr(spec, name) for name in LENGTHS)
     assert session.cancels == [(77, read)]

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from support.reference import plain
 
 import cbsim
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
-from cbsim.scenario.demand import CsvColumns
 from cbsim.workload import csv_requests
 from cbsim.workload.traces import Arrival
 
@@ -17,7 +17,7 @@ ROWS = "0.5,7,3\n"
 
 def read(path: Path, content: str, **columns: str) -> list[Arrival]:
     path.write_text(content)
-    return csv_requests.plain(path, None, CsvColumns(**columns))
+    return plain(path, **columns)
 
 
 @pytest.fixture

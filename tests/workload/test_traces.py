@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import pytest
-from support.reference import data
+from support.reference import data, plain
 
 from cbsim.workload import csv_requests, scheduler_tests, traces
 
@@ -51,7 +51,7 @@ def test_sharegpt_lengths() -> None:
 
 
 def test_plain_csv() -> None:
-    rows = csv_requests.plain(data("traces/speed/splitwise_conv_q6.45_n19366.csv"))
+    rows = plain(data("traces/speed/splitwise_conv_q6.45_n19366.csv"))
     assert len(rows) == 19_366 and rows[0][:5] == (158_148_882, 395, 112, (), "0")
 
 
@@ -59,18 +59,18 @@ def test_a_csv_may_have_limits_and_priorities(tmp_path: Path) -> None:
     """In any order of columns; without them the limit is the output and the priority 0."""
     file = tmp_path / "t.csv"
     file.write_text("id,priority,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,-2,0,5,6,7\nb,3,1,5,6,6\n")
-    assert [(row.max_tokens, row.priority) for row in csv_requests.plain(file)] == [(7, -2), (6, 3)]
+    assert [(row.max_tokens, row.priority) for row in plain(file)] == [(7, -2), (6, 3)]
     file.write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,5,6\n")
-    assert [(row.max_tokens, row.priority) for row in csv_requests.plain(file)] == [(None, 0)]
+    assert [(row.max_tokens, row.priority) for row in plain(file)] == [(None, 0)]
 
 
 def test_agentic_sessions() -> None:
     """All share the first 63 blocks; ids of later turns are nobody else's."""
     sessions = traces.agentic(data("traces/agentic/aiperf_agentic_code_200s_seed42.jsonl"))
     assert len(sessions) == 200 and sum(len(s.turns) for s in sessions) == 4008
-    assert len({s.turns[0].hash_ids[:63] for s in sessions}) == 1
-    later = [i for s in sessions for turn in s.turns[1:] for i in turn.hash_ids]
-    assert len(later) == len(set(later)) and all(s.turns[0].delay_ns == 0 for s in sessions)
+    assert len({tuple(s.first.hash_ids[:63]) for s in sessions}) == 1
+    later = [i for s in sessions for turn in s.later for i in turn.hash_ids]
+    assert len(later) == len(set(later))
 
 
 def test_limit_reads_the_first_rows() -> None:
@@ -88,7 +88,7 @@ def test_a_limit_of_sessions_keeps_their_later_turns(tmp_path: Path) -> None:
     lines = [f'{{"session_id": "{name}", {rest}' for name, rest in (("a", first), ("b", first), ("a", later))]
     file.write_text("\n".join(lines))
     (session,) = traces.agentic(file, 1)
-    assert [(turn.new_tokens, turn.delay_ns) for turn in session.turns] == [(5, 0), (3, 7_000_000)]
+    assert (session.first.input_length, [(turn.input_length, turn.delay) for turn in session.later]) == (5, [(3, 7)])
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -115,11 +115,12 @@ def test_golden_vllm_layout(tmp_path: Path) -> None:
         ' "stop": true, "abort_us": 6},'
         '{"id": "b", "arrival_us": 3, "prompt_token_ids": [7, 8, 1], "output_token_ids": [4], "priority": 2}]}'
     )
-    (b, a), cancels = scheduler_tests.golden(path, 0.01)
+    read = scheduler_tests.golden(path, 0.01)
+    b, a = read.open
     assert (a.id, a.arrival_ns, a.output_tokens, a.max_tokens) == ("a", 5000, 2, 3)
     assert (b.id, b.arrival_ns, b.priority) == ("b", 3000, 2)
     assert a.prefix[0] == b.prefix[0] and a.prefix[1] != b.prefix[1]
-    assert cancels == [(6000, a)]
+    assert read.cancels == [(6000, a)]
 
 
 def test_golden_transformers_layout(tmp_path: Path) -> None:
@@ -129,5 +130,6 @@ def test_golden_transformers_layout(tmp_path: Path) -> None:
         '{"cb": {"block_size": 2}, "cancels": [{"step": 4, "id": "a"}], "requests": ['
         '{"id": "a", "prompt": [1, 2, 3], "max_new_tokens": 5, "arrival_step": 3}]}'
     )
-    (a,), cancels = scheduler_tests.golden(path, 0.01)
-    assert (a.arrival_ns, a.prompt_tokens, a.max_tokens) == (30_000_000, 3, 5) and cancels == [(40_000_000, a)]
+    read = scheduler_tests.golden(path, 0.01)
+    (a,) = read.open
+    assert (a.arrival_ns, a.prompt_tokens, a.max_tokens) == (30_000_000, 3, 5) and read.cancels == [(40_000_000, a)]

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.reference import plain
 
 from cbsim.errors import ScenarioError
 from cbsim.workload import scheduler_tests, vllm_bench
-from cbsim.workload.csv_requests import azure, lengths, plain
+from cbsim.workload.csv_requests import azure, lengths
+from cbsim.workload.requests import Workload
 from cbsim.workload.traces import Arrival, agentic, mooncake
 from cbsim.workload.vllm_bench import requests, series
 
@@ -31,7 +33,7 @@ def recorded(path: Path) -> list[vllm_bench.Taken]:
     return vllm_bench.recorded(path, [Arrival(5, 50, 7, (3, 8, 9), "0", block_tokens=16)])
 
 
-def golden(path: Path) -> scheduler_tests.Recorded:
+def golden(path: Path) -> Workload:
     return scheduler_tests.golden(path, 0.01)
 
 

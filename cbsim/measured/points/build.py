@@ -19,7 +19,7 @@ from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import Hardware, ModelShape
-from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, Step, activation_bytes
+from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, activation_bytes
 
 TABLES = "public_measured/aiconfigurator"
 REQUESTS_A_USER = 10
@@ -224,14 +224,14 @@ def _trtllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     scheduler["max_seq_len"] = longest(point)
     if point.inferencex and point.prompt == point.output == 1024 and point.tensor < 8:
         scheduler |= {"batch_wait_timeout_iters": 20, "batch_wait_max_tokens_ratio": 0.9}
-    fraction = _of_the_rest(model, hardware, point.tensor, Step(scheduler["max_num_tokens"], 2048))
+    fraction = _of_the_rest(model, hardware, point.tensor, scheduler["max_num_tokens"], 2048)
     kv_dtype = "fp8" if point.inferencex or point.precision in ("fp8", "fp4") else None
     return Flags(scheduler, {"memory_fraction": fraction}, kv_dtype, {"padding": "cbengine"})
 
 
-def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, step: Step) -> float:
+def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, tokens: int, requests: int) -> float:
     """Return the share of the memory that weights, a step, and FREE_SHARE of the rest take."""
-    taken = model.shard_bytes(tensor) + activation_bytes(model, step) + VLLM_RUNTIME_BYTES
+    taken = model.shard_bytes(tensor) + activation_bytes(model, tokens, requests) + VLLM_RUNTIME_BYTES
     return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)
 
 

@@ -17,8 +17,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
+from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Form, complaint, near, shown
-from cbsim.scenario.rows import CsvTable, JsonLine, open_text
+from cbsim.scenario.rows import CsvTable, open_text
 
 FOLDER = "public_measured/aiconfigurator_silicon"
 NAMES = ("measured.csv", "measured.csv.gz")
@@ -140,7 +141,7 @@ def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float,
             row = {name: cell for name, cell in row.items() if cell}
             row.setdefault("concurrency", row.get("batch_size", 0))
             row["peer"] = peers.get(row.get("id", ""))
-            points.append(JsonLine(path, table.line, row).checked(Point))
+            points.append(Document(str(path), None, row, at=table.line).checked(Point))
     return points
 
 
