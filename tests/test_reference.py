@@ -14,7 +14,7 @@ from support.reference import ran
 import cbsim
 from cbsim.policy.captures import CAPTURED
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.costs import ConstantSettings, RooflineSettings
+from cbsim.scenario.costs import RooflineSettings
 
 
 def test_every_scenario_has_a_test_here() -> None:
@@ -275,26 +275,6 @@ def test_sglang_prefills_go_first() -> None:
             assert second == list(range(second[0], second[0] + 3))
             ridden = int(mixed == "true")
             assert [rows[at] for at in second] == [(1 + ridden, tokens + ridden) for tokens in batches]
-
-
-# -- what all of them promise -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", catalog.names())
-def test_a_scenario_says_what_it_asks(name: str) -> None:
-    """One-line question, its schema named in the first line, and a name that is the file's."""
-    path = catalog.scenario(name)
-    assert path.read_text().splitlines()[0] == "# yaml-language-server: $schema=../schemas/scenario.schema.json"
-    asked = scenario.load(name)
-    assert asked.name == name
-    assert asked.question.endswith("?")
-
-
-def test_the_example_s_numbers_are_in_its_file() -> None:
-    """10 ms and 32 ms stand in the scenario, not in the code."""
-    cost = scenario.load("worked_example").cost
-    assert isinstance(cost, ConstantSettings)
-    assert (cost.step_s, cost.cpu.schedule.base_s) == (0.032, 0.010)
 
 
 # -- tiny_cpu ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -69,15 +70,6 @@ def data_folders() -> list[Path]:
     return [*([Path(folder)] if folder else []), ROOT.parent / "shared" / "data"]
 
 
-def tables(path: str) -> Path:
-    """Return the path of a scenario's kernel tables: a folder, or a prefix of file names. Raises ScenarioError."""
-    candidates = [Path(path), *(folder / path for folder in data_folders())]
-    for candidate in candidates:
-        if candidate.is_dir() or begins_a_name(candidate, "_"):
-            return candidate
-    raise _missing("cost.path", f"no tables {path!r}", candidates)
-
-
 def begins_a_name(path: Path, further: str = "") -> bool:
     """True if a file's name begins with the name of `path` and `further`, literally: without wildcards."""
     try:
@@ -90,18 +82,24 @@ TablesPath = Annotated[PlainPath, beside(begins_a_name)]
 """A path of kernel tables. If they lie beside the scenario file the value is absolute, else it stays as written."""
 
 
+def tables(path: str) -> Path:
+    """Return the path of a scenario's kernel tables: a folder, or a prefix of file names. Raises ScenarioError."""
+    candidates = [Path(path), *(folder / path for folder in data_folders())]
+    return _found("cost.path", f"no tables {path!r}", candidates, lambda at: at.is_dir() or begins_a_name(at, "_"))
+
+
 def data(path: str, field: str = "workload.path") -> Path:
     """Return the data file that a scenario names. Raises ScenarioError with all paths that were tried."""
     candidates = [folder / path for folder in data_folders()]  # an absolute path is unchanged
+    return _found(field, f"no file {path!r}", candidates, Path.is_file)
+
+
+def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path], bool]) -> Path:
     for candidate in candidates:
-        if candidate.is_file():
+        if there(candidate):
             return candidate
-    raise _missing(field, f"no file {path!r}", candidates)
-
-
-def _missing(field: str, what: str, candidates: list[Path]) -> ScenarioError:
     looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
-    return ScenarioError(
+    raise ScenarioError(
         f"{field}: {what} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"
     )

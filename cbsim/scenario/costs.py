@@ -349,11 +349,10 @@ def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
     version = engine.partition("_")[2] if isinstance(engine, str) else ""
     resolved = terms.resolve(file.terms, tensor if isinstance(tensor, int) else 1, system, version)
     values = {field: term.value for field, term in resolved.items()}
-    intervals = {metric: terms.interval(file, metric) for metric in ("ttft", "tpot")}
     sure = {
         metric: {"low": factor.low - 1, "high": factor.high - 1, "points": factor.residuals}
-        for metric, factor in intervals.items()
-        if factor
+        for metric in ("ttft", "tpot")
+        if (factor := terms.interval(file, metric))
     }
     about = {field: getattr(file, field) for field in terms.Range.model_fields}
     ends = {field: (term.low, term.high) for field, term in resolved.items()}

@@ -210,7 +210,7 @@ class By:
         self.members: dict[str, type[BaseModel]] = {}  # by name
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        self.members = {name: member for member in get_args(union) for name in _names(member, self.field)}
+        self.members = {name: member for member in get_args(union) for name in self._names(member)}
         choices = {_tag(member): handler.generate_schema(member) for member in get_args(union)}
         union_schema = core_schema.tagged_union_schema(choices, self._tag)
         return core_schema.no_info_before_validator_function(self._checked, union_schema)
@@ -218,6 +218,9 @@ class By:
     def member(self, name: str) -> type[BaseModel] | None:
         """Return the member of this name, or None if there is none."""
         return self.members.get(name)
+
+    def _names(self, member: Any) -> Iterable[str]:
+        return get_args(member.model_fields[self.field].annotation)
 
     def _tag(self, value: Any) -> str:
         return _tag(self.members[value[self.field] if isinstance(value, dict) else getattr(value, self.field)])
@@ -237,42 +240,29 @@ class By:
         return value
 
 
-class ByKey:
+class ByKey(By):
     """A mark in the annotation of a union: each part has one field, whose name selects it; any other value is of the
-    first member, which is no part and which messages call `otherwise`.
+    member that is no part, and which messages call `field`.
     """
 
-    def __init__(self, otherwise: str) -> None:
-        self.otherwise = otherwise  # the first member's name in messages
-        self.members: dict[str, type[Frozen]] = {}
-
-    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        plain, *parts = get_args(union)
-        self.members = {next(iter(part.model_fields)): part for part in parts}
-        choices = {"<>": handler.generate_schema(plain)} | {_tag(part): handler.generate_schema(part) for part in parts}
-        union_schema = core_schema.tagged_union_schema(choices, self._tag)
-        return core_schema.no_info_before_validator_function(self._checked, union_schema)
+    def _names(self, member: Any) -> Iterable[str]:
+        return getattr(member, "model_fields", ())
 
     def _tag(self, value: Any) -> str:
-        if isinstance(value, Frozen):
-            return _tag(type(value))
-        return _tag(self.members[next(iter(value))]) if isinstance(value, dict) else "<>"
+        member = self.members[next(iter(value))] if isinstance(value, dict) else type(value)
+        return _tag(member if issubclass(member, Frozen) else None)
 
     def _checked(self, value: Any) -> Any:
         if isinstance(value, dict) and not (len(value) == 1 and next(iter(value)) in self.members):
             hint = near(next(iter(value)), self.members) if len(value) == 1 else ""
-            allowed = f"{self.otherwise} or one of {', '.join(self.members)}{hint}"
+            allowed = f"{self.field} or one of {', '.join(self.members)}{hint}"
             raise complaint(f"got {shown(value)}, expected {allowed}")
         return value
 
 
-def _tag(member: type[BaseModel]) -> str:
+def _tag(member: Any) -> str:
     """Return a member's tag. It looks like <this>, so that error paths can leave it out."""
-    return f"<{member.__name__}>"
-
-
-def _names(member: type[BaseModel], field: str) -> tuple[str, ...]:
-    return get_args(member.model_fields[field].annotation)
+    return f"<{member.__name__ if isinstance(member, type) else ''}>"
 
 
 @cache

@@ -15,43 +15,32 @@ from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, Frozen, cut, shown
 
 
-class Defaults:
-    """The values of fields that a file leaves out. `make` is called once one of them is needed; parts whose kind an
-    override has changed have none.
-    """
-
-    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
-        self._make = make
-        self._changed: list[PathParts] = []
-
-    def at(self, path: PathParts) -> Any:
-        """Return the value at `path`, or None if there is none."""
-        if any(path[: len(changed)] == changed for changed in self._changed):
-            return None
-        return copy.deepcopy(_at(self._make(), path))
-
-    def drop(self, path: PathParts) -> None:
-        self._changed.append(path)
-
-
 def apply(
     document: Document, overrides: Sequence[str], part: type[Frozen], make: Callable[[], dict[str, Any]], base: Path
 ) -> Document:
     """Return the document of a `part` with the overrides applied in order, those that choose a kind before the rest.
 
-    Parts of the path to a field that the file leaves out are taken from the defaults, unless their kind has changed.
+    Parts of the path to a field that the file leaves out are taken from the defaults, unless their kind has changed;
+    `make` is called once one is needed. Fields of the file that a chosen kind does not have are dropped.
     """
     written = [(*parsed(override), override) for override in overrides]
     written.sort(key=lambda entry: union_at(part, entry[0]) is None)
-    data, defaults = copy.deepcopy(document.data), Defaults(make)
+    data, changed = copy.deepcopy(document.data), list[PathParts]()
+
+    def usual(path: PathParts) -> Any:
+        return None if any(path[: len(kind)] == kind for kind in changed) else copy.deepcopy(_at(make(), path))
+
     for path, value, override in written:
-        if len(path) > 1 and path[0] in ("model", "hardware"):
+        if len(path) > 1 and path[0] in shapes.NAMED:
             _spell_out(data, str(path[0]), base)
-        union = union_at(part, path)
-        if union is None:
-            assign(data, defaults, path, value, override)
-        else:
-            _choose(data, defaults, path, value, override, union)
+        union, present = union_at(part, path), _at(data, path)
+        if union and value != (usual(path) if present is None else present):
+            changed.append(path[:-1])
+        assign(data, usual, path, value, override)
+        if union and (member := union.member(str(value))):
+            chosen = _at(data, path[:-1])
+            for unknown in chosen.keys() - member.model_fields:
+                del chosen[unknown]
     return Document(document.file, document.root, data, tuple((path, override) for path, _, override in written))
 
 
@@ -75,8 +64,8 @@ def parsed(override: str) -> tuple[PathParts, Any]:
     return split(dotted.strip()), parse(value, f"--set {cut(override)}", lines=False)
 
 
-def assign(data: Any, defaults: Defaults, path: PathParts, value: Any, override: str) -> None:
-    """Set `path` in `data`, taking missing parts of the path from `defaults`. Raises ScenarioError."""
+def assign(data: Any, usual: Callable[[PathParts], Any], path: PathParts, value: Any, override: str) -> None:
+    """Set `path` in `data`, taking missing parts of the path from `usual`. Raises ScenarioError."""
     for depth, step in enumerate(path):
         if isinstance(data, list):
             if not (isinstance(step, int) and step < len(data)):
@@ -87,20 +76,9 @@ def assign(data: Any, defaults: Defaults, path: PathParts, value: Any, override:
         if depth == len(path) - 1:
             data[step] = value
         elif isinstance(data, dict) and data.get(step) is None:
-            usual = defaults.at(path[: depth + 1])
-            data[step] = usual if isinstance(usual, dict | list) else {}
+            missing = usual(path[: depth + 1])
+            data[step] = missing if isinstance(missing, dict | list) else {}
         data = data[step]
-
-
-def _choose(data: Any, defaults: Defaults, path: PathParts, name: Any, override: str, union: By) -> None:
-    """Make the part at `path` one of kind `name`: fields of the file that this kind does not have are dropped."""
-    member, present = union.member(str(name)), _at(data, path)
-    if name != (defaults.at(path) if present is None else present):
-        defaults.drop(path[:-1])
-    assign(data, defaults, path, name, override)
-    part = _at(data, path[:-1])
-    for unknown in [key for key in part if member and key not in member.model_fields]:
-        del part[unknown]
 
 
 def _at(values: Any, path: PathParts) -> Any:
@@ -114,6 +92,6 @@ def _spell_out(data: dict[str, Any], field: str, base: Path) -> None:
     name = data.get(field)
     if isinstance(name, str):
         try:
-            data[field] = shapes.named(field, name, base).model_dump(mode="json")
+            data[field] = shapes.NAMED[field](name, base).model_dump(mode="json")
         except ScenarioError as error:
             raise ScenarioError(f"{field}: {error}") from None

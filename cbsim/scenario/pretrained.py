@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,32 +36,24 @@ class Config(Document):
     """The fields of a JSON object in a file, read by the type that each must have. Null counts as absent."""
 
     def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
-        value = self._given(field, default)
-        if type(value) is not int or value < least:
-            raise self.bad(field, f"a whole number >= {least}")
-        return value
+        number: int = self._given(field, default, f"a whole number >= {least}", lambda v: type(v) is int and v >= least)
+        return number
 
     def real(self, field: str, default: float | None = None) -> float:
-        value = self._given(field, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.bad(field, "a number > 0")
-        return float(value)
+        return float(self._given(field, default, "a number > 0", lambda v: type(v) in (int, float) and 0 < v < inf))
 
     def flag(self, field: str) -> bool:
-        value = self._given(field, False)
-        if not isinstance(value, bool):
-            raise self.bad(field, "true or false")
-        return value
+        return self._given(field, False, "true or false", lambda v: isinstance(v, bool)) is True
 
     def part(self, field: str) -> Config | None:
-        value = self._given(field, {})
-        if not isinstance(value, dict):
-            raise self.bad(field, "an object")
+        value = self._given(field, {}, "an object", lambda v: isinstance(v, dict))
         return Config(f"{self.file}: {field}", None, value, error_type=self.error_type) if value else None
 
-    def _given(self, field: str, default: Any) -> Any:
-        value = self.data.get(field)
-        return default if value is None else value
+    def _given(self, field: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
+        value = default if self.data.get(field) is None else self.data[field]
+        if not fits(value):
+            raise self.bad(field, expected)
+        return value
 
 
 def shape(path: Path) -> dict[str, Any]:
@@ -145,12 +138,10 @@ def _experts(config: Config, kind: str) -> dict[str, int]:
         return {"intermediate": config.whole("intermediate_size")}
     if config.whole("decoder_sparse_step", 1) != 1:
         raise config.bad("decoder_sparse_step", "1: all layers must have experts")
-    names = {"intermediate": "moe_intermediate_size", "experts": "num_experts"}
-    fields = {ours: config.whole(theirs) for ours, theirs in names.items()}
-    chosen = config.whole("num_experts_per_tok")
-    if chosen > fields["experts"]:
-        raise config.bad("num_experts_per_tok", f"a number <= num_experts, {fields['experts']}")
-    return fields | {"experts_per_token": chosen}
+    width, experts, chosen = map(config.whole, ("moe_intermediate_size", "num_experts", "num_experts_per_tok"))
+    if chosen > experts:
+        raise config.bad("num_experts_per_tok", f"a number <= num_experts, {experts}")
+    return {"intermediate": width, "experts": experts, "experts_per_token": chosen}
 
 
 def _dtype(config: Config) -> str:

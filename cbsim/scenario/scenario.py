@@ -35,8 +35,6 @@ from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind
 from cbsim.schedulers.vllm.settings import VllmSettings
 
-__all__ = ["Scenario", "ScenarioError", "dump", "json_schema", "load", "loops", "write_schemas"]
-
 MOST_BLOCKS = 10_000_000
 """Most blocks of a cache: they are tracked one by one, so more would only cost memory."""
 
@@ -170,7 +168,13 @@ class Variants:
         if overrides:
             document = apply(document, overrides, Scenario, lambda: self._defaults, self._base)
         scenario = document.checked(Scenario, self._base)
-        _check_sizes(scenario, document)
+        for loop in loops(scenario):
+            try:
+                scenario.options(loop)
+            except ScenarioError as error:
+                field, _, reason = str(error).partition(": ")
+                path = documents.split(field)
+                raise document.error(f"{document.where(path)}: {error}", path, reason) from None
         return scenario
 
     @cached_property
@@ -197,31 +201,13 @@ def dump(scenario: Scenario) -> str:
     return documents.write(scenario.model_dump(mode="json"))
 
 
-def _check_sizes(scenario: Scenario, document: Document) -> None:
-    for loop in loops(scenario):
-        try:
-            scenario.options(loop)
-        except ScenarioError as error:
-            field, _, reason = str(error).partition(": ")
-            path = documents.split(field)
-            raise document.error(f"{document.where(path)}: {error}", path, reason) from None
-
-
 # -- what follows from it ---------------------------------------------------------------------------------------------
 
 
 def site(scenario: Scenario, loop: str) -> sizing.Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
-    cache = scenario.kv_cache
-    return sizing.Place(
-        scenario.model,
-        scenario.hardware,
-        depth(loop),
-        scenario.block_size,
-        cache.memory_fraction,
-        cache.num_blocks,
-        scenario.gpus,
-    )
+    model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
+    return sizing.Place(model, gpu, depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus)
 
 
 def _solved_options(scenario: Scenario, loop: str) -> Options:
@@ -240,9 +226,9 @@ def _solved_options(scenario: Scenario, loop: str) -> Options:
     return options
 
 
-def solved(scenario: Scenario) -> list[tuple[str, str]]:
-    """Return the values solved for what the scenario leaves open, as (values, their source): settings of the scheduler
-    that are null, and the cache, for the loop with most steps in flight. Raises ScenarioError.
+def solved_lines(scenario: Scenario) -> str:
+    """Return the values solved for what the scenario leaves open, with their source, a line for each: settings of the
+    scheduler that are null, and the cache, for the loop with most steps in flight. Raises ScenarioError.
     """
     loop = loops(scenario)[-1]
     options, rules = scenario.options(loop), sources(scenario.scheduler, site(scenario, loop))
@@ -255,24 +241,16 @@ def solved(scenario: Scenario) -> list[tuple[str, str]]:
         gpu, blocks = scenario.hardware, f"{options.num_blocks:,} blocks of {options.block_size} tokens"
         share = f"{scenario.kv_cache.memory_fraction:g} of the {gpu.memory_bytes / 2**30:.1f} GiB of {gpu.name}"
         values.append((blocks, share if scenario.kind.memory is None else scenario.kind.memory.format(gpu=gpu.name)))
-    return [(", ".join(v for v, _ in group), reason) for reason, group in groupby(values, key=lambda pair: pair[1])]
-
-
-def solved_lines(scenario: Scenario) -> str:
-    """Return `solved` as text, a line for each entry; empty if nothing was left open."""
-    lines = [f"{values}: {reason}" for values, reason in solved(scenario)]
-    return "\n".join(["solved  " + lines[0], *("        " + line for line in lines[1:])]) if lines else ""
+    groups = groupby(values, key=lambda pair: pair[1])
+    lines = [f"{', '.join(value for value, _ in group)}: {reason}" for reason, group in groups]
+    return "solved  " + "\n        ".join(lines) if lines else ""
 
 
 # -- for editors ------------------------------------------------------------------------------------------------------
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a scenario file, with a description of every field."""
-    return _schema(Scenario)
-
-
-def _schema(part: type[Frozen]) -> dict[str, Any]:
+def json_schema(part: type[Frozen] = Scenario) -> dict[str, Any]:
+    """Return the JSON schema of a scenario file, or of another part, with a description of every field."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_standard(part.model_json_schema())}
 
 
@@ -294,17 +272,12 @@ def _standard(node: Any) -> Any:
 
 def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingProxyType({})) -> list[Path]:
     """Write the schemas of scenario, model, hardware and coefficient files, and further ones; returns the files."""
-    parts: dict[str, type[Frozen]] = {
-        "scenario": Scenario,
-        "model": ModelShape,
-        "hardware": Hardware,
-        "coefficients": Coefficients,
-        **further,
-    }
+    ours: dict[str, type[Frozen]] = {"scenario": Scenario, "model": ModelShape, "hardware": Hardware}
+    parts = ours | {"coefficients": Coefficients, **further}
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.schema.json" for name in parts]
     for file, part in zip(files, parts.values(), strict=True):
-        file.write_text(json.dumps(_schema(part), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(json_schema(part), indent=2) + "\n", encoding="utf-8")
     return files
 
 

@@ -6,7 +6,8 @@ A kind's settings are a plain dataclass (policy/kind.py); the pydantic model tha
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
@@ -45,7 +46,7 @@ def settings(value: Any) -> Settings:
     if isinstance(value, Settings):
         return value
     if not isinstance(value, dict):
-        raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {_known()}")
+        raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {', '.join(registry.names())}")
     kind = _kind(value.get("name"))
     checked = model_of(kind).model_validate(value)
     try:
@@ -60,21 +61,18 @@ def plain(value: Settings) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _known() -> str:
-    return ", ".join(registry.names())
-
-
 def _kind(name: Any) -> Kind:
-    if name is None:
-        raise complaint(f"is required: one of {_known()}", "name")
     try:
         if isinstance(name, str):
             return registry.find(name)
     except KindError as error:
         if name in registry.names() or ":" in name:
             raise complaint(f"got {shown(name)}: {error}", "name") from None
-    hint = near(name, registry.names())
-    raise complaint(f"got {shown(name)}, expected one of {_known()}, or module:KIND of your own{hint}", "name")
+    known = registry.names()
+    if name is None:
+        raise complaint(f"is required: one of {', '.join(known)}", "name")
+    allowed = f"one of {', '.join(known)}, or module:KIND of your own"
+    raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
 
 # -- from a dataclass to a model --------------------------------------------------------------------------------------
@@ -83,7 +81,8 @@ def _kind(name: Any) -> Kind:
 @cache
 def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
     hints, texts = get_type_hints(kind_settings, include_extras=True), documented(kind_settings)
-    parts: dict[str, Any] = {"name": (_name(names), Field(description=" or ".join(names)))}
+    name: Any = Literal[names] if names else str  # a user's own kind has the name by which it was found
+    parts: dict[str, Any] = {"name": (name, Field(description=" or ".join(names)))}
     for field in fields(kind_settings):
         if field.name != "name":
             default = field.default if field.default is not MISSING else ...
@@ -97,16 +96,12 @@ def model_of(kind: Kind) -> type[Frozen]:
     return _model(kind.settings, tuple(ours))  # type: ignore[arg-type]
 
 
-def _name(names: tuple[str, ...]) -> Any:
-    return Literal[names] if names else str  # a user's own kind has the name by which it was found
-
-
 def checked_type(hint: Any) -> Any:
     """Return a setting's annotation for pydantic: whole numbers may be written 1e6, bounds become constraints."""
-    if get_origin(hint) is Annotated:
-        annotated, *marks = get_args(hint)
-        annotated = checked_type(annotated)
-        for mark in marks:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        annotated = checked_type(arguments[0])
+        for mark in arguments[1:]:
             if isinstance(mark, AtLeast):
                 annotated = Annotated[annotated, Field(ge=mark.least)]
             elif isinstance(mark, Below):
@@ -114,17 +109,9 @@ def checked_type(hint: Any) -> Any:
             elif isinstance(mark, AsText):
                 annotated = Annotated[annotated, BeforeValidator(_text)]
         return annotated
-    if hint is int:
-        return Whole
-    if hint is float:
-        return Real
-    origin, arguments = get_origin(hint), get_args(hint)
     if arguments and origin is not Literal:
-        union = checked_type(arguments[0])
-        for argument in arguments[1:]:
-            union = union | checked_type(argument) if argument is not type(None) else union | None
-        return union
-    return hint
+        return reduce(or_, map(checked_type, arguments))
+    return {int: Whole, float: Real}.get(hint, hint)
 
 
 def _text(value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
@@ -171,35 +172,25 @@ class Hardware(Frozen):
     source: str = ""  #: Where the numbers come from.
 
 
-_Shape = TypeVar("_Shape", ModelShape, Hardware)
-
-
-def load(folder: str, shape: type[_Shape], name: str, base: Path | None = None) -> _Shape:
-    """Load the model or GPU of that name, or in the file of that path. Raises ScenarioError."""
-    path = catalog.shape(folder, name, base)
-    config = shape is ModelShape and path.suffix == ".json"
-    document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
-    return document.checked(shape)
-
-
 def model(name: str, base: Path | None = None) -> ModelShape:
     """Load the model of that name or path. Raises ScenarioError."""
-    return load("models", ModelShape, name, base)
+    path = catalog.shape("models", name, base)
+    config = path.suffix == ".json"
+    document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
+    return document.checked(ModelShape)
 
 
 def hardware(name: str, base: Path | None = None) -> Hardware:
     """Load the GPU of that name or path. Raises ScenarioError."""
-    return load("hardware", Hardware, name, base)
+    return documents.read(catalog.shape("hardware", name, base)).checked(Hardware)
 
 
-def named(field: str, name: str, base: Path | None) -> ModelShape | Hardware:
-    """Load the shape that `name` stands for in a scenario's field `model` or `hardware`. Raises ScenarioError."""
-    return model(name, base) if field == "model" else hardware(name, base)
+NAMED: dict[str, Callable[[str, Path | None], ModelShape | Hardware]] = {"model": model, "hardware": hardware}
 
 
 def _read(value: Any, info: ValidationInfo) -> Any:
     base: Path | None = (info.context or {}).get("base")
-    return named(str(info.field_name), value, base) if isinstance(value, str) else value
+    return NAMED[str(info.field_name)](value, base) if isinstance(value, str) else value
 
 
 NamedModel = Annotated[ModelShape, BeforeValidator(_read, json_schema_input_type=str | ModelShape)]

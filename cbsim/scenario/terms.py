@@ -76,20 +76,15 @@ class Range(Frozen):
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
         """Return the differences of a server from the calibrated ones. `users`: None without a closed loop."""
-        differences = []
-        if backend != self.backend:
-            differences.append(f"engine {backend}")
-        if system not in self.systems:
-            differences.append(f"card {system}")
-        if model not in self.models:
-            differences.append(f"model {model}")
-        if tensor not in self.tensor_parallel:
-            differences.append(f"{tensor} GPUs")
-        if users is None:
-            differences.append("arrivals that are no closed loop")
-        elif not self.users[0] <= users <= self.users[1]:
-            differences.append(f"{users:,} users")
-        return differences
+        known = {
+            f"engine {backend}": backend == self.backend,
+            f"card {system}": system in self.systems,
+            f"model {model}": model in self.models,
+            f"{tensor} GPUs": tensor in self.tensor_parallel,
+            "arrivals that are no closed loop": users is not None,
+            f"{users or 0:,} users": users is None or self.users[0] <= users <= self.users[1],
+        }
+        return [difference for difference, within in known.items() if not within]
 
 
 class TermsFile(Range):
@@ -188,7 +183,10 @@ def interval(
     rest = [curve for hash_, curve in file.curves.items() if hash_ != without]
     alike = [curve for curve in rest if lengths and _kind(curve.prompt, curve.output) == _kind(*lengths)]
     enough = sum(len(curve.residuals) for curve in alike) >= ENOUGH
-    return _ends([_value(residual, metric) for curve in (alike if enough else rest) for residual in curve.residuals])
+    curves = alike if enough else rest
+    values = sorted(getattr(residual, metric) for curve in curves for residual in curve.residuals)
+    rank = int(TAIL * (len(values) + 1))
+    return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values)) if rank else None
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
@@ -198,22 +196,10 @@ def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
         known = interval(file, metric, (curve.prompt, curve.output), hash_)
         if known is not None:
             total += len(curve.residuals)
-            within += sum(known.holds(exp(_value(residual, metric))) for residual in curve.residuals)
+            within += sum(known.holds(exp(getattr(residual, metric))) for residual in curve.residuals)
     return within, total
 
 
 def _kind(prompt: int, output: int) -> int:
     """Return -1 if outputs are at least 4 times as long as prompts, 1 if prompts are, else 0."""
     return (prompt >= 4 * output) - (output >= 4 * prompt)
-
-
-def _value(residual: Residual, metric: str) -> float:
-    return residual.ttft if metric == "ttft" else residual.tpot
-
-
-def _ends(values: list[float]) -> Interval | None:
-    rank = int(TAIL * (len(values) + 1))
-    if rank < 1:
-        return None
-    ordered = sorted(values)
-    return Interval(exp(ordered[rank - 1]), exp(ordered[-rank]), len(values))

@@ -36,8 +36,10 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     if supplied is not None:
         return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
     streams = Streams.of(scenario.seed)
-    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:
-        return _searched(form, streams, texts)
+    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:  # of equal length, for beam search
+        if not isinstance(form, demand.Synthetic) or form.samples > 1:
+            raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
+        return _synthetic(form, streams, texts)
     return BUILDERS[type(form)](form, streams)
 
 
@@ -99,13 +101,6 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Int
     return np.rint(np.minimum(times, LATEST_S) * 1e9).astype(np.int64)
 
 
-def _searched(form: object, streams: Streams, texts: int) -> Workload:
-    """Build requests of so many texts of equal length, for a scheduler of beam search. Raises ScenarioError."""
-    if not isinstance(form, demand.Synthetic) or form.samples > 1:
-        raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
-    return _synthetic(form, streams, texts)
-
-
 def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:
     """Draw requests. The `texts` of a request have one length; its `samples` each have a length of their own."""
     count, samples = form.requests, max(form.samples, texts)
@@ -129,12 +124,10 @@ def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Work
         shared_tokens=form.shared_prefix_tokens,
         samples=samples,
     )
-    if isinstance(form.arrivals, demand.ClosedLoop):
-        return _arriving(drawn.specs, form.arrivals, streams.users, samples)
-    return Workload(drawn, len(drawn))
+    return _arriving(drawn, form.arrivals, streams.users, samples)
 
 
-def _arriving(specs: list[RequestSpec], arrivals: object, rng: np.random.Generator, samples: int = 1) -> Workload:
+def _arriving(specs: Sequence[RequestSpec], arrivals: object, rng: np.random.Generator, samples: int = 1) -> Workload:
     if not isinstance(arrivals, demand.ClosedLoop):
         return Workload(specs, len(specs))
     users = specs[: arrivals.users * samples]

@@ -153,10 +153,7 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"model_type": "llava", "vision_config": {"a": 1}}, "vision_config: got {'a': 1}, expected none: of several"),
         ({"attention_bias": True}, "attention_bias: got true, expected none: biases"),
         ({"compression_config": {"bits": 4}}, "compression_config: got {'bits': 4}, expected none: read the original"),
-        (
-            {"model_type": "gpt2"},
-            "model_type: got 'gpt2', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe",
-        ),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected one of llama, mistral, phi3, qwen2, qwen3, qw"),
         ({"model_type": ...}, "model_type: got nothing, expected one of"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number >= 1"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers: got '32', expected a whole number >= 1"),
@@ -164,10 +161,7 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"vocab_size": ...}, "vocab_size: got nothing, expected a whole number"),
         ({"torch_dtype": "float8"}, "torch_dtype: got 'float8', expected one of bfloat16, float16, float32"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers: got [0], expected none: all layers must have experts"),
-        (
-            QWEN3_MOE | {"decoder_sparse_step": 2},
-            "decoder_sparse_step: got 2, expected 1: all layers must have experts",
-        ),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, expected 1: all layers must have ex"),
         (QWEN3_MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok: got 129, expected a number <= num_experts"),
     ],
 )

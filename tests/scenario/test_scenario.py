@@ -396,15 +396,14 @@ def test_errors_say_where_what_and_what_would_do(small: Path, line: str, expecte
         ("workload.arrivals.kind=poison", "workload.arrivals.kind: got 'poison', expected one of"),
         ("model=llama-3.1-8", "model: unknown model 'llama-3.1-8'; did you mean llama-3.1-8b"),
         ("seed.x=1", "--set seed.x=1: seed"),
+        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e-30}", "got 1e-30, must be >= 0.001"),
+        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e7}", "got 10000000.0, must be <= 1000000.0"),
+        ("hardware.memory_bytes=80", "hardware.memory_bytes: got 80, must be >= 100,000,000 (bytes)"),
     ],
 )
 def test_errors_of_overrides_name_the_override(small: Path, override: str, expected: str) -> None:
-    assert expected in refused(small, override)
-
-
-def test_frozen(small: Path) -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        scenario.load(small).seed = 3
+    """Memory in GB is refused also where a given num_blocks needs none."""
+    assert expected in refused(small, override, "kv_cache.num_blocks=100")
 
 
 # -- schema -----------------------------------------------------------------------------------------------------------
@@ -416,17 +415,3 @@ def test_every_field_has_a_description() -> None:
         assert part.get("description"), name
         for field, values in part.get("properties", {}).items():
             assert values.get("description"), f"{name}.{field}"
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e-30}", "got 1e-30, must be >= 0.001"),
-        ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e7}", "got 10000000.0, must be <= 1000000.0"),
-        ("hardware.memory_bytes=1", "hardware.memory_bytes: got 1, must be >= 100,000,000 (bytes)"),
-        ("hardware.memory_bytes=80", "hardware.memory_bytes: got 80, must be >= 100,000,000 (bytes)"),
-    ],
-)
-def test_numbers_that_can_only_be_meant_otherwise(small: Path, override: str, expected: str) -> None:
-    """A burstiness that puts all arrivals at 0, memory in GB: also where a given num_blocks needs no memory."""
-    assert expected in refused(small, override, "kv_cache.num_blocks=100")

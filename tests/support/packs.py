@@ -20,6 +20,9 @@ from cbsim.measured.recorded.case import Case
 from cbsim.measured.recorded.score import Replayed, replay
 from cbsim.workload import vllm_bench
 
+SENT = {"id": 0, "arrival_ns": 5.4, "input_toks": 50, "output_toks": 7, "prompt_block_runs": [[3, 1], [8, 2]]}
+TIMES = {"queued_ts": 100.5, "scheduled_ts": 100.5, "first_token_ts": 101.0, "last_token_ts": 102.25}
+SERVED: dict[str, Any] = {"request_id": "bench-0", "input_toks": 50, "output_toks": 7, **TIMES}
 LAYERS, HIDDEN, BYTES = 2, 64, 2
 EXPERTS, PER_TOKEN = 8, 2
 BLOCK_BYTES = 16 * 2 * LAYERS * 2 * 16 * BYTES  # 16 tokens, keys and values, 2 heads of 16

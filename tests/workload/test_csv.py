@@ -138,15 +138,10 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     assert notice.endswith("requests.csv: arrival from 't', prompt from 'in', output from 'out', priority from 'tier'")
 
 
-def test_our_own_names_are_nothing_to_be_told(file: Path) -> None:
-    file.write_text(f"arrival_s,prefill_tokens,decode_tokens\n{ROWS}")
-    assert cbsim.run(scenario(file))["sync"].notices == ()
-
-
 @pytest.mark.parametrize(("scale", "noticed"), [(1, True), (0.001, False)])
 def test_arrivals_that_look_like_milliseconds_are_noticed(file: Path, scale: float, noticed: bool) -> None:
     """A log of a request in 0.4 s, in milliseconds: taken as seconds the median gap is 400 s. Once scaled, or in a file
-    that has one long night only, nothing is said."""
+    that has one long night only, nothing is said; nor of columns with our own names."""
     file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n400,7,3\n800,7,3\n900,7,3\n")
     values = scenario(file)
     values["workload"] = {"kind": "csv", "path": str(file), "time_scale": scale}

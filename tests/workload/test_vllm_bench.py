@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import packs
+from support.packs import SENT, SERVED
 
 from cbsim.scenario import scenario
 from cbsim.workload import generators, vllm_bench
 from cbsim.workload.traces import Arrival
 
-SENT: dict[str, Any] = {
-    "id": 0,
-    "arrival_ns": 5.4,
-    "input_toks": 50,
-    "output_toks": 7,
-    "prompt_block_runs": [[3, 1], [8, 2]],
-}
-SERVED: dict[str, Any] = {
-    "request_id": "bench-0",
-    "input_toks": 50,
-    "output_toks": 7,
-    "queued_ts": 100.5,
-    "scheduled_ts": 100.5,
-    "first_token_ts": 101.0,
-    "last_token_ts": 102.25,
-}
 ROW = Arrival(5, 50, 7, (3, 8, 9), "0", block_tokens=16)
 
 

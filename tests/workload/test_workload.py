@@ -11,7 +11,7 @@ from support.reference import data
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import catalog, scenario
+from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators, traces
 from cbsim.workload.requests import Workload
@@ -289,25 +289,3 @@ def test_length_traces_get_generated_arrivals() -> None:
     path = str(data("traces/sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"))
     w = made(kind="lengths", path=path, limit=30, arrivals={"kind": "closed_loop", "users": 4})
     assert len(w.open) == 4 and w.total == 30 and w.open[0].prompt_tokens == 74
-
-
-def test_a_missing_trace_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
-    with pytest.raises(ScenarioError) as caught:
-        made(kind="azure", path="nowhere.csv")
-    message = str(caught.value)
-    assert "workload.path: no file 'nowhere.csv' beside the scenario" in message
-    assert str(tmp_path / "nowhere.csv") in message and "docs/data.md" in message
-    (tmp_path / "nowhere.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,1\n")
-    assert made(kind="azure", path="nowhere.csv").total == 1
-
-
-@pytest.mark.parametrize("name", catalog.names())
-def test_reference_scenarios_have_a_workload(name: str) -> None:
-    loaded = scenario.load(name)
-    path = getattr(loaded.workload, "path", None)
-    if path:
-        data(path)
-    w = generators.build(loaded)
-    assert w.open and w.total >= len(w.open)
-    assert [(s.arrival_ns, s.index) for s in w.open] == sorted((s.arrival_ns, s.index) for s in w.open)

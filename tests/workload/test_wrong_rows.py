@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.packs import SENT, SERVED
 from support.reference import plain
 
 from cbsim.errors import ScenarioError
@@ -24,9 +25,6 @@ PLAIN = "id,arrival_s,prefill_tokens,decode_tokens\n"
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n"
 SERIES = "t,running,waiting,kv_cache_pct\n"
 TURN = {"session_id": "a", "timestamp": 9, "input_length": 5, "output_length": 1, "hash_ids": [1]}
-SENT = {"id": 0, "arrival_ns": 5, "input_toks": 50, "output_toks": 7, "prompt_block_runs": [[3, 1], [8, 2]]}
-TIMES = {"queued_ts": 100.5, "scheduled_ts": 100.5, "first_token_ts": 101.0, "last_token_ts": 102.25}
-SERVED = {"request_id": "bench-0", "input_toks": 50, "output_toks": 7, **TIMES}
 
 
 def recorded(path: Path) -> list[vllm_bench.Taken]:
