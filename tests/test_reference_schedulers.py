@@ -1,13 +1,84 @@
-"""The scenarios that show what a scheduler of its own does, each against a count of our own."""
+"""The scenarios that compare schedulers or show what one of its own does, each against a count of our own, and what the
+papers of Orca, vLLM and Sarathi say of themselves.
+"""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
-from support.reference import ran
+import pytest
+from support.reference import Ran, ran
 
-from cbsim.scenario import catalog
+from cbsim.scenario import catalog, demand, scenario
+
+# -- landscape ---------------------------------------------------------------------------------------------------------
+
+SEATS = {
+    "static": "scheduler.batch_size=64",
+    "transformers_fifo": "scheduler.max_requests_per_batch=64",
+    "transformers_prefill_first": "scheduler.max_requests_per_batch=64",
+    "vllm": "scheduler.max_num_seqs=64",
+}
+CONTINUOUS = [name for name in SEATS if name != "static"]
+
+
+def landscape(name: str, loop: str) -> Ran:
+    return ran("landscape", loop, f"scheduler.name={name}", SEATS[name])
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_landscape_static_then_continuous_then_async(name: str) -> None:
+    """The comparison of every introduction, with 64 seats for all: continuous batching beats static batching several
+    times over on mixed lengths, and asynchronous continuous batching beats synchronous; the same tokens are delivered.
+    """
+    static, sync, asynchronous = landscape("static", "sync"), landscape(name, "sync"), landscape(name, "async")
+    rates = [done.summary["output_tokens_per_s"] for done in (static, sync, asynchronous)]
+    assert rates[0] * 2 < rates[1] < rates[2]
+    assert len({done.summary["output_tokens"] for done in (static, sync, asynchronous)}) == 1
+    assert asynchronous.summary["gpu_active"] > sync.summary["gpu_active"]
+
+
+def test_landscape_is_one_workload() -> None:
+    """All schedulers and both loops serve the same requests: one fingerprint."""
+    prints = {landscape(name, loop).fingerprint for name in CONTINUOUS for loop in ("sync", "async")}
+    assert len(prints | {landscape("static", "sync").fingerprint}) == 1
+    assert ran("landscape", "sync", "seed=1").fingerprint not in prints
+
+
+def test_landscape_static_pays_for_padding() -> None:
+    """A static batch computes rows that have ended until its longest is done, and its prompts padded to the longest:
+    by our own count from the drawn lengths, batches of 64 in order of arrival. Continuous batching has next to none.
+    """
+    done = landscape("static", "sync")
+    computed = useful = steps = 0
+    for first in range(0, 512, 64):
+        batch = done.rows[first : first + 64]
+        longest = max(row.output_tokens for row in batch)
+        computed += 64 * (max(row.prompt_tokens for row in batch) + longest - 1)
+        useful += sum(row.prompt_tokens + row.output_tokens - 1 for row in batch)
+        steps += longest
+    assert done.summary["steps"] == steps
+    assert done.summary["computed_tokens"] == computed
+    assert done.summary["padding_tokens"] == computed - useful
+    assert landscape("vllm", "sync").summary["padding_share"] < 0.05
+
+
+def test_landscape_lengths_are_mixed() -> None:
+    """Log-normal lengths with the means that the file gives (512 and 256 tokens, clipped), within a tenth."""
+    rows = landscape("vllm", "sync").rows
+    asked = scenario.load("landscape").workload
+    assert isinstance(asked, demand.Synthetic)
+    for drawn, wanted in (
+        ([row.prompt_tokens for row in rows], asked.prompt_tokens),
+        ([row.output_tokens for row in rows], asked.output_tokens),
+    ):
+        assert isinstance(wanted, demand.LognormalLength)
+        assert np.mean(drawn) == pytest.approx(wanted.lognormal.mean, rel=0.1)
+        assert wanted.lognormal.low <= min(drawn) < max(drawn) <= (wanted.lognormal.high or 0)
+        assert np.std(drawn) / np.mean(drawn) > 0.5
+
 
 # -- agents -----------------------------------------------------------------------------------------------------------
 
@@ -104,3 +175,50 @@ def test_pauses_are_paid_only_where_more_is_let_in_than_fits() -> None:
     assert known[1]["makespan_s"] == unknown[1]["makespan_s"]
     assert known[0]["makespan_s"] < unknown[0]["makespan_s"]
     assert len({summary["output_tokens"] for summary in (*known, *unknown)}) == 1
+
+
+# -- stalls: what the papers say, and the table of docs/policies.md ----------------------------------------------------
+
+POLICIES = catalog.ROOT / "docs" / "policies.md"
+BATCHES = (
+    "workload.requests=512",
+    "workload.arrivals={kind: at_once}",
+    "workload.prompt_tokens={lognormal: {mean: 160, sigma: 1.0, low: 4, high: 1024}}",
+    "workload.output_tokens={lognormal: {mean: 340, sigma: 0.8, low: 1, high: 2048}}",
+    "scheduler.max_num_seqs=256",
+)
+
+
+def stalls(name: str, *overrides: str) -> dict[str, Any]:
+    """The summary of a run in which every request ends."""
+    done = ran("stalls", "sync", f"scheduler.name={name}", *overrides)
+    assert {row.status for row in done.rows} == {"length"}
+    return done.summary
+
+
+def documented(*cells: str) -> bool:
+    """Is a row of the table with these last cells?"""
+    return f"| {' | '.join(cells)} |\n" in POLICIES.read_text()
+
+
+def test_orca_serves_more_tokens_than_batches_that_end_together() -> None:
+    static, orca = (stalls(name, *BATCHES)["output_tokens_per_s"] for name in ("faster_transformer", "orca"))
+    assert orca > 2 * static
+    assert documented(f"`faster_transformer` {static:,.0f}", f"`orca` {orca:,.0f}")
+
+
+def test_paged_blocks_hold_larger_batches_than_whole_sequences() -> None:
+    orca, paged = (stalls(name, *BATCHES)["rows_per_step"] for name in ("orca", "vllm_v0"))
+    assert paged > 1.5 * orca
+    assert documented(f"`orca` {orca:.1f}", f"`vllm_v0` {paged:.1f}")
+
+
+def test_chunks_remove_the_stalls_of_those_who_decode() -> None:
+    first, chunked = (stalls(name) for name in ("vllm_v0", "sarathi"))
+    for measure, times in (("max", 50), ("p99", 5)):
+        stalled, smooth = (1000 * summary["itl_s"][measure] for summary in (first, chunked))
+        assert stalled > times * smooth
+        assert documented(f"`vllm_v0` {stalled:,.0f}", f"`sarathi` {smooth:,.0f}")
+    paid, spared = (1000 * summary["ttft_s"]["p50"] for summary in (chunked, first))
+    assert paid > spared
+    assert f"{paid:.0f} ms in place of {spared:.0f} ms" in " ".join(POLICIES.read_text().split())

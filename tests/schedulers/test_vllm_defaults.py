@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from cbsim.schedulers.vllm.settings import VllmSettings, resolve
 GIB = 1 << 30
 
 
-def place(gpu: str, gib: float, position: int = 131072) -> Place:
+def place(gpu: str, gib: float, position: int = 131072, depth: int = 2) -> Place:
     hardware = shapes.hardware("h100-sxm").model_copy(update={"name": gpu, "memory_bytes": int(gib * GIB)})
     model = shapes.model("tiny").model_copy(update={"max_position": position})
-    return Place(model, hardware, depth=2, block_size=16, memory_fraction=0.9, num_blocks=20_000)
+    return Place(model, hardware, depth=depth, block_size=16, memory_fraction=0.9, num_blocks=20_000)
 
 
 def sizes(where: Place, **given: Any) -> tuple[int, int, int | None]:
@@ -102,7 +101,7 @@ def test_memory_of_the_host_becomes_blocks() -> None:
 
 def test_plans_ahead_follow_the_loop() -> None:
     for depth in (1, 2):
-        assert resolve(VllmSettings(), replace(place("any", 80.0), depth=depth)).async_scheduling == (depth == 2)
+        assert resolve(VllmSettings(), place("any", 80.0, depth=depth)).async_scheduling == (depth == 2)
 
 
 @pytest.mark.parametrize(
