@@ -19,7 +19,7 @@ from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
 from cbengine.driver import Engine, Hooks
-from cbengine.errors import MissingError, UsageError
+from cbengine.errors import UsageError
 from cbengine.model import kvcache, weights
 from cbengine.model.decoder import Model
 from cbengine.model.kvcache import DeviceMemoryError, KvCache, host_tier
@@ -154,7 +154,7 @@ def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
 def _fitted(scenario: Scenario) -> Scenario:
     """Lower the number of blocks if this GPU has less memory than its data sheet says; explicit sizes stay as given."""
     if not torch.cuda.is_available():
-        raise MissingError("--device cuda: torch finds no CUDA device here")
+        raise UsageError("--device cuda: torch finds no CUDA device here")
     if scenario.kv_cache.num_blocks is not None:
         return scenario
     options = scenario.options(loops(scenario)[-1])
@@ -363,14 +363,6 @@ def assembled(
     clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
     made = device(scenario, loop, plan, setup, clock)
     batcher = Batcher(plan.capacity, padded=scenario.kind.padded, random=plan.random)
-    return Engine(
-        policy,
-        made,
-        batcher,
-        prompts,
-        client,
-        depth=depth(loop),
-        hooks=hooks,
-        clock=clock,
-        injected=dict(setup.injected),
-    ), made
+    extra = dict(setup.injected)
+    engine = Engine(policy, made, batcher, prompts, client, depth=depth(loop), hooks=hooks, clock=clock, injected=extra)
+    return engine, made

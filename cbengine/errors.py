@@ -1,4 +1,4 @@
-"""The errors that a user can cause, defined where the code that turns them into an exit status finds them."""
+"""The error that a user can cause, defined where the code that turns them into an exit status finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,3 @@ from cbsim.errors import UserError
 
 class UsageError(UserError):
     """A request for something impossible: the message names the cause and a remedy."""
-
-
-class MissingError(UsageError):
-    """A package or a device that is missing on this machine."""

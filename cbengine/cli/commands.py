@@ -13,7 +13,7 @@ import torch
 
 from cbengine import build, servers
 from cbengine.build import Setup
-from cbengine.errors import MissingError, UsageError
+from cbengine.errors import UsageError
 from cbengine.measure import calibrate as calibrating
 from cbengine.measure import predict as predicting
 from cbengine.measure import provenance
@@ -91,7 +91,7 @@ def predict(arguments: argparse.Namespace) -> int:
     changes, times = arguments.set, arguments.repeat
     session = predicting.Session(device, arguments.out, changes, times, arguments.quick, progress)
     if device == "cuda" and not torch.cuda.is_available():
-        raise MissingError("--device cuda: torch finds no CUDA device here")
+        raise UsageError("--device cuda: torch finds no CUDA device here")
     # A shared CPU for a few seconds is too noisy for the bars.
     rough = device == "process" or (arguments.quick and device != "cuda")
     return _print_scores(session.predict(arguments.cases), absurd_only=rough)

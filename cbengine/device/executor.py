@@ -87,21 +87,9 @@ class Executor:
         if header.padded:
             first = step.first.long()
             positions = (cached - (first if owner is None else first[owner])).clamp(min=0)
-        rows = [
-            Rows(
-                tables=tables,
-                slots=step.slots,
-                kv_tokens=step.kv_tokens,
-                starts=step.starts,
-                positions=positions,
-                kv_places=tables[slots, entries].long() * size + offsets,
-                decodes=header.decodes,
-                longest=header.longest,
-                first=step.first if header.padded else None,
-            )
-            for tables in self._tables.unbind(1)
-        ]
-        return rows, owner
+        row, padding = (step.slots, step.kv_tokens, step.starts, positions), step.first if header.padded else None
+        groups = [(tables, tables[slots, entries].long() * size + offsets) for tables in self._tables.unbind(1)]
+        return [Rows(tables, *row, places, header.decodes, header.longest, padding) for tables, places in groups], owner
 
 
 def _draws(step: Arrays[Tensor]) -> Draws:

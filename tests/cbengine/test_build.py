@@ -23,7 +23,7 @@ from support.engine.served import INLINE, SCHEDULERS, SHAPE, asked, named, spec
 from cbengine import build
 from cbengine.batch import Load
 from cbengine.build import Setup
-from cbengine.errors import MissingError, UsageError
+from cbengine.errors import UsageError
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbsim.errors import ScenarioError
@@ -285,7 +285,7 @@ def test_weights_without_room_for_a_cache(gpu: mock.Mock) -> None:
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MissingError, match="--device cuda: torch finds no CUDA device here"):
+    with pytest.raises(UsageError, match="--device cuda: torch finds no CUDA device here"):
         build.adapted(scenario.load("8k_b32"), LARGE)
     assert build.default_device() == "process"
 
