@@ -136,17 +136,6 @@ def test_a_draw_inverts_the_cumulative_distribution(row: list[float], number: fl
     assert after - wanted[token] - 1e-6 <= number <= after + 1e-6
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-@given(seed=st.integers(0, 1000))
-def test_a_row_does_not_know_its_batch(how: Sampling, seed: int) -> None:
-    """Alone, in another order or beside other rows a row gives the same token; logits of bfloat16 have many ties."""
-    logits = torch.randn((7, 300), generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-    drawn, whole = numbers(7, seed), sample(logits, numbers(7, seed), how)
-    order = torch.tensor([4, 2, 6, 0])
-    assert torch.equal(sample(logits[order], drawn[order], how), whole[order])
-    assert torch.equal(torch.cat([sample(logits[i : i + 1], drawn[i : i + 1], how) for i in range(7)]), whole)
-
-
 def test_the_largest_number_and_vocabulary_stay_in_range() -> None:
     """200,000 equally likely tokens: the last is reached by the largest number, and none beyond it."""
     logits, largest = torch.zeros((2, 200_000)), 1 - 2**-24

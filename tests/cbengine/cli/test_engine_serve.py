@@ -64,25 +64,6 @@ def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
     assert command.startswith("python -m cbengine serve tiny_cpu ") and f" --device {device}" in command
 
 
-def test_a_second_one_cuts_them(tmp_path: Path) -> None:
-    """The directory says so, and its plans still follow from it."""
-    with serving(tmp_path, "--device", "inline", "--grace", 600) as (process, client):
-        answer = long_answer(client, 2000)
-        next(answer)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(Exception):
-            list(answer)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert err.startswith("incomplete: 1 answer was cut off")
-    (path,) = runs(tmp_path)
-    run = reading.load(path)
-    assert run.incomplete
-    assert [row.status for row in run.requests] == ["aborted"]
-    assert replan.rederive(path).difference is None
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

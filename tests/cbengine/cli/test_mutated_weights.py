@@ -21,29 +21,13 @@ from cbengine.model import weights
 from cbsim.draw import render
 
 CASES, CPU_S = 150, 6.0
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 40,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "eos_token_id": [1, 2],
-    "torch_dtype": "float32",
-}
+CONFIG = """\
+{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+"num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 128, "rms_norm_eps": 1e-05,
+"tie_word_embeddings": false, "rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
+"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}, "eos_token_id": [1, 2],
+"torch_dtype": "float32"}
+"""
 FILES = ("a.safetensors", "b.safetensors")
 
 
@@ -75,7 +59,7 @@ CHANGES: dict[str, tuple[Callable[[Path, random.Random], None], ...]] = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in two files and an index."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(CONFIG)
     tensors = weights.random(weights.architecture(folder), 1, torch.float32, torch.device("cpu"))
     places = {name: FILES[at % 2] for at, name in enumerate(tensors)}
     for file in FILES:
