@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from cbengine import build, sampling
@@ -90,12 +89,12 @@ class Measured:
 
 def maker(setup: Setup, profiled: int = 0) -> Maker:
     """Return the maker of a run's server; `profiled` of its steps are profiled."""
-    return partial(_measured, setup, profiled)
 
+    def measured(scenario: Scenario, loop: str, workload: Workload) -> Measured:
+        engine, device = build.engine(scenario, loop, workload, setup)
+        injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
+        facts = {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
+        profile = Profile(engine.record, profiled, depth(loop)) if profiled else None
+        return Measured(engine, device, setup, scenario, facts, profile)
 
-def _measured(setup: Setup, profiled: int, scenario: Scenario, loop: str, workload: Workload) -> Measured:
-    engine, device = build.engine(scenario, loop, workload, setup)
-    injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
-    facts = {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
-    profile = Profile(engine.record, profiled, depth(loop)) if profiled else None
-    return Measured(engine, device, setup, scenario, facts, profile)
+    return measured

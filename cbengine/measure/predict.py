@@ -88,7 +88,11 @@ def again(names: Sequence[str], folder: Path, progress: Progress) -> list[Scored
             progress(f"  the {loop} loop was not measured: left out")
         if measured:
             ready = _both(next(iter(measured.values())) / "scenario.resolved.yaml")
-            scored.append(ScoredCase(name, _predict(own, case, ready, _refitted(folder, ready), progress)))
+            file = _coefficient_file(folder, ready)
+            if not calibrate.steps_of(file).exists():
+                raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
+            coefficients = calibrate.refit(file, ready.model.layers)
+            scored.append(ScoredCase(name, _predict(own, case, ready, coefficients, progress)))
     return scored
 
 
@@ -124,7 +128,10 @@ def _predict(
         curve = {f"{ms:g}": round(_gain(predictable(ready, coefficients, ms)), 6) for ms in suite.PREDICTED_MS}
     _write_case(folder, case.model_copy(update={"predicted": curve}))
     summaries = simulated(predictable(ready, coefficients, case.injected_ms), folder / "simulated", progress)
-    return bars.scores(summaries, _summaries(folder / "measured"), case.load)
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for _, summary in _runs(folder / "measured"):
+        measured.setdefault(summary["loop"], []).append(summary)
+    return bars.scores(summaries, measured, case.load)
 
 
 def _write_case(folder: Path, case: CaseFile) -> None:
@@ -210,11 +217,9 @@ class Session:
             calibrate.check_settings(file, ready, device)
             return calibrate.refit(file, ready.model.layers)
         calibrate.check_writable(file)
-        name, small = suite.base(self.device), self.device == "process"
         shape = json.dumps(ready.model.model_dump(mode="json"))  # with every field, so that any model will do
         changes = [f"model={shape}", f"scheduler={{name: {ready.scheduler.name}}}"]
-        probed = build.adapted(scenarios.load(name, [*changes, *self.overrides]), self.setup)
-        reach = probes.CPU_REACH if small else probes.GPU_REACH
+        probed, reach = self.scenario(*changes), probes.CPU_REACH if self.device == "process" else probes.GPU_REACH
         measured = calibrate.calibrate(probed, self.setup, self.progress, reach=reach, quick=self.quick)
         return calibrate.write(file, measured, probed, device)
 
@@ -248,13 +253,6 @@ def _coefficient_file(folder: Path, ready: Scenario) -> Path:
     """Return the coefficient file of a model and a family of schedulers."""
     parts = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
     return folder / "calibration" / f"{'-'.join(parts)}.fitted.yaml"
-
-
-def _refitted(folder: Path, ready: Scenario) -> dict[str, Any]:
-    file = _coefficient_file(folder, ready)
-    if not calibrate.steps_of(file).exists():
-        raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
-    return calibrate.refit(file, ready.model.layers)
 
 
 def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
@@ -314,14 +312,6 @@ def _case_file(file: Path) -> CaseFile | None:
     if not file.exists():
         return None
     return Document(str(file), None, read_json(file, UsageError), error_type=UsageError).checked(CaseFile)
-
-
-def _summaries(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the summaries of the measured runs, by loop."""
-    by_loop: dict[str, list[dict[str, Any]]] = {}
-    for _, summary in _runs(folder):
-        by_loop.setdefault(summary["loop"], []).append(summary)
-    return by_loop
 
 
 def _trim(path: Path) -> None:

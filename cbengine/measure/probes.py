@@ -126,10 +126,6 @@ class ProbeTable:
     capture_s: float = 0.0
     equal: EqualStepTimes | None = None
 
-    def add(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """Add steps of the synchronous loop. `sizes` are the captured ones; if empty, each step is one launch."""
-        self.lines += _lines(plans, steps, sizes)
-
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
         """Add the steps of the asynchronous loop that were launched ahead and in one go."""
         ahead = _lines(plans, steps, sizes, launched_ahead(steps))
@@ -163,7 +159,7 @@ class ProbeTable:
 def _lines(
     plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
 ) -> list[ProbeStep]:
-    """Return a line for each of the chosen steps (by default all), except for the first ones and empty ones."""
+    """Return lines of the chosen steps (all) but first and empty ones. Without captured `sizes` each is one launch."""
     columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
     chosen = np.ones(len(steps), dtype=bool) if which is None else which
     rows = zip(plans[SETTLING:], steps.table[SETTLING:], chosen[SETTLING:], strict=True)
@@ -232,7 +228,7 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Calla
         rows = load.capacity(ready.options("sync")).rows
         sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []
         plans, steps, facts = _run(ready, "sync", setup)
-        table.add(plans, steps, sizes)
+        table.lines += _lines(plans, steps, sizes)
         table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
         if probe.ahead:
             plans, ahead, _ = _run(ready, "async", setup)
