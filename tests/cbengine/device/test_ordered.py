@@ -179,27 +179,6 @@ def two_slots_share(name: str) -> Plant:
     return plant
 
 
-def the_graph_reads_what_is_copied_in(device: Cuda, world: World) -> None:
-    """Its inputs are filled by the copies' stream, behind nothing."""
-    for rows, graph in device._graphs.items():
-        inputs = Filled(graph.inputs, device._h2d)
-        device._graphs[rows] = graph._replace(inputs=inputs)  # type: ignore[arg-type]
-
-
-class Filled:
-    """A graph's inputs, filled on a stream of their own."""
-
-    def __init__(self, inputs: Any, stream: Any) -> None:
-        self._inputs, self._stream = inputs, stream
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def copy_(self, source: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            self._inputs.copy_(source)
-
-
 FAULTS: dict[str, tuple[Plant, str]] = {
     "compute does not wait": (compute_does_not_wait, "compute reads inbound"),
     "results do not wait": (results_do_not_wait, "d2h reads outbound"),
@@ -233,12 +212,6 @@ def test_two_steps_in_flight_need_two_of_every_buffer(
 ) -> None:
     _, races = served(monkeypatch, "async", graphs=graphs, plant=plant)
     assert any(found in race for race in races), races[:5]
-
-
-@each_loop
-def test_a_graph_whose_inputs_come_unordered_is_found(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, races = served(monkeypatch, loop, graphs=True, plant=the_graph_reads_what_is_copied_in)
-    assert any("nothing orders the two" in race for race in races), races[:5]
 
 
 def test_weights_must_be_there_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,19 @@ async def everybody(server: Server) -> list[Answer]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_requests_at_a_time_say_what_each_says_alone(scheduler: str, loop: str) -> None:
-    """Under every scheduler, with prompts that share content: the tokens are those of transformers' `generate`."""
-    for answer in Server(sizes(scheduler), loop).talk(everybody):
+def test_requests_at_a_time_say_what_each_says_alone(scheduler: str, loop: str, tmp_path: Path) -> None:
+    """Under every scheduler, with prompts that share content: the tokens are those of transformers' `generate`, also
+    where one leaves; and the plans follow from the directory.
+    """
+
+    async def with_one_who_leaves(server: Server) -> list[Answer]:
+        return (await asyncio.gather(everybody(server), server.request(SHARED, 9, give_up_after=2)))[0]
+
+    served = Server(sizes(scheduler), loop)
+    for answer in served.talk(with_one_who_leaves):
         assert (answer.stream.finish, len(answer.tokens)) == ("length", 12)
         check_text(text_of(answer))
+    served.check(tmp_path)
 
 
 def test_a_seed_makes_a_request_the_same_again() -> None:
@@ -382,15 +390,6 @@ def test_plans_follow_from_a_sessions_directory(
     """Clients share content, leave, ask for too much; some caches are small enough to preempt."""
     least = least_blocks(scheduler, 4, [a_spec(0, 30, 16)])
     check_session(scheduler, loop, clients, least + spare, too_long=True)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_under_every_scheduler(scheduler: str, loop: str) -> None:
-    clients = [
-        [Turn([*family[:20], i], 9, after, {}) for i, after in enumerate((None, 2, None))] for family in FAMILIES
-    ]
-    check_session(scheduler, loop, clients, 60, too_long=False)
 
 
 def test_content_is_found_again_unless_it_is_salted_or_forgotten(tmp_path: Path) -> None:
