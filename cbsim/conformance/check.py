@@ -71,7 +71,7 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
     results: list[TraceResult] = []
     unreadable = 0
     for path in paths:
-        for trace in _listed(path):
+        for trace in traces(path) if path.is_dir() else [path]:
             try:
                 results.append(compare(trace, invariants=invariants))
                 out(f"{results[-1]}")
@@ -81,14 +81,6 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
     compared = [r for r in results if r.skipped is None]
     out(_table(compared))
     return 1 if any(r.difference is not None for r in compared) else 2 if unreadable or not compared else 0
-
-
-def _listed(path: Path) -> list[Path]:
-    """Return the traces at a path, or the path itself if it is unreadable, which is reported later."""
-    try:
-        return traces(path)
-    except UnreadableError:
-        return [path]
 
 
 def _table(compared: Sequence[TraceResult]) -> str:

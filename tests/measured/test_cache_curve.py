@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reference import data
 
-from cbsim.errors import ScenarioError
-from cbsim.scenario import catalog
 from cbsim.workload import traces
 from cbsim.workload.traces import Arrival
 from reports.fidelity.cache_curve.make import TRACE, curve
@@ -120,16 +117,9 @@ def test_two_blocks_as_one() -> None:
 # -- the paper --------------------------------------------------------------------------------------------------------
 
 
-def shared(path: str) -> Path:
-    try:
-        return catalog.data(path)
-    except ScenarioError as error:
-        pytest.skip(f"public trace not present: {error}")
-
-
 def test_all_points_of_the_paper_lie_between() -> None:
-    paper = json.loads(shared("traces/mooncake/fast25_figure9.json").read_text())["conversation"]
-    made = curve(traces.mooncake(shared(TRACE)), [capacity for capacity, _ in paper])
+    paper = json.loads(data("traces/mooncake/fast25_figure9.json").read_text())["conversation"]
+    made = curve(traces.mooncake(data(TRACE)), [capacity for capacity, _ in paper])
     assert len(paper) == 12
     for (capacity, published), point in zip(paper, made.points, strict=False):
         assert point.capacity_tokens == capacity

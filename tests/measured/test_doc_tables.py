@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.reference import data
 
-from cbsim.errors import ScenarioError
 from cbsim.measured.recorded import case
 from cbsim.measured.recorded.score import recorded, replay, scores
 from cbsim.scenario import catalog
@@ -50,11 +50,7 @@ def test_the_readme_quotes_the_points(row: str, name: str) -> None:
 @pytest.mark.parametrize("name", cases())
 def test_the_reports_say_what_the_code_computes(name: str) -> None:
     """The committed errors are those of a replay now: a change of policy, tables or priors has to publish its own."""
-    try:
-        folder = catalog.data(f"measured_vllm/cases/{name}/meta.json").parent
-    except ScenarioError as missing:
-        pytest.skip(str(missing))
-    of = case.read(folder)
+    of = case.read(data(f"measured_vllm/cases/{name}/meta.json").parent)
     now = scores(replay(of, of.scenario()).served, recorded(of))
     published = errors(facts(name)["errors"])
     assert {(one.metric, one.statistic): pytest.approx(one.error, abs=1e-12) for one in now} == published

@@ -6,22 +6,19 @@ import json
 from collections import Counter
 
 import pytest
+from support.reference import data
 
 from cbsim.measured.points import build, published, score
 from cbsim.scenario import catalog, terms
 from cbsim.sweeps.executor import Here
 
-PLACES = [place / published.FOLDER for place in catalog.data_folders()]
-there = pytest.mark.skipif(
-    not any(place.is_dir() for place in PLACES), reason=f"no {published.FOLDER}: docs/data.md says where to get it"
-)
+MEASURED = f"{published.FOLDER}/measured.csv.gz"
 
 
-@there
 def test_a_stratum_is_predicted_without_its_own_curve() -> None:
     """Llama-3.1-70B on two H100: five servers, about 2 s. Well within what was found of all: this is no calibration."""
     where = {"system": "h100_sxm", "backend": "vllm", "model_path": "meta-llama/Llama-3.1-70B", "tp_size": "2"}
-    buildable, reasons = score.sort(published.read(published.folder(None), where))
+    buildable, reasons = score.sort(published.read(data(MEASURED).parent, where))
     assert len(buildable) == 5 and not reasons
     assert {each.file.name for each in buildable} == {"vllm-dense"}
     assert all(each.point.curve in each.file.curves for each in buildable)
@@ -37,10 +34,9 @@ def test_a_stratum_is_predicted_without_its_own_curve() -> None:
     assert abs(group.errors("ttft").median) < 0.2
 
 
-@there
 def test_what_can_be_built_and_why_the_rest_cannot() -> None:
     """Every point is built or has a reason; prefill and decode apart are the most."""
-    points = published.read(published.folder(None))
+    points = published.read(data(MEASURED).parent)
     reasons = Counter[str]()
     for point in points:
         try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import request_folders
+from support import reference, request_folders
 from support.calls import call, refused
 from support.request_folders import PAIR, RUN
 from support.scoring import numbers
@@ -19,7 +19,6 @@ from cbsim.measured.request_logs import log, replay
 from cbsim.measured.request_logs.deployments import BUILT, CALIBRATED, missing
 from cbsim.measured.request_logs.log import Key, Log, Start
 from cbsim.policy.request import RequestSpec
-from cbsim.scenario import catalog
 
 S = 1_000_000_000
 BLOCK = log.BLOCK_TOKENS
@@ -244,10 +243,7 @@ def test_a_case_has_nothing_to_choose(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recorded() -> Path:
-    for place in catalog.data_folders():
-        if (place / "public_measured" / "llm-d_requests").is_dir():
-            return place / "public_measured" / "llm-d_requests"
-    pytest.skip("request logs not present (public_measured/llm-d_requests in $CBSIM_DATA); docs/data.md says what")
+    return reference.data("public_measured/llm-d_requests/requests.csv.gz").parent
 
 
 def test_what_was_looked_at_can_be_built() -> None:

@@ -10,7 +10,7 @@ import pytest
 from support import packs
 from support.calls import call, refused
 from support.packs import Pack
-from support.scoring import real
+from support.reference import data
 
 from cbsim.measured.recorded import case, score
 from cbsim.scenario import shapes
@@ -68,7 +68,7 @@ GOLDEN_BLOCKS = [
 def test_derived_blocks_golden(hardware: str, model: str, tensor: int, ranks: int, blocks: int, tmp_path: Path) -> None:
     """LLMServingSim's own numbers for 96 GiB at 0.9, from the weights of one GPU: tensor-parallel ones share all of
     them, expert-parallel ones the experts. Both cases also run on the real profiles, whatever their requests."""
-    root = real("")
+    root = data("measured_vllm/cases/RTX4090__Llama-3.1-8B/meta.json").parents[2]
     folder = tmp_path / "case"
     instance = {"model_name": model, "hardware": hardware, "tp_size": tensor, "npu_mem": {"mem_size": 96}}
     nodes = [{"instances": [instance] * ranks}]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.reference import data
 
 import cbsim
 from cbsim.errors import ScenarioError
@@ -23,6 +24,7 @@ from cbsim.policy.transfers import Direction
 from cbsim.runs.assemble import copies, cost_model
 from cbsim.scenario import catalog
 from cbsim.schedulers import registry
+from reports.doc_tables import facts
 from reports.fidelity.async_map import make as async_map
 from reports.fidelity.chunks import make as chunks
 from reports.fidelity.fragmentation import make as fragmentation
@@ -34,11 +36,6 @@ from reports.fidelity.swap_or_recompute import make as swapping
 from reports.fidelity.swap_or_recompute.make import BOTH_WAYS, GB, GPUS, MODELS, ONE_WAY, Terms
 
 NS = 1e9
-
-
-def facts(name: str) -> Any:
-    path = catalog.ROOT / "reports" / "fidelity" / name / "report.json"
-    return json.loads(path.read_text(encoding="utf-8"))["data"]
 
 
 # -- the landscape ----------------------------------------------------------------------------------------------------
@@ -128,10 +125,10 @@ def test_the_page_quotes_the_landscape() -> None:
 @pytest.mark.parametrize(("name", "loop", "rate"), [("vllm", "async", 4), ("sarathi", "sync", 64)])
 def test_goodput_is_what_runs(name: str, loop: str, rate: int) -> None:
     """With the defaults and with the best settings."""
-    data = facts("schedulers_by_load")
-    (best,) = (entry["settings"] for entry in data["best"] if entry["scheduler"] == name)
+    published = facts("schedulers_by_load")
+    (best,) = (entry["settings"] for entry in published["best"] if entry["scheduler"] == name)
     for group, chosen in (("points", {}), ("tuned", best)):
-        (recorded,) = (p for p in data[group] if (p["scheduler"], p["rate"]) == (name, rate))
+        (recorded,) = (p for p in published[group] if (p["scheduler"], p["rate"]) == (name, rate))
         assert recorded == by_load.point(name, loop, rate, chosen)._asdict()
 
 
@@ -171,11 +168,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_the_marks_of_the_older_engine_are_its_file_s() -> None:
     """Medians of three phases, summed, of Llama-2-7b on one GPU."""
-    try:
-        path = catalog.data("cpu_overhead/cpu_overheads_history_bfb80913.csv")
-    except ScenarioError as missing:
-        pytest.skip(str(missing))
-    with path.open(newline="") as file:
+    with data("cpu_overhead/cpu_overheads_history_bfb80913.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if "Llama-2-7b" in row["model_name"]]
     phases = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median")
     for engine in async_map.ENGINES:
@@ -191,11 +184,8 @@ def test_the_marks_of_the_older_engine_are_its_file_s() -> None:
 @pytest.fixture(scope="module")
 def tables() -> None:
     """The measured kernels."""
-    try:
-        for gpu in hopper.GPUS.values():
-            catalog.tables(f"hopper_kernels/{gpu}_sxm")
-    except ScenarioError as error:
-        pytest.skip(f"no kernel tables: {error}")
+    for gpu in hopper.GPUS.values():
+        data(f"hopper_kernels/{gpu}_sxm_gemm_bf16.csv")
 
 
 def stated(cpu_s: float) -> str:

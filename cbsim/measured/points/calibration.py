@@ -142,18 +142,13 @@ def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rough: Evaluate, roun
     shorter runs: the terms are additive, so derivatives hardly change.
     """
     terms = {name: prior.value for name, prior in priors.items()}
-    errors, slopes = evaluate(terms), _slopes(terms, priors, rough)
+    errors, base = evaluate(terms), rough(terms)
+    moved = [rough({**terms, name: terms[name] + prior.step}) - base for name, prior in priors.items()]
+    slopes: Floats = np.array(moved) / np.array([prior.step for prior in priors.values()])[:, None, None]
     for _ in range(rounds):
         terms = step(terms, priors, errors, slopes)
         errors = evaluate(terms)
     return Solution(terms, errors, slopes)
-
-
-def _slopes(terms: Mapping[str, float], priors: Mapping[str, Prior], rough: Evaluate) -> Floats:
-    base = rough(terms)
-    moved = [rough({**terms, name: terms[name] + prior.step}) - base for name, prior in priors.items()]
-    slopes: Floats = np.array(moved) / np.array([prior.step for prior in priors.values()])[:, None, None]
-    return slopes
 
 
 def step(
