@@ -8,20 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance import reader
-from cbsim.conformance.defects import DefectiveSectors
+from cbsim.conformance import reader, transformers_traces
 from cbsim.conformance.reader import Case, Line, Reader, case_of, header_fields, not_followed, not_modelled
-from cbsim.conformance.transformers_traces import (
-    KINDS,
-    SETTINGS,
-    TOKEN_BYTES,
-    Events,
-    NamedByContent,
-    TransformersReplay,
-    WatchedTransformers,
-    several_kinds,
-    sights,
-)
+from cbsim.conformance.transformers_traces import Events, NamedByContent, TransformersReplay, WatchedTransformers
 from cbsim.kv.blocks import BlockPool
 from cbsim.kv.keys import Keys
 from cbsim.kv.sectors import HostSectors, KindSectors, SectorPool, Sectors
@@ -29,14 +18,14 @@ from cbsim.kv.table_pools import KindPool
 from cbsim.policy.groups import Sight
 from cbsim.policy.observer import Observer
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.schedulers.transformers.scheduler import Step
-from cbsim.schedulers.transformers.scheduler_523 import KindsOfLayers
+from cbsim.schedulers.transformers.scheduler import Step, TransformersScheduler
+from cbsim.schedulers.transformers.scheduler_523 import KindsOfLayers, Transformers523
 from cbsim.schedulers.transformers.settings import VERSIONS, TransformersOptions, cut
 from cbsim.workload.scheduler_tests import unsupported
 
-KIND = KINDS[Sight.FULL]
+KIND = transformers_traces.KINDS[Sight.FULL]
 TRASH = 2  # leading sectors that are never claimed
-OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_space", *SETTINGS])
+OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_space", *transformers_traces.SETTINGS])
 
 
 class SectorEvents(Events):
@@ -91,12 +80,26 @@ class SectorEvents(Events):
             self.note("free", request, blocks=[])
 
 
+class FullKeys(transformers_traces.CountedKeys):
+    """The counting rule of 5.23: blocks with keys are skipped, and no block gets a key before it is full."""
+
+    def reach(self, request: Request, count: int) -> int:
+        pool = self.pool
+        for i, block in enumerate(pool.tables[request]):
+            if pool.key_of(block) is not None:
+                continue
+            if not count or (i + 1) * pool.block_size > request.known:
+                return i
+            count -= 1
+        return pool.allocated(request)
+
+
 class ContentSectors(NamedByContent, SectorPool):
     """A pool keyed by content, for layers that all have full attention."""
 
 
-class WatchedSectors(WatchedTransformers, DefectiveSectors):
-    """The scheduler of 5.23 with an observer of its events."""
+class WatchedSectors(WatchedTransformers, Transformers523):
+    """The scheduler of 5.23; but the host counts its missing sectors after it has reclaimed some."""
 
     events = SectorEvents
     heard: SectorEvents
@@ -106,6 +109,12 @@ class WatchedSectors(WatchedTransformers, DefectiveSectors):
         pool = ContentSectors(o.block_size, o.num_blocks, self.make_sectors(TRASH), observer)
         pool.workload = self.workload
         return pool
+
+    def make_keys(self) -> Keys:
+        return FullKeys(self.pool, self)
+
+    def _fits(self, request: Request, step: Step) -> bool:
+        return TransformersScheduler._fits(self, request, step)
 
     def _allocate(self, request: Request, step: Step) -> list[int] | None:
         self.heard.tokens = self._query(request, step)
@@ -132,15 +141,15 @@ class SectorsReplay(TransformersReplay):
     scheduler_type = WatchedSectors
 
     def resolve(self, resolved: Line, workload: Line) -> Line:
-        if not several_kinds(workload):
+        if not transformers_traces.several_kinds(workload):
             per = resolved["blocks_per_sector"][KIND]
             sizes = {"block_size": resolved["page_size"][KIND], "blocks_per_sector": per}
             return resolved | sizes | _on_host(resolved, per)
         self.scheduler_type = WatchedKinds
         [size] = set(resolved["page_size"].values())
-        made = cut(sights(workload["model"]), size, "5.23")
-        self._names = [KINDS[group.attention.sight] for group in made.groups]
-        per = made.per_sector(made.layers * size * TOKEN_BYTES // 2)
+        made = cut(transformers_traces.sights(workload["model"]), size, "5.23")
+        self._names = [transformers_traces.KINDS[group.attention.sight] for group in made.groups]
+        per = made.per_sector(made.layers * size * transformers_traces.TOKEN_BYTES // 2)
         sizes = {"block_size": size, "layer_groups": made.groups, "blocks_per_sector": per, "cpu_blocks": 0}
         return resolved | sizes | {"num_blocks": resolved["num_sectors"] * per} | _on_host(resolved, per)
 

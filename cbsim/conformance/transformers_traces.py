@@ -1,8 +1,14 @@
 """Golden traces of transformers' continuous batching, 5.17: the replayed lines for the same workload, pass by pass.
 
-The format is described beside the traces. One line is one pass of the generation loop. The replaying scheduler has the
-original's defects; the trace's events are those of its observer. With layers of several kinds every table is named by
-its group, `kind.index`.
+The format is described beside the traces. One line is one pass of the generation loop; its events are those of the
+scheduler's observer. With layers of several kinds every table is named by its group, `kind.index`. Defects of the
+original, which this project's rules do not have, are added for the comparison:
+
+Blocks that a finishing step completes get no content key. Keys are assigned by count, starting at the first block
+without one; so async mode loses those of a chunk before the last, and 5.17 keys a block that is not full after a
+whole-prompt hit. Sampling continues for a request cancelled in flight. A single request too large for the cache fails
+all. Admission stays closed if all active requests are cancelled after a soft reset. In 5.23 the KV reads of a row
+without tokens are not checked.
 """
 
 from __future__ import annotations
@@ -11,19 +17,20 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from cbsim.conformance.defects import DefectiveTransformers, Ghosts
 from cbsim.conformance.reader import Line, Replay
-from cbsim.kv.blocks import BlockPool, CachedLast
+from cbsim.kv.blocks import BlockPool, CachedLast, Replaced
+from cbsim.kv.keys import Keys, KeysWhenCompleted
 from cbsim.kv.table_pools import RingPool
 from cbsim.policy.captures import up_to_multiple, up_to_power
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Row, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, Outcome, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.value import replace
 from cbsim.schedulers.transformers import settings
-from cbsim.schedulers.transformers.scheduler import Step
+from cbsim.schedulers.transformers.scheduler import Step, TransformersScheduler
 from cbsim.schedulers.transformers.settings import TransformersOptions, TransformersSettings
 from cbsim.workload.scheduler_tests import TransformersRequests
 
@@ -82,13 +89,42 @@ class ContentRings(NamedByContent, RingPool):
     """A pool keyed by content, for layers of several kinds."""
 
 
-class Events(Ghosts):
-    """An observer of the events that a trace records between two of its lines. It looks at its scheduler's state."""
+class CountedKeys(KeysWhenCompleted):
+    """A rule that keys as many blocks as the row has filled, starting at the first block without a key."""
+
+    def __init__(self, pool: BlockPool, scheduler: TransformersScheduler) -> None:
+        super().__init__(pool)
+        self._scheduler = scheduler
+
+    def fills(self, request: Request, row: Chunk) -> int:
+        """Return the number of blocks that the row fills; the first row after a swap-in adds the swapped-in blocks."""
+        size = self.pool.block_size
+        before = 0 if request in self._scheduler.returned else row.start // size
+        return (row.start + row.tokens) // size - before
+
+    def completed(self, completion: Completion, over: bool) -> list[Replaced]:
+        request = completion.request
+        if not completion.fills or over or not (completion.outputs or request.status is Status.PREFILL):
+            return []
+        return self.merge(request, self.reach(request, completion.fills))
+
+    def reach(self, request: Request, count: int) -> int:
+        """Return the number of keyed blocks after `count` more; no request can hit the last one if it is not full."""
+        blocks = min(request.hashed + count, self.pool.entries(request))
+        if blocks * self.pool.block_size > request.known:
+            request.name_all()
+        return blocks
+
+
+class Events(Observer):
+    """An observer of the events that a trace records between two of its lines. It looks at its scheduler's state. A
+    request cancelled in flight still samples, and its last token finishes it again.
+    """
 
     scheduler: WatchedTransformers
 
     def __init__(self, options: TransformersOptions, names: list[str]) -> None:
-        super().__init__()
+        self.finished: list[tuple[RequestSpec, Finish]] = []  # since the last update, in the order of the rows
         self.free_list = CachedLast(range(options.num_blocks))
         self.lines: list[Line] = []
         self.empty_rows: list[tuple[int, Request]] = []  # (position, request) in the step being planned
@@ -175,7 +211,8 @@ class Events(Ghosts):
         self._offload |= {"soft_reset": _ids(reset), "cpu_offloaded": _ids(out), "requeue_order": _ids(victims)}
 
     def completed(self, completion: Completion, over: bool) -> None:
-        super().completed(completion, over)
+        if over:
+            self.finished.append((completion.request.spec, completion.request.natural_end))
         hashed, replaced, by_name = self._hashed, self._replaced, self._by_name
         self._hashed, self._replaced, self._by_name = [], [], {}
         request = completion.request
@@ -183,18 +220,26 @@ class Events(Ghosts):
             dedup = {"dedup": self.nothing | by_name if self.names else replaced} if replaced else {}
             self.note("complete", request, n=completion.fills, hashed=hashed, **dedup)
 
-    def ghost_finished(self, completion: Completion) -> None:
-        if completion.fills:
-            self.note("complete", completion.request, n=completion.fills, hashed=[])
-        self.note("free", completion.request, blocks=[])
+    def wasted(self, completion: Completion, step: int) -> None:
+        request = completion.request
+        if request.finish is not Finish.ABORTED or not completion.outputs:
+            return
+        request.receive(step)
+        if request.seen == request.last:
+            if completion.fills:
+                self.note("complete", request, n=completion.fills, hashed=[])
+            self.note("free", request, blocks=[])
+            self.finished.append((request.spec, request.natural_end))
 
 
 def _ids(requests: Sequence[Request]) -> list[str]:
     return [request.spec.id for request in requests]
 
 
-class WatchedTransformers(DefectiveTransformers):
-    """The scheduler with an observer of its events. `objects` are its requests, including those that have ended."""
+class WatchedTransformers(TransformersScheduler):
+    """The rules with their defects, and an observer of their events. `objects` are the requests, including those that
+    have ended.
+    """
 
     events: type[Events] = Events
     heard: Events
@@ -216,6 +261,12 @@ class WatchedTransformers(DefectiveTransformers):
         pool.workload = self.workload
         return pool
 
+    def make_keys(self) -> Keys:
+        return CountedKeys(self.pool, self)
+
+    def refusal(self, spec: RequestSpec) -> None:  # noqa: ARG002  (no request is rejected)
+        return None
+
     def _allocate(self, request: Request, step: Step) -> list[int] | None:
         reach = request.computed + self._query(request, step)
         self.heard.entries = self._table_size(reach) - self.pool.entries(request)
@@ -234,7 +285,16 @@ class WatchedTransformers(DefectiveTransformers):
     def cancel(self, spec: RequestSpec) -> None:
         if spec not in self.requests:
             self.heard.note("free", blocks=[])["req"] = spec.id
+        closed = self.block_new_requests
         super().cancel(spec)
+        self.block_new_requests = closed
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        outcome = super().update(plan, result)
+        finished, self.heard.finished = self.heard.finished, []
+        if len(finished) > len(outcome.finished):
+            self.block_new_requests = False
+        return replace(outcome, finished=tuple(finished))
 
 
 def sights(model: Line) -> list[Attention]:
