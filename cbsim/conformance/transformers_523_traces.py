@@ -99,7 +99,7 @@ class ContentSectors(NamedByContent, SectorPool):
 
 
 class WatchedSectors(WatchedTransformers, Transformers523):
-    """The scheduler of 5.23; but the host counts its missing sectors after it has reclaimed some."""
+    """The rules of 5.23 with their defects; but the host counts its missing sectors after it has reclaimed some."""
 
     events = SectorEvents
     heard: SectorEvents

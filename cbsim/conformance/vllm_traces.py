@@ -83,8 +83,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, with the free blocks recorded after each cancellation, as planning follows at once. Every full
-    block has a key, as in the original, even if no request could hit it, because the trace counts them. With
+    """The scheduler, with the free blocks recorded after each cancellation, as planning follows at once. With
     `leaves_stores` it counts as idle although stores are in flight.
     """
 
@@ -94,10 +93,6 @@ class WatchedVllm(VllmScheduler):
     @property
     def idle(self) -> bool:
         return super().idle or (self.leaves_stores and not (self.requests or self.decoding.ended))
-
-    def add(self, spec: RequestSpec) -> None:
-        super().add(spec)
-        self.requests[spec].name_all()
 
     def cancel(self, spec: RequestSpec) -> None:
         super().cancel(spec)

@@ -15,6 +15,7 @@ import pytest
 
 from cbsim.conformance.check import TraceResult, compare, run
 from cbsim.conformance.reader import traces
+from cbsim.conformance.vllm_traces import VllmReplay
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Line, Change = dict[str, Any], Callable[[Any], Any]
@@ -296,3 +297,24 @@ def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: s
     assert status == 2
     assert output.splitlines()[0].endswith(f"not compared: {reason}")
     assert ran(path, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 0
+
+
+# -- what no recorded trace shows -------------------------------------------------------------------------------------
+
+SIZES = {"block_size": 4, "num_blocks": 7, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+RULES = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl"), True)
+TIMES = {"base_us": 1000, "per_token_us": 0, "per_kv_token_us": 0, "sched_us": 0, "update_us": 0}
+CONFIG: Line = {**SIZES, **RULES, "policy": "fcfs", "long_prefill_token_threshold": 0, "timing": TIMES}
+
+
+def test_cancellations_due_together_come_in_the_order_of_the_requests() -> None:
+    """And in format 1 in that of their times."""
+    requests: list[Line] = []
+    for number, abort_us in enumerate((None, 2700, 2300, 2500)):
+        tokens = list(range(number * 100, number * 100 + 20))
+        texts = {"prompt_token_ids": tokens[:8], "output_token_ids": tokens[8:]}
+        requests.append({"id": f"r{number}", "arrival_us": 0, "abort_us": abort_us, **texts})
+    for trace_format, order in ((1, ["r2", "r3", "r1"]), (2, ["r1", "r2", "r3"])):
+        header = {"vllm": "0.33.0", "mode": "sync", "format": trace_format, "config": CONFIG}
+        replayed = VllmReplay(header, {"config": CONFIG, "requests": requests}).lines()
+        assert [line["ids"] for line in replayed if line["ev"] == "abort"] == [order]
