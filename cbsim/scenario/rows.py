@@ -54,9 +54,7 @@ def document(path: Path, file: IO[str]) -> str:
 
 
 class CsvTable:
-    """A CSV file with a header, by columns: those in `columns`, or picked once the header is known. `line` is the line
-    of the row that was read last.
-    """
+    """A CSV file with a header, by columns: those in `columns`, or picked once the header is known."""
 
     def __init__(self, path: Path, file: IO[str], columns: Sequence[str] = ()) -> None:
         self.path = path
@@ -75,6 +73,7 @@ class CsvTable:
 
     @property
     def line(self) -> int:
+        """The line of the row that was read last."""
         return self._reader.line_num
 
     def rows(self, limit: int | None) -> Iterator[list[str]]:

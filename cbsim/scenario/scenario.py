@@ -1,8 +1,6 @@
 """A scenario file as one frozen value: every default written out, every rule checked, every error in plain words.
 
 Nothing else in the project has defaults of its own or checks what a user wrote.
-
-A caller gives a scenario by name, in a file, or as fields.
 """
 
 from __future__ import annotations

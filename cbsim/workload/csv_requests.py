@@ -115,9 +115,7 @@ def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[
 
 
 def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
-    """Return the arrival in a cell: seconds, or a time of day if the first row has one, `start_ns`. Raises
-    ScenarioError.
-    """
+    """Return the arrival in a cell: seconds, or a time of day if the first row has one, `start_ns`."""
     if start_ns is not None:
         stamp_ns = _stamp_ns(cell)
         if stamp_ns is None:

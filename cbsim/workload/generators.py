@@ -56,7 +56,12 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
         drawn = np.rint(rng.lognormal(mu, shape.sigma, count))
         return np.clip(drawn, shape.low, shape.high or 2**31).astype(np.int64)
     if isinstance(length, demand.Empirical):
-        return rng.choice(np.array(_sample(length.empirical, name), dtype=np.int64), count)
+        sample = length.empirical
+        values: Sequence[int] = sample.values
+        if sample.path is not None and sample.column is not None:
+            path = catalog.data(sample.path, f"{name}.empirical.path")
+            values = [value for (value,) in csv_requests.lengths(path, columns=(sample.column,))]
+        return rng.choice(np.array(values, dtype=np.int64), count)
     assert isinstance(length, int)
     return np.full(count, length, dtype=np.int64)
 
@@ -78,13 +83,6 @@ def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tup
 def _quantile(quantiles: Sequence[int], at: NDArray[np.float64]) -> Ints:
     """Return the whole numbers nearest to the quantiles `at`, linear between those of the table."""
     return np.rint(np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)).astype(np.int64)
-
-
-def _sample(sample: demand.Sample, name: str) -> Sequence[int]:
-    if sample.path is None or sample.column is None:
-        return sample.values
-    path = catalog.data(sample.path, f"{name}.empirical.path")
-    return [length for (length,) in csv_requests.lengths(path, columns=(sample.column,))]
 
 
 def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Ints:

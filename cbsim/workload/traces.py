@@ -28,9 +28,7 @@ MS = 1_000_000  # ns
 
 
 class Arrival(NamedTuple):
-    """A row of a trace: arrival, lengths, and the ids of its prompt's blocks of `block_tokens` if the trace has them;
-    the last block may be short.
-    """
+    """A row of a trace; `hash_ids` are those of its prompt's blocks of `block_tokens`, the last one perhaps short."""
 
     arrival_ns: int
     prompt_tokens: int

@@ -49,8 +49,15 @@ class Second(NamedTuple):
 
 def requests(path: Path, limit: int | None = None) -> list[Arrival]:
     """Read the first `limit` requests of the file, or all. Ids count from 0, in order. Raises ScenarioError."""
+    rows: list[Arrival] = []
     with open_text(path) as file:
-        rows = [_arrival(line, number) for number, line in enumerate(islice(lines(path, file), limit))]
+        for number, line in enumerate(islice(lines(path, file), limit)):
+            sent = line.checked(BenchLine)
+            if sent.id != number:
+                raise line.bad("id", f"{number}, the number of the row")
+            ids = tuple(block for first, count in sent.prompt_block_runs for block in range(first, first + count))
+            sizes = round(sent.arrival_ns), sent.input_toks, sent.output_toks
+            rows.append(Arrival(*sizes, ids, str(number), block_tokens=BLOCK_TOKENS))
     check_not_empty(path, rows)
     return rows
 
@@ -83,15 +90,6 @@ class RecordedLine(Form):
     scheduled_ts: Annotated[float, Field(ge=0)]
     first_token_ts: Annotated[float, Field(ge=0)]
     last_token_ts: Annotated[float, Field(ge=0)]
-
-
-def _arrival(line: Document, number: int) -> Arrival:
-    request = line.checked(BenchLine)
-    if request.id != number:
-        raise line.bad("id", f"{number}, the number of the row")
-    ids = tuple(block for first, count in request.prompt_block_runs for block in range(first, first + count))
-    at_ns = round(request.arrival_ns)
-    return Arrival(at_ns, request.input_toks, request.output_toks, ids, str(number), block_tokens=BLOCK_TOKENS)
 
 
 def recorded(path: Path, arrivals: Sequence[Arrival]) -> list[Taken]:
