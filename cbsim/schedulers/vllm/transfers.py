@@ -138,7 +138,7 @@ class Transfers:
             if not load.reported:
                 return Verdict.SKIPPED
             self._loaded(request, load)
-            if load.computed:
+            if self._decoding.pool.allocated(request):  # with a prompt of one token, none of which counts as computed
                 return self._start(scheduler, queue, load.computed, [], step)
         hits = scheduler.hits(request)
         local = len(hits) * scheduler.options.block_size
