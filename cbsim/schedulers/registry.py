@@ -10,8 +10,7 @@ from cbsim.policy.kind import SchedulerKind
 from cbsim.schedulers.sarathi.scheduler import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
 from cbsim.schedulers.sglang.scheduler import SGLANG
 from cbsim.schedulers.simple.beam import BEAM
-from cbsim.schedulers.simple.fcfs import CONTIGUOUS, DYNAMIC_PADDED, TGI
-from cbsim.schedulers.simple.padded import STATIC
+from cbsim.schedulers.simple.fcfs import CONTIGUOUS, DYNAMIC_PADDED, STATIC, TGI
 from cbsim.schedulers.transformers.scheduler_523 import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
 from cbsim.schedulers.trtllm.scheduler import TRTLLM
 from cbsim.schedulers.vllm.scheduler import VLLM

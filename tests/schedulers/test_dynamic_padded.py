@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
-from support.helpers import Ask, Drive
+from support.cases import DEPTHS, MOST_TOKENS, asks, ran
+from support.helpers import Ask, Drive, ask
 
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -22,15 +22,9 @@ def padding(plan: StepPlan) -> int:
 
 def served(workload: list[Ask], seats: int, depth: int = 1, num_blocks: int = 1000) -> list[StepPlan]:
     options = PaddedOptions(name="dynamic_padded", filled=True, batch_size=seats, block_size=4, num_blocks=num_blocks)
-    drive, plans = Drive(DYNAMIC_PADDED.make(options), workload, depth), list[StepPlan]()
-    drive.on_step = lambda plan, rows: plans.append(plan)
-    drive.run()
-    check_ends(drive)
+    plans: list[StepPlan] = []
+    ran(Drive(DYNAMIC_PADDED.make(options), workload, depth), lambda plan, rows: plans.append(plan))
     return plans
-
-
-def ask(index: int, prompt: int, outputs: int, arrives: int) -> Ask:
-    return Ask(RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs), arrives, None, None)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -66,46 +60,32 @@ def test_random_insertions_cost_the_sum(data: st.DataObject, seats: int) -> None
     assert sum(padding(plan) for plan in plans) == expected
 
 
-def test_a_batch_formed_at_once_is_padded_as_a_static_one() -> None:
-    """Every row up to the longest prompt."""
-    first = served([ask(i, prompt, 2, 0) for i, prompt in enumerate((3, 9, 5))], 3)[0]
-    assert [(chunk.tokens, chunk.padding) for chunk in first.work.chunks] == [(3, 6), (9, 0), (5, 4)]
-
-
 @DEPTHS
-def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int) -> None:
+@given(data=st.data(), seats=st.integers(1, 8))
+def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int, data: st.DataObject, seats: int) -> None:
     """Random requests, equal arrivals, cancels at any moment, tiny caches: all rows of a step have one width, places
     and cache are not exceeded, tables do not grow, and requests are let in in the order of their arrival: with room
     for the first of the queue it is let in at once, so nobody starves.
     """
+    size = data.draw(st.sampled_from([1, 2, 4]))
+    blocks = data.draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size))
+    scheduler = DYNAMIC_PADDED.make(
+        PaddedOptions(name="dynamic_padded", filled=True, batch_size=seats, block_size=size, num_blocks=blocks)
+    )
+    admitted: list[RequestSpec] = []
 
-    @given(data=st.data(), seats=st.integers(1, 8))
-    def check(data: st.DataObject, seats: int) -> None:
-        size = data.draw(st.sampled_from([1, 2, 4]))
-        blocks = data.draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size))
-        options = PaddedOptions(
-            name="dynamic_padded", filled=True, batch_size=seats, block_size=size, num_blocks=blocks
-        )
-        scheduler = DYNAMIC_PADDED.make(options)
-        drive = Drive(scheduler, data.draw(asks(size)), depth)
-        admitted: list[RequestSpec] = []
+    def seen(plan: StepPlan, rows: list[Any]) -> None:
+        width = max((row.tokens for row in rows), default=1)
+        assert plan.work.computed_tokens == width * plan.work.rows
+        assert not plan.changes.grown and not plan.changes.preempted
+        assert len(scheduler.running) <= seats
+        admitted.extend(row.spec for row in rows if row.chunk is not None and row.chunk.admitted)
+        if scheduler.waiting and len(scheduler.running) < seats:
+            spec = scheduler.waiting[0].spec
+            assert -(-(spec.prompt_tokens + spec.max_tokens - 1) // size) > scheduler.pool.free
 
-        def seen(plan: StepPlan, rows: list[Any]) -> None:
-            width = max((row.tokens for row in rows), default=1)
-            assert plan.work.computed_tokens == width * plan.work.rows
-            assert not plan.changes.grown and not plan.changes.preempted
-            assert len(scheduler.running) <= seats
-            admitted.extend(row.spec for row in rows if row.chunk is not None and row.chunk.admitted)
-            if scheduler.waiting and len(scheduler.running) < seats:
-                spec = scheduler.waiting[0].spec
-                assert -(-(spec.prompt_tokens + spec.max_tokens - 1) // size) > scheduler.pool.free
-
-        drive.on_step = seen
-        drive.run()
-        check_ends(drive)
-        assert admitted == [spec for spec in drive.requests if spec in {*admitted}]
-
-    check()
+    drive = ran(Drive(scheduler, data.draw(asks(size)), depth), seen)
+    assert admitted == [spec for spec in drive.requests if spec in {*admitted}]
 
 
 def test_what_never_fits_is_refused() -> None:

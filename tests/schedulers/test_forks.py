@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import DEPTHS, Case, check_ends, transformers_cases
+from support.cases import DEPTHS, Case, ran, transformers_cases
 from support.contents import Memory
 from support.helpers import Ask, Drive
 
@@ -25,24 +24,13 @@ from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.transformers.scheduler import TransformersScheduler
 from cbsim.schedulers.transformers.settings import TransformersOptions
 
-# -- by hand ----------------------------------------------------------------------------------------------------------
-
 SIZE = 4
 
 
 def scheduler(blocks: int, host: int = 0, **changes: Any) -> TransformersScheduler:
-    options = TransformersOptions(
-        name="transformers_fifo",
-        block_size=SIZE,
-        num_blocks=blocks,
-        max_batch_tokens=32,
-        max_requests_per_batch=8,
-        max_blocks_per_request=0,
-        safety_margin=0.0,
-        allow_block_sharing=True,
-        host_blocks=host,
-    )
-    return TransformersScheduler(replace(options, **changes))
+    bounds = {"max_batch_tokens": 32, "max_requests_per_batch": 8, "max_blocks_per_request": 0, "safety_margin": 0.0}
+    sizes = {"block_size": SIZE, "num_blocks": blocks, "host_blocks": host}
+    return TransformersScheduler(TransformersOptions(name="transformers_fifo", **sizes | bounds | changes))
 
 
 def samples(prompt: int, outputs: Sequence[int], index: int = 0, *, named: bool = True) -> list[Ask]:
@@ -51,15 +39,14 @@ def samples(prompt: int, outputs: Sequence[int], index: int = 0, *, named: bool 
     for i, count in enumerate(outputs):
         text = (*[50 + index] * prompt, *[100 + 10 * index + i] * count)
         first = asks[0].spec if asks else None
-        shared: dict[str, Any] = (
-            {"prefix": (index + 1,), "prefix_block_tokens": prompt, "prefix_tokens": prompt} if named else {}
-        )
+        shared: dict[str, Any] = {"prefix": (index + 1,), "prefix_block_tokens": prompt, "prefix_tokens": prompt}
+        shared = shared if named else {}
         spec = RequestSpec(index + i, f"{i}_{index}", 0, prompt, count, count, sample_of=first, **shared)
         asks.append(Ask(spec, 0, None, None, text))
     return asks
 
 
-def ran(policy: TransformersScheduler, asks: Sequence[Ask], depth: int = 1) -> tuple[Drive, Memory, list[StepPlan]]:
+def forked(policy: TransformersScheduler, asks: Sequence[Ask], depth: int = 1) -> tuple[Drive, Memory, list[StepPlan]]:
     drive = Drive(policy, asks, depth)
     memory = Memory(drive)
     plans: list[StepPlan] = []
@@ -68,17 +55,14 @@ def ran(policy: TransformersScheduler, asks: Sequence[Ask], depth: int = 1) -> t
         plans.append(plan)
         memory.step(plan, rows)
 
-    drive.on_step = step
-    drive.run()
-    check_ends(drive)
-    return drive, memory, plans
+    return ran(drive, step), memory, plans
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_full_blocks_are_shared_and_the_open_one_is_copied(named: bool) -> None:
     """A prompt of 10 in blocks of 4, three samples: the first reads 9 tokens, the others share two blocks, copy the
     third, and all compute the last token themselves. It takes no name of the prompt for that."""
-    _, memory, plans = ran(scheduler(20), samples(10, [5, 5, 5], named=named))
+    _, memory, plans = forked(scheduler(20), samples(10, [5, 5, 5], named=named))
     first, second = plans[0], plans[1]
     assert [(c.start, c.tokens, c.outputs) for c in first.work.chunks] == [(0, 9, 0)]
     assert [(c.start, c.tokens, c.outputs, c.admitted) for c in second.work.chunks] == [
@@ -101,23 +85,20 @@ def test_blocks_that_sharing_saves_are_counted() -> None:
     """Three samples share two blocks: four table entries more than blocks, until the last of them has ended."""
     policy = scheduler(20)
     saved: list[int] = []
-    drive = Drive(policy, samples(10, [2, 5, 3]), 1)
-    drive.on_step = lambda plan, rows: saved.append(policy.pool.saved)
-    drive.run()
+    ran(Drive(policy, samples(10, [2, 5, 3]), 1), lambda plan, rows: saved.append(policy.pool.saved))
     assert saved == [0, 4, 4, 2, 0, 0]
 
 
 def test_without_sharing_every_block_is_copied() -> None:
-    _, _, plans = ran(scheduler(20, allow_block_sharing=False), samples(10, [5, 5]))
+    _, _, plans = forked(scheduler(20, allow_block_sharing=False), samples(10, [5, 5]))
     (move,) = plans[1].transfers
     assert (len(move.sources), plans[1].counts.new_blocks) == (3, 3)
 
 
 def test_samples_that_find_no_room_wait_the_last_one_first() -> None:
     """Six blocks: the first sample holds three of which two are whole, so three others fit, and two wait."""
-    drive, _, plans = ran(scheduler(6), samples(10, [2] * 6))
-    forked = {m.spec.id for m in plans[1].transfers if m.spec}
-    assert forked == {"1_0", "2_0", "3_0"}
+    drive, _, plans = forked(scheduler(6), samples(10, [2] * 6))
+    assert {m.spec.id for m in plans[1].transfers if m.spec} == {"1_0", "2_0", "3_0"}
     admitted = [c.spec.id for plan in plans for c in plan.work.chunks if c.admitted]
     assert admitted == ["0_0", "1_0", "2_0", "3_0", "5_0", "4_0"]
     assert len(drive.finished) == 6
@@ -128,7 +109,7 @@ def test_samples_of_a_request_that_was_given_up_serve_themselves(depth: int) -> 
     """It is cancelled while it reads the prompt, chunk by chunk: its samples read the prompt on their own."""
     first, *others = samples(20, [5, 5, 5])
     asks = [first._replace(cancelled=2), *others]
-    drive, _, _ = ran(scheduler(30, max_batch_tokens=4), asks, depth)
+    drive, _, _ = forked(scheduler(30, max_batch_tokens=4), asks, depth)
     assert drive.cancelled == [first.spec]
     assert [spec for spec, _ in drive.finished] == [ask.spec for ask in others]
 
@@ -155,7 +136,7 @@ def test_a_copy_is_called_off_with_its_request(depth: int) -> None:
 
 def test_a_request_of_one_token_is_admitted_without_a_row() -> None:
     """Nothing of its prompt can be read before the fork: a plan without rows, then all samples read the one token."""
-    _, memory, plans = ran(scheduler(8), samples(1, [3, 3, 3]))
+    _, memory, plans = forked(scheduler(8), samples(1, [3, 3, 3]))
     assert [plan.work.rows for plan in plans[:2]] == [0, 3]
     assert not memory.moves
 
@@ -170,7 +151,7 @@ def alone(index: int, prompt: int, outputs: int, arrives: int = 0) -> Ask:
 def test_who_is_kept_on_the_host_keeps_what_was_computed(depth: int, host: int) -> None:
     """Three requests outgrow 12 blocks. Those whose blocks fit the host come back to where they were, but for a token
     whose result was in flight; the others start over."""
-    drive, memory, plans = ran(scheduler(12, host=host), [alone(i, 7, 16) for i in range(3)], depth)
+    drive, memory, plans = forked(scheduler(12, host=host), [alone(i, 7, 16) for i in range(3)], depth)
     lost = [preempted for plan in plans for preempted in plan.changes.preempted]
     ways = Counter(move.direction for move in memory.moves)
     assert lost
@@ -196,9 +177,6 @@ def test_those_on_the_host_and_the_others_come_by_turns() -> None:
         policy.host.tables[request] = []
     turns = [r.spec.index for r in policy._in_queue()]
     assert turns == [1, 0, 4, 2, 5, 3]
-
-
-# -- planted faults ---------------------------------------------------------------------------------------------------
 
 
 class FreesTooEarly(BlockPool):
@@ -250,8 +228,7 @@ def test_a_preempted_request_comes_back_once_no_request_runs(depth: int) -> None
         preempted.extend(lost.spec for lost in plan.changes.preempted)
         drive.asks |= {ask.spec: ask._replace(cancelled=0) for ask in asks if preempted and ask.spec not in preempted}
 
-    drive.on_step = cancel_the_survivor
-    drive.run()
+    ran(drive, cancel_the_survivor)
     assert set(preempted) | set(drive.cancelled) == {ask.spec for ask in asks}
     assert dict(drive.finished)[preempted[0]] is Finish.LENGTH
 
@@ -278,8 +255,7 @@ def test_the_random_cases_fork_copy_and_come_back(cases: st.SearchStrategy[Case]
         build, workload = case
         drive = Drive(build(), workload, depth)
         memory = Memory(drive)
-        drive.on_step = memory.step
-        drive.run()
+        ran(drive, memory.step)
         seen.update(move.direction.name for move in memory.moves)
         seen["cancelled sample"] += any(spec.sample_of for spec in drive.cancelled)
         seen["aborted first"] += any(

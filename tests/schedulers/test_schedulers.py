@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import (
-    DEPTHS,
-    FAMILIES,
-    MOST_TOKENS,
-    Case,
-    Watch,
-    active,
-    check_ends,
-    contiguous_cases,
-    table_of,
-    vllm_cases,
-)
+from support.cases import DEPTHS, FAMILIES, MOST_TOKENS, Case, Watch, contiguous_cases, ran, table_of, vllm_cases
 from support.helpers import AnyScheduler, Ask, Drive, again
 
 from cbsim.policy.plan import Row, StepPlan
@@ -33,21 +22,17 @@ from cbsim.schedulers.vllm.settings import VllmOptions
 
 @FAMILIES
 @DEPTHS
-def test_every_request_ends_once_and_nothing_is_left(cases: st.SearchStrategy[Case], depth: int) -> None:
+@given(data=st.data())
+def test_every_request_ends_once_and_nothing_is_left(
+    cases: st.SearchStrategy[Case], depth: int, data: st.DataObject
+) -> None:
     """Budgets and seats are kept, rows continue where the last one ended and read the tokens of their own requests,
     tokens come from the rows that sampled them, plans know their longest decoding row, and the cache is free in
     the end; whatever was shared, forked, preempted, stopped or cancelled on the way.
     """
-
-    @given(case=cases)
-    def check(case: Case) -> None:
-        build, workload = case
-        drive = Drive(build(), workload, depth)
-        Watch(drive)
-        drive.run()
-        check_ends(drive)
-
-    check()
+    build, workload = data.draw(cases)
+    drive = Drive(build(), workload, depth)
+    ran(drive, Watch(drive).step)
 
 
 @DEPTHS
@@ -80,7 +65,7 @@ def state(scheduler: AnyScheduler) -> dict[str, Any]:
         "free": pool.free_order(),
         "keys": dict(pool._key_of),
         "waiting": [r.spec.id for r in scheduler.waiting],
-        "running": [r.spec.id for r in active(scheduler)],
+        "running": [r.spec.id for r in scheduler.running],
     }
 
 
@@ -111,40 +96,28 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
 
 @FAMILIES
 @DEPTHS
-def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], depth: int) -> None:
+@given(data=st.data())
+@settings(max_examples=80)
+def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], depth: int, data: st.DataObject) -> None:
     """Decoding requests advanced all at once, or each by the general rules: the same plans, blocks and tokens."""
-
-    @given(case=cases)
-    @settings(max_examples=80)
-    def check(case: Case) -> None:
-        build, workload = case
-        fast, slow = (history(build, workload, depth, slow) for slow in (False, True))
-        for ours, theirs in zip(fast, slow, strict=True):
-            assert ours == theirs
-
-    check()
+    build, workload = data.draw(cases)
+    fast, slow = (history(build, workload, depth, slow) for slow in (False, True))
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert ours == theirs
 
 
 @FAMILIES
-def test_same_workload_same_run(cases: st.SearchStrategy[Case]) -> None:
+@given(data=st.data())
+@settings(max_examples=30)
+def test_same_workload_same_run(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """A run is a function of scheduler options and workload: specs compare by identity, and no order depends on it."""
-
-    @given(case=cases)
-    @settings(max_examples=30)
-    def check(case: Case) -> None:
-        build, workload = case
-        first, second = (history(build, w, 2, slow=False) for w in (workload, again(workload)))
-        for one, other in zip(first, second, strict=True):
-            assert _by_id(one) == _by_id(other)
-
-    check()
+    build, workload = data.draw(cases)
+    first, second = (history(build, w, 2, slow=False) for w in (workload, again(workload)))
+    for one, other in zip(first, second, strict=True):
+        assert one | UNNAMED == other | UNNAMED
 
 
-def _by_id(step: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in step.items() if k not in ("counts", "preempted")}
-
-
-# -- contiguous reservations -------------------------------------------------------------------------------------------
+UNNAMED = {"counts": None, "preempted": None}  # of a step: name requests by their specs
 
 
 @DEPTHS
@@ -167,15 +140,10 @@ def test_nobody_grows_out_of_a_reservation(depth: int, case: Case) -> None:
         for row in rows:
             assert row.start + row.tokens <= len(pieces[row.spec]) * drive.scheduler.pool.block_size
 
-    drive.on_step = look
-    drive.run()
-    check_ends(drive)
+    ran(drive, look)
     came = [spec for spec in drive.requests if spec in pieces]
     assert [spec for spec in pieces if spec in came] == [*pieces]
     assert [*pieces] == came
-
-
-# -- reserve_output ---------------------------------------------------------------------------------------------------
 
 
 @DEPTHS
@@ -185,11 +153,11 @@ def test_with_outputs_reserved_nobody_is_preempted(depth: int, case: Case) -> No
     since an empty cache holds any request that was not refused."""
     build, workload = case
     options = replace(build().options, reserve_output=True)  # type: ignore[type-var]
-    drive = Drive(VllmScheduler(options), workload, depth)  # type: ignore[arg-type]
     preempted: list[object] = []
-    drive.on_step = lambda plan, rows: preempted.extend(plan.changes.preempted)
-    drive.run()
-    check_ends(drive)
+    ran(
+        Drive(VllmScheduler(options), workload, depth),  # type: ignore[arg-type]
+        lambda plan, rows: preempted.extend(plan.changes.preempted),
+    )
     assert not preempted
 
 
@@ -206,8 +174,7 @@ def test_room_for_outputs_by_hand(blocks: int, most: int) -> None:
     for reserve in (True, False):
         drive = Drive(reserving(blocks, reserve=reserve), [Ask(spec, 0, None, None) for spec in specs], 1)
         plans: list[StepPlan] = []
-        drive.on_step = lambda plan, rows, plans=plans: plans.append(plan)  # type: ignore[misc]
-        drive.run()
+        ran(drive, lambda plan, rows, plans=plans: plans.append(plan))
         assert max(plan.counts.running for plan in plans) == (most if reserve else 3)
         assert any(plan.changes.preempted for plan in plans) == (not reserve and blocks < 9)
 
@@ -223,8 +190,7 @@ def test_shared_blocks_are_needed_once_and_idle_ones_are_taken_from_the_free(hol
     asks = [Ask(first, 0, None, None), *([] if holds else [Ask(stranger, 30, None, None)])]
     drive = Drive(reserving(5, reserve=True), [*asks, Ask(again, 2 if holds else 31, None, None)], 1)
     plans: list[StepPlan] = []
-    drive.on_step = lambda plan, rows: plans.append(plan)
-    drive.run()
+    ran(drive, lambda plan, rows: plans.append(plan))
     assert max(plan.counts.running for plan in plans) == most
     assert max(chunk.cached for plan in plans for chunk in plan.work.chunks) == 8
     assert not any(plan.changes.preempted for plan in plans)

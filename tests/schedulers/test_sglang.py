@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from support.cases import DEPTHS, Case, check_ends, sglang_cases
+from support.cases import DEPTHS, Case, ran, sglang_cases
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError
-from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import SglangOptions, SglangSettings
@@ -33,14 +32,7 @@ def spec(index: int, prompt: int, outputs: int, **fields: Any) -> RequestSpec:
 def begun(drive: Drive) -> list[str]:
     """Ids in the order of their first rows."""
     seen: dict[str, None] = {}
-
-    def note(plan: StepPlan, rows: list[Row]) -> None:
-        del plan
-        seen.update(dict.fromkeys(row.spec.id for row in rows))
-
-    drive.on_step = note
-    drive.run()
-    check_ends(drive)
+    ran(drive, lambda plan, rows: seen.update(dict.fromkeys(row.spec.id for row in rows)))
     return list(seen)
 
 
@@ -82,28 +74,17 @@ def test_a_long_prompt_has_its_turn_under_hrrn() -> None:
 
 
 @DEPTHS
-def test_first_come_first_served(depth: int) -> None:
+@given(case=sglang_cases("fcfs"))
+@settings(max_examples=60)
+def test_first_come_first_served(depth: int, case: Case) -> None:
     """Under fcfs without priorities requests begin in the order in which they came, whatever the budgets."""
-
-    @given(case=sglang_cases("fcfs"))
-    @settings(max_examples=60)
-    def check(case: Case) -> None:
-        build, workload = case
-        built = build()
-        assert isinstance(built, SglangScheduler)
-        options = replace(built.options, enable_priority_scheduling=False)
-        drive = Drive(SglangScheduler(options), [ask for ask in workload if ask.cancelled is None], depth)
-        came: list[str] = []
-        add = drive.overridden["add"]
-
-        def adding(spec: RequestSpec) -> None:
-            came.append(spec.id)
-            add(spec)
-
-        drive.overridden["add"] = adding
-        assert begun(drive) == came
-
-    check()
+    build, workload = case
+    built = build()
+    assert isinstance(built, SglangScheduler)
+    options = replace(built.options, enable_priority_scheduling=False)
+    drive = Drive(SglangScheduler(options), [ask for ask in workload if ask.cancelled is None], depth)
+    order = begun(drive)
+    assert order == [spec.id for spec in drive.requests]
 
 
 @DEPTHS
@@ -113,14 +94,9 @@ def test_prefills_and_decodes_do_not_mix(depth: int) -> None:
     mixed = []
     for mixes in (False, True):
         more = {"max_running_requests": 4, "chunked_prefill_size": 8, "enable_mixed_chunk": mixes}
-        drive = Drive(scheduler(**more), asks, depth)
-        kinds: list[tuple[bool, bool]] = []
-        drive.on_step = lambda plan, rows, kinds=kinds: kinds.append(  # type: ignore[misc]
-            (any(row.start < row.spec.prompt_tokens for row in rows), any(row.start >= 30 for row in rows))
-        )
-        drive.run()
-        check_ends(drive)
-        mixed.append((True, True) in kinds)
+        kinds: list[list[int]] = []
+        ran(Drive(scheduler(**more), asks, depth), lambda p, rows, kinds=kinds: kinds.append([r.start for r in rows]))
+        mixed.append(any(min(starts) < 30 <= max(starts) for starts in kinds))
     assert mixed == [False, True]
 
 
@@ -128,9 +104,7 @@ def test_prefills_and_decodes_do_not_mix(depth: int) -> None:
 def test_a_cancelled_request_ends_with_its_next_token(depth: int) -> None:
     """Its client is gone, so nobody is told of that end; its KV stays in the tree."""
     request = spec(0, 10, 20)
-    drive = Drive(scheduler(), [Ask(request, 0, 5, None), Ask(spec(1, 5, 30), 0, None, None)], depth)
-    drive.run()
-    check_ends(drive)
+    drive = ran(Drive(scheduler(), [Ask(request, 0, 5, None), Ask(spec(1, 5, 30), 0, None, None)], depth))
     assert drive.finished == [(next(s for s in drive.asks if s.index == 1), Finish.LENGTH)]
     assert drive.requests[request].finish is Finish.ABORTED
     assert 0 < drive.requests[request].seen < 20
@@ -142,16 +116,9 @@ def test_a_prompt_in_the_middle_and_a_decode_in_its_way(depth: int) -> None:
     """Decode rounds between the chunks of a long prompt fill the cache: the original aborts the one that decodes, here
     it gives way and ends later.
     """
-    more = {
-        "num_blocks": 60,
-        "chunked_prefill_size": 8,
-        "prefill_decode_interval": 6,
-        "schedule_conservativeness": 0.02,
-    }
+    more = {"num_blocks": 60, "chunked_prefill_size": 8, "prefill_decode_interval": 6}
     asks = [Ask(spec(0, 8, 40), 0, None, None), Ask(spec(1, 36, 2), 0, None, None)]
-    drive = Drive(scheduler(**more), asks, depth)
-    drive.run()
-    check_ends(drive)
+    drive = ran(Drive(scheduler(**more, schedule_conservativeness=0.02), asks, depth))
     assert drive.requests[asks[0].spec].preemptions > 0
     assert {reason for _, reason in drive.finished} == {Finish.LENGTH}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
-from support.helpers import Ask, Drive
+from support.cases import DEPTHS, MOST_TOKENS, asks, ran
+from support.helpers import Ask, Drive, ask
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -137,56 +137,29 @@ def cases(draw: st.DrawFn) -> tuple[TgiOptions, list[Ask]]:
 @given(case=cases())
 def test_every_step_is_the_routers(case: tuple[TgiOptions, list[Ask]]) -> None:
     """Random requests, equal arrivals, cancels at any moment, bounds of every kind."""
-    drive = Beside(TGI.make(case[0]), case[1])
-    drive.run()
-    check_ends(drive)
+    ran(Beside(TGI.make(case[0]), case[1]))
 
 
 @DEPTHS
-def test_bounds_hold_and_nobody_is_passed_over(depth: int) -> None:
+@given(case=cases())
+def test_bounds_hold_and_nobody_is_passed_over(depth: int, case: tuple[TgiOptions, list[Ask]]) -> None:
     """In both loops: prompts run by themselves, within all bounds; in the order of arrival; tables never grow."""
-
-    @given(case=cases())
-    def check(case: tuple[TgiOptions, list[Ask]]) -> None:
-        made, workload = case
-        scheduler = TGI.make(made)
-        drive = Drive(scheduler, workload, depth)
-        admitted: list[RequestSpec] = []
-
-        def seen(plan: StepPlan, rows: list[Any]) -> None:
-            new = [row for row in rows if row.chunk is not None and row.chunk.admitted]
-            assert not new or len(new) == len(rows), "prompts run by themselves"
-            assert sum(row.tokens for row in new) <= made.max_batch_prefill_tokens
-            assert not plan.changes.grown and not plan.changes.preempted
-            held = sum(r.spec.prompt_tokens + r.spec.max_tokens for r in scheduler.running)
-            assert held <= made.max_batch_total_tokens
-            assert len(scheduler.running) <= made.max_batch_size
-            admitted.extend(row.spec for row in new)
-
-        drive.on_step = seen
-        drive.run()
-        check_ends(drive)
-        came = [spec for spec in drive.requests if spec in {*admitted}]
-        assert admitted == came, "first come, first served"
-
-    check()
-
-
-def told(scheduler: Fcfs, workload: list[Ask]) -> list[str]:
-    """What each step was: p or d, and how many rows it had."""
-    drive, steps = Drive(scheduler, workload, 1), list[str]()
+    made, workload = case
+    scheduler = TGI.make(made)
+    admitted: list[RequestSpec] = []
 
     def seen(plan: StepPlan, rows: list[Any]) -> None:
-        steps.append(f"{'p' if any(r.chunk and r.chunk.admitted for r in rows) else 'd'}{len(rows)}")
+        new = [row for row in rows if row.chunk is not None and row.chunk.admitted]
+        assert not new or len(new) == len(rows), "prompts run by themselves"
+        assert sum(row.tokens for row in new) <= made.max_batch_prefill_tokens
+        assert not plan.changes.grown and not plan.changes.preempted
+        held = sum(r.spec.prompt_tokens + r.spec.max_tokens for r in scheduler.running)
+        assert held <= made.max_batch_total_tokens
+        assert len(scheduler.running) <= made.max_batch_size
+        admitted.extend(row.spec for row in new)
 
-    drive.on_step = seen
-    drive.run()
-    check_ends(drive)
-    return steps
-
-
-def ask(index: int, prompt: int, outputs: int, arrives: int) -> Ask:
-    return Ask(RequestSpec(index, f"r{index}", 0, prompt, outputs, outputs), arrives, None, None)
+    drive = ran(Drive(scheduler, workload, depth), seen)
+    assert admitted == [spec for spec in drive.requests if spec in {*admitted}], "first come, first served"
 
 
 usual = partial(
@@ -200,24 +173,12 @@ def test_a_single_request_waits_no_longer_than_said(waits: int, decodes: int) ->
     since its last stop, that stop counted, or until it is over. So nobody starves.
     """
     workload = [*[ask(i, 4, 18, 0) for i in range(4)], ask(4, 4, 2, 2)]
-    steps = told(TGI.make(usual(waiting_served_ratio=1.2, max_waiting_tokens=waits)), workload)
+    steps: list[str] = []  # p or d, and how many rows
+    ran(
+        Drive(TGI.make(usual(waiting_served_ratio=1.2, max_waiting_tokens=waits)), workload, 1),
+        lambda plan, rows: steps.append(f"{'p' if plan.work.prefill_tokens else 'd'}{len(rows)}"),
+    )
     assert steps[: decodes + 2] == ["p4", *["d4"] * decodes, "p1"]
-
-
-def test_enough_prompts_stop_the_batch_at_once() -> None:
-    """Four run; one waits for a second one, at a ratio of a half; then both are prefilled, and all decode."""
-    workload = [*[ask(i, 4, 18, 0) for i in range(4)], ask(4, 4, 2, 2), ask(5, 4, 2, 9)]
-    steps = told(TGI.make(usual(waiting_served_ratio=0.5, max_waiting_tokens=99)), workload)
-    first = steps.index("p2")
-    assert steps[: first + 2] == ["p4", *["d4"] * (first - 1), "p2", "d6"]
-    assert first > 2
-
-
-def test_what_is_reserved_is_given_back_by_who_stops_early() -> None:
-    """A limit far beyond the output keeps the second request out until the first one stops."""
-    first = Ask(RequestSpec(0, "r0", 0, 4, 3, 300), 0, None, None)
-    steps = told(TGI.make(usual(waiting_served_ratio=0.0)), [first, ask(1, 4, 97, 0)])
-    assert steps[:4] == ["p1", "d1", "d1", "p1"]
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
-from support.cases import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, trtllm_cases
-from support.helpers import Ask, Drive
+from hypothesis import given, settings
+from support.cases import DEPTHS, MOST_TOKENS, Case, ran, trtllm_cases
+from support.helpers import Ask, Drive, ask
 
 from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import Row, StepPlan
-from cbsim.policy.request import Request, RequestSpec, Status
+from cbsim.policy.request import Request, Status
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
 from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler, equal_progress, first_come_first_served
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 
 NO_EVICT, MAX_UTILIZATION, STATIC = POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH")
+PAUSES = {"capacity_scheduler_policy": MAX_UTILIZATION}
 PLAIN = TrtllmOptions(
     block_size=4,
     num_blocks=64,
@@ -34,11 +34,6 @@ PLAIN = TrtllmOptions(
 )
 
 
-def ask(index: int, prompt: int, outputs: int, arrives: int = 0) -> Ask:
-    spec = RequestSpec(index, f"r{index}", arrives, prompt, outputs, outputs)
-    return Ask(spec, arrives, None, None, [index] * (prompt + outputs))
-
-
 class Told:
     """A run: of each step who read a part of its prompt, who generated, and who was paused, by number."""
 
@@ -46,55 +41,12 @@ class Told:
         self.reads: list[dict[int, int]] = []  # tokens of each
         self.generates: list[list[int]] = []
         self.paused: list[list[int]] = []
-        self.drive = Drive(TrtllmScheduler(options), asks, depth)
-        self.drive.on_step = self._step
-        self.drive.run()
-        check_ends(self.drive)
+        ran(Drive(TrtllmScheduler(options), asks, depth), self._step)
 
     def _step(self, plan: StepPlan, rows: list[Row]) -> None:
         self.reads.append({row.spec.index: row.tokens for row in rows[: plan.work.lead]})
         self.generates.append([row.spec.index for row in rows[plan.work.lead :]])
         self.paused.append([paused.spec.index for paused in plan.changes.preempted])
-
-
-# -- who is paused ----------------------------------------------------------------------------------------------------
-
-
-@DEPTHS
-@pytest.mark.parametrize("policy", POLICIES)
-def test_only_max_utilization_pauses(policy: str, depth: int) -> None:
-    """Who has started goes on to the end, whatever the cache; a static batch takes nobody in while somebody generates;
-    rows read their own tokens, also after a pause.
-    """
-    strategy = trtllm_cases(capacity_scheduler_policy=policy, two_step_lookahead=False)
-
-    @given(case=strategy)
-    def check(case: Case) -> None:
-        build, workload = case
-        drive = Drive(build(), workload, depth)
-        watch = Watch(drive)
-        scheduler = drive.scheduler
-        assert isinstance(scheduler, TrtllmScheduler)
-
-        def look(plan: StepPlan, rows: list[Row]) -> None:
-            watch.step(plan, rows)
-            if plan.changes.preempted:
-                event("paused")
-                assert policy == MAX_UTILIZATION
-            if policy == STATIC:
-                assert not (generating and plan.work.lead)
-
-        def schedule() -> StepPlan | None:
-            generating[:] = scheduler.generating
-            return scheduler.schedule()
-
-        generating: list[Request] = []
-        drive.overridden["schedule"] = schedule
-        drive.on_step = look
-        drive.run()
-        check_ends(drive)
-
-    check()
 
 
 @pytest.mark.parametrize(("two_steps", "step"), [(False, 5), (True, 4)])
@@ -121,18 +73,6 @@ def test_who_lacks_a_block_may_have_to_go_himself() -> None:
     assert [i for i, who in enumerate(told.paused) if who] == [3]
     assert told.paused[3] == [1]
     assert told.generates[3] == [0]
-
-
-@pytest.mark.parametrize("policy", [NO_EVICT, STATIC])
-def test_a_prompt_in_parts_goes_on_in_what_is_reserved_for_it(policy: str) -> None:
-    """All of six blocks are the first one's, of which its prompt takes two: nobody else begins before it has ended."""
-    changes = {"num_blocks": 6, "enable_chunked_prefill": True, "max_num_tokens": 4}
-    told = Told(replace(PLAIN, capacity_scheduler_policy=policy, **changes), [ask(0, 8, 14), ask(1, 2, 1)])
-    assert told.reads[:3] == [{0: 4}, {0: 4}, {}]
-    assert told.reads.index({1: 2}) == 15 == len(told.reads) - 1
-
-
-# -- who is passed over -----------------------------------------------------------------------------------------------
 
 
 def fair(case: Case) -> Case:
@@ -179,10 +119,7 @@ def test_nobody_passes_the_first_in_line(depth: int, case: Case) -> None:
         if generating and not (utilizes and (ending or (line and line[0].order < generating[0].order))):
             assert generating[0].spec in ran
 
-    drive.overridden["schedule"] = schedule
-    drive.on_step = look
-    drive.run()
-    check_ends(drive)
+    ran(drive, look, schedule=schedule)
 
 
 @pytest.mark.parametrize("chunking", ["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"])
@@ -207,55 +144,10 @@ def test_a_long_prompt_starves_if_a_unit_is_never_left(policy: str, chunking: st
         assert (first > begun, len(passed) > 50) == ((True, True) if unit == 8 else (False, False))
 
 
-# -- how a step is shared out -----------------------------------------------------------------------------------------
-
-shared = given(
-    wanted=st.lists(st.integers(1, 40), min_size=1, max_size=6), capacity=st.integers(0, 60), unit=st.integers(1, 16)
-)
-
-
-def whole_units(wanted: list[int], parts: list[int], capacity: int, unit: int) -> None:
-    assert sum(parts) <= capacity
-    assert all(0 <= part <= want for part, want in zip(parts, wanted, strict=True))
-    assert all(part == want or part % unit == 0 for part, want in zip(parts, wanted, strict=True))
-
-
-@shared
-def test_first_come_first_served(wanted: list[int], capacity: int, unit: int) -> None:
-    """Each gets all that those before him left, or whole units of it; who comes behind takes nothing from him."""
-    parts = first_come_first_served(wanted, capacity, unit)
-    whole_units(wanted, parts, capacity, unit)
-    assert parts[:-1] == first_come_first_served(wanted[:-1], capacity, unit)
-    left = capacity - sum(parts[:-1])
-    assert parts[-1] == (wanted[-1] if wanted[-1] <= left else left - left % unit)
-
-
-@shared
-def test_equal_progress(wanted: list[int], capacity: int, unit: int) -> None:
-    """What is left is not enough for anybody's next part, and whoever could go on is at most a whole unit behind."""
-    parts = equal_progress(wanted, capacity, unit)
-    whole_units(wanted, parts, capacity, unit)
-    left = capacity - sum(parts)
-    steps = [min(unit, want - part) for part, want in zip(parts, wanted, strict=True)]
-    assert all(step == 0 or step > left for step in steps)
-    for part, step in zip(parts, steps, strict=True):
-        if step == unit:
-            assert max(parts) // unit * unit <= part + unit
-
-
-def test_equal_progress_by_hand() -> None:
+def test_parts_by_hand() -> None:
     assert equal_progress([128, 185, 57, 53], 255, 32) == [64, 64, 57, 53]
     assert equal_progress([100, 3, 100], 20, 8) == [8, 3, 8]
     assert first_come_first_served([100, 3, 100], 20, 8) == [16, 3, 0]
-
-
-def test_parts_that_go_on_come_before_those_that_end() -> None:
-    options = replace(PLAIN, enable_chunked_prefill=True, context_chunking_policy="EQUAL_PROGRESS", max_num_tokens=14)
-    told = Told(options, [ask(0, 3, 1), ask(1, 9, 1), ask(2, 2, 1), ask(3, 9, 1)])
-    assert [list(reads.items()) for reads in told.reads[:2]] == [[(1, 4), (3, 4), (0, 3), (2, 2)], [(1, 5), (3, 5)]]
-
-
-# -- prompts that wait ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,14 +163,6 @@ def test_prompts_wait_for_more_of_them(iterations: int, ratio: float, read_at: l
     assert [next(i for i, reads in enumerate(told.reads) if who in reads) for who in (1, 2)] == read_at
 
 
-def test_prompts_do_not_wait_where_nobody_generates() -> None:
-    options = replace(PLAIN, batch_wait_timeout_iters=9, batch_wait_max_tokens_ratio=1.0)
-    assert Told(options, [ask(0, 4, 2)]).reads[0] == {0: 4}
-
-
-# -- the loop ahead ---------------------------------------------------------------------------------------------------
-
-
 def test_a_last_token_in_flight_takes_no_place_in_the_batch() -> None:
     """Two places, three requests that may have cache: when the last token of the first is out, the third has its place,
     a step before the first has ended.
@@ -289,9 +173,6 @@ def test_a_last_token_in_flight_takes_no_place_in_the_batch() -> None:
     assert told.generates[:4] == [[], [0, 1], [0, 1], [1]]
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prompt", "outputs", "changes", "reason"),
     [
@@ -300,13 +181,8 @@ def test_a_last_token_in_flight_takes_no_place_in_the_batch() -> None:
         (65, 9, {}, "prompt of 65 tokens, max_num_tokens is 64"),
         (65, 9, {"enable_chunked_prefill": True}, None),
         (64, 9, {}, None),
-        (56, 9, {"capacity_scheduler_policy": MAX_UTILIZATION}, None),
-        (
-            57,
-            9,
-            {"capacity_scheduler_policy": MAX_UTILIZATION},
-            "up to 65 tokens to read after a pause, max_num_tokens is 64",
-        ),
+        (56, 9, PAUSES, None),
+        (57, 9, PAUSES, "up to 65 tokens to read after a pause, max_num_tokens is 64"),
     ],
 )
 def test_what_could_never_run_is_refused(
@@ -317,28 +193,24 @@ def test_what_could_never_run_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("field", "text", "make"),
+    ("field", "text", "given"),
     [
-        (
-            "batch_wait_max_tokens_ratio",
-            "got 1.5, must be <= 1",
-            partial(TrtllmSettings, batch_wait_max_tokens_ratio=1.5),
-        ),
+        ("batch_wait_max_tokens_ratio", "got 1.5, must be <= 1", {"batch_wait_max_tokens_ratio": 1.5}),
         (
             "two_step_lookahead",
             "got true, must be false with capacity_scheduler_policy STATIC_BATCH",
-            partial(TrtllmSettings, two_step_lookahead=True, capacity_scheduler_policy=STATIC),
+            {"two_step_lookahead": True, "capacity_scheduler_policy": STATIC},
         ),
         (
             "max_num_tokens",
             "got 8, must be >= 16, the least part of a prompt (chunk_unit_size or a block)",
-            lambda: resolve(TrtllmSettings(enable_chunked_prefill=True, max_num_tokens=8), place()),
+            {"enable_chunked_prefill": True, "max_num_tokens": 8},
         ),
     ],
 )
-def test_settings_that_contradict_each_other(field: str, text: str, make: Callable[[], object]) -> None:
+def test_settings_that_contradict_each_other(field: str, text: str, given: dict[str, Any]) -> None:
     with pytest.raises(SettingsError) as refused:
-        make()
+        resolve(TrtllmSettings(**given), place())
     assert (refused.value.field, str(refused.value)) == (field, text)
 
 

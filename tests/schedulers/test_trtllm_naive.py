@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import event, given, settings
-from support.cases import Case, check_ends, trtllm_cases
+from hypothesis import strategies as st
+from support.cases import ran, trtllm_cases
 from support.helpers import Drive
 
 from cbsim.policy.plan import Row, StepPlan
@@ -143,23 +144,15 @@ def seen(scheduler: TrtllmScheduler, request: Request) -> One:
     return One(request.spec.index, generates, request.known, request.computed, left, scheduler.pool.allocated(request))
 
 
-@pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"])
-def test_every_step_is_the_model_s(policy: str) -> None:
-    @given(case=trtllm_cases(capacity_scheduler_policy=policy, two_step_lookahead=False))
-    @settings(max_examples=150)
-    def check(case: Case) -> None:
-        compare(case)
-
-    check()
-
-
-@given(case=trtllm_cases(capacity_scheduler_policy="MAX_UTILIZATION", two_step_lookahead=True))
-def test_and_with_a_look_ahead(case: Case) -> None:
-    compare(case)
-
-
-def compare(case: Case) -> None:
-    build, workload = case
+@pytest.mark.parametrize(
+    ("policy", "two_steps"),
+    [("GUARANTEED_NO_EVICT", False), ("MAX_UTILIZATION", False), ("MAX_UTILIZATION", True), ("STATIC_BATCH", False)],
+)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_every_step_is_the_model_s(policy: str, two_steps: bool, data: st.DataObject) -> None:
+    given = {"capacity_scheduler_policy": policy, "two_step_lookahead": two_steps}
+    build, workload = data.draw(trtllm_cases(**given))
     drive = Drive(build(), workload, 1)
     scheduler = drive.scheduler
     assert isinstance(scheduler, TrtllmScheduler)
@@ -179,7 +172,4 @@ def compare(case: Case) -> None:
         if any(chunk.outputs == 0 for chunk in plan.work.chunks):
             event("a part of a prompt")
 
-    drive.overridden["schedule"] = schedule
-    drive.on_step = look
-    drive.run()
-    check_ends(drive)
+    ran(drive, look, schedule=schedule)

@@ -5,14 +5,14 @@ preempted or cancelled on the way; no block is handed out under a move; nothing 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.cases import DEPTHS, MOST_TOKENS, asks, ran
 from support.contents import Mover
 from support.helpers import Ask, Drive, Overridden
 
@@ -45,88 +45,56 @@ def options(depth: int, **given: Any) -> VllmOptions:
     return VllmOptions(**usual | given)
 
 
-@st.composite
-def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
-    size, kind = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["simple_cpu", "offloading"]))
-    per_chunk = draw(st.sampled_from([1, 2, 3])) if kind == "offloading" else 1
-    places = draw(st.integers(1, 4 * MOST_TOKENS // size)) * per_chunk
-    made = options(
+def tight(pick: Callable[[Sequence[Any]], Any], depth: int, least: int = 1) -> VllmOptions:
+    """Any options, with a cache that holds the longest request or little more, and at least so many host places."""
+    size, kind = pick([1, 2, 4]), pick(["simple_cpu", "offloading"])
+    per_chunk = pick([1, 2, 3]) if kind == "offloading" else 1
+    return options(
         depth,
-        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+        policy=pick(["fcfs", "fcfs", "priority"]),
         block_size=size,
-        num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 2 * MOST_TOKENS // size)),
-        max_num_seqs=draw(st.integers(1, 8)),
-        max_num_batched_tokens=draw(st.sampled_from([1, 3, 8, 16, 30])),
-        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
-        scheduler_reserve_full_isl=draw(st.booleans()),
-        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
-        prefill_schedule_interval=draw(st.sampled_from([1, 1, 3])),
+        num_blocks=1 + pick(range(MOST_TOKENS // size, 2 * MOST_TOKENS // size + 1)),
+        max_num_seqs=pick(range(1, 9)),
+        max_num_batched_tokens=pick([1, 3, 8, 16, 30]),
+        long_prefill_token_threshold=pick([0, 0, 3]),
+        scheduler_reserve_full_isl=pick([True, False]),
+        watermark=pick([0.0, 0.0, 0.2]),
+        prefill_schedule_interval=pick([1, 1, 3]),
         kv_connector=kind,
-        host_blocks=places + (kind == "simple_cpu"),
-        lazy_offload=kind == "simple_cpu" and draw(st.booleans()),
+        host_blocks=pick(range(least, 4 * MOST_TOKENS // size + least)) * per_chunk + (kind == "simple_cpu"),
+        lazy_offload=kind == "simple_cpu" and pick([True, False]),
         blocks_per_chunk=per_chunk,
-        eviction_policy=draw(st.sampled_from(["lru", "arc"])),
-        offload_prompt_only=draw(st.booleans()),
+        eviction_policy=pick(["lru", "arc"]),
+        offload_prompt_only=pick([True, False]),
     )
-    return made, draw(asks(size))
 
 
 def run(made: VllmOptions, workload: list[Ask], depth: int, latency: Callable[[], int]) -> None:
     scheduler = VllmScheduler(made)
-    drive = OffloadDrive(scheduler, workload, depth, latency)
-    drive.run()
-    check_ends(drive)
+    drive = ran(OffloadDrive(scheduler, workload, depth, latency))
     assert scheduler.transfers is not None
     assert not scheduler.transfers.busy
     assert not drive.tiers.underway.jobs
 
 
 @DEPTHS
-def test_long_runs_on_tight_caches(depth: int) -> None:
-    """The same where nearly every request loads something, and many are cancelled while they do."""
-
-    @given(seed=st.integers(0, 2**32))
-    def check(seed: int) -> None:
-        made, workload, dice = busy(depth, seed)
-        run(made, workload, depth, lambda: dice.randint(0, 6))
-
-    check()
+@given(seed=st.integers(0, 2**32))
+def test_long_runs_on_tight_caches(depth: int, seed: int) -> None:
+    """The same as below where nearly every request loads something, since three texts come back after the device has
+    lost them, and many are cancelled while they do.
+    """
+    dice = random.Random(seed)
+    made = tight(dice.choice, depth, least=8)
+    run(made, [_turn(dice, index) for index in range(30)], depth, lambda: dice.randint(0, 6))
 
 
 @DEPTHS
-def test_blocks_hold_what_is_expected_and_nothing_is_left(depth: int) -> None:
+@given(data=st.data())
+def test_blocks_hold_what_is_expected_and_nothing_is_left(depth: int, data: st.DataObject) -> None:
     """Loads that take a while, stores that take longer, cancellations in either: every row reads what was computed for
     it, every request gets its tokens, all blocks and places come back."""
-
-    @given(case=cases(depth), data=st.data())
-    def check(case: tuple[VllmOptions, list[Ask]], data: st.DataObject) -> None:
-        run(*case, depth, lambda: data.draw(st.integers(0, 6)))
-
-    check()
-
-
-def busy(depth: int, seed: int) -> tuple[VllmOptions, list[Ask], random.Random]:
-    """A long run on a tight cache: three texts come back after the device has lost them; some requests are cancelled
-    soon after they have come."""
-    dice = random.Random(seed)
-    size, kind = dice.choice([1, 2, 4]), dice.choice(["simple_cpu", "offloading"])
-    per_chunk = dice.choice([1, 2]) if kind == "offloading" else 1
-    made = options(
-        depth,
-        policy=dice.choice(["fcfs", "priority"]),
-        block_size=size,
-        num_blocks=1 + dice.randint(MOST_TOKENS // size, 2 * MOST_TOKENS // size),
-        max_num_seqs=dice.randint(2, 8),
-        max_num_batched_tokens=dice.choice([4, 8, 16, 30]),
-        scheduler_reserve_full_isl=dice.random() < 0.5,
-        kv_connector=kind,
-        host_blocks=dice.randint(8, 4 * MOST_TOKENS // size + 8) * per_chunk,
-        lazy_offload=kind == "simple_cpu" and dice.random() < 0.4,
-        blocks_per_chunk=per_chunk,
-        eviction_policy=dice.choice(["lru", "arc"]),
-        offload_prompt_only=dice.random() < 0.3,
-    )
-    return made, [_turn(dice, index) for index in range(30)], dice
+    made = tight(lambda choices: data.draw(st.sampled_from(choices)), depth)
+    run(made, data.draw(asks(made.block_size)), depth, lambda: data.draw(st.integers(0, 6)))
 
 
 def _turn(dice: random.Random, index: int) -> Ask:
@@ -165,58 +133,38 @@ def test_what_the_device_has_lost_comes_back(depth: int, kind: dict[str, Any]) -
     """A prompt, others that need all blocks, the prompt again: it is loaded, not computed a second time."""
     workload = [told(0, 12, 2, 0), *[told(i, 20, 2, 20 * i, first=i) for i in (1, 2)], told(3, 12, 2, 80)]
     scheduler = VllmScheduler(options(depth, host_blocks=60, **kind))
-    drive = OffloadDrive(scheduler, workload, depth)
-    drive.run()
-    check_ends(drive)
+    drive = ran(OffloadDrive(scheduler, workload, depth))
     again = drive.requests[workload[3].spec]
     assert again.cached is not None
     assert again.cached >= 8
     assert drive.tiers.contents.moved[DEVICE] >= 4
 
 
-def careless(scheduler: VllmScheduler) -> Any:
-    """The simple connector on a pool that does not hold what is being stored."""
-    transfers = scheduler.transfers
-    assert transfers is not None
-    inner, decoding = transfers.connector, scheduler.decoding
-
-    def order(step: int, ahead: Any) -> None:
-        before = len(decoding.transfers)
-        inner.order(step, ahead)
-        for move in decoding.transfers[before:]:
-            scheduler.pool.let_go(list(move.sources))
-
-    return Overridden(inner, order=order)
-
-
-def hasty(scheduler: VllmScheduler) -> Any:
-    """The native connector without its flushes."""
-    transfers = scheduler.transfers
-    assert transfers is not None
-    inner, decoding = transfers.connector, scheduler.decoding
-
-    def order(step: int, ahead: Any) -> None:
-        inner.order(step, ahead)
-        decoding.awaited.clear()
-
-    return Overridden(inner, order=order)
-
-
-@pytest.mark.parametrize(("kind", "fault"), [("simple_cpu", careless), ("offloading", hasty)])
+@pytest.mark.parametrize("kind", ["simple_cpu", "offloading"])
 @DEPTHS
-def test_a_block_handed_out_under_a_store_is_caught(depth: int, kind: str, fault: Callable[..., Any]) -> None:
+def test_a_block_handed_out_under_a_store_is_caught(depth: int, kind: str) -> None:
     """Slow stores, and a second request that needs the blocks of the first: with the connector's rule it waits or the
-    store is flushed; without, `Underway` sees the block handed out."""
+    store is flushed; `Underway` sees the block handed out on a pool that does not hold what the simple connector
+    stores, or without the native one's flushes."""
     workload = [told(0, 12, 1, 0), *[told(i, 22, 1, 6, first=i) for i in (1, 2)]]
     build = partial(VllmScheduler, options(depth, kv_connector=kind, host_blocks=60))
-    drive = OffloadDrive(build(), workload, depth, lambda: 12)
-    drive.run()
-    check_ends(drive)
+    drive = ran(OffloadDrive(build(), workload, depth, lambda: 12))
     assert drive.tiers.contents.moved[HOST] >= 6
 
     scheduler = build()
     assert scheduler.transfers is not None
-    scheduler.transfers.connector = fault(scheduler)
+    inner, decoding = scheduler.transfers.connector, scheduler.decoding
+
+    def order(step: int, ahead: Any) -> None:
+        before = len(decoding.transfers)
+        inner.order(step, ahead)
+        if kind == "offloading":
+            decoding.awaited.clear()
+            return
+        for move in decoding.transfers[before:]:
+            scheduler.pool.let_go(list(move.sources))
+
+    scheduler.transfers.connector = Overridden(inner, order=order)  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="handed out under a transfer"):
         OffloadDrive(scheduler, workload, depth, lambda: 12).run()
 
@@ -226,13 +174,8 @@ def test_a_lazy_connector_comes_to_rest(depth: int) -> None:
     """With fewer places than the device caches it has always something to store; left alone, it stops after a while."""
     workload = [told(i, 20, 2, 10 * i, first=i) for i in range(3)]
     given = {"kv_connector": "simple_cpu", "lazy_offload": True, "host_blocks": 9, "max_num_batched_tokens": 4}
-    drive = OffloadDrive(VllmScheduler(options(depth, **given)), workload, depth, lambda: 2)
-    drive.run()
-    check_ends(drive)
+    drive = ran(OffloadDrive(VllmScheduler(options(depth, **given)), workload, depth, lambda: 2))
     assert drive.tiers.contents.moved[HOST] > 24
-
-
-# -- the host's cache -------------------------------------------------------------------------------------------------
 
 
 def test_lru_evicts_the_tail_of_the_oldest_request_first() -> None:

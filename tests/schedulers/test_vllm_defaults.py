@@ -84,7 +84,6 @@ def test_captured_sizes() -> None:
     assert len(vllm_sizes(512)) == 51
     assert vllm_sizes(14) == [1, 2, 4, 8]
     assert vllm_sizes(512)[-17:] == list(range(256, 513, 16))
-    assert vllm_sizes(3) == [1, 2]
 
 
 def test_memory_of_the_host_becomes_blocks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.cases import DEPTHS, MOST_TOKENS, asks, ran
 from support.contents import Contents, Mover, said
 from support.helpers import Ask, Drive
 
@@ -129,25 +129,20 @@ def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
 
 
 @DEPTHS
-def test_rows_read_what_came_and_fetches_what_was_computed(depth: int) -> None:
+@given(data=st.data())
+def test_rows_read_what_came_and_fetches_what_was_computed(depth: int, data: st.DataObject) -> None:
     """Slow and broken transfers, cancellations at any moment, tiny caches: every row reads the tokens of its request,
     every request gets its tokens, who is to be fetched is, once, and all blocks come back.
     """
-
-    @given(case=cases(depth), data=st.data())
-    def check(case: tuple[VllmOptions, list[Ask]], data: st.DataObject) -> None:
-        made, workload = case
-        scheduler = VllmScheduler(made)
-        drive = HandOffDrive(scheduler, workload, depth, data)
-        drive.run()
-        check_ends(drive)
-        assert scheduler.transfers is not None and not scheduler.transfers.busy
-        assert not drive.wire.underway.jobs
-        assert all(count == 1 for count in drive.wire.loads.values()), "a request asks once"
-        ended = [spec for spec, _ in drive.finished if spec.fetched_later]
-        assert sorted(drive.wire.fetched, key=lambda s: s.index) == sorted(ended, key=lambda s: s.index)
-
-    check()
+    made, workload = data.draw(cases(depth))
+    scheduler = VllmScheduler(made)
+    drive = HandOffDrive(scheduler, workload, depth, data)
+    ran(drive)
+    assert scheduler.transfers is not None and not scheduler.transfers.busy
+    assert not drive.wire.underway.jobs
+    assert all(count == 1 for count in drive.wire.loads.values()), "a request asks once"
+    ended = [spec for spec, _ in drive.finished if spec.fetched_later]
+    assert sorted(drive.wire.fetched, key=lambda s: s.index) == sorted(ended, key=lambda s: s.index)
 
 
 def ask(index: int, prompt: int, outputs: int, arrives: int, cancelled: int | None = None, **wishes: bool) -> Ask:
@@ -168,83 +163,63 @@ def drawn(depth: int, role: str, workload: list[Ask], data: st.DataObject, *, sl
 
 
 @DEPTHS
-def test_a_prompt_that_came_is_computed_but_for_its_last_token(depth: int) -> None:
+@given(data=st.data(), prompt=st.integers(1, 20))
+def test_a_prompt_that_came_is_computed_but_for_its_last_token(depth: int, data: st.DataObject, prompt: int) -> None:
     """The first row of a request whose prompt was computed elsewhere is one token, and gives the first output."""
-
-    @given(data=st.data(), prompt=st.integers(1, 20))
-    def check(data: st.DataObject, prompt: int) -> None:
-        drive = drawn(depth, "kv_consumer", [ask(0, prompt, 3, 0, computed_elsewhere=True)], data)
-        rows: list[Row] = []
-        drive.on_step = lambda plan, made: rows.extend(made)
-        drive.run()
-        check_ends(drive)
-        assert [(row.start, row.tokens) for row in rows] == [(prompt - 1 + i, 1) for i in range(3)]
-        assert rows[0].chunk is not None and rows[0].chunk.outputs == 1
-
-    check()
+    drive = drawn(depth, "kv_consumer", [ask(0, prompt, 3, 0, computed_elsewhere=True)], data)
+    rows: list[Row] = []
+    ran(drive, lambda plan, made: rows.extend(made))
+    assert [(row.start, row.tokens) for row in rows] == [(prompt - 1 + i, 1) for i in range(3)]
+    assert rows[0].chunk is not None and rows[0].chunk.outputs == 1
 
 
 @DEPTHS
-def test_a_broken_load_is_computed_from_the_first_broken_block_on(depth: int) -> None:
+@given(data=st.data(), first=st.integers(0, 4), others=st.sets(st.integers(0, 4)))
+def test_a_broken_load_is_computed_from_the_first_broken_block_on(
+    depth: int, data: st.DataObject, first: int, others: set[int]
+) -> None:
     """Blocks before it are kept, also if later ones came whole; with none left the request starts over."""
-
-    @given(data=st.data(), first=st.integers(0, 4), others=st.sets(st.integers(0, 4)))
-    def check(data: st.DataObject, first: int, others: set[int]) -> None:
-        drive = drawn(depth, "kv_consumer", [ask(0, 18, 2, 0, computed_elsewhere=True)], data, slowest=0)
-        wire, rows = drive.wire, []
-        drive.on_step = lambda plan, made: (
-            rows.extend(made),
-            wire.broken.update(
-                {m.job: tuple(m.targets[i] for i in {first, *others} if i >= first) for m in plan.transfers}
-            ),
-        )
-        drive.run()
-        check_ends(drive)
-        assert rows[0].start == 4 * first
-        assert wire.loads == {rows[0].spec: 1}
-
-    check()
+    drive = drawn(depth, "kv_consumer", [ask(0, 18, 2, 0, computed_elsewhere=True)], data, slowest=0)
+    wire, rows = drive.wire, []
+    drive.on_step = lambda plan, made: (
+        rows.extend(made),
+        wire.broken.update(
+            {m.job: tuple(m.targets[i] for i in {first, *others} if i >= first) for m in plan.transfers}
+        ),
+    )
+    ran(drive)
+    assert rows[0].start == 4 * first
+    assert wire.loads == {rows[0].spec: 1}
 
 
 @DEPTHS
-def test_blocks_are_kept_until_they_are_fetched(depth: int) -> None:
+@given(data=st.data())
+def test_blocks_are_kept_until_they_are_fetched(depth: int, data: st.DataObject) -> None:
     """A request that nobody can serve before the blocks of the first one have been fetched waits for that."""
+    workload = [ask(0, 40, 1, 0, fetched_later=True), ask(1, 30, 1, 1)]
+    drive = drawn(depth, "kv_producer", workload, data, slowest=9)
+    admitted: dict[RequestSpec, int] = {}
 
-    @given(data=st.data())
-    def check(data: st.DataObject) -> None:
-        workload = [ask(0, 40, 1, 0, fetched_later=True), ask(1, 30, 1, 1)]
-        drive = drawn(depth, "kv_producer", workload, data, slowest=9)
-        admitted: dict[RequestSpec, int] = {}
+    def seen(plan: StepPlan, made: list[Row]) -> None:
+        for row in made:
+            if row.spec not in admitted:
+                admitted[row.spec] = plan.step
+                assert row.spec is workload[0].spec or drive.wire.fetched == [workload[0].spec]
 
-        def seen(plan: StepPlan, made: list[Row]) -> None:
-            for row in made:
-                if row.spec not in admitted:
-                    admitted[row.spec] = plan.step
-                    assert row.spec is workload[0].spec or drive.wire.fetched == [workload[0].spec]
-
-        drive.on_step = seen
-        drive.run()
-        check_ends(drive)
-        assert len(admitted) == 2
-
-    check()
+    ran(drive, seen)
+    assert len(admitted) == 2
 
 
 @DEPTHS
 @pytest.mark.parametrize("role", ROLES)
-def test_who_is_given_up_is_not_fetched(depth: int, role: str) -> None:
+@given(data=st.data(), cancelled=st.integers(1, 12))
+def test_who_is_given_up_is_not_fetched(depth: int, role: str, data: st.DataObject, cancelled: int) -> None:
     """Nor does its table outlive it, but for the load that it may have in flight."""
-
-    @given(data=st.data(), cancelled=st.integers(1, 12))
-    def check(data: st.DataObject, cancelled: int) -> None:
-        wishes = {"computed_elsewhere": role != "kv_producer", "fetched_later": role != "kv_consumer"}
-        drive = drawn(depth, role, [ask(0, 12, 20, 0, cancelled, **wishes)], data)
-        drive.run()
-        check_ends(drive)
-        assert not drive.wire.fetched
-        assert drive.scheduler.pool.free == drive.scheduler.pool.num_blocks
-
-    check()
+    wishes = {"computed_elsewhere": role != "kv_producer", "fetched_later": role != "kv_consumer"}
+    drive = drawn(depth, role, [ask(0, 12, 20, 0, cancelled, **wishes)], data)
+    ran(drive)
+    assert not drive.wire.fetched
+    assert drive.scheduler.pool.free == drive.scheduler.pool.num_blocks
 
 
 def test_what_a_producer_has_in_flight_of_a_victim_is_computed_again() -> None:
@@ -252,9 +227,7 @@ def test_what_a_producer_has_in_flight_of_a_victim_is_computed_again() -> None:
     workload = [ask(0, 12, 12, 0), ask(1, 12, 12, 0)]
     for role, wasted in (("kv_producer", True), ("kv_consumer", False)):
         scheduler = VllmScheduler(options(2, role, num_blocks=9))
-        drive = Drive(scheduler, workload, 2)
-        drive.run()
-        check_ends(drive)
+        drive = ran(Drive(scheduler, workload, 2))
         assert sum(request.preemptions for request in drive.requests.values()) > 0
         sampled = [spec for ask in workload for spec in [ask.spec] if drive.requests[spec].epoch]
         assert bool(sampled) is wasted

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import strategies as st
@@ -17,14 +17,7 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.sarathi.scheduler import SarathiServe
-from cbsim.schedulers.sarathi.settings import (
-    FasterTransformerSettings,
-    OrcaSettings,
-    SarathiSettings,
-    ServeOptions,
-    SimpleChunkingSettings,
-    VllmV0Settings,
-)
+from cbsim.schedulers.sarathi.settings import ServeOptions
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import SglangOptions
 from cbsim.schedulers.simple.fcfs import CONTIGUOUS, Fcfs
@@ -42,6 +35,8 @@ from support.helpers import AnyScheduler, Ask, Drive, token_steps
 
 MOST_TOKENS = 24  # longest request
 Case = tuple[Callable[[], AnyScheduler], list[Ask]]
+OnStep = Callable[[StepPlan, list[Row]], Any]
+D = TypeVar("D", bound=Drive)
 
 
 @st.composite
@@ -172,19 +167,11 @@ def sarathi_cases(draw: st.DrawFn) -> Case:
         "chunk_schedule_max_tokens": draw(st.integers(1, 14)),
         "chunk_schedule_stages": draw(st.integers(1, 4)),
     }
-    settings = draw(
-        st.sampled_from(
-            [
-                SarathiSettings(**seats, chunk_size=chunk),
-                SarathiSettings(**seats, **stages),
-                VllmV0Settings(**seats, max_batched_tokens=sizes["max_model_len"]),
-                SimpleChunkingSettings(**seats, chunk_size=chunk),
-                OrcaSettings(**seats),
-                FasterTransformerSettings(**seats),
-            ]
-        )
-    )
-    return partial(OURS[settings.name].make, ServeOptions(settings, **sizes)), draw(asks(size))
+    chunks, whole = {"chunk_size": chunk}, {"max_batched_tokens": sizes["max_model_len"]}
+    given = [("sarathi", chunks), ("sarathi", stages), ("vllm_v0", whole), ("simple_chunking", chunks)]
+    name, own = draw(st.sampled_from([*given, ("orca", {}), ("faster_transformer", {})]))
+    kind = OURS[name]
+    return partial(kind.make, ServeOptions(kind.settings(**seats, **own), **sizes)), draw(asks(size))
 
 
 @st.composite
@@ -267,10 +254,6 @@ def limits(scheduler: AnyScheduler) -> tuple[int, int]:
     return scheduler.options.max_batch_tokens, scheduler.options.max_requests_per_batch
 
 
-def active(scheduler: AnyScheduler) -> list[Request]:
-    return list(scheduler.running)
-
-
 def table_of(scheduler: AnyScheduler, spec: RequestSpec) -> list[int]:
     return scheduler.pool.table(scheduler.requests[spec])
 
@@ -293,21 +276,31 @@ class Watch:
         assert plan.work.tokens <= most_tokens
         assert plan.work.rows <= most_rows
         assert plan.counts.free_blocks == scheduler.pool.free
-        assert plan.counts.running == len(active(scheduler))
+        assert plan.counts.running == len(scheduler.running)
         assert plan.counts.waiting == len(list(scheduler.waiting))
         ran = {row.spec: row for row in rows}
-        for request in active(scheduler):
+        for request in scheduler.running:
             row = ran.get(request.spec)
             was = row.start if row else self.before.get(request.spec, request.entered)
             assert request.computed == was + (row.tokens if row else 0), (request.spec, row)
             assert scheduler.pool.allocated(request) * scheduler.pool.block_size >= request.computed
-        assert ran.keys() <= {r.spec for r in active(scheduler)}
+        assert ran.keys() <= {r.spec for r in scheduler.running}
         assert all(self.drive.executor.tables[spec] == table_of(scheduler, spec) for spec in ran)
         assert plan.counts.table_blocks == sum(scheduler.pool.allocated(scheduler.requests[spec]) for spec in ran)
         contexts = [row.start for row in rows if row.chunk is None]
         assert plan.work.longest_context == max(contexts, default=0)
         assert plan.work.decode_context == sum(contexts)
-        self.before = {r.spec: r.computed for r in active(scheduler)}
+        self.before = {r.spec: r.computed for r in scheduler.running}
+
+
+def ran(drive: D, on_step: OnStep | None = None, **overridden: Callable[..., Any]) -> D:
+    """Run to the end, with these methods of the scheduler replaced, and check the ends."""
+    if on_step is not None:
+        drive.on_step = on_step
+    drive.overridden |= overridden
+    drive.run()
+    check_ends(drive)
+    return drive
 
 
 def check_ends(drive: Drive) -> None:

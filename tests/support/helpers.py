@@ -47,6 +47,12 @@ class Ask(NamedTuple):
         return min(self.stops_at or self.spec.output_tokens, self.spec.output_tokens)
 
 
+def ask(index: int, prompt: int, outputs: int, arrives: int = 0, **more: Any) -> Ask:
+    """A request that is neither cancelled nor stopped; `more` are further fields of its spec."""
+    asked = {"max_tokens": outputs} | more
+    return Ask(RequestSpec(index, f"r{index}", 0, prompt, outputs, **asked), arrives, None, None)
+
+
 def again(asks: Sequence[Ask]) -> list[Ask]:
     """The same requests as other objects."""
     specs: dict[RequestSpec | None, RequestSpec] = {}

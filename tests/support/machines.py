@@ -21,14 +21,7 @@ from cbsim.record.record import STEP_COLUMNS, Record
 from cbsim.record.tables import Steps
 from cbsim.runs.inbox import Inbox
 from cbsim.schedulers.registry import OURS
-from cbsim.schedulers.sarathi.settings import (
-    FasterTransformerSettings,
-    OrcaSettings,
-    SarathiSettings,
-    ServeOptions,
-    SimpleChunkingSettings,
-    VllmV0Settings,
-)
+from cbsim.schedulers.sarathi.settings import ServeOptions
 from cbsim.schedulers.simple.settings import ContiguousOptions, PaddedOptions, TgiOptions
 from cbsim.schedulers.transformers.settings import TransformersOptions
 from cbsim.schedulers.trtllm.settings import TrtllmOptions
@@ -48,30 +41,18 @@ def transformers_options(kind: Any, version: Any = "5.17") -> TransformersOption
         max_requests_per_batch=6,
         max_blocks_per_request=4,
         safety_margin=0.0,
-        allow_block_sharing=True,
     )
 
 
 def vllm_options(*, max_model_len: int = 2 * LONGEST, num_blocks: int = 17) -> VllmOptions:
-    return VllmOptions(
-        version="0.33",
-        policy="fcfs",
-        block_size=4,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=6,
-        max_num_batched_tokens=16,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        adaptive_long_prefill_threshold=False,
-        scheduler_reserve_full_isl=True,
-        watermark=0.0,
-        prefill_schedule_interval=1,
-    )
+    sizes = {"block_size": 4, "num_blocks": num_blocks, "max_model_len": max_model_len}
+    return VllmOptions(**sizes, max_num_seqs=6, max_num_batched_tokens=16)
 
 
-SERVE: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "max_model_len": 2 * LONGEST}
+def serve_options(name: str, **given: Any) -> ServeOptions[Any]:
+    return ServeOptions(OURS[name].settings(**given), block_size=4, num_blocks=24, max_model_len=2 * LONGEST)
+
+
 OPTIONS: dict[str, Any] = {
     "contiguous": ContiguousOptions(
         placement="best_fit",
@@ -81,11 +62,11 @@ OPTIONS: dict[str, Any] = {
         max_num_seqs=6,
         max_num_batched_tokens=16,
     ),
-    "faster_transformer": ServeOptions(FasterTransformerSettings(max_num_seqs=3), **SERVE),
-    "orca": ServeOptions(OrcaSettings(max_num_seqs=3), **SERVE),
-    "sarathi": ServeOptions(SarathiSettings(max_num_seqs=6, chunk_size=10), **SERVE),
-    "simple_chunking": ServeOptions(SimpleChunkingSettings(max_num_seqs=6, chunk_size=16), **SERVE),
-    "vllm_v0": ServeOptions(VllmV0Settings(max_num_seqs=6, max_batched_tokens=2 * LONGEST), **SERVE),
+    "faster_transformer": serve_options("faster_transformer", max_num_seqs=3),
+    "orca": serve_options("orca", max_num_seqs=3),
+    "sarathi": serve_options("sarathi", max_num_seqs=6, chunk_size=10),
+    "simple_chunking": serve_options("simple_chunking", max_num_seqs=6, chunk_size=16),
+    "vllm_v0": serve_options("vllm_v0", max_num_seqs=6, max_batched_tokens=2 * LONGEST),
     "dynamic_padded": PaddedOptions(name="dynamic_padded", filled=True, batch_size=3, block_size=4, num_blocks=16),
     "static": PaddedOptions(name="static", batch_size=3, block_size=4, num_blocks=48),
     "tgi": TgiOptions(

@@ -13,7 +13,7 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -232,24 +232,21 @@ def _arrival(request: Request) -> int:
 # -- the policies ------------------------------------------------------------------------------------------------------
 
 
-class Chunking(Protocol):
-    """A rule for the number of prompt tokens that a step computes."""
-
-    def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int: ...
+ChunkRule = Callable[[SarathiServe, Request, Step], int]  # the prompt tokens of a request that a step computes
 
 
-def read_begun(policy: Chunking, serve: SarathiServe, step: Step) -> None:
+def read_begun(chunk: ChunkRule, serve: SarathiServe, step: Step) -> None:
     """Add chunks of the prompts that are partly computed."""
     for request in serve.unread():
-        tokens = policy.chunk(serve, request, step)
+        tokens = chunk(serve, request, step)
         if tokens:
             serve.read(request, tokens, step)
 
 
-def admit_chunks(policy: Chunking, serve: SarathiServe, step: Step) -> None:
+def admit_chunks(chunk: ChunkRule, serve: SarathiServe, step: Step) -> None:
     """Admit requests from the queue, each with the first chunk of its prompt."""
     while request := serve.head(step):
-        tokens = policy.chunk(serve, request, step)
+        tokens = chunk(serve, request, step)
         if not tokens:
             break
         serve.admit(request, tokens, step)
@@ -268,9 +265,9 @@ class Sarathi:
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
-        read_begun(self, serve, step)
+        read_begun(self.chunk, serve, step)
         if not step.preempts:
-            admit_chunks(self, serve, step)
+            admit_chunks(self.chunk, serve, step)
 
     def chunk(self, serve: SarathiServe, request: Request, step: Step) -> int:
         """Return the prompt tokens that the step has room for, which may depend on how many are computed."""
@@ -337,9 +334,9 @@ class SimpleChunking:
 
     def choose(self, serve: SarathiServe, step: Step) -> None:
         if not self.decodes:
-            read_begun(self, serve, step)  # if none is partly computed, the queue is admitted from
+            read_begun(self.chunk, serve, step)  # if none is partly computed, the queue is admitted from
             if not step.prompts:
-                admit_chunks(self, serve, step)
+                admit_chunks(self.chunk, serve, step)
             if step.prompts or step.taken:
                 self.decodes = True
                 return

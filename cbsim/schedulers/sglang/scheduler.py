@@ -322,7 +322,7 @@ class SglangScheduler(SchedulerBase):
     def _retract(self) -> None:
         """Retract the requests with the fewest outputs, until the others have enough memory."""
         self.decoding.split()
-        line = by_outputs(list(self.batch.values()), ranked=self.options.retraction_policy == "priority")
+        line = by_outputs([*self.batch.values()], ranked=self.options.retraction_policy == "priority")
         retracted: list[Entry] = []
         while (not retracted or not self._fits([entry.request for entry in line])) and len(line) > 1:
             retracted.append(line.pop())

@@ -157,7 +157,10 @@ class BeamScheduler(SchedulerBase):
             left -= self._go_on(search, left, rows, ranked)
         while self.waiting and left and self._has_room(self._search[self.waiting[0]]):
             search = self._search[self.waiting[0]]
-            self._let_in(search)
+            self._scheduled += search.blocks
+            self.searches.append(search)
+            self.waiting = deque([request for request in self.waiting if self._search[request] is not search])
+            self.decoding.admit(search.beams[0])
             left -= self._go_on(search, left, rows, ranked)
         if not rows:
             return None
@@ -167,12 +170,6 @@ class BeamScheduler(SchedulerBase):
     def _has_room(self, search: Search) -> bool:
         slots = self.options.max_num_seqs - len(self.running)
         return len(search.beams) <= slots and search.blocks <= self.pool.num_blocks - self._scheduled
-
-    def _let_in(self, search: Search) -> None:
-        self._scheduled += search.blocks
-        self.searches.append(search)
-        self.waiting = deque([request for request in self.waiting if self._search[request] is not search])
-        self.decoding.admit(search.beams[0])
 
     def _go_on(
         self, search: Search, left: int, rows: dict[Request, Chunk], ranked: list[tuple[RequestSpec, ...]]

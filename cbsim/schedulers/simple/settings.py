@@ -170,18 +170,10 @@ class ContiguousOptions(ContiguousSettings):
 
     @property
     def limits(self) -> Limits:
-        return Limits(
-            slots=self.max_num_seqs,
-            tokens=self.max_num_batched_tokens,
-            longest=self.max_model_len,
-            table=self._longest_table,
-        )
-
-    @property
-    def _longest_table(self) -> int | None:
-        if self.reserve in ("max_tokens", "exact") and self.placement != "buddy":
-            return None  # no longer than the sequence
-        return free_pieces(self.placement, self.num_blocks).granted(-(-self.max_model_len // self.block_size))
+        slots, tokens, longest, table = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, None
+        if self.reserve not in ("max_tokens", "exact") or self.placement == "buddy":  # else no longer than the sequence
+            table = free_pieces(self.placement, self.num_blocks).granted(-(-longest // self.block_size))
+        return Limits(slots=slots, tokens=tokens, longest=longest, table=table)
 
 
 def resolve_contiguous(settings: ContiguousSettings, site: Site) -> ContiguousOptions:

@@ -205,23 +205,6 @@ def _input_bytes(depth: int, max_blocks_per_request: int, groups: int = 1) -> in
     return depth * (7 * INDEX_BYTES + INDEX_BYTES + indices)
 
 
-def transformers_size(
-    available_bytes: int, block_size: int, peaks: tuple[Peak, ...], max_batch_tokens: int | None, num_blocks: int | None
-) -> Size:
-    """Return transformers' solution: one number is found from the other, or both if neither is given."""
-    if max_batch_tokens is None and num_blocks is None:
-        tenth = min(int(int(available_bytes / (p.per_cache_token + 0.1 * p.per_batch_token)) * 0.1) for p in peaks)
-        max_batch_tokens = max(min(MOST_BATCH_TOKENS, tenth), LEAST_BATCH_TOKENS)
-    if num_blocks is None:
-        assert max_batch_tokens is not None
-        left = [(available_bytes - p.per_batch_token * max_batch_tokens) / p.per_cache_token for p in peaks]
-        num_blocks = min(floor(tokens) // block_size for tokens in left)
-    if max_batch_tokens is None:
-        tokens = num_blocks * block_size
-        max_batch_tokens = min(int((available_bytes - p.per_cache_token * tokens) / p.per_batch_token) for p in peaks)
-    return Size(max_batch_tokens, num_blocks)
-
-
 def footprint_bytes(size: Size, block_size: int, peaks: tuple[Peak, ...]) -> int:
     """Return the memory, bytes, that a solution takes at its worse peak."""
     tokens = size.num_blocks * block_size
@@ -238,11 +221,22 @@ def fit_5_17(
         memory = cm * M + cn * N + cmn * M * N + cmm * M^2  bytes
 
     at each of two peaks of a step (output layer, attention), and the smaller solution counts. With flash attention
-    there are no masks and cmn = cmm = 0. Raises ScenarioError.
+    there are no masks and cmn = cmm = 0. One number is found from the other, or both if neither is given. Raises
+    ScenarioError.
     """
-    available = _available_bytes(site)
+    available, num_blocks, block_size = _available_bytes(site), site.num_blocks, site.block_size
     peaks = transformers_peaks(site.model, site.depth, max_blocks_per_request, layers, groups)
-    size = transformers_size(available, site.block_size, peaks, max_batch_tokens, site.num_blocks)
+    if max_batch_tokens is None and num_blocks is None:
+        tenth = min(int(int(available / (p.per_cache_token + 0.1 * p.per_batch_token)) * 0.1) for p in peaks)
+        max_batch_tokens = max(min(MOST_BATCH_TOKENS, tenth), LEAST_BATCH_TOKENS)
+    if num_blocks is None:
+        assert max_batch_tokens is not None
+        left = [(available - p.per_batch_token * max_batch_tokens) / p.per_cache_token for p in peaks]
+        num_blocks = min(floor(tokens) // block_size for tokens in left)
+    if max_batch_tokens is None:
+        tokens = num_blocks * block_size
+        max_batch_tokens = min(int((available - p.per_cache_token * tokens) / p.per_batch_token) for p in peaks)
+    size = Size(max_batch_tokens, num_blocks)
     needed = footprint_bytes(size, site.block_size, peaks)
     if min(size) < 1 or needed > available:
         raise site.misfit(available, needed)

@@ -27,11 +27,7 @@ from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, reso
 Part = tuple[Request, int]  # a request, tokens of its prompt
 
 
-class Fit(NamedTuple):
-    """The requests that have cache, in the order in which rows are given, and the requests that lose it."""
-
-    requests: list[Request]
-    paused: list[Request]
+Fit = tuple[list[Request], list[Request]]  # those that have cache, in the order of their rows; those that lose it
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -60,7 +56,7 @@ class Capacity:
         """Return which of `contexts` fit behind `generating` others: in order, up to the first misfit."""
         fits: list[Request] = []
         if self._static and generating:
-            return Fit(fits, [])
+            return fits, []
         available = self._available()
         for request in contexts:
             needed = self.whole(request) - self.pool.allocated(request)
@@ -68,7 +64,7 @@ class Capacity:
                 break
             available -= needed
             fits.append(request)
-        return Fit(fits, [])
+        return fits, []
 
     def _available(self) -> int:
         """Return the free blocks, less what all generating requests will need."""
@@ -81,7 +77,7 @@ class Capacity:
     def one_by_one(self, generating: list[Request], contexts: dict[Request, None]) -> Fit:
         """Return the requests that fit: generating ones, then the others, each in order of arrival."""
         front = generating[: self.options.max_num_requests]
-        return Fit([*front, *self.behind(len(front), contexts).requests], [])
+        return [*front, *self.behind(len(front), contexts)[0]], []
 
 
 class MaxUtilization(Capacity):
@@ -140,7 +136,7 @@ class MaxUtilization(Capacity):
             free += self.pool.allocated(line[last])
             paused.append(line[last])
             end = last
-        return Fit(fits, paused)
+        return fits, paused
 
 
 class Rows(NamedTuple):
@@ -303,19 +299,19 @@ class TrtllmScheduler(SchedulerBase):
     def _go_on(self) -> tuple[Rows, int]:
         """Plan the members together; of the others, those that have cache behind them."""
         begun = sum([request.status is Status.PREFILL for request in self.decoding.unbatched])
-        fit = self.capacity.behind(len(self.running) - begun, self.contexts)
+        fits, paused = self.capacity.behind(len(self.running) - begun, self.contexts)
         if self._observer is not NULL_OBSERVER:
-            self._observer.fitting([*self.generating, *fit.requests])
-        self._pause(fit.paused)
+            self._observer.fitting([*self.generating, *fits])
+        self._pause(paused)
         decodes = self.decoding.go_on()
-        return self.batch.rows(fit.requests, decodes), decodes
+        return self.batch.rows(fits, decodes), decodes
 
     def _one_by_one(self) -> Rows:
         self.decoding.split()
-        fit = self.capacity.one_by_one(self.generating, self.contexts)
-        self._observer.fitting(fit.requests)
-        self._pause(fit.paused)
-        return self.batch.rows(fit.requests, 0)
+        fits, paused = self.capacity.one_by_one(self.generating, self.contexts)
+        self._observer.fitting(fits)
+        self._pause(paused)
+        return self.batch.rows(fits, 0)
 
     def _pause(self, paused: list[Request]) -> None:
         """Preempt requests, which keep their positions. Tokens in flight are delivered."""

@@ -11,6 +11,8 @@ so the rules are stated once, in `_run`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.kv.group_pool import GroupPool
 from cbsim.kv.host_cache import Arc, HostBlocks, HostCache, Lru
@@ -298,37 +300,28 @@ def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:
     if sees_all(o.groups):
         pool = BlockPool(o.block_size, blocks, free, observer)
         return pool, KeysWhenKnown(pool) if o.enable_prefix_caching else None
-    grouped = GroupPool(
-        o.groups,
-        o.block_size,
-        blocks,
-        free,
-        observer,
-        retention=o.prefix_cache_retention_interval,
-        most_in_flight=o.most_in_flight,
-        longest=o.max_model_len,
-    )
+    bounds: dict[str, Any] = {"retention": o.prefix_cache_retention_interval, "most_in_flight": o.most_in_flight}
+    grouped = GroupPool(o.groups, o.block_size, blocks, free, observer, longest=o.max_model_len, **bounds)
     return grouped, GroupKeys(grouped) if o.enable_prefix_caching else None
 
 
-def connect(options: VllmOptions, decoding: Decoding, holding: Queue, observer: Observer) -> Transfers:
+def connect(o: VllmOptions, decoding: Decoding, holding: Queue, observer: Observer) -> Transfers:
     """Return the rules that a connector adds to a scheduler. `holding` is a second queue, of the same kind."""
-    decoding.pool.host_blocks = options.host_blocks
-    ahead = options.async_scheduling and not (options.hands_on and options.kv_role == "kv_producer")
-    return Transfers(_connector(options, decoding), decoding, holding, observer, ahead=ahead)
-
-
-def _connector(o: VllmOptions, decoding: Decoding) -> Connector:
+    decoding.pool.host_blocks = o.host_blocks
+    ahead = o.async_scheduling and not (o.hands_on and o.kv_role == "kv_producer")
+    connector: Connector
     if o.kv_connector == "hand_off":
-        return HandOff(decoding)
-    if o.kv_connector == "offloading":
+        connector = HandOff(decoding)
+    elif o.kv_connector == "offloading":
         chunks = o.host_blocks // o.blocks_per_chunk
         cache = HostCache(chunks, Arc(chunks) if o.eviction_policy == "arc" else Lru())
-        return NativeOffload(decoding, cache, o.blocks_per_chunk, prompts_only=o.offload_prompt_only)
-    host = HostBlocks(o.host_blocks)
-    if not o.lazy_offload:
-        return EagerOffload(decoding, host)
-    return LazyOffload(decoding, host, 2 * decoding.pool.blocks_for(o.max_num_batched_tokens))
+        connector = NativeOffload(decoding, cache, o.blocks_per_chunk, prompts_only=o.offload_prompt_only)
+    elif o.lazy_offload:
+        most = 2 * decoding.pool.blocks_for(o.max_num_batched_tokens)
+        connector = LazyOffload(decoding, HostBlocks(o.host_blocks), most)
+    else:
+        connector = EagerOffload(decoding, HostBlocks(o.host_blocks))
+    return Transfers(connector, decoding, holding, observer, ahead=ahead)
 
 
 VLLM = SchedulerKind(
