@@ -47,8 +47,6 @@ class Generation:
 class Meter:
     """An observer of requests and steps, called at each event, in the server's time. This one counts nothing."""
 
-    def arrived(self, stream: Stream) -> None: ...
-
     def scheduled(self, stream: Stream) -> None:
         """Handle the planning of a request's first row: `scheduled_s` and `cached_tokens` are known."""
 
@@ -78,19 +76,8 @@ class Stream:
     """
 
     __slots__ = (
-        "_heard",
-        "_unread",
-        "arrived_s",
-        "cached_tokens",
-        "error",
-        "finish",
-        "first_s",
-        "generation",
-        "last_s",
-        "meter",
-        "preemptions",
-        "scheduled_s",
-        "tokens",
+        *("_heard", "_unread", "arrived_s", "cached_tokens", "error", "finish", "first_s", "generation"),
+        *("last_s", "meter", "preemptions", "scheduled_s", "tokens"),
     )
 
     def __init__(self, generation: Generation, meter: Meter = UNMETERED) -> None:
@@ -115,7 +102,6 @@ class Stream:
     def arrive(self, at_s: float) -> None:
         """Record the time at which the server received the request."""
         self.arrived_s = at_s
-        self.meter.arrived(self)
 
     def schedule(self, at_s: float, cached_tokens: int) -> None:
         """Record that the request's first row is planned."""

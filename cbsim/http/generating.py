@@ -76,7 +76,7 @@ class Generating:
             self._admission.release(streams)
 
     async def _submit(self, request: GenerationRequest, client_id: str | None, writer: ResponseWriter) -> Answer:
-        """Submit the request to the server. Raises ApiError if it is not accepted."""
+        """Submit the request to the server. Raises ApiError if it is not accepted, or one stream failed at once."""
         admission = self._admission
         backend = admission.backend
         model_is(request.model, backend)
@@ -85,7 +85,9 @@ class Generating:
         prompts = await self._prompts(request)
         name, records = self._names(client_id or request.request_id, len(prompts))
         streams = admission.submit(generations(request, prompts, records, backend), writer.abort)
-        self._check_begun(streams)
+        if (failed := next((stream for stream in streams if stream.finish == ERROR), None)) is not None:
+            admission.release(streams)
+            raise ApiError(400, failed.error or "the server does not take this request")
         stops, include, least = request.stop_strings, bool(request.include_stop_str_in_output), request.min_tokens or 0
         kind = ("chat.completion.chunk" if request.stream else "chat.completion") if self._chat else "text_completion"
         return Answer(
@@ -96,7 +98,7 @@ class Generating:
                 for index, stream in enumerate(streams)
             ],
             headers=[(b"x-request-id", name.encode())],
-            timed=admission.settings.request_metrics or bool(request.include_metrics),
+            timed=bool(request.include_metrics),
         )
 
     async def _prompts(self, request: GenerationRequest) -> list[list[int]]:
@@ -111,13 +113,6 @@ class Generating:
             encoder.checked(await encoder.plain(prompt) if isinstance(prompt, str) else prompt, "prompt")
             for prompt in prompts
         ]
-
-    def _check_begun(self, streams: Sequence[ClientStream]) -> None:
-        """Raise ApiError 400 if the server failed one stream at once; the rest are cancelled."""
-        failed = next((stream for stream in streams if stream.finish == ERROR), None)
-        if failed is not None:
-            self._admission.release(streams)
-            raise ApiError(400, failed.error or "the server does not take this request")
 
     def _names(self, client_id: str | None, number: int) -> tuple[str, list[str]]:
         """Return the request's id for its client, and those of its prompts in the record. The latter end with a number

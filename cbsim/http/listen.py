@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +130,14 @@ class _Door:
     async def open(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises EndpointError."""
         files_for(self._settings.max_connections)
+        connection = partial(Connection, self._config, self._state, self._settings, self._loop)
         try:
-            self._server = await self._loop.create_server(self._connection, host, port, backlog=BACKLOG)
+            self._server = await self._loop.create_server(connection, host, port, backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
-
-    def _connection(self) -> Connection:
-        return Connection(self._config, self._state, self._settings, self._loop)
 
     def close(self) -> None:
         """Accept no more connections; idle ones are closed, the others once they have their answer."""

@@ -37,7 +37,6 @@ class Settings:
     grace_s: float = 30.0  # limit for answers under way to end, once the session is stopped
     retry_s: int = 1  # seconds that a rejected client should wait (Retry-After)
     inline_characters: int = 16_384  # a longer text is encoded in a thread; threads end in any order
-    request_metrics: bool = False  # whether all answers have their request's times, not only with `include_metrics`
 
 
 VARIABLE = "CBSIM_API_KEY"

@@ -29,6 +29,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -83,7 +84,7 @@ class VirtualServer:
 
         class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
             async def handle_async_request(self, request: Any) -> Any:
-                parts = Parts(app, scope_of(request), bytes(await request.aread()))
+                parts = Parts(app, request, bytes(await request.aread()))
                 await parts.started()
                 return http.Response(parts.status, headers=parts.headers, stream=parts)
 
@@ -93,7 +94,7 @@ class VirtualServer:
         """Return an `openai.AsyncOpenAI` connected to this server."""
         import openai
 
-        http = import_http()
+        http = import_module("httpx2" if find_spec("httpx2") else "httpx")  # the library that openai's client uses
         options = {"base_url": self.base_url, "api_key": "none", "max_retries": 0, "timeout": None, **options}
         return openai.AsyncOpenAI(http_client=http.AsyncClient(transport=self.transport(http), timeout=None), **options)
 
@@ -167,31 +168,29 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
             task.exception()  # mark it as retrieved
 
 
-def import_http() -> Any:
-    """Return the HTTP library that openai's client uses."""
-    try:
-        import httpx2
-    except ModuleNotFoundError:
-        import httpx
-
-        return httpx
-    return httpx2
-
-
 Message = MutableMapping[str, Any]
 Asgi = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
 class Exchange:
-    """A request and its answer, whose parts it yields."""
+    """A request of httpx and its answer, whose parts it yields."""
 
-    def __init__(self, app: Asgi, scope: Message, body: bytes) -> None:
+    def __init__(self, app: Asgi, request: Any, body: bytes) -> None:
         self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._left = asyncio.Event()
         self._started = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.status, self.headers = 500, list[tuple[bytes, bytes]]()
-        scope["extensions"] = {EXTENSION: {"writer": self}}
+        scope = {
+            "type": "http",
+            "method": request.method,
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "path": request.url.path,
+            "raw_path": request.url.raw_path.partition(b"?")[0],
+            "query_string": request.url.query,
+            "root_path": "",
+            "extensions": {EXTENSION: {"writer": self}},
+        }
         self._task = asyncio.ensure_future(self._answer(app, scope))
 
     async def started(self) -> None:
@@ -248,26 +247,6 @@ class Exchange:
             self._parts.put_nowait(bytes(body))
 
 
-def scope_of(request: Any) -> Message:
-    """Return the ASGI scope of an httpx request."""
-    url = request.url
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-        "http_version": "1.1",
-        "method": request.method,
-        "headers": [(name.lower(), value) for name, value in request.headers.raw],
-        "scheme": url.scheme,
-        "path": url.path,
-        "raw_path": url.raw_path.partition(b"?")[0],
-        "query_string": url.query,
-        "root_path": "",
-        "server": (url.host, url.port),
-        "client": ("127.0.0.1", 1),
-        "state": {},
-    }
-
-
 # -- cbsim drive
 
 
@@ -305,11 +284,11 @@ async def _together(backend: SimulatedBackend, client: Client) -> None:
     """Listen on a socket, run the client, and close."""
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     app = App(backend, IN_PROCESS, VllmMeter(backend))
-    door = asyncio.ensure_future(
-        listen(
-            app, port=0, stop=stop, signals=False, ready=lambda host, port: where.set_result(f"http://{host}:{port}/v1")
-        )
-    )
+
+    def ready(host: str, port: int) -> None:
+        where.set_result(f"http://{host}:{port}/v1")
+
+    door = asyncio.ensure_future(listen(app, port=0, stop=stop, signals=False, ready=ready))
     await asyncio.wait({door, where}, return_when=asyncio.FIRST_COMPLETED)
     if not where.done():
         await door
@@ -412,10 +391,8 @@ def _called(name: str, function: Any) -> Client:
         p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
     ]
     if len(needed) > 1:
-        raise ScenarioError(
-            f"client: {name} takes {len(needed)} arguments, expected none or the address", field="client"
-        )
-
+        message = f"client: {name} takes {len(needed)} arguments, expected none or the address"
+        raise ScenarioError(message, field="client")
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if not inspect.iscoroutinefunction(inspect.unwrap(called)):
         message = f"client: {name} is not asynchronous: it cannot run in virtual time; expected an `async def`"
