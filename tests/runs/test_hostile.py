@@ -94,7 +94,7 @@ def test_a_question_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_a_poll_that_no_run_reaches(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_poll_that_no_run_reaches(run: Path) -> None:
     """A request that left in poll 2^31 would be waited for for an hour."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -103,7 +103,7 @@ def test_a_poll_that_no_run_reaches(run: Path, capsys: pytest.CaptureFixture[str
     place, polls = table.column_names.index("cancelled_poll"), table["cancelled_poll"].to_pylist()
     broken = table.set_column(place, "cancelled_poll", pa.array([2**31, *polls[1:]], pa.int64()))
     pq.write_table(broken, run / "requests.parquet")
-    status, printed, err = replayed(run, capsys)
+    status, printed, err = replayed(run)
     assert (status, printed) == (1, "")
     assert (
         f"{run / 'requests.parquet'}: no request arrives or is cancelled for so long before poll 2,147,483,648" in err

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.calls import call
 from support.recordings import WORKLOADS, recorded
 
 import cbsim
-from cbsim.cli.parser import main
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Status
@@ -172,11 +172,9 @@ def test_every_token_counts_once(kind: str, scheduler: str, loop: str, tmp_path:
 # -- the command, and mistakes ----------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_what_the_result_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_the_result_says(tmp_path: Path) -> None:
     path = recorded(tmp_path, "tight", "scheduler.name=contiguous", "loop.mode=sync")
-    capsys.readouterr()
-    assert main(["occupancy", str(path), "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out).values()
+    (said,) = json.loads(call("occupancy", path, "--json").out).values()
     held = result.read(path).occupancy
     assert said["all"] == {
         "kv_used_share": held.shares().kv_used_share,
@@ -185,8 +183,7 @@ def test_the_command_prints_what_the_result_says(tmp_path: Path, capsys: pytest.
         "saved_share": held.saved_share(),
     }
     assert said["requests wait"]["held"] == held.shares(held.waited).held
-    assert main(["occupancy", str(path)]) == 0
-    header, _, *rows = capsys.readouterr().out.splitlines()
+    header, _, *rows = call("occupancy", path).out.splitlines()
     assert header.split() == ["steps", "kv_used_share", *Shares._fields, "fragmentation", "saved_share"]
     assert [row.split(", ")[1].split("  ")[0] for row in rows] == ["all", "requests wait"]
 

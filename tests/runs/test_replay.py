@@ -90,18 +90,18 @@ def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None
     pq.write_table(table.set_column(place, name, pa.array(cells, table[name].type)), file)
 
 
-def test_untouched(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untouched(run: Path) -> None:
     """The copy itself is identical: what the tests below find is what they altered."""
     steps = len(reading.load(run).steps)
-    assert replayed(run, capsys) == (0, f"{run}: {steps} of {steps} plans identical\n", "")
+    assert replayed(run) == (0, f"{run}: {steps} of {steps} plans identical\n", "")
 
 
 @pytest.mark.parametrize("name", replan.COMPARED)
-def test_an_altered_step(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_altered_step(run: Path, name: str) -> None:
     """One number of step 17 altered: 17 plans are identical, and the difference names step, column and both values."""
     before = column(run / "steps.parquet", name)[17]
     alter(run / "steps.parquet", name, 17, lambda value: value + 1)
-    status, out, err = replayed(run, capsys)
+    status, out, err = replayed(run)
     steps = len(reading.load(run).steps)
     assert (status, err) == (1, "")
     assert out.startswith(
@@ -109,7 +109,7 @@ def test_an_altered_step(run: Path, name: str, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_a_step_too_few_or_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_too_few_or_too_many(run: Path) -> None:
     """A complete run without its last step: it is planned, but was not recorded. One with a step more: it is not."""
     table = pq.read_table(run / "steps.parquet")
     last = table.slice(len(table) - 1)
@@ -118,35 +118,33 @@ def test_a_step_too_few_or_too_many(run: Path, capsys: pytest.CaptureFixture[str
         (pa.concat_tables([table, last]), f"only {len(table)} steps are planned"),
     ):
         pq.write_table(altered, run / "steps.parquet")
-        status, out, _ = replayed(run, capsys)
+        status, out, _ = replayed(run)
         assert status == 1 and problem in out
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
-def test_an_altered_request_is_refused(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_altered_request_is_refused(run: Path, name: str) -> None:
     """A request that is not the workload's any more is refused by name, before anything is derived."""
     alter(run / "requests.parquet", name, 3, lambda value: f"{value}x" if name == "id" else value + 1000)
-    status, out, err = replayed(run, capsys)
+    status, out, err = replayed(run)
     assert (status, out) == (1, "")
     assert err.startswith(f"cbsim: {run / 'requests.parquet'}: request 3")
     assert err.endswith(" is not one of the scenario's workload\n")
 
 
-def test_an_altered_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_altered_number_is_refused(run: Path) -> None:
     """Numbers tell requests apart, and ascend: one out of order is no table, a strange one is of another workload."""
     last = len(reading.load(run).requests) - 1
     alter(run / "requests.parquet", "index", last, lambda value: value + 1000)
-    assert replayed(run, capsys)[2].endswith(f"request {last} is not one of the scenario's workload\n")
+    assert replayed(run)[2].endswith(f"request {last} is not one of the scenario's workload\n")
     alter(run / "requests.parquet", "index", 3, lambda value: value + 10)
-    assert "index of request 4 is 4, expected more than 13" in replayed(run, capsys)[2]
+    assert "index of request 4 is 4, expected more than 13" in replayed(run)[2]
 
 
 @pytest.mark.parametrize(
     ("name", "change"), [("queued_poll", lambda poll: poll + 10), ("cancelled_poll", lambda _: 5), ("index", None)]
 )
-def test_an_altered_poll_or_a_request_less(
-    run: Path, name: str, change: Callable[[Any], Any] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_altered_poll_or_a_request_less(run: Path, name: str, change: Callable[[Any], Any] | None) -> None:
     """A request queued ten polls later than it was, cancelled in the fifth, or removed: the plans differ."""
     file = run / "requests.parquet"
     if change is None:
@@ -154,7 +152,7 @@ def test_an_altered_poll_or_a_request_less(
         pq.write_table(table.filter(pc.not_equal(table[name], 2)), file)
     else:
         alter(file, name, 0, change)
-    status, out, _ = replayed(run, capsys)
+    status, out, _ = replayed(run)
     assert status == 1
     assert " plans identical, then " in out
 
@@ -171,15 +169,13 @@ def test_an_altered_poll_or_a_request_less(
         ("seed: 0", "seed: [", "not valid YAML"),
     ],
 )
-def test_an_altered_scenario(
-    run: Path, before: str, after: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_altered_scenario(run: Path, before: str, after: str, words: str) -> None:
     """Another policy, loop or workload than the one that ran: a difference, or a refusal that names it."""
     file = run / "scenario.resolved.yaml"
     text = file.read_text()
     assert text.count(before) == 1, text
     file.write_text(text.replace(before, after))
-    status, out, err = replayed(run, capsys)
+    status, out, err = replayed(run)
     assert status in (1, 2)
     assert words in out + err
 
@@ -200,19 +196,19 @@ def cut_short(run: Path, steps: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "requests.parquet")
 
 
-def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path) -> None:
     """A directory marked as incomplete has fewer steps than the policy would plan: no difference, and that is said."""
     cut_short(run, 20)
     (run / directory.MARKER).write_text("interrupted after 20 steps\n")
-    status, out, err = replayed(run, capsys)
+    status, out, err = replayed(run)
     said = "20 of 20 plans identical; the run is incomplete: interrupted after 20 steps"
     assert (status, out, err) == (0, f"{run}: {said}\n", "")
 
 
-def test_a_broken_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_directory(run: Path) -> None:
     """A file that is broken is named with what is wrong with it, in one line (tests/record has every file)."""
     (run / "env.json").write_bytes(b"\xff\xfe")
-    status, out, err = replayed(run, capsys)
+    status, out, err = replayed(run)
     assert (status, out, err) == (1, "", f"cbsim: {run / 'env.json'}: is not UTF-8 text\n")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cbsim.cli.parser import main
 from cbsim.draw import render
+from support.calls import Said, call
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = """\
@@ -126,9 +127,8 @@ def run(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
-def replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Status, stdout and stderr of the command; never a traceback."""
-    status = main(["replan", str(path)])
-    said = capsys.readouterr()
+def replayed(path: Path) -> Said:
+    """What the command did; never a traceback."""
+    said = call("replan", path)
     assert "Traceback" not in said.err
-    return status, said.out, said.err
+    return said

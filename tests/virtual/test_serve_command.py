@@ -10,16 +10,17 @@ from typing import Any
 
 import openai
 import pytest
+from support.calls import call, refused
 from support.serving import serving
 
-from cbsim.cli.parser import main
 from cbsim.runs import reading
+from cbsim.runs.replan import rederive
 
 FAST = ("--set", "cost={kind: constant, step_s: 0.002}")
 LONG = ("--set", "cost={kind: constant, step_s: 0.5}")
 
 
-def test_a_session_from_its_first_line_to_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_session_from_its_first_line_to_its_run(tmp_path: Path) -> None:
     with serving(tmp_path, *FAST) as session, session.openai() as client:
         model = client.models.list().data[0]
         assert model.id == "tiny_cpu"
@@ -40,8 +41,7 @@ def test_a_session_from_its_first_line_to_its_run(tmp_path: Path, capsys: pytest
     assert loaded.incomplete is None
     assert [row.output_tokens for row in loaded.requests] == [7, 5]
     assert {"faithful", "lag_p99_s", "late_steps"} <= set(loaded.summary["served"])
-    assert main(["replan", str(run)]) == 0
-    assert f"{len(loaded.steps)} of {len(loaded.steps)} plans identical" in capsys.readouterr().out
+    assert rederive(run) == (len(loaded.steps), len(loaded.steps), None)
 
 
 @pytest.mark.parametrize("hurry", [("--grace", "0.1"), ()])
@@ -97,19 +97,14 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         (["tiny_cpu", "--api-key-file", "nowhere"], "nowhere: cannot be read"),
     ],
 )
-def test_what_cannot_be_served(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", *arguments, "--out", str(tmp_path / "runs")]) == 2
-    assert complaint in capsys.readouterr().err
+def test_what_cannot_be_served(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    refused(call("serve", *arguments, "--out", tmp_path / "runs"), 2, complaint)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "arguments", [["--port", "70000"], ["--clock", "scale=0"], ["--clock", "fast"], ["--grace", "-1"]]
 )
-def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["serve", "tiny_cpu", *arguments])
-    assert stop.value.code == 2
-    assert arguments[1] in capsys.readouterr().err
+def test_arguments_that_are_none(arguments: list[str]) -> None:
+    said = call("serve", "tiny_cpu", *arguments)
+    assert said.status == 2 and arguments[1] in said.err

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.calls import call
 from support.scripted import next_tokens
 
-from cbsim.cli.parser import main
 from cbsim.errors import ScenarioError
 from cbsim.http.backend import Generation, Stream
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.machine.simulate import Simulation
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import running
+from cbsim.runs.replan import rederive
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
 from cbsim.runs.served import Contents, Log, result_of
@@ -154,12 +155,11 @@ def test_a_session_whose_kv_moves(transfers: dict[str, Any]) -> None:
     check_same(backend, result)
 
 
-def test_a_saved_session_runs_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_session_runs_and_replays(tmp_path: Path) -> None:
     _, result, _ = session(scenario("vllm", "async"), seed=5)
     folder = result.save(tmp_path / "session")
-    assert main(["replan", str(folder)]) == 0
-    assert f"{len(result.steps)} of {len(result.steps)} plans identical" in capsys.readouterr().out
-    assert main(["run", str(folder / "scenario.resolved.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    assert rederive(folder) == (len(result.steps), len(result.steps), None)
+    assert call("run", folder / "scenario.resolved.yaml", "--out", tmp_path / "runs", "--quiet").status == 0
     (run,) = (tmp_path / "runs").iterdir()
     for table in ("steps.parquet", "requests.parquet"):
         assert (run / table).read_bytes() == (folder / table).read_bytes()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.calls import Said, call, read
 
 import cbsim.virtual
-from cbsim.cli.parser import main
 from cbsim.virtual import clocks as virtual_loop
 from cbsim.virtual.clocks import VirtualLoop, VirtualTimeError, clocks, watched
 
@@ -226,20 +226,21 @@ def test_a_server_is_good_for_one_run() -> None:
 # -- drive
 
 
-def drive(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Said]:
+    """The command with a client of this folder; its runs are in `tmp_path`/runs, or where it is told."""
     monkeypatch.chdir(HERE)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    return main(["drive", SCENARIO, "--loop", "async", "--out", str(out), "--quiet", *arguments])
+    return lambda *client, out="runs": call(
+        "drive", SCENARIO, "--loop", "async", "--out", tmp_path / out, "--quiet", *client
+    )
 
 
-def test_a_driven_client_repeats_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_driven_client_repeats_itself(drive: Callable[..., Said], tmp_path: Path) -> None:
     """Over sockets, with its own clock and its own arguments; what it prints and what is recorded are the same."""
-    printed = []
-    for run in ("one", "two"):
-        assert drive(monkeypatch, tmp_path / run, "my_client:main", "12") == 0
-        printed.append(capsys.readouterr().out.splitlines()[0])
+    said = [drive("my_client:main", "12", out=run) for run in ("one", "two")]
+    assert [each.status for each in said] == [0, 0]
+    printed = [each.out.splitlines()[0] for each in said]
     assert printed[0] == printed[1]
     assert printed[0].count("(9, ") + printed[0].count("(") > 12
     (first,), (second,) = ([*(tmp_path / run).iterdir()] for run in ("one", "two"))
@@ -247,26 +248,21 @@ def test_a_driven_client_repeats_itself(
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_a_client_may_be_told_where(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert drive(monkeypatch, tmp_path, "my_client:told_where") == 0
-    assert "at http://127.0.0.1" in capsys.readouterr().out
+def test_a_client_may_be_told_where(drive: Callable[..., Said]) -> None:
+    said = drive("my_client:told_where")
+    assert said.status == 0 and "at http://127.0.0.1" in said.out
 
 
 def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drive: Callable[..., Said], tmp_path: Path
 ) -> None:
     """The steps that were due while it slept came late: their times are the model's, the client's are not."""
-    assert drive(monkeypatch, tmp_path, "my_client:sleeps") == 0
-    printed = capsys.readouterr()
-    assert float(printed.out.splitlines()[0]) > 0.5
-    assert "warning: time.sleep(0.5) in" in printed.err
-    assert "not faithful: 1 % of its steps came" in printed.err
-    (run,) = tmp_path.iterdir()
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["served"]["faithful"] is False
-    assert summary["served"]["lag_max_s"] > 0.4
+    said = drive("my_client:sleeps")
+    assert said.status == 0 and float(said.out.splitlines()[0]) > 0.5
+    assert "warning: time.sleep(0.5) in" in said.err and "not faithful: 1 % of its steps came" in said.err
+    (run,) = (tmp_path / "runs").iterdir()
+    served = read(run / "summary.json")["served"]
+    assert served["faithful"] is False and served["lag_max_s"] > 0.4
 
 
 @pytest.mark.parametrize(
@@ -274,6 +270,7 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
     [
         ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
         ("my_client:waits", 1, "waits for something that never comes"),
+        ("my_client:in_a_thread", 1, "a thread has been in"),
         ("my_client:plain", 2, "is not asynchronous"),
         ("my_client:nothing", 2, "has no function nothing"),
         ("my_client", 2, "expected MODULE:FUNCTION"),
@@ -281,18 +278,19 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
     ],
 )
 def test_what_cannot_be_driven(
+    drive: Callable[..., Said],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     client: str,
     status: int,
     message: str,
 ) -> None:
     monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
-    assert drive(monkeypatch, tmp_path / "runs", client) == status
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert "Traceback" not in printed
+    said = drive(client)
+    assert said.status == status
+    assert message in said.err
+    assert "Traceback" not in said.err + caplog.text
     if status == 1:
         (run,) = (tmp_path / "runs").iterdir()
         assert (run / "INCOMPLETE").exists()
@@ -310,15 +308,3 @@ def test_years_can_be_slept(loop: VirtualLoop, seconds: float) -> None:
         return loop.time()
 
     assert loop.run_until_complete(sleeps()) == pytest.approx(seconds + 1)
-
-
-def test_a_thread_that_is_refused_leaves_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(virtual_loop, "PATIENCE_S", 0.2)
-    assert drive(monkeypatch, tmp_path, "my_client:in_a_thread") == 1
-    assert "a thread has been in" in capsys.readouterr().err
-    assert "Traceback" not in caplog.text
