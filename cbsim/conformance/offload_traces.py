@@ -5,7 +5,7 @@ and a decode side: the transfers sent and received, with times of the recording'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -104,6 +104,8 @@ class ConnectorLines:
 
     by_step = True
     connector: Any
+    jobs: Callable[[StepPlan], Line]  # the transfers of a plan
+    done: Callable[[int, tuple[int, ...]], Line]  # what a step's result, which reports jobs, says of transfers
 
     def __init__(self, scheduler: VllmScheduler, heard: Heard, recorded: Line, workload: Line) -> None:
         assert scheduler.transfers is not None
@@ -120,14 +122,6 @@ class ConnectorLines:
     def lasts(self, transfer: Transfer) -> int:
         """Return the time that a transfer takes."""
         return int(self._recorded[STEPS[transfer.direction]])
-
-    def jobs(self, plan: StepPlan) -> Line:
-        """Return the transfers of a plan."""
-        raise NotImplementedError
-
-    def done(self, step: int, jobs: tuple[int, ...]) -> Line:
-        """Return what a step's result, which reports `jobs`, says of transfers."""
-        raise NotImplementedError
 
     def tier(self) -> Line:
         """Return the state of the host's tier, if there is one."""

@@ -251,7 +251,7 @@ def _plain(each: Predicted) -> dict[str, Any]:
             metric: one and one._asdict() | {"low": _short(one.low), "high": _short(one.high)}
             for metric, one in each.intervals.items()
         },
-        "peer_errors": point.peer and {metric: _short(each.peer_error(metric) or 0.0) for metric in score.METRICS},
+        "peer_errors": point.peer and {metric: _short(each.peer_error(metric)) for metric in score.METRICS},
         "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
         "outside_calibration": list(each.outside),
     }

@@ -47,9 +47,10 @@ class Predicted(NamedTuple):
         """Return the prediction's error relative to the measurement."""
         return self._relative(self.means, metric)
 
-    def peer_error(self, metric: str) -> float | None:
-        """Return the relative error of the other tool; None if it does not predict this point."""
-        return None if self.point.peer is None else self._relative(Means(*self.point.peer), metric)
+    def peer_error(self, metric: str) -> float:
+        """Return the relative error of the other tool, which has to predict this point."""
+        assert self.point.peer is not None
+        return self._relative(Means(*self.point.peer), metric)
 
     def _relative(self, means: Means, metric: str) -> float:
         value = METRICS[metric]
@@ -65,11 +66,8 @@ class Errors(NamedTuple):
     p90: float
 
 
-def errors(values: Iterable[float | None]) -> Errors | None:
-    """Return the statistics of errors; None if there are none."""
-    array = np.array([value for value in values if value is not None])
-    if not len(array):
-        return None
+def _errors(values: Iterable[float]) -> Errors:
+    array = np.array(list(values))
     sizes = np.abs(array)
     return Errors(len(array), float(np.median(array)), float(sizes.mean()), float(np.percentile(sizes, 90)))
 
@@ -81,15 +79,14 @@ class Group(NamedTuple):
     predicted: Sequence[Predicted]
 
     def errors(self, metric: str) -> Errors:
-        ours = errors(each.error(metric) for each in self.predicted)
-        assert ours is not None, self.name
-        return ours
+        return _errors(each.error(metric) for each in self.predicted)
 
     def beside_peer(self, metric: str) -> tuple[Errors, Errors] | None:
         """Return our errors and the other tool's on the points that it predicts; None if there are no such points."""
         both = [each for each in self.predicted if each.point.peer is not None]
-        ours, theirs = errors(each.error(metric) for each in both), errors(each.peer_error(metric) for each in both)
-        return (ours, theirs) if ours and theirs else None
+        if not both:
+            return None
+        return _errors(each.error(metric) for each in both), _errors(each.peer_error(metric) for each in both)
 
 
 def strata(predicted: Iterable[Predicted]) -> list[Group]:
