@@ -33,14 +33,7 @@ class Machine:
     """A server with `depth` steps in flight on its device. Its requests come from its inbox."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        cost: Cost,
-        graphs: Graphs,
-        device: Device,
-        inbox: Inbox,
-        record: Record,
-        depth: int,
+        self, scheduler: Scheduler, cost: Cost, graphs: Graphs, device: Device, inbox: Inbox, record: Record, depth: int
     ) -> None:
         self.scheduler = scheduler
         self.record = record

@@ -234,12 +234,7 @@ class Scheduled:
     """A summary of listed rows: requests that join or sample a declared last token, tokens, blocks, new blocks."""
 
     def __init__(
-        self,
-        joined: list[RequestSpec],
-        ends: list[RequestSpec],
-        tokens: int,
-        table_blocks: int,
-        new_blocks: int,
+        self, joined: list[RequestSpec], ends: list[RequestSpec], tokens: int, table_blocks: int, new_blocks: int
     ) -> None:
         self.joined: Final = joined
         self.ends: Final = ends

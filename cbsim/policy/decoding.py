@@ -213,13 +213,7 @@ class Decoding:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def plan(
-        self,
-        rows: dict[Request, Chunk],
-        *,
-        running: int,
-        waiting: int,
-        lead: int = 0,
-        fast_decode: bool = False,
+        self, rows: dict[Request, Chunk], *, running: int, waiting: int, lead: int = 0, fast_decode: bool = False
     ) -> StepPlan:
         """Return the plan of a step: the listed rows, and those of the members if they go on.
 

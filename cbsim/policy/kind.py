@@ -189,11 +189,7 @@ def pinned(settings: S, options: Options) -> S:
 def for_probe(settings: S, slots: int, tokens: int) -> S:
     """Return the settings of the same rules for a probe of `slots` slots and `tokens` query tokens a step."""
     defaults = {field.name: field.default for field in fields(settings)}
-    sizes = {
-        ProbeSize.SLOTS: slots,
-        ProbeSize.STEP_TOKENS: max(tokens, slots),
-        ProbeSize.PROMPT_TOKENS: max(tokens, 1),
-    }
+    sizes = {ProbeSize.SLOTS: slots, ProbeSize.STEP_TOKENS: max(tokens, slots), ProbeSize.PROMPT_TOKENS: max(tokens, 1)}
     values: dict[str, Any] = {}
     for name, mark in _marked(settings, InProbe):
         size = mark.value

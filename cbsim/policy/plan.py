@@ -236,10 +236,7 @@ class Outcome:
     """The effects of a result: requests that got tokens one by one or ended, rows computed for nothing."""
 
     def __init__(
-        self,
-        received: tuple[RequestSpec, ...],
-        finished: tuple[tuple[RequestSpec, Finish], ...],
-        wasted_rows: int,
+        self, received: tuple[RequestSpec, ...], finished: tuple[tuple[RequestSpec, Finish], ...], wasted_rows: int
     ) -> None:
         self.received: Final = received
         self.finished: Final = finished

@@ -182,9 +182,7 @@ def test_a_single_chunk_is_itself(start: int, tokens: int) -> None:
     assert attention_work(plan(chunks=((start, tokens),))) == Attention(tokens, start, 0, 0, 0)
 
 
-@given(
-    chunks=st.lists(st.tuples(st.integers(0, 5000), st.integers(2, 2048)), min_size=1, max_size=6),
-)
+@given(chunks=st.lists(st.tuples(st.integers(0, 5000), st.integers(2, 2048)), min_size=1, max_size=6))
 def test_chunks_together_have_as_many_query_key_pairs(chunks: list[tuple[int, int]]) -> None:
     """Each token attends to what lies before it in its own request, and no chunk sees another's."""
     prefill, cached, *_ = attention_work(plan(chunks=tuple(chunks)))

@@ -50,9 +50,7 @@ def costs(draw: st.DrawFn) -> Cost:
 
 @st.composite
 def graph_rules(draw: st.DrawFn) -> Graphs:
-    rule: Any = draw(
-        st.sampled_from([None, unpadded, transformers_buckets(6, 64, 64), vllm_buckets([1, 2, 4, 8])]),
-    )
+    rule: Any = draw(st.sampled_from([None, unpadded, transformers_buckets(6, 64, 64), vllm_buckets([1, 2, 4, 8])]))
     return Graphs(rule, draw(st.sampled_from([0, 100])))
 
 
