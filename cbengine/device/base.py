@@ -176,7 +176,7 @@ class Modelled:
         begun = at = self._clock.now_ns()
         captured = header.decodes == header.rows <= max(self._sizes, default=header.rows)
         if self._sizes and not captured:
-            self._clock.work_until(begun + self._cost.eager_launch_ns(plan))
+            self._clock.work_until(begun + self._cost.launch_ns)
         launched, edges = self._clock.now_ns(), []
         for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
             start = max(at, self._free[lane])

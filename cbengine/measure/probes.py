@@ -20,7 +20,7 @@ from cbengine import build
 from cbengine.batch import Load
 from cbengine.build import Setup
 from cbengine.errors import UsageError
-from cbsim.cost.base import PHASES, size
+from cbsim.cost.base import PHASES, changes
 from cbsim.cost.fitted import work
 from cbsim.errors import ScenarioError
 from cbsim.policy.captures import captured, captured_sizes
@@ -171,15 +171,14 @@ def _lines(
 
 
 def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep:
-    has = size(plan)
     eager = bool(sizes) and captured(plan, sizes) is None
     compute = at["compute_end_ns"] - at["compute_start_ns"]
     return ProbeStep(
         *work(plan, at["padded_tokens"]),
-        requests=has.requests,
-        query_tokens=has.tokens,
-        blocks=has.blocks,
-        changes=has.changes,
+        requests=plan.work.rows,
+        query_tokens=plan.work.tokens,
+        blocks=plan.counts.table_blocks,
+        changes=changes(plan),
         read=at["context_tokens"],
         eager=eager,
         bound=eager and at["compute_end_ns"] - at["launch_end_ns"] < 0.05 * compute,

@@ -28,8 +28,9 @@ class Cost(Protocol):
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         """Return (H2D copy, kernels, D2H copy), ns, when `tokens` query tokens are computed, padding included."""
 
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        """Return the CPU time to launch the step's kernels one by one, without a CUDA graph."""
+    @property
+    def launch_ns(self) -> int:
+        """The CPU time to launch the kernels of a step one by one, without a CUDA graph."""
 
 
 PHASES = WORKED
@@ -46,23 +47,10 @@ class PhaseCost(NamedTuple):
     per_change: float = 0.0
 
 
-class StepSize(NamedTuple):
-    """The counts that a phase's coefficients multiply, in their order."""
-
-    requests: int
-    tokens: int
-    blocks: int
-    chunks: int
-    changes: int
-
-
-def size(plan: StepPlan) -> StepSize:
-    """Return the counts of `plan` that its CPU time depends on."""
-    work, new = plan.work, plan.changes
-    chunks, changes = len(work.chunks), len(new.grown) + len(new.left) + len(new.ended)
-    return StepSize(
-        work.decodes + chunks, work.prefill_tokens + work.decodes, plan.counts.table_blocks, chunks, changes
-    )
+def changes(plan: StepPlan) -> int:
+    """Return the number of decoding requests that get a block, leave or end."""
+    new = plan.changes
+    return len(new.grown) + len(new.left) + len(new.ended)
 
 
 class CpuCost:
@@ -78,17 +66,20 @@ class CpuCost:
     def __call__(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
         if plan is None:
             return self._base
-        if not self._by_rows:
-            return self._evaluate(size(plan))
         work = plan.work
-        rows = work.decodes + len(work.chunks)
+        chunks = len(work.chunks)
+        rows = work.decodes + chunks
+        if not self._by_rows:
+            tokens = work.prefill_tokens + work.decodes
+            return self._evaluate(rows, tokens, plan.counts.table_blocks, chunks, changes(plan))
         known = self._known.get(rows)
         if known is None:
-            known = self._known[rows] = self._evaluate(StepSize(rows, 0, 0, 0, 0))
+            known = self._known[rows] = self._evaluate(rows)
         return known
 
-    def _evaluate(self, size: StepSize) -> tuple[int, int, int, int]:
-        rows, tokens, blocks, chunks, changes = size
+    def _evaluate(
+        self, rows: int, tokens: int = 0, blocks: int = 0, chunks: int = 0, changes: int = 0
+    ) -> tuple[int, int, int, int]:
         schedule, prepare, launch, update = [
             round(
                 c.base

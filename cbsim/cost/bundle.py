@@ -19,6 +19,7 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cbsim.cost.kernels import numbers
 from cbsim.cost.table import Attention, Ladder
 from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
@@ -72,27 +73,22 @@ class Bundle:
         ]
         self._linear += [(1, dense[n]) for n in _known(once, dense, tables / "per_sequence.csv", tuple(head))]
         self._head = [head[name] for name in once if name in head]
-        self._attention = _attention(tables / "attention.csv")
-        self._moe = _moe(tables / "moe.csv") if "moe" in in_layers else None
+        at = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")  # the last one is the mean
+        self._attention = _ladder(tables / "attention.csv", *at)
+        self._moe = _ladder(tables / "moe.csv", "tokens", "activated_experts") if "moe" in in_layers else None
         if (self._moe is None) != (experts is None):
             problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
             raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
-        self._skew = _Skew(tables / "skew.csv", _whole_rows(meta, kv_heads)) if _enabled(meta) else None
+        fit = meta.get("skew_fit")
+        sound = isinstance(fit, dict) and fit.get("enabled")  # as the authors of the tables found
+        self._skew = _Skew(tables / "skew.csv", _whole_rows(meta, kv_heads)) if sound else None
         self._expert_us = _expert_us(self._moe, experts) if self._moe and experts else 0.0
-        self._by_tokens: dict[int, float] = {}
-        self._by_rows: dict[int, float] = {}
 
     def linear_ns(self, tokens: int) -> float:
-        known = self._by_tokens.get(tokens)
-        if known is None:
-            known = self._by_tokens[tokens] = NS_A_US * sum(times * curve(tokens) for times, curve in self._linear)
-        return known
+        return NS_A_US * sum([times * curve(tokens) for times, curve in self._linear])
 
     def head_ns(self, rows: int) -> float:
-        known = self._by_rows.get(rows)
-        if known is None:
-            known = self._by_rows[rows] = NS_A_US * sum(curve(rows) for curve in self._head)
-        return known
+        return NS_A_US * sum([curve(rows) for curve in self._head])
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
         prefill, cached, decodes, context, longest = work
@@ -131,7 +127,7 @@ class _Skew:
 
     def __init__(self, path: Path, whole: float) -> None:
         shots: dict[tuple[float, ...], list[float]] = defaultdict(list)
-        for n, pc, kp, big, mean, at_mean, at_longest, measured in _numbers(path, self.COLUMNS):
+        for n, pc, kp, big, mean, at_mean, at_longest, measured in numbers(path, self.COLUMNS):
             if at_longest > at_mean and big > 0 and n > 0:
                 batch = log2(1 + pc), log2(1 + kp), log2(n), log2(big)
                 shots[(*batch, mean / big)].append((measured - at_mean) / (at_longest - at_mean))
@@ -185,12 +181,6 @@ def _layers(path: Path, part: str, names: Any) -> list[str]:
     return names
 
 
-def _enabled(meta: dict[str, Any]) -> bool:
-    """True if the authors of the tables found the skew correction sound."""
-    fit = meta.get("skew_fit")
-    return bool(isinstance(fit, dict) and fit.get("enabled"))
-
-
 def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
     """Return the decoding rows from which FlashAttention 2 splits no context, by its `num_splits_heuristic`: at a block
     for a row and KV head they fill four fifths of two blocks a multiprocessor. Infinite if the GPU is not known.
@@ -208,15 +198,6 @@ def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewher
     return required
 
 
-def _numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
-    with open_text(path) as file:
-        table = CsvTable(path, file, columns)
-        rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
-    if not rows:
-        raise ScenarioError(f"{path}: holds no rows")
-    return rows
-
-
 def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     """Return a curve of microseconds for each layer, by `axis`."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
@@ -227,15 +208,8 @@ def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     return {layer: Ladder(((x,), y) for x, y in curve.items()) for layer, curve in points.items()}
 
 
-def _attention(path: Path) -> Ladder:
-    """Return attention times by query tokens of chunks, decoding rows, cached tokens of chunks, rows' mean context."""
-    rows = _numbers(path, ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode", "time_us"))
-    return Ladder({tuple(at): time for *at, time in rows}.items())
-
-
-def _moe(path: Path) -> Ladder:
-    rows = _numbers(path, ("tokens", "activated_experts", "time_us"))
-    return Ladder({tuple(at): time for *at, time in rows}.items())
+def _ladder(path: Path, *axes: str) -> Ladder:
+    return Ladder({tuple(at): time for *at, time in numbers(path, (*axes, "time_us"))}.items())
 
 
 def _expert_us(moe: Ladder, experts: Experts) -> float:

@@ -13,6 +13,7 @@ after the embedding.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from cbsim.cost import bundle, engine_tables, kernels
@@ -75,19 +76,18 @@ class EngineCost:
         launch_ns: float,
     ) -> None:
         self.cpu_ns = cpu
-        self._tables, self._terms, self._captured, self._launch_ns = tables, terms, captured, round(launch_ns)
+        self._tables, self._terms, self._captured, self.launch_ns = tables, terms, captured, round(launch_ns)
         self._token_ns = terms.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = terms.step_ns + model.layers * terms.layer_ns + self._reduces * terms.reduce_ns
-        self._by_tokens: dict[int, float] = {}
-        self._by_rows: dict[int, float] = {}
+        self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = attention_work(plan)
         rows = plan.work.rows + plan.work.padding_rows
         if not rows:
             return 0, 0, 0
-        time = self._all_tokens(tokens) + self._all_rows(rows)
+        time = self._of_tokens(tokens) + self._of_rows(rows)
         if work.decodes:
             time += self._terms.decode_attention * self._tables.decode_ns(work.decodes, work.context + 1)
         if work.prefill:
@@ -95,23 +95,13 @@ class EngineCost:
         return 0, round(time), 0
 
     def _all_tokens(self, tokens: int) -> float:
-        known = self._by_tokens.get(tokens)
-        if known is None:
-            tables, graph = self._tables, tokens <= self._captured
-            factor = self._terms.products if graph else self._terms.large_products
-            known = factor * (tables.linear_ns(tokens) + self._terms.experts * tables.experts_ns(tokens))
-            known += self._reduces * tables.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns
-            self._by_tokens[tokens] = known
-        return known
+        tables, graph = self._tables, tokens <= self._captured
+        factor = self._terms.products if graph else self._terms.large_products
+        time = factor * (tables.linear_ns(tokens) + self._terms.experts * tables.experts_ns(tokens))
+        return time + (self._reduces * tables.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:
-        known = self._by_rows.get(rows)
-        if known is None:
-            known = self._by_rows[rows] = self._tables.head_ns(rows) + rows * self._terms.row_ns
-        return known
-
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self._launch_ns if plan.work.rows else 0
+        return self._tables.head_ns(rows) + rows * self._terms.row_ns
 
 
 def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
 from cbsim.policy.plan import StepPlan
@@ -92,6 +92,10 @@ class FittedCost:
     d2h: float
     launch: float  # CPU time to launch the kernels of a step one by one
 
+    @property
+    def launch_ns(self) -> int:
+        return round(self.launch)
+
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.work.rows:
             return 0, 0, 0
@@ -103,9 +107,6 @@ class FittedCost:
             kernels += self.per_cached_token * does.cached + self.per_prefill_pair * does.pairs
         return round(self.h2d), round(kernels), round(self.d2h)
 
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return round(self.launch) if plan.work.rows else 0
-
 
 @value(frozen=True)
 class ConstantCost:
@@ -116,6 +117,7 @@ class ConstantCost:
     per_token: float = 0.0
     per_prefill_token: float = 0.0
     per_context: float = 0.0
+    launch_ns: ClassVar[int] = 0
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:
@@ -129,9 +131,6 @@ class ConstantCost:
             chunks = sum([c.start + c.tokens + c.padding for c in work.chunks])
             time += self.per_context * (work.decode_context + rows + work.padding_context + chunks)
         return 0, round(time), 0
-
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return 0
 
 
 def constant(scenario: Scenario, settings: ConstantSettings) -> ConstantCost:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 from pathlib import Path
 from typing import NamedTuple
@@ -58,25 +58,18 @@ class Kernels:
         )
         self._head = products.curve(model.vocab * share, model.hidden)
         heads = Heads(model.heads // tensor_parallel, model.kv_heads // tensor_parallel, model.head_dim)
-        rows = _generation(_file(path, "generation_attention"), heads)
-        self._decode, self._longest = Ladder(rows.items()), _longest(rows)
+        rows = _attention(_file(path, "generation_attention"), heads)
+        self._rows = [(batch, isl + step) for batch, isl, step in rows]
+        self._decode = Ladder(zip(self._rows, rows.values(), strict=True))
         self._prompt = _context(_file(path, "context_attention"), heads)
         self._ns = NS_A_MS * model.layers
-        self._by_tokens: dict[int, float] = {}
-        self._by_rows: dict[int, float] = {}
 
     def linear_ns(self, tokens: int) -> float:
-        known = self._by_tokens.get(tokens)
-        if known is None:
-            known = self._by_tokens[tokens] = self._ns * sum(curve(tokens) for curve in self._layer)
-        return known
+        return self._ns * sum([curve(tokens) for curve in self._layer])
 
     def head_ns(self, rows: int) -> float:
         """Return the ns of the output head's product; no sampler was measured."""
-        known = self._by_rows.get(rows)
-        if known is None:
-            known = self._by_rows[rows] = NS_A_MS * self._head(rows) if rows else 0.0
-        return known
+        return NS_A_MS * self._head(rows) if rows else 0.0
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
         """Return the ns of attention. Rows of unequal length were not measured, so `skew` changes nothing."""
@@ -88,7 +81,7 @@ class Kernels:
 
     def longest(self, decodes: int) -> float:
         """Return the tokens up to which attention of `decodes` rows was measured; 0 above the most rows measured."""
-        return max((length for batch, length in self._longest.items() if batch >= decodes), default=0.0)
+        return max((length for batch, length in self._rows if batch >= decodes), default=0.0)
 
 
 class Products:
@@ -164,14 +157,21 @@ def _check(path: Path, tensor_parallel: int, model: ModelShape) -> None:
         raise ScenarioError(f"cost.tensor_parallel: got {tensor_parallel}, {problem} with the tables {path}")
 
 
+def numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
+    """Return these columns of a CSV file, row by row. Raises ScenarioError, also if there is no row."""
+    with open_text(path) as file:
+        table = CsvTable(path, file, columns)
+        rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
+    if not rows:
+        raise ScenarioError(f"{path}: holds no rows")
+    return rows
+
+
 def read_products(path: Path) -> Products:
     """Return the products of one type in the file at `path`. Raises ScenarioError."""
     points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
-    with open_text(path) as file:
-        table = CsvTable(path, file, ("m", "n", "k", "latency_ms"))
-        for row in table.rows(None):
-            m, n, k, ms = [table.number(i, cell) for i, cell in enumerate(row)]
-            points[n, k][m] = ms
+    for m, n, k, ms in numbers(path, ("m", "n", "k", "latency_ms")):
+        points[n, k][m] = ms
     return Products(path, points)
 
 
@@ -179,28 +179,12 @@ def _attention(path: Path, heads: Heads) -> dict[tuple[float, float, float], flo
     """Return milliseconds by (batch_size, isl, step), for these heads."""
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "latency_ms")
     by_heads: dict[Heads, dict[tuple[float, float, float], float]] = defaultdict(dict)
-    with open_text(path) as file:
-        table = CsvTable(path, file, columns)
-        for row in table.rows(None):
-            batch, isl, step, query, kv, width, ms = [table.number(i, cell) for i, cell in enumerate(row)]
-            by_heads[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
+    for batch, isl, step, query, kv, width, ms in numbers(path, columns):
+        by_heads[Heads(int(query), int(kv), int(width))][batch, isl, step] = ms
     if heads not in by_heads:
-        known = "; ".join(map(str, sorted(by_heads))) or "none"
+        known = "; ".join(map(str, sorted(by_heads)))
         raise ScenarioError(f"{path}: no rows of {heads} a GPU (found: {known})")
     return by_heads[heads]
-
-
-def _generation(path: Path, heads: Heads) -> dict[tuple[float, float], float]:
-    """Return milliseconds by (decoding rows, tokens that each attends to)."""
-    return {(batch, isl + step): ms for (batch, isl, step), ms in _attention(path, heads).items()}
-
-
-def _longest(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
-    """Return the longest measured length, by the number of rows."""
-    longest: dict[float, float] = defaultdict(float)
-    for batch, length in rows:
-        longest[batch] = max(longest[batch], length)
-    return dict(longest)
 
 
 def _context(path: Path, heads: Heads) -> Ladder:

@@ -85,7 +85,7 @@ class RooflineCost:
     ) -> None:
         self.cpu_ns = cpu
         self._overhead_s = overhead_s
-        self._launch_ns = round(launch_s * 1e9)
+        self.launch_ns = round(launch_s * 1e9)
         self._linear_flop, self._head_flop = 2 * weights.linear / rates.linear, 2 * weights.head  # of a token
         linear_bytes = weights.linear * weights.bytes if weights.linear_bytes is None else weights.linear_bytes
         self._linear_s = linear_bytes / rates.bytes_weights  # to read them once
@@ -138,9 +138,6 @@ class RooflineCost:
             time += max(pairs * per_pair, (c.start + tokens) * per_token)
         return time
 
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self._launch_ns if plan.work.rows else 0
-
 
 class WindowedRoofline(RooflineCost):
     """A roofline model of layers that see different parts of the sequence; `attention` is what each layer sees."""
@@ -151,7 +148,7 @@ class WindowedRoofline(RooflineCost):
 
     def _listed_attention(self, plan: StepPlan) -> float:
         assert not plan.work.decodes, "rows that are counted do not say what each of them sees"
-        return sum(share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds)
+        return sum([share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds])
 
     def _of_kind(self, attention: Attention, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of attention if all layers were of this kind."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import sqrt
 from typing import NamedTuple, Protocol
 
@@ -89,7 +90,8 @@ class TableCost:
     ) -> None:
         self.cpu_ns = cpu
         self._tables, self._group, self._added = tables, group, added
-        self._skew, self._launch_ns = skew, round(launch_ns)
+        self._linear_ns, self._head_ns = cache(tables.linear_ns), cache(tables.head_ns)
+        self._skew, self.launch_ns = skew, round(launch_ns)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         return 0, self.lockstep_ns([plan], [tokens]), 0
@@ -111,7 +113,7 @@ class TableCost:
         work = plan.work
         rows = work.rows + work.padding_rows
         attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
-        return self._tables.linear_ns(tokens) + attention + self._tables.head_ns(rows) + rows * self._added.row_ns
+        return self._linear_ns(tokens) + attention + self._head_ns(rows) + rows * self._added.row_ns
 
     def _exchange_ns(self, tokens: Sequence[int]) -> float:
         """Return the ns of two all-reduces a layer (tensor-parallel), a gather and a scatter (expert-parallel)."""
@@ -122,9 +124,6 @@ class TableCost:
         reduced = 2 * link.all_reduce_ns(max(sizes), tensor) if tensor > 1 else 0.0
         gathered = 2 * link.gather_ns(sizes) if len(sizes) > 1 else 0.0
         return layers * (reduced + gathered)
-
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self._launch_ns if plan.work.rows else 0
 
 
 class Attention(NamedTuple):

@@ -12,7 +12,6 @@ on the device takes its time on the compute lane, before the rows of its plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import simpy
 
@@ -24,27 +23,30 @@ from cbsim.record.record import StepTimes, TransferLog
 from cbsim.runs.inbox import NEVER_NS
 
 
-class Device(Protocol):
-    """The device that runs steps. It fills in the `times` of its lanes."""
+class Device:
+    """The device that runs steps. It fills in the `times` of its lanes. Its `mover`, if any, makes KV transfers."""
 
-    @property
-    def mover(self) -> Mover | None:
-        """The part that makes KV transfers, or None."""
+    def __init__(self, mover: Mover | None) -> None:
+        self.mover = mover
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         """Queue the copies and kernels of a step whose CPU phases are over."""
+        raise NotImplementedError
 
     def completion(self, times: StepTimes) -> simpy.Event | None:
         """Return the event after which a launched step's completion time is known; None if it is known already."""
+        del times
+        return None
 
     def rest(self, until: simpy.Event | None) -> None:
         """Note that the server has nothing to launch until this event, or ever again for None."""
 
 
-class OneGpu:
-    """A GPU on its own: the completion time of a step is known at launch. It has `depth` I/O slots; `overlap` runs
-    copies beside kernels; `gap_ns` is the least time between the kernels of two steps. Plans with KV transfers need a
-    `mover`, which is made on the lanes from and to the host.
+class OneGpu(Device):
+    """A GPU on its own: the completion time of a step is known at launch. It has `depth` I/O slots, whose pinned
+    buffers are reused only after the last step's outputs are copied; `overlap` runs copies beside kernels, else all
+    share one in-order stream; `gap_ns` is the least time between the kernels of two steps. Plans with KV transfers need
+    a `mover`, which is made on the lanes from and to the host.
     """
 
     def __init__(
@@ -58,14 +60,15 @@ class OneGpu:
     ) -> None:
         self._cost, self._gap_ns = cost, gap_ns
         self._ready_ns = 0  # earliest start of kernels after those of the last step
-        self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes(overlap=overlap)
-        self.mover = None if mover is None else mover(kv_in, kv_out)
-        self._slots = Slots(depth)
+        lanes = [Lane() for _ in range(5)] if overlap else [Lane()] * 5
+        self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes
+        super().__init__(None if mover is None else mover(kv_in, kv_out))
+        self._slots_ns = [0] * depth  # the time from which the slot of a step may be written, by its number
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         h2d_ns, compute_ns, d2h_ns = self._cost.gpu_ns(plan, shape.tokens)
-        launched = times.launch_end_ns
-        ready = max(times.launch_start_ns if shape.eager else launched, self._slots.free_ns(plan.step))
+        launched, slot = times.launch_end_ns, plan.step % len(self._slots_ns)
+        ready = max(times.launch_start_ns if shape.eager else launched, self._slots_ns[slot])
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
         ready = max(times.h2d_end_ns, self._ready_ns)
         mover = self.mover
@@ -76,72 +79,27 @@ class OneGpu:
             assert not plan.transfers, (plan.step, "moves KV, which this device does not")
             mover = None
         if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
-            compute_ns = max(compute_ns, launched - self._compute.start_ns(ready))
+            compute_ns = max(compute_ns, launched - max(ready, self._compute.free_ns))
         times.compute_start_ns, times.compute_end_ns = self._compute.book(ready, compute_ns)
         self._ready_ns = times.compute_end_ns + self._gap_ns
         if mover is not None:
             mover.after(plan, times.compute_start_ns, times.compute_end_ns)
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
-        self._slots.hold(plan.step, times.d2h_end_ns)
-
-    def completion(self, times: StepTimes) -> simpy.Event | None:
-        del times
-        return None
-
-    def rest(self, until: simpy.Event | None) -> None:
-        del until
+        self._slots_ns[slot] = times.d2h_end_ns
 
 
-class Stream:
-    """A queue of work in order of execution. Lanes that share a stream never overlap."""
+class Lane:
+    """A unit of the machine that does one thing at a time; it is free from `free_ns` on."""
 
     def __init__(self) -> None:
         self.free_ns = 0
 
-
-class Lane:
-    """A unit of the machine that does one thing at a time: `h2d`, `compute`, `d2h`, `kv_in` or `kv_out`."""
-
-    def __init__(self, name: str, stream: Stream) -> None:
-        self.name = name
-        self._stream = stream
-
-    def start_ns(self, ready_ns: int) -> int:
-        """Return the start of work that is submitted now and may start at `ready_ns`."""
-        return max(ready_ns, self._stream.free_ns)
-
     def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
         """Submit work that may start at `ready_ns`; returns its start and end."""
-        assert duration_ns >= 0, (self.name, duration_ns)
-        stream = self._stream
-        start = ready_ns if ready_ns > stream.free_ns else stream.free_ns
-        stream.free_ns = end = start + duration_ns
+        assert duration_ns >= 0, duration_ns
+        start = ready_ns if ready_ns > self.free_ns else self.free_ns
+        self.free_ns = end = start + duration_ns
         return start, end
-
-
-class Slots:
-    """The pinned I/O buffers of steps in flight. A slot is reused only after its last step's outputs are copied."""
-
-    def __init__(self, count: int) -> None:
-        self._until_ns = [0] * count
-
-    def free_ns(self, step: int) -> int:
-        """Return the time from which the slot of `step` may be written."""
-        return self._until_ns[step % len(self._until_ns)]
-
-    def hold(self, step: int, until_ns: int) -> None:
-        """Mark the slot of `step` as in use until `until_ns`."""
-        self._until_ns[step % len(self._until_ns)] = until_ns
-
-
-def lanes(*, overlap: bool) -> tuple[Lane, Lane, Lane, Lane, Lane]:
-    """Return (h2d, compute, d2h, kv_in, kv_out), with a stream each, or one in-order stream for all when copies do not
-    `overlap` compute. The last two transfer KV from and to the host, beside the small copies of every step.
-    """
-    shared = Stream()
-    names = ("h2d", "compute", "d2h", "kv_in", "kv_out")
-    h2d, compute, d2h, kv_in, kv_out = [Lane(name, Stream() if overlap else shared) for name in names]
-    return h2d, compute, d2h, kv_in, kv_out
 
 
 class Mover:
@@ -169,22 +127,15 @@ class Mover:
         for transfer in plan.transfers:
             if transfer.job == IN_ORDER and transfer.direction is not Direction.COPY:
                 rows_ns = self._book(plan.step, transfer, rows_ns)
-        for transfer in plan.transfers:
-            if (
-                transfer.job != IN_ORDER and transfer.direction is Direction.IN
-            ):  # into blocks that the other transfers may just have read
+        for transfer in plan.transfers:  # into blocks that the other transfers may just have read
+            if transfer.job != IN_ORDER and transfer.direction is Direction.IN:
                 self._book(plan.step, transfer, rows_ns)
         return rows_ns
 
     def copying_ns(self, plan: StepPlan) -> int:
         """Return the time of the copies on the device that precede the rows of a plan."""
-        return sum(
-            [
-                self._copies.ns(transfer.direction, len(transfer.sources))
-                for transfer in plan.transfers
-                if transfer.direction is Direction.COPY
-            ]
-        )
+        copies = [transfer for transfer in plan.transfers if transfer.direction is Direction.COPY]
+        return sum([self._copies.ns(copy.direction, len(copy.sources)) for copy in copies])
 
     def after(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
         """Book what follows a plan's copies and rows, which take the compute lane from `start_ns` to `end_ns`."""

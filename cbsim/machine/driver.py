@@ -44,14 +44,9 @@ class Machine:
         self._device = device
         self._mover = device.mover
         self.inbox = inbox
-        self._cpu_ns = 0
+        self.now_ns = 0  # the time of the CPU's clock
         self._times = StepTimes(0)  # of the step being planned
         self._completion = self._times  # of the step whose result is being applied
-
-    @property
-    def now_ns(self) -> int:
-        """The time of the CPU's clock."""
-        return self._cpu_ns
 
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
         """Run the loop as a SimPy process. `on_step` is called with the simulated time after every step."""
@@ -62,14 +57,14 @@ class Machine:
                 effect = loop.send(answer)
             except StopIteration:
                 self._device.rest(None)
-                yield env.timeout(max(0, self._cpu_ns - env.now))
+                yield env.timeout(max(0, self.now_ns - env.now))
                 return
             answer = None
             if isinstance(effect, Poll):
                 if effect.wait:
                     yield from self._wait(env)
-                if env.peek() <= self._cpu_ns:
-                    yield env.timeout(max(0, self._cpu_ns - env.now))
+                if env.peek() <= self.now_ns:
+                    yield env.timeout(max(0, self.now_ns - env.now))
                 answer = self._poll()
             elif isinstance(effect, Launch):
                 answer = self._launch(effect)
@@ -84,7 +79,7 @@ class Machine:
             elif isinstance(effect, Applied):
                 self._applied(effect)
                 if on_step:
-                    on_step(self._cpu_ns)
+                    on_step(self.now_ns)
             else:
                 self._other(effect)
 
@@ -95,14 +90,14 @@ class Machine:
             self._device.rest(inbox.news)
             yield inbox.news
             if inbox:
-                self._cpu_ns = max(self._cpu_ns, int(env.now))
+                self.now_ns = max(self.now_ns, int(env.now))
         if inbox:
-            self._cpu_ns = max(self._cpu_ns, inbox.due_ns)
+            self.now_ns = max(self.now_ns, inbox.due_ns)
 
     def _poll(self) -> Polled:
         """Return arrivals and cancellations until now. A step may be planned next: its times start here."""
         self.record.polls += 1
-        now, inbox = self._cpu_ns, self.inbox
+        now, inbox = self.now_ns, self.inbox
         self._times = StepTimes(now)
         arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
         cancels = inbox.given_up(now) if inbox.quits else ()
@@ -118,11 +113,11 @@ class Machine:
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
         shape = self._graphs.shape(plan)
         times.padded_tokens = shape.tokens
-        times.schedule_end_ns = times.prepare_start_ns = self._cpu_ns + schedule_ns
+        times.schedule_end_ns = times.prepare_start_ns = self.now_ns + schedule_ns
         times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         if shape.eager:
-            launch_ns += cost.eager_launch_ns(plan)
-        self._cpu_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
+            launch_ns += cost.launch_ns
+        self.now_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
         self._device.launch(plan, shape, times)
         if self.on_plan is not None:
             self.on_plan(plan)
@@ -131,13 +126,13 @@ class Machine:
     def _await(self, effect: Await, completed_ns: int) -> Completed:
         """Block the CPU until the step's outputs are on the host. Declared ends below the limit are stop tokens."""
         times: StepTimes = effect.ticket
-        times.await_start_ns = self._cpu_ns
-        times.await_end_ns = self._cpu_ns = completed_ns
+        times.await_start_ns = self.now_ns
+        times.await_end_ns = self.now_ns = completed_ns
         self._completion = times
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
             self.record.polls += 1
-            cancels = self.inbox.given_up(self._cpu_ns) if self.inbox.quits else ()
+            cancels = self.inbox.given_up(self.now_ns) if self.inbox.quits else ()
         moved: tuple[int, ...] = ()
         if self._mover is not None and self._mover.ends:
             moved = self._mover.over(completed_ns, effect.plan.step)
@@ -156,7 +151,7 @@ class Machine:
         then it waits for the first of them to end, or for a request.
         """
         times: StepTimes = effect.ticket
-        completed_ns = max(self._cpu_ns, times.d2h_end_ns)
+        completed_ns = max(self.now_ns, times.d2h_end_ns)
         if self._mover is None or not self._waits(effect):
             return completed_ns
         return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
@@ -179,19 +174,19 @@ class Machine:
 
     def _applied(self, effect: Applied) -> None:
         times = self._completion
-        times.update_start_ns = self._cpu_ns
-        times.update_end_ns = self._cpu_ns = self._cpu_ns + times.update_ns
-        if self._cpu_ns > LONGEST_NS:
-            raise OverflowError(f"the run has come to {self._cpu_ns / 1e9:.3g} s of simulated time")
+        times.update_start_ns = self.now_ns
+        times.update_end_ns = self.now_ns = self.now_ns + times.update_ns
+        if self.now_ns > LONGEST_NS:
+            raise OverflowError(f"the run has come to {self.now_ns / 1e9:.3g} s of simulated time")
         self.record.applied(effect.plan, effect.outcome, times)
         for spec, _ in effect.outcome.finished:
-            self.inbox.ended(spec, self._cpu_ns)
+            self.inbox.ended(spec, self.now_ns)
 
     def _other(self, effect: Idle | Refused) -> None:
         """Handle a poll without a plan, or the rejection of a request that can never be served."""
         if isinstance(effect, Idle):
-            self._cpu_ns += self._cost.cpu_ns(None)[0]
+            self.now_ns += self._cost.cpu_ns(None)[0]
             return
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
-            self.inbox.ended(effect.spec, self._cpu_ns)
+            self.inbox.ended(effect.spec, self.now_ns)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 
-from cbsim.policy.captures import captured, captured_sizes, up_to_multiple, up_to_power
+from cbsim.policy.captures import captured, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.value import value
 
@@ -50,12 +49,10 @@ def unpadded(plan: StepPlan) -> Bucket:
     return tokens, tokens
 
 
-def transformers_buckets(max_requests: int, max_tokens: int, cache_tokens: int) -> Callable[[StepPlan], Bucket]:
-    """Return transformers 5.17's rule: powers of two in fast decode, else queries to 64s and KV reads to 16,384s."""
-    return partial(_transformers, max_requests, max_tokens, cache_tokens)
-
-
-def _transformers(max_requests: int, max_tokens: int, cache_tokens: int, plan: StepPlan) -> Bucket:
+def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, plan: StepPlan) -> Bucket:
+    """Return the graph by transformers 5.17's rule: powers of two in fast decode, else queries to 64s and KV reads to
+    16,384s.
+    """
     work = plan.work
     if work.fast_decode:
         tokens = up_to_power(work.tokens, max_requests)
@@ -65,21 +62,15 @@ def _transformers(max_requests: int, max_tokens: int, cache_tokens: int, plan: S
     return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
 
-def vllm_buckets(sizes: Sequence[int]) -> Callable[[StepPlan], Bucket]:
-    """Return vLLM's rule: the smallest captured size that holds the step's tokens; larger steps run eagerly."""
-    return partial(_vllm, sorted(sizes))
-
-
-def _vllm(sizes: list[int], plan: StepPlan) -> Bucket:
+def vllm_bucket(sizes: Sequence[int], plan: StepPlan) -> Bucket:
+    """Return the graph by vLLM's rule: the smallest captured size, of increasing `sizes`, that holds the step's tokens;
+    larger steps run eagerly.
+    """
     at = bisect_left(sizes, plan.work.computed_tokens)
     return (sizes[at], sizes[at]) if at < len(sizes) else None
 
 
-def engine_buckets(rows: int) -> Callable[[StepPlan], Bucket]:
-    """Return our engine's rule for up to `rows` requests: decoding steps at a captured batch size, others eagerly."""
-    return partial(_engine, captured_sizes(rows))
-
-
-def _engine(sizes: Sequence[int], plan: StepPlan) -> Bucket:
+def engine_bucket(sizes: Sequence[int], plan: StepPlan) -> Bucket:
+    """Return the graph by our engine's rule: decoding steps run at a captured batch size, others eagerly."""
     size = captured(plan, sizes)
     return None if size is None else (size, size)

@@ -11,27 +11,22 @@ old; here they are current).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence, Sized
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import simpy
 
-from cbsim.machine.device import Mover
+from cbsim.cost.table import TableCost
+from cbsim.machine.device import Device
 from cbsim.machine.graphs import Shape
+from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import StepTimes
 from cbsim.runs.inbox import Inbox
 
 WAITING_WEIGHT = 4
-
-
-class WaveCost(Protocol):
-    """A cost model of waves."""
-
-    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
-        """Return the ns of kernels of a step of all ranks, of `tokens` query tokens each, those of `plans` first."""
 
 
 class _Launched(NamedTuple):
@@ -45,7 +40,7 @@ class _Launched(NamedTuple):
 class Lockstep:
     """A group of `ranks` GPUs that step together. Copies to and from the device take no time."""
 
-    def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int) -> None:
+    def __init__(self, env: simpy.Environment, cost: TableCost, ranks: int) -> None:
         self.env = env
         self.ranks = [Rank(self) for _ in range(ranks)]
         self._cost = cost
@@ -77,12 +72,12 @@ def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:
     times.compute_end_ns = times.d2h_start_ns = times.d2h_end_ns = end_ns
 
 
-class Rank:
+class Rank(Device):
     """A GPU of the group, as its server's device."""
 
     def __init__(self, group: Lockstep) -> None:
+        super().__init__(None)
         self._group = group
-        self.mover: Mover | None = None
         self.launched: deque[_Launched] = deque()  # not part of a wave yet
         self._rests = False
         self._until: simpy.Event | None = None
@@ -120,24 +115,14 @@ class Rank:
         return self._rests and not (self._until and self._until.triggered)
 
 
-class Balanced(Protocol):
-    """A server as balancing sees it."""
-
-    @property
-    def waiting(self) -> Sized: ...
-
-    @property
-    def running(self) -> Sized: ...
-
-
 def balance(
-    env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Balanced]
+    env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Scheduler]
 ) -> Generator[Any, Any, None]:
     """Run the SimPy process of a client that sends every request to the rank with the lowest load when it arrives."""
     return feed(env, specs, inboxes, partial(_lowest, inboxes, servers))
 
 
-def _lowest(inboxes: Sequence[Inbox], servers: Sequence[Balanced], spec: RequestSpec, now_ns: int) -> int:
+def _lowest(inboxes: Sequence[Inbox], servers: Sequence[Scheduler], spec: RequestSpec, now_ns: int) -> int:
     del spec, now_ns
     loads = [
         WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)

@@ -12,8 +12,8 @@ import simpy
 
 from cbsim.machine.device import Mover, OneGpu
 from cbsim.machine.driver import Machine
-from cbsim.machine.graphs import Graphs, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.captures import CAPTURED, vllm_sizes
+from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
 from cbsim.policy.loop import Scheduler
 from cbsim.record.columns import NS
 from cbsim.record.record import Record
@@ -55,12 +55,14 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
         sizes = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST)
-        return Graphs(vllm_buckets(sizes), capture_ns)
+        return Graphs(partial(vllm_bucket, sizes), capture_ns)
     if scenario.graph_padding == "cbengine":
-        return Graphs(engine_buckets(limits.slots or limits.rows or CAPTURED[-1]), capture_ns)
+        sizes = captured_sizes(limits.slots or limits.rows or CAPTURED[-1])
+        return Graphs(partial(engine_bucket, sizes), capture_ns)
     if scenario.graph_padding == "transformers":
         rows, tokens = limits.rows or TRANSFORMERS_ROWS, limits.tokens or UNBOUNDED
-        return Graphs(transformers_buckets(min(rows, tokens), tokens, pool.num_blocks * pool.block_size), capture_ns)
+        cache_tokens = pool.num_blocks * pool.block_size
+        return Graphs(partial(transformers_bucket, min(rows, tokens), tokens, cache_tokens), capture_ns)
     return Graphs(unpadded, capture_ns)
 
 

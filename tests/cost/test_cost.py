@@ -89,7 +89,7 @@ def test_fitted_by_hand() -> None:
     1000 + 30 + 20 x 10 + 40 cached x 2 + 505 + 2 rows x 100 + 302 KV tokens = 2317, and 22 query tokens are 12 beyond
     the curve's first, 4 each: 48."""
     assert FITTED.gpu_ns(plan(2, 300, ((40, 20),)), 22) == (2, 2317 + 48, 3)
-    assert FITTED.eager_launch_ns(plan(1)) == 77
+    assert FITTED.launch_ns == 77
 
 
 def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
@@ -276,7 +276,7 @@ def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:
     short, long = (cost.gpu_ns(plan(1, context), 1)[1] for context in (1, 1001))
     assert short == pytest.approx(2 * weights / 3.35e12 * 1e9, rel=1e-3)
     assert long - short == pytest.approx(1000 * 131_072 / 3.35e12 * 1e9, rel=1e-3)
-    assert cost.eager_launch_ns(plan(1)) == 32 * 50_000
+    assert cost.launch_ns == 32 * 50_000
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
@@ -291,7 +291,6 @@ COSTS = pytest.mark.parametrize(
 def test_an_empty_step_takes_the_device_no_time(cost: Cost) -> None:
     """vLLM's step that only reports who has ended: nothing is copied, launched or computed."""
     assert cost.gpu_ns(plan(), 0) == (0, 0, 0)
-    assert cost.eager_launch_ns(plan()) == 0
 
 
 @COSTS

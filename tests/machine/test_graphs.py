@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.helpers import step_plan
 
-from cbsim.machine.graphs import Graphs, Shape, engine_buckets, transformers_buckets, unpadded, vllm_buckets
-from cbsim.policy.captures import up_to_multiple, up_to_power, vllm_sizes
+from cbsim.machine.graphs import Graphs, Shape, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.policy.captures import captured_sizes, up_to_multiple, up_to_power, vllm_sizes
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
 
@@ -56,7 +57,7 @@ def test_computed_tokens_count_all_padding() -> None:
 def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) -> None:
     """vLLM captures 1, 2, 4, then every 8 up to 256 and every 16 up to 512; larger steps run without a graph. Prefill
     and decode count alike."""
-    rule = vllm_buckets(vllm_sizes(512))
+    rule = partial(vllm_bucket, vllm_sizes(512))
     expected = None if bucket is None else (bucket, bucket)
     assert rule(plan(tokens)) == rule(plan(0, ((0, tokens, 0),))) == expected
     assert Graphs(rule, 7).shape(plan(tokens)) == Shape(
@@ -67,7 +68,7 @@ def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) ->
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 1), (3, 4), (33, 64), (65, 100)])
 def test_transformers_decodes_in_powers_of_two(tokens: int, bucket: int) -> None:
     """The decode fast path: powers of two, at most the 100 requests that a batch may hold."""
-    rule = transformers_buckets(100, 4096, 65_536)
+    rule = partial(transformers_bucket, 100, 4096, 65_536)
     assert rule(plan(tokens, fast_decode=True)) == (bucket, ("decode", bucket))
 
 
@@ -86,21 +87,21 @@ def test_transformers_pads_queries_and_reads(
 ) -> None:
     """Other steps: queries to 64s, at most the 4,090 of a batch; KV reads, those of chunks included, to 16,384s, at
     most the 60,000 tokens of the cache. Only queries are computed at the padded size; both are the graph's key."""
-    rule = transformers_buckets(100, 4090, 60_000)
+    rule = partial(transformers_bucket, 100, 4090, 60_000)
     tokens, key = rule(plan(0, chunks, decode_context=context)) or (0, None)
     assert (tokens, key) == (bucket[0], bucket)
 
 
 def test_a_bucket_is_captured_once_and_by_each_machine() -> None:
     """The first use pays, the next does not, another bucket does; another machine starts with none."""
-    first, second = (Graphs(vllm_buckets([2, 4]), 50) for _ in range(2))
+    first, second = (Graphs(partial(vllm_bucket, [2, 4]), 50) for _ in range(2))
     assert [first.shape(plan(n)).capture_ns for n in (1, 2, 3, 4, 1)] == [50, 0, 50, 0, 0]
     assert second.shape(plan(1)).capture_ns == 50
 
 
 def test_decode_and_mixed_graphs_are_not_the_same() -> None:
     """64 tokens on the fast path and 64 tokens of a mixed step are two graphs in transformers, and so are two reads."""
-    graphs = Graphs(transformers_buckets(64, 64, 65_536), 9)
+    graphs = Graphs(partial(transformers_bucket, 64, 64, 65_536), 9)
     steps = [plan(64, fast_decode=True), plan(64), plan(64, decode_context=17_000), plan(64, fast_decode=True)]
     assert [graphs.shape(step).capture_ns for step in steps] == [9, 9, 9, 0]
 
@@ -116,19 +117,20 @@ def test_without_graphs_steps_run_eagerly_at_their_own_size() -> None:
 def test_no_graph_is_smaller_than_its_step(decodes: int, pad: int, ended: int, rule: int) -> None:
     """Padding only adds: a static batch under any rule computes at least its own rectangle."""
     step = plan(decodes, ((0, 6, pad),), padding_rows=ended)
-    buckets = (unpadded, vllm_buckets([1, 8, 16, 32, 64, 128]), transformers_buckets(64, 256, 4096))[rule]
+    vllm, transformers = partial(vllm_bucket, [1, 8, 16, 32, 64, 128]), partial(transformers_bucket, 64, 256, 4096)
+    buckets = (unpadded, vllm, transformers)[rule]
     assert Graphs(buckets, 0).shape(step).tokens >= step.work.computed_tokens >= step.work.tokens
 
 
 @pytest.mark.parametrize(("decodes", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (64, 64), (65, None)])
 def test_the_engine_pads_decoding_steps_to_a_captured_size(decodes: int, bucket: int | None) -> None:
     """Sizes 1, 2, 4, then every 8: with 64 seats up to 64."""
-    assert engine_buckets(64)(plan(decodes)) == (bucket and (bucket, bucket))
+    assert partial(engine_bucket, captured_sizes(64))(plan(decodes)) == (bucket and (bucket, bucket))
 
 
 def test_the_engine_launches_everything_else_kernel_by_kernel() -> None:
     """A chunk of more than one token, or one that yields none; a last chunk of one token is a row like any other."""
-    rule = engine_buckets(64)
+    rule = partial(engine_bucket, captured_sizes(64))
     assert rule(plan(3, ((8, 1, 0),))) == (4, 4)
     assert rule(plan(3, ((8, 2, 0),))) is None
     assert rule(plan(3, ((8, 1, 0),), outputs=0)) is None

@@ -34,9 +34,6 @@ class Interrupted:
         self._count()
         return 2, 30, 2
 
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return 0
-
 
 def check_partial(machine: Machine, depth: int) -> None:
     """The tables agree: no request refers to a step that is not there, and the steps obey the rules."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, v
 from cbsim.cost.base import CpuCost, PhaseCost
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
-from cbsim.machine.graphs import Graphs, unpadded, vllm_buckets
+from cbsim.machine.graphs import Graphs, unpadded, vllm_bucket
 from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -56,8 +57,9 @@ class Waves:
         self.seen.append(list(tokens))
         return self.base + self.token * max(tokens) + self.rank * len(tokens)
 
-    def eager_launch_ns(self, plan: StepPlan) -> int:
-        return self.kernels if plan.work.rows else 0
+    @property
+    def launch_ns(self) -> int:
+        return self.kernels
 
 
 def serve(
@@ -176,7 +178,7 @@ def test_kernels_launched_one_by_one_start_with_the_first() -> None:
 def test_ranks_are_padded_to_each_other_where_all_have_a_graph() -> None:
     """Graphs up to 8 tokens. A prompt of 10 runs without one, and so do the 3 tokens beside it, padded to their own
     graph; then both decode, padded to 1; then rank 0 alone, beside a token of nobody."""
-    cost, graphs = Waves(), Graphs(vllm_buckets([1, 2, 4, 8]), 0)
+    cost, graphs = Waves(), Graphs(partial(vllm_bucket, [1, 2, 4, 8]), 0)
     serve([spec(0, 10, 3), spec(1, 3, 2)], cost, 2, graphs=graphs)
     assert cost.seen == [[10, 4], [1, 1], [1, 1]]
     cost = Waves()
