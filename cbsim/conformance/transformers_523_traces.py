@@ -175,8 +175,8 @@ class SectorsReplay(TransformersReplay):
         host = self.scheduler.host
         if "cpu_sectors" not in self.resolved:
             return {}
-        assert isinstance(host.places, HostSectors)
-        sectors = host.places.sectors
+        sectors = host.places
+        assert isinstance(sectors, HostSectors)
         names = self._names or [KIND]
         tables = {r.spec.id: dict(zip(names, map(list, tables), strict=True)) for r, tables in host.tables.items()}
         free = {name: kind.claimed_free for name, kind in self._by_kind(sectors).items()}

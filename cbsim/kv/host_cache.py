@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from cbsim.kv.blocks import FreeQueue
+from cbsim.kv.blocks import BlockPool, FreeQueue
 
 WRITING = -1  # in the place of a number of readers
 Rank = tuple[int, int]  # of the request, and minus the number of the chunk in it
@@ -304,31 +304,18 @@ def _by_number(entry: tuple[int, int]) -> int:
     return entry[1]
 
 
-class HostBlocks:
+class HostBlocks(BlockPool):
     """A pool of blocks 1 to `num_blocks` - 1; block 0 is never used. A block without references is free, and found by
-    its key until it is handed out again. Several may have the same key.
+    its key until it is handed out again. Several may have the same key. There are no tables.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = FreeQueue(range(1, num_blocks), unhashed_first=True)
-        self._refs: dict[int, int] = {}
-        self._key_of: dict[int, int] = {}
-        self._index: dict[int, dict[int, None]] = {}  # key -> blocks, oldest first
+        super().__init__(1, num_blocks, FreeQueue(range(1, num_blocks), unhashed_first=True))
 
-    @property
-    def free(self) -> int:
-        return self._free.free
-
-    @property
-    def contents(self) -> int:
-        """The number of different contents that can be found."""
-        return len(self._index)
-
-    def find(self, key: int) -> int | None:
+    def oldest(self, key: int) -> int | None:
         """Return the oldest block with this content."""
-        blocks = self._index.get(key)
-        return next(iter(blocks)) if blocks else None
+        entry = self._index.get(key)
+        return next(iter(entry)) if isinstance(entry, dict) else entry
 
     def take(self, count: int) -> list[int]:
         """Return `count` free blocks, each with one reference; their former content is evicted."""
@@ -338,42 +325,27 @@ class HostBlocks:
             self._refs[block] = 1
         return blocks
 
-    def fill(self, block: int, key: int) -> None:
+    def filled(self, block: int, key: int) -> None:
         """Record the content of a block that was taken."""
-        self._key_of[block] = key
-        self._index.setdefault(key, {})[block] = None
+        self._register(block, key)
 
     def pin(self, blocks: list[int]) -> None:
         """Add one reference to each block."""
         for block in blocks:
-            refs = self._refs.get(block, 0)
-            if not refs:
-                self._free.pick(block)
-            self._refs[block] = refs + 1
+            self._acquire(block)
 
     def put_back(self, blocks: list[int]) -> None:
         """Remove one reference from each block. All are filled; the last used is the last to be handed out again."""
         for block in blocks:
-            refs = self._refs.pop(block) - 1
-            if refs:
-                self._refs[block] = refs
-            else:
+            if self._drop(block):
                 self._free.give([block], 1)
-
-    def _forget(self, block: int) -> None:
-        key = self._key_of.pop(block, None)
-        if key is None:
-            return
-        blocks = self._index[key]
-        del blocks[block]
-        if not blocks:
-            del self._index[key]
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or referred to, and keys and index agree."""
-        free = self._free.order()
+        free, used = self._free.order(), {block for block, refs in self._refs.items() if refs}
         assert len(free) == len({*free}) == self.free, ("free list", len(free), self.free)
-        assert not {*free} & self._refs.keys(), ("free and referred to", {*free} & self._refs.keys())
-        assert sorted([*free, *self._refs]) == list(range(1, self.num_blocks)), "host blocks lost"
-        indexed = sorted([(block, key) for key, blocks in self._index.items() for block in blocks])
+        assert not {*free} & used, ("free and referred to", {*free} & used)
+        assert sorted([*free, *used]) == list(range(1, self.num_blocks)), "host blocks lost"
+        listed = [(entry if isinstance(entry, dict) else [entry], key) for key, entry in self._index.items()]
+        indexed = sorted([(block, key) for blocks, key in listed for block in blocks])
         assert indexed == sorted(self._key_of.items()), "index and keys disagree"

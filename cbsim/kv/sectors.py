@@ -26,30 +26,25 @@ class Sectors:
         self.per = per  # blocks in one
         self.trees: dict[int, list[int]] = {}  # sectors that are claimed -> their free blocks, if they have some
         self.cached: dict[int, None] = {}
-        self._claimed_free = 0  # blocks in the trees
+        self.claimed_free = 0  # blocks in the trees, those of claimed sectors
 
     @property
     def ready(self) -> int:
         """The number of blocks that can be handed out without an eviction."""
-        return self._claimed_free + len(self.stack) * self.per
+        return self.claimed_free + len(self.stack) * self.per
 
     @property
     def free(self) -> int:
         return self.ready + len(self.cached)
 
-    @property
-    def claimed_free(self) -> int:
-        """The number of free blocks in claimed sectors."""
-        return self._claimed_free
-
     def short(self, count: int) -> int:
         """Return how many sectors have to be claimed before `count` blocks are there."""
-        return max(0, -(-(count - self._claimed_free) // self.per))
+        return max(0, -(-(count - self.claimed_free) // self.per))
 
     def take(self, count: int) -> list[int]:
         for _ in range(self.short(count)):
             self._claim()
-        self._claimed_free -= count
+        self.claimed_free -= count
         taken: list[int] = []
         used_up: list[int] = []
         for sector, blocks in self.trees.items():
@@ -67,12 +62,12 @@ class Sectors:
     def _claim(self) -> None:
         sector, per = self.stack.pop(), self.per
         self.trees[sector] = list(range((sector + 1) * per - 1, sector * per - 1, -1))
-        self._claimed_free += per
+        self.claimed_free += per
 
     def give(self, blocks: list[int], hashed: int) -> None:
         """Free a table, its first `hashed` blocks cached. A sector that had no free blocks becomes the youngest."""
         self.cached.update(dict.fromkeys(blocks[:hashed]))
-        self._claimed_free += len(blocks) - hashed
+        self.claimed_free += len(blocks) - hashed
         for block in blocks[hashed:]:
             self.trees.setdefault(block // self.per, []).append(block)
 
@@ -92,7 +87,7 @@ class Sectors:
             whole = [sector for sector, blocks in self.trees.items() if len(blocks) == self.per]
             for sector in whole:
                 del self.trees[sector]
-            self._claimed_free -= len(whole) * self.per
+            self.claimed_free -= len(whole) * self.per
             self.stack += whole
 
     def order(self) -> list[int]:
@@ -111,23 +106,23 @@ class Sectors:
             assert all(block // self.per == sector for block in blocks), ("in another's list", sector, blocks)
             assert not self.cached.keys() & set(blocks), ("cached and ready", sector, blocks)
         claimed_free = sum([len(blocks) for blocks in self.trees.values()])
-        assert claimed_free == self._claimed_free, ("blocks of claimed sectors", claimed_free, self._claimed_free)
+        assert claimed_free == self.claimed_free, ("blocks of claimed sectors", claimed_free, self.claimed_free)
 
 
 class KindSectors:
-    """The sectors of several kinds of layers over one stack. A block of kind k is `pages[k]` pages of the memory, and
-    its number times that is the first of them; a sector has `per_sector`. Free pages are counted; none is cached.
+    """The sectors of several kinds of layers over one stack. A block of kind k is `pages_of[k]` pages of the memory,
+    and its number times that is the first of them; a sector has `per_sector`. Free pages are counted; none is cached.
     """
 
     def __init__(self, sectors: Iterable[int], pages: Sequence[int], per_sector: int) -> None:
         self.stack = list(sectors)
-        self.pages = list(pages)
+        self.pages_of = list(pages)
         self.per_sector = per_sector
         self.kinds = [Sectors(self.stack, per_sector // count) for count in pages]
 
     @property
     def free(self) -> int:
-        claimed_free = [kind.claimed_free * self.pages[k] for k, kind in enumerate(self.kinds)]
+        claimed_free = [kind.claimed_free * self.pages_of[k] for k, kind in enumerate(self.kinds)]
         return len(self.stack) * self.per_sector + sum(claimed_free)
 
     def fits(self, counts: list[int]) -> bool:
@@ -140,14 +135,10 @@ class KindSectors:
     def give_to(self, kind: int, blocks: list[int]) -> None:
         self.kinds[kind].give(blocks, 0)
 
-    def take(self, count: int) -> list[int]:
-        raise AssertionError("blocks are of a kind")
-
-    def give(self, blocks: list[int], hashed: int) -> None:
-        raise AssertionError("blocks are of a kind")
-
-    def pick(self, block: int) -> None:
-        raise AssertionError("nothing is cached")
+    def pages(self, kind: int, blocks: list[int]) -> list[int]:
+        """Return the pages of these blocks of a kind, in the same order."""
+        count = self.pages_of[kind]
+        return blocks if count == 1 else [block * count + i for block in blocks for i in range(count)]
 
     def reclaim(self) -> None:
         for kind in self.kinds:
@@ -157,9 +148,8 @@ class KindSectors:
         """Return the free pages: those of claimed sectors, kind by kind; then the others."""
         claimed_free: list[int] = []
         for k, kind in enumerate(self.kinds):
-            count = self.pages[k]
             for blocks in kind.trees.values():
-                claimed_free += [block * count + i for block in blocks for i in range(count)]
+                claimed_free += self.pages(k, blocks)
         per = self.per_sector
         return [*claimed_free, *[sector * per + i for sector in reversed(self.stack) for i in reversed(range(per))]]
 
@@ -183,9 +173,6 @@ class SectorPool(BlockPool):
     @property
     def ready(self) -> int:
         return self.sectors.ready
-
-    def reclaim(self) -> None:
-        self.sectors.reclaim()
 
     def evict_all(self) -> bool:
         """Remove the key of every cached block. Return False if there is none."""
@@ -245,36 +232,21 @@ class SectorPool(BlockPool):
         self.sectors.check()
 
 
-class HostSectors:
+class HostSectors(KindSectors):
     """The sectors of the host's memory; `num_blocks` counts pages. Blocks of a table are in order of their numbers."""
 
     def __init__(self, num_pages: int, pages: Sequence[int], per_sector: int) -> None:
+        super().__init__(range(num_pages // per_sector), pages, per_sector)
         self.num_blocks = num_pages
-        self.sectors = KindSectors(range(num_pages // per_sector), pages, per_sector)
-
-    @property
-    def free(self) -> int:
-        return self.sectors.free
 
     def take(self, counts: list[int]) -> list[list[int]] | None:
         """Take blocks for each table, or return None. Sectors are reclaimed only if there are too few."""
-        sectors = self.sectors
-        if not sectors.fits(counts):
-            sectors.reclaim()
-            if not sectors.fits(counts):
+        if not self.fits(counts):
+            self.reclaim()
+            if not self.fits(counts):
                 return None
-        return [sorted(sectors.take_of(k, count)) for k, count in enumerate(counts)]
+        return [sorted(self.take_of(k, count)) for k, count in enumerate(counts)]
 
     def give(self, tables: list[list[int]]) -> None:
         for k, blocks in enumerate(tables):
-            self.sectors.give_to(k, blocks)
-
-    def pages(self, group: int, blocks: list[int]) -> list[int]:
-        count = self.sectors.pages[group]
-        return blocks if count == 1 else [block * count + i for block in blocks for i in range(count)]
-
-    def order(self) -> list[int]:
-        return self.sectors.order()
-
-    def check(self) -> None:
-        self.sectors.check()
+            self.give_to(k, blocks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cbsim.kv.blocks import FreeList
+from cbsim.kv.blocks import FreeList, FreeQueue
 from cbsim.kv.group_tables import Table, TablePool, Tables
 from cbsim.kv.sectors import KindSectors
 from cbsim.policy.groups import LayerGroup, pages_of
@@ -164,15 +164,16 @@ class KindPool(FilledPool):
         sectors: KindSectors,
         observer: Observer = NULL_OBSERVER,
     ) -> None:
-        super().__init__(groups, block_size, num_pages, sectors, observer)
+        super().__init__(groups, block_size, num_pages, FreeQueue((), unhashed_first=True), observer)
         self.sectors = sectors
+
+    @property
+    def free(self) -> int:
+        return self.sectors.free
 
     @property
     def ready(self) -> int:
         return self.sectors.free
-
-    def reclaim(self) -> None:
-        self.sectors.reclaim()
 
     def evict_all(self) -> bool:
         """Return False: nothing is cached."""

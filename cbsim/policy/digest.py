@@ -32,6 +32,7 @@ The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
 
@@ -127,36 +128,23 @@ def _write_items(out: BytesWriter, plan: StepPlan) -> None:
 
 
 def _write_transfers(out: BytesWriter, plan: StepPlan) -> None:
-    write_i64_le(out, len(plan.transfers))
-    write_i64_le(out, len(plan.awaited))
-    write_i64_le(out, len(plan.ranked))
+    _write(out, [len(plan.transfers), len(plan.awaited), len(plan.ranked)])
     for transfer in plan.transfers:
-        write_i64_le(out, int(transfer.direction))
-        write_i64_le(out, transfer.spec.index if transfer.spec else -1)
-        write_i64_le(out, transfer.job)
-        write_i64_le(out, len(transfer.sources))
-        for block in transfer.sources:
-            write_i64_le(out, block)
-        for block in transfer.targets:
-            write_i64_le(out, block)
-    for job in plan.awaited:
-        write_i64_le(out, job)
+        index = transfer.spec.index if transfer.spec else -1
+        _write(out, [int(transfer.direction), index, transfer.job, len(transfer.sources)])
+        _write(out, [*transfer.sources, *transfer.targets])
+    _write(out, plan.awaited)
     for group in plan.ranked:
-        write_i64_le(out, len(group))
-        for spec in group:
-            write_i64_le(out, spec.index)
+        _write(out, [len(group), *[spec.index for spec in group]])
 
 
 def _write_tables(out: BytesWriter, plan: StepPlan) -> None:
     write_i64_le(out, len(plan.tables))
     for change in plan.tables:
-        write_i64_le(out, change.spec.index)
-        write_i64_le(out, change.group)
-        write_i64_le(out, change.passed)
-        write_i64_le(out, len(change.blocks))
-        for block in change.blocks:
-            write_i64_le(out, block)
-        write_i64_le(out, len(change.replaced))
-        for entry, block in change.replaced:
-            write_i64_le(out, entry)
-            write_i64_le(out, block)
+        _write(out, [change.spec.index, change.group, change.passed, len(change.blocks), *change.blocks])
+        _write(out, [len(change.replaced), *[number for entry in change.replaced for number in entry]])
+
+
+def _write(out: BytesWriter, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        write_i64_le(out, number)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Protocol
 
+from cbsim.kv.sectors import HostSectors
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.plan import Preempted
 from cbsim.policy.queues import Queue
@@ -34,6 +34,7 @@ class Swapping:
         self.turned_away = 0  # how often the host had no room
         self._decoding = decoding
         self._queue = queue
+        self.push, self.push_front, self.head, self.pop = queue.push, queue.push_front, queue.head, queue.pop
 
     # -- out and in ---------------------------------------------------------------------------------------------------
 
@@ -63,18 +64,6 @@ class Swapping:
     def __iter__(self) -> Iterator[Request]:
         return chain(self.out, self._queue)
 
-    def push(self, request: Request) -> None:
-        self._queue.push(request)
-
-    def push_front(self, request: Request) -> None:
-        self._queue.push_front(request)
-
-    def head(self) -> Request:
-        return self._queue.head()
-
-    def pop(self) -> Request:
-        return self._queue.pop()
-
     def remove(self, request: Request) -> None:
         if request in self.out:
             self.host.forget(request)
@@ -90,33 +79,8 @@ class Swapping:
             assert request not in pool.tables, (request.spec.id, "is out and holds blocks")
 
 
-class Places(Protocol):
-    """A free list of the host's blocks."""
-
-    num_blocks: int
-
-    @property
-    def free(self) -> int:
-        """The number of free blocks."""
-
-    def take(self, counts: list[int]) -> list[list[int]] | None:
-        """Take `counts[i]` blocks for table i of a request, or return None if there are not enough."""
-
-    def give(self, tables: list[list[int]]) -> None:
-        """Return these blocks to the free list."""
-
-    def pages(self, group: int, blocks: list[int]) -> list[int]:
-        """Return the names that transfers use for these blocks of a group's table, in the same order."""
-
-    def order(self) -> list[int]:
-        """Return every free block, in the order of its list."""
-
-    def check(self) -> None:
-        """Raise AssertionError unless its own counts agree."""
-
-
 class LowestFirst:
-    """A free list that hands out the lowest number first."""
+    """A free list of the host's blocks that hands out the lowest number first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -128,6 +92,7 @@ class LowestFirst:
         return len(self._returned) + self.num_blocks - self._fresh
 
     def take(self, counts: list[int]) -> list[list[int]] | None:
+        """Take `counts[i]` blocks for table i of a request, or return None if there are not enough."""
         if sum(counts) > self.free:
             return None
         return [[self._next() for _ in range(count)] for count in counts]
@@ -144,6 +109,7 @@ class LowestFirst:
                 heappush(self._returned, block)
 
     def pages(self, group: int, blocks: list[int]) -> list[int]:
+        """Return the names that transfers use for these blocks of a group's table, in the same order."""
         return blocks
 
     def order(self) -> list[int]:
@@ -151,6 +117,9 @@ class LowestFirst:
 
     def check(self) -> None:
         assert len(self._returned) <= self._fresh <= self.num_blocks, (self._returned, self._fresh, self.num_blocks)
+
+
+Places = LowestFirst | HostSectors  # free lists of the host's blocks
 
 
 class Host:

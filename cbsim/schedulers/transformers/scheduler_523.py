@@ -58,10 +58,10 @@ class Transformers523(TransformersScheduler):
 
     def _attempt(self) -> Step:
         pool = self.cache
-        pool.reclaim()
+        pool.sectors.reclaim()
         self._inside = self._keeps_margin()
         if not self._inside and pool.evict_all():
-            pool.reclaim()
+            pool.sectors.reclaim()
             self._inside = self._keeps_margin()
         return super()._attempt()
 
@@ -87,7 +87,7 @@ class Transformers523(TransformersScheduler):
 
     def _fork(self) -> None:
         """Share the whole blocks written, with keys or without. Samples without room wait in their order."""
-        self.cache.reclaim()
+        self.cache.sectors.reclaim()
         for request, samples in self.sampling.take():
             whole = request.computed // self.options.block_size if self.options.allow_block_sharing else 0
             for sample in self._fork_off(request, samples, whole):

@@ -40,7 +40,7 @@ class SimpleOffload:
         size = self._pool.block_size
         hits: list[int] = []
         for i in range(local // size, (request.target - 1) // size):
-            block = self.host.find(self._pool.key(request, i))
+            block = self.host.oldest(self._pool.key(request, i))
             if block is None:
                 break
             hits.append(block)
@@ -86,7 +86,7 @@ class SimpleOffload:
     def _known(self, block: int) -> int | None:
         """Return the key of a block whose content the host lacks; None for every other block."""
         key = self._pool.key_of(block)
-        return key if key is not None and self.host.find(key) is None else None
+        return key if key is not None and self.host.oldest(key) is None else None
 
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:
         self._unpin(request)
@@ -109,7 +109,7 @@ class SimpleOffload:
         for source, target in zip(sources, targets, strict=True):
             key = self._pool.key_of(source)
             assert key is not None, ("a block was handed out while it was stored", source)
-            self.host.fill(target, key)
+            self.host.filled(target, key)
         self.host.put_back(targets)
         self._pool.let_go(sources)
 
