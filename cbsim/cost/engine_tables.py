@@ -89,7 +89,11 @@ class EngineTables:
 
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
         _check(folder, model, share)
-        tensor, (query, kv) = share.tensor, _heads(model, share.tensor)
+        tensor = share.tensor
+        query, kv = (
+            model.heads // tensor,
+            max(1, model.kv_heads // tensor),
+        )  # of a GPU; one if there are fewer than GPUs
         tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
         width = model.heads * model.head_dim / tensor
         pairs = [(width + 2 * kv * model.head_dim, model.hidden), (model.hidden, width)]
@@ -243,11 +247,6 @@ def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple
     return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
 
 
-def _heads(model: ModelShape, tensor: int) -> tuple[int, int]:
-    """Return the query heads and KV heads of a GPU: one KV head if the model has fewer than there are GPUs."""
-    return model.heads // tensor, max(1, model.kv_heads // tensor)
-
-
 def _check(folder: Path, model: ModelShape, share: Share) -> None:
     if model.head_dim != HEAD_DIM:
         raise ScenarioError(f"model.head_dim: got {model.head_dim}, must be {HEAD_DIM}: {folder} holds no other")
@@ -323,7 +322,9 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
         chosen = table.filter(pc.equal(table[name], value))
         if not chosen.num_rows:
             known = ", ".join(str(each) for each in sorted(pc.unique(table[name]).to_pylist()))
-            raise NoRowsError(f"{path}: no rows with {name} = {value} (found: {known}){_conditions(required, name)}")
+            before = [f"{name} = {value}" for name, value in required.items()][: list(required).index(name)]
+            where = f" where {', '.join(before)}" if before else ""
+            raise NoRowsError(f"{path}: no rows with {name} = {value} (found: {known}){where}")
         table = chosen
     points = np.column_stack([_numbers(path, table, name) for name in columns])
     times: dict[tuple[float, ...], float] = {}
@@ -332,24 +333,16 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
     return times
 
 
-def _conditions(required: Mapping[str, object], last: str) -> str:
-    """Return the conditions before `last` as the end of a message."""
-    before = [f"{name} = {value}" for name, value in required.items()]
-    before = before[: list(required).index(last)]
-    return f" where {', '.join(before)}" if before else ""
-
-
 def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
     try:
-        values = table[name].cast(pa.float64()).to_numpy()
+        values: np.ndarray = table[name].cast(pa.float64()).to_numpy()
     except pa.ArrowInvalid as error:
         raise DamagedError(f"{path}: {name}: holds what is no number ({error})") from None
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0) | (values > MOST) | ((name == TIME) & (values == 0)))
     if len(wrong):
         bound = f"{'> 0' if name == TIME else '>= 0'} and <= {MOST:g}"
         raise DamagedError(f"{path}: {name}: holds {values[wrong[0]]:g}, must be {bound}")
-    numbers: np.ndarray = values
-    return numbers
+    return values
 
 
 def _read(path: Path) -> pa.Table:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 
 from cbsim.kv.blocks import BlockPool, FreeQueue
 
+by_number = itemgetter(1)
 WRITING = -1  # in the place of a number of readers
 Rank = tuple[int, int]  # of the request, and minus the number of the chunk in it
 
@@ -210,7 +212,7 @@ class Lru(Eviction):
         return [*victims]
 
     def left(self, visitor: Visitor) -> None:
-        for key, number in sorted(visitor.numbers.items(), key=_by_number, reverse=True):
+        for key, number in sorted(visitor.numbers.items(), key=by_number, reverse=True):
             if key in self._ranks:
                 self._last += 1
                 self._raise(key, (self._last, -number))
@@ -272,7 +274,7 @@ class Arc(Eviction):
         return victims
 
     def left(self, visitor: Visitor) -> None:
-        for key, _ in sorted(visitor.numbers.items(), key=_by_number, reverse=True):
+        for key, _ in sorted(visitor.numbers.items(), key=by_number, reverse=True):
             if key in visitor.reused and (key in self.once or key in self.often):
                 self.once.pop(key, None)
                 self.often.pop(key, None)
@@ -298,10 +300,6 @@ def _to_end(keys: dict[int, None], key: int) -> None:
     if key in keys:
         del keys[key]
         keys[key] = None
-
-
-def _by_number(entry: tuple[int, int]) -> int:
-    return entry[1]
 
 
 class HostBlocks(BlockPool):

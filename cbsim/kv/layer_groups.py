@@ -159,12 +159,11 @@ class GroupHit:
         self.entries = [block for table in tables for block in table]
 
 
-class Kind:
+class Kind(NamedTuple):
     """A kind of groups that are looked up together: a block counts only if all of them have it."""
 
-    def __init__(self, rule: GroupRule, groups: list[int]) -> None:
-        self.rule = rule
-        self.groups = groups
+    rule: GroupRule
+    groups: list[int]
 
 
 class GroupIndex:
@@ -177,7 +176,7 @@ class GroupIndex:
         for number, rule in enumerate(rules):
             kind = kinds.setdefault((rule.attention, rule.block_size), Kind(rule, []))
             kind.groups.append(number)
-        self._kinds = sorted(kinds.values(), key=_sees_all)
+        self._kinds = sorted(kinds.values(), key=lambda kind: not kind.rule.full)
 
     def key(self, spec: RequestSpec, group: int, block: int, block_size: int) -> int:
         """Return the key under which a block of a group is found."""
@@ -263,7 +262,3 @@ class GroupIndex:
                 return []
             blocks.append(entry if isinstance(entry, int) else next(iter(entry)))
         return blocks
-
-
-def _sees_all(kind: Kind) -> bool:
-    return not kind.rule.full

@@ -63,11 +63,6 @@ class PiecePool(BlockPool):
         self.spare: dict[Request, int] = {}
         self.sought = 0
 
-    @property
-    def saved(self) -> int:
-        """The blocks saved by sharing: none, since pieces are not shared."""
-        return 0
-
     def fits(self, blocks: int) -> bool:
         """True if there is a free piece of `blocks` blocks."""
         fits = self.pieces.largest >= blocks

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Final
 
-from cbsim.policy.request import Pace, Request, RequestSpec
+from cbsim.policy.request import Pace, Request
 from cbsim.policy.value import value
 
 Entry = tuple[int, int, Request]  # (admission order, `since` of the stay that is meant, request), sorted in this order
@@ -227,20 +227,3 @@ class DecodeBatch(Pace):
         assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.batch is self for r in self)
-
-
-@value(init=False)
-class Scheduled:
-    """A summary of listed rows: requests that join or sample a declared last token, tokens, blocks, new blocks."""
-
-    def __init__(
-        self, joined: list[RequestSpec], ends: list[RequestSpec], tokens: int, table_blocks: int, new_blocks: int
-    ) -> None:
-        self.joined: Final = joined
-        self.ends: Final = ends
-        self.tokens: Final = tokens
-        self.table_blocks: Final = table_blocks
-        self.new_blocks: Final = new_blocks
-
-
-NOTHING = Scheduled([], [], 0, 0, 0)

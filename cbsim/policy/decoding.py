@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys
-from cbsim.policy.decode_batch import NOTHING, Completion, Completions, DecodeBatch, Scheduled, by_order, in_order
+from cbsim.policy.decode_batch import Completion, Completions, DecodeBatch, by_order, in_order
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import (
     UNCHANGED,
@@ -38,6 +38,9 @@ from cbsim.policy.value import replace
 
 NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
 AS_SCHEDULED: dict[RequestSpec, int] = {}
+Scheduled = tuple[list[RequestSpec], list[RequestSpec], int, int, int]
+"""The listed rows of a step: requests that join or sample a declared last token, tokens, blocks, new blocks."""
+NOTHING: Scheduled = [], [], 0, 0, 0
 
 
 class Decoding:
@@ -224,35 +227,30 @@ class Decoding:
         resting = self._resting
         ending = [] if resting else members.ending()
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
+        joined, ends, tokens, table_blocks, new_blocks = listed
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
-        transfers, awaited = self._take_transfers()
+        transfers, awaited = NO_TRANSFERS
+        if self.transfers or self.awaited:
+            transfers, awaited = tuple(self.transfers), tuple(self.awaited)
+            self.transfers, self.awaited = [], []
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, listed.tokens, fast_decode=fast_decode)
-        table_blocks = listed.table_blocks if resting else members.held_blocks + listed.table_blocks
-        new_blocks = len(self._grown) + (pool.fresh if tables else listed.new_blocks) + arriving(transfers)
+        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, tokens, fast_decode=fast_decode)
+        table_blocks += 0 if resting else members.held_blocks
+        new_blocks = len(self._grown) + (pool.fresh if tables else new_blocks) + arriving(transfers)
         counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
-        plan = StepPlan(members.planned, work, self._changes(listed), counts, transfers, awaited, tables=tables)
+        plan = StepPlan(members.planned, work, self._changes(joined, ends), counts, transfers, awaited, tables=tables)
         members.commit(resting=resting)
         self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
             self._grown, self.grown_blocks = [], []
             self._left, self.ended, self.preempted, self._replaced = [], [], [], []
-            if listed.joined or ending:
-                self._move(listed.joined, ending)
+            if joined or ending:
+                self._move(joined, ending)
         return plan
 
-    def _take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Return and clear the transfers, and the jobs to wait for, since the plan before."""
-        if not (self.transfers or self.awaited):
-            return NO_TRANSFERS
-        taken = tuple(self.transfers), tuple(self.awaited)
-        self.transfers, self.awaited = [], []
-        return taken
-
-    def _changes(self, listed: Scheduled) -> StepChanges:
+    def _changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
         grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
-        joined, ends = listed.joined, listed.ends
         if not (grown or joined or left or ends or ended or preempted or replaced):
             return UNDISTURBED
         return StepChanges(
@@ -290,7 +288,7 @@ class Decoding:
                 first += position < lead
                 noted.append(Completion(request, request.epoch, outputs, end, keys.fills(request, row) if hears else 0))
         self._noted[self.batched.planned] = noted[:first], self._members_noted(ending), noted[first:]
-        return Scheduled(joined, ends, tokens, table_blocks, new_blocks)
+        return joined, ends, tokens, table_blocks, new_blocks
 
     def _members_noted(self, ending: list[Request]) -> list[Completion]:
         if not (ending or self._filling):

@@ -92,60 +92,43 @@ class Model(Protocol):
 class Site(Protocol):
     """The model, GPU and cache of a scenario, from which a scheduler's sizes follow. Its methods raise ScenarioError if
     the model does not fit.
+
+    `depth` steps are in flight. `block_size` is tokens; a block has `block_bytes` of KV on one of `gpus` GPUs, which
+    share every layer. The model has `layers` layers and is made for `max_position` tokens at most; `attention` is that
+    of the layers one by one, and again from the first if there are more. `gpu` is the GPU's name; a process sees
+    `memory_bytes` on the empty device, of which the cache may fill `memory_fraction`, as the scheduler's rule counts
+    it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit.
     """
 
     @property
-    def depth(self) -> int:
-        """The steps in flight."""
-
+    def depth(self) -> int: ...
     @property
-    def block_size(self) -> int:
-        """The tokens in a block."""
-
+    def block_size(self) -> int: ...
     @property
-    def gpus(self) -> int:
-        """The number of GPUs that share every layer."""
-
+    def gpus(self) -> int: ...
     @property
-    def block_bytes(self) -> int:
-        """The KV of a block on one GPU, bytes."""
-
+    def block_bytes(self) -> int: ...
     @property
-    def max_position(self) -> int:
-        """The longest sequence that the model is made for, tokens."""
-
+    def max_position(self) -> int: ...
     @property
-    def layers(self) -> int:
-        """The number of layers of the model."""
-
+    def layers(self) -> int: ...
     @property
-    def attention(self) -> Sequence[Attention]:
-        """The attention of the layers, one by one, and again from the first if there are more."""
-
+    def attention(self) -> Sequence[Attention]: ...
     @property
-    def gpu(self) -> str:
-        """The GPU's name."""
-
+    def gpu(self) -> str: ...
     @property
-    def memory_bytes(self) -> int:
-        """The GPU's memory, bytes, as a process sees it on the empty device."""
+    def memory_bytes(self) -> int: ...
+    @property
+    def memory_fraction(self) -> float: ...
+    @property
+    def num_blocks(self) -> int | None: ...
+    @property
+    def model(self) -> Model: ...
 
     def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
         """Return the blocks of the cache, of `layers` layers each or of all: those that the scenario gives, or as many
         as fit beside the weights and a step of `tokens` query tokens and `requests` sampling rows, by vLLM's rule.
         """
-
-    @property
-    def model(self) -> Model:
-        """The model's shape."""
-
-    @property
-    def memory_fraction(self) -> float:
-        """The share of the memory that the cache may fill, as the scheduler's rule counts it."""
-
-    @property
-    def num_blocks(self) -> int | None:
-        """The blocks of all layers that the scenario gives, or None for as many as fit."""
 
     def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
         """Return the error for a cache that does not fit in `left_bytes`: one of the blocks given, or any."""

@@ -104,35 +104,26 @@ class Limits(NamedTuple):
 class Scheduler(Protocol):
     """A policy: all that the loop and its drivers use of it. `depth` steps may be in flight.
 
-    Drivers read `requests`, `pool` and `limits`, and write none of them.
+    Drivers read `requests`, those that have not ended, the KV cache `pool` and `limits`, and write none of them.
+    `waiting` requests have not been admitted, or have to wait again; `running` ones are admitted and have not ended.
+    It is `idle` when there is nothing to plan, not even a last report.
     """
 
     polls_before_update: bool  # whether cancellations are taken between a result's arrival and its application
     awaits_when_idle: bool  # whether a step in flight is awaited when no request is left
 
     @property
-    def pool(self) -> BlockPool:
-        """The KV cache."""
-
+    def pool(self) -> BlockPool: ...
     @property
-    def limits(self) -> Limits:
-        """The largest steps and requests."""
-
+    def limits(self) -> Limits: ...
     @property
-    def requests(self) -> Mapping[RequestSpec, Request]:
-        """The requests that have not ended."""
-
+    def requests(self) -> Mapping[RequestSpec, Request]: ...
     @property
-    def waiting(self) -> Sized:
-        """The requests that have not been admitted, or have to wait again."""
-
+    def waiting(self) -> Sized: ...
     @property
-    def running(self) -> Sized:
-        """The requests that are admitted and have not ended."""
-
+    def running(self) -> Sized: ...
     @property
-    def idle(self) -> bool:
-        """Whether there is nothing to plan, not even a last report."""
+    def idle(self) -> bool: ...
 
     def refusal(self, spec: RequestSpec) -> str | None:
         """Return why this request can never be served, or None."""

@@ -261,7 +261,6 @@ class Batch:
 
     def __init__(self) -> None:
         self._decoding: dict[RequestSpec, list[int]] = {}  # -> [order, computed]
-        self._known: dict[RequestSpec, tuple[int, int]] = {}  # last listed (order, computed)
 
     def rows(self, plan: StepPlan) -> list[Row]:
         """Return every row of `plan`, in order. Call it once for every plan, in order."""

@@ -31,18 +31,11 @@ class Swapping:
     def __init__(self, decoding: Decoding, queue: Queue, host_blocks: int) -> None:
         self.host = Host(decoding, LowestFirst(host_blocks))
         self.out = self.host.tables  # in the order in which they went
-        self.turned_away = 0  # how often the host had no room
         self._decoding = decoding
         self._queue = queue
         self.push, self.push_front, self.head, self.pop = queue.push, queue.push_front, queue.head, queue.pop
 
     # -- out and in ---------------------------------------------------------------------------------------------------
-
-    def take_out(self, request: Request) -> bool:
-        """Swap out an unbatched request. Return False if the host lacks room."""
-        out = self.host.park(request, drop_in_flight=False)
-        self.turned_away += not out
-        return out
 
     def has_room(self, request: Request, tokens: int, spare: int) -> bool:
         """True if `spare` blocks would stay free if a request were swapped in and computed `tokens` tokens."""

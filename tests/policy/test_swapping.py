@@ -110,10 +110,9 @@ def test_rows_read_their_own_tokens(depth: int, case: Case) -> None:
     assert not swapping.out
     swapping.check()
     out, back = done.moves(Direction.OUT), done.moves(Direction.IN)
-    event(f"went out {len(out) > 0}, came back {len(back) > 0}, host was full {swapping.turned_away > 0}")
-    event(f"ended outside {len(out) > len(back)}")
     losses = [victim for plan in done.plans for victim in plan.changes.preempted if victim.lost_tokens]
-    assert len(losses) == swapping.turned_away
+    event(f"went out {len(out) > 0}, came back {len(back) > 0}, host was full {len(losses) > 0}")
+    event(f"ended outside {len(out) > len(back)}")
     recomputed = sum(chunk.recomputed for plan in done.plans for chunk in plan.work.chunks)
     assert recomputed <= sum(victim.lost_tokens for victim in losses)
 
@@ -188,7 +187,7 @@ def test_blocks_stay_free_when_somebody_comes_back(watermark: float, runs: bool)
     row = decoding.row(request, 8, scheduler.pool.tables[request])
     decoding.plan({request: row}, running=1, waiting=0)
     decoding.split()
-    swapping.take_out(request)
+    swapping.host.park(request, drop_in_flight=False)
     other = decoding.add(RequestSpec(1, "r1", 0, 20, 4, 4), 4)
     decoding.admit(other)
     scheduler.pool.grow(other, 5)
@@ -202,7 +201,6 @@ def test_no_room_on_the_host_means_recomputing() -> None:
     done = ran(5, 1, [(4, 8), (4, 8)])
     assert not done.moves(Direction.OUT)
     assert [victim.lost_tokens for plan in done.plans for victim in plan.changes.preempted] == [8]
-    assert done.drive.scheduler.swapping.turned_away == 1  # type: ignore[union-attr]
 
 
 def test_a_prompt_half_read_goes_on_where_it_was() -> None:

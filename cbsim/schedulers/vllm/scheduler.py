@@ -176,7 +176,7 @@ class VllmScheduler(SchedulerBase):
         if taken_back:
             step.budget += taken_back.tokens
         del self.running[victim]
-        if self.swapping is None or not self.swapping.take_out(victim):
+        if self.swapping is None or not self.swapping.host.park(victim, drop_in_flight=False):
             self.decoding.preempt(victim, drop_in_flight=self._redoes)
             self.waiting.push_front(victim)
         moved = at < index if self._new else taken_back is not None
