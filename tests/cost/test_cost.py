@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import SPEC, padded, plan
 
 import cbsim
-from cbsim.cost.base import Cost, CpuCost, PhaseCost
+from cbsim.cost.base import Cost, CpuCost, PhaseCost, nearest
 from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import Experts, Rates, RooflineCost, Weights
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
 from cbsim.scenario import shapes, sizing
-from cbsim.scenario.scenario import Scenario, load
+from cbsim.scenario.scenario import load
 
 FREE = CpuCost({})
 
@@ -260,23 +258,13 @@ def test_several_gpus_cost_what_several_cost() -> None:
 def test_roofline_of_a_scenario_has_the_data_sheets_numbers() -> None:
     """Llama-3.1-8B on an H100 at full efficiency, one row: its 6.98e9 linear weights and the 0.525e9 of the head are
     read at 3.35e12 bytes/s, which is 4.48 ms; a token of context is 131,072 bytes. 1000 more of them take 39.1 us."""
-    full = {"compute_efficiency": {"prefill": 1, "decode": 1}, "memory_efficiency": {"weights": 1, "kv": 1}}
-    asked = Scenario.model_validate(
-        {
-            "question": "What does the data sheet say?",
-            "model": "llama-3.1-8b",
-            "hardware": "h100-sxm",
-            "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1},
-            "cost": {"kind": "roofline"} | full,
-        },
-        context={"base": Path()},
-    )
-    cost, model = assemble.cost_model(asked), shapes.model("llama-3.1-8b")
+    model = shapes.model("llama-3.1-8b")
     weights = model.parameters - model.vocab * model.hidden - (2 * model.layers + 1) * model.hidden
-    short, long = (cost.gpu_ns(plan(1, context), 1)[1] for context in (1, 1001))
+    short, long = (decode_ns(context=context) for context in (1, 1001))
     assert short == pytest.approx(2 * weights / 3.35e12 * 1e9, rel=1e-3)
     assert long - short == pytest.approx(1000 * 131_072 / 3.35e12 * 1e9, rel=1e-3)
-    assert cost.launch_ns == 32 * 50_000
+    usual = ["model=llama-3.1-8b", "hardware=h100-sxm", "scheduler.name=vllm", "cost={kind: roofline}"]
+    assert assemble.cost_model(load("worked_example", usual)).launch_ns == 32 * 50_000
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
@@ -317,3 +305,9 @@ def test_a_cost_model_has_no_state(cost: Cost) -> None:
     step = plan(3, 500, ((10, 20),))
     assert cost.gpu_ns(step, 23) == cost.gpu_ns(step, 23)
     assert cost.cpu_ns(step) == (0, 0, 0, 0)
+
+
+@given(st.floats(0, 1e300) | st.integers(0, 1 << 53).map(lambda n: n / 2))
+def test_nearest_is_round(number: float) -> None:
+    """Half to even included: every second half of an integer is such a case."""
+    assert nearest(number) == round(number)

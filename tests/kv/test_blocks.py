@@ -201,19 +201,6 @@ def _spec(index: int, prefix: tuple[int, ...] = ()) -> RequestSpec:
     return RequestSpec(index, f"r{index}", 0, 8, 1, 1, 0, prefix, SIZE, len(prefix) * SIZE)
 
 
-def test_blocks_that_nobody_could_find_have_no_key() -> None:
-    """A private block enters the index only when its owner is requeued, and then only its owner finds it."""
-    pool = BlockPool(SIZE, 4, FreeQueue(range(4), unhashed_first=True))
-    request, other = Request(_spec(0), 1, SIZE), Request(_spec(1), 1, SIZE)
-    request.admit(0, 0)
-    pool.grow(request, 2)
-    pool.publish(request, 2)
-    assert pool.longest_prefix(request.spec, 2) == []
-    pool.release(request, returns=True)
-    assert pool.longest_prefix(request.spec, 2) == [0, 1]
-    assert pool.longest_prefix(other.spec, 2) == []
-
-
 def test_check_notices_a_lost_block() -> None:
     """The invariant can fail: a block that is neither free nor in a table is reported."""
     pool = BlockPool(SIZE, 4, CachedLast(range(4)))

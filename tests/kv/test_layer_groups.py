@@ -12,24 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
-from support.contents import Token, said
-from support.helpers import Ask, Drive, Executor
+from support.group_contents import GroupDrive, sliding
+from support.helpers import Ask
 
 from cbsim.kv.group_pool import GroupPool
 from cbsim.kv.layer_groups import GroupIndex, GroupRule, LayerKind, grouped, rules, units
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.policy.kind import SettingsError
-from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, least_blocks, longest_sequence, resolve
 from cbsim.workload.scheduler_tests import ChainedKeys
-
-
-def sliding(span: int) -> Attention:
-    return Attention(Sight.SLIDING, span)
 
 
 def chunked(span: int) -> Attention:
@@ -128,75 +123,6 @@ def test_what_is_not_followed_is_refused(given: dict[str, Any], field: str, word
 
 
 # -- contents ---------------------------------------------------------------------------------------------------------
-
-
-class GroupExecutor(Executor):
-    """An executor with blocks, which knows tables from plans: rows write their tokens into every group, and find there
-    what the group sees. `groups` are the true ones, whatever a scheduler takes them for.
-    """
-
-    def __init__(self, workload: Sequence[Ask], groups: Sequence[LayerGroup]) -> None:
-        super().__init__(workload)
-        self.groups = groups
-        self.group_tables: dict[tuple[RequestSpec, int], list[int | None]] = {}
-        self.asks = {ask.spec: ask for ask in workload}
-        self.held: dict[int, dict[int, tuple[int, Token]]] = {}  # block -> place in it -> group and token
-        self.passed = 0
-
-    def rows(self, plan: StepPlan) -> list[Row]:
-        for spec in [*plan.changes.ended, *(lost.spec for lost in plan.changes.preempted)]:
-            for group in range(len(self.groups)):
-                self.group_tables.pop((spec, group), None)
-        for change in plan.tables:
-            table = self.group_tables.setdefault((change.spec, change.group), [None] * change.passed)
-            table[: change.passed] = [None] * change.passed
-            table += change.blocks
-            self.passed += change.passed
-        rows = super().rows(plan)
-        assert not any(row.blocks for row in rows), "rows list no blocks"
-        for row in rows:
-            self._each(row, self._write)
-        for row in rows:
-            self._each(row, self._read)
-        return rows
-
-    def _each(self, row: Row, act: Any) -> None:
-        for number, group in enumerate(self.groups):
-            act(row, number, group, self.group_tables[row.spec, number])
-
-    def _write(self, row: Row, number: int, group: LayerGroup, table: list[int | None]) -> None:
-        for place in range(row.start, row.start + row.tokens):
-            block = table[place // group.block_size]
-            assert block is not None
-            held = self.held.setdefault(block, {})
-            held[place % group.block_size] = number, said(self.asks, row.spec, place)
-
-    def _read(self, row: Row, number: int, group: LayerGroup, table: list[int | None]) -> None:
-        for place in range(group.attention.gone(row.start), row.start + row.tokens):
-            block = table[place // group.block_size]
-            found = None if block is None else self.held[block].get(place % group.block_size)
-            wanted = number, said(self.asks, row.spec, place)
-            assert found == wanted, (row.spec.id, f"group {number}, place {place}, block {block}", found, wanted)
-
-
-class GroupDrive(Drive):
-    """A run whose rows look into the blocks; accounts are checked after every effect."""
-
-    def __init__(
-        self, scheduler: VllmScheduler, workload: Sequence[Ask], depth: int, groups: Sequence[LayerGroup] | None = None
-    ) -> None:
-        super().__init__(scheduler, workload, depth)
-        self.inside = self.executor = GroupExecutor(workload, groups or scheduler.pool.groups)
-        self.on_step = self._counted
-
-    def _counted(self, plan: StepPlan, rows: list[Row]) -> None:
-        pool, counts = self.scheduler.pool, plan.counts
-        held = sum(pool.allocated(self.scheduler.requests[row.spec]) for row in rows)
-        assert counts.table_blocks == held
-        for row in rows:
-            tables = [self.inside.group_tables[row.spec, g] for g in range(len(self.inside.groups))]
-            lengths = [sum(block is not None for block in table) for table in tables]
-            assert sum(lengths) == pool.allocated(self.scheduler.requests[row.spec])
 
 
 @st.composite
@@ -341,3 +267,28 @@ def test_options_without_groups_are_a_plain_cache() -> None:
     assert not VllmScheduler(replace(options(1), groups=())).pool.groups
     together = grouped([LayerKind(FULL, 1), LayerKind(sliding(8), 1)], 2, together=True).groups
     assert not VllmScheduler(options(1, groups=together)).pool.groups
+
+
+# -- what layers see, against every query token's own list -------------------------------------------------------------
+
+attentions = st.one_of(
+    st.just(FULL), st.builds(Attention, st.sampled_from((Sight.SLIDING, Sight.CHUNKED)), st.integers(1, 9))
+)
+
+
+def sees(attention: Attention, place: int) -> set[int]:
+    """Places that the query token at `place` attends to."""
+    if attention.sight is Sight.SLIDING:
+        return {i for i in range(place + 1) if place - i < attention.span}
+    if attention.sight is Sight.CHUNKED:
+        return {i for i in range(place + 1) if i // attention.span == place // attention.span}
+    return set(range(place + 1))
+
+
+@given(attention=attentions, start=st.integers(0, 30), tokens=st.integers(1, 30))
+def test_what_query_tokens_see(attention: Attention, start: int, tokens: int) -> None:
+    """Pairs, tokens read, and those that nobody sees from here on."""
+    lists = [sees(attention, place) for place in range(start, start + tokens)]
+    assert attention.pairs(start, tokens) == sum(map(len, lists))
+    assert attention.seen(start, tokens) == len(set.union(*lists))
+    assert attention.gone(start) == min(sees(attention, start))

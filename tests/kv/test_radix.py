@@ -328,45 +328,6 @@ def admitted(pool: RadixPool, spec: RequestSpec) -> tuple[Request, Node]:
 # -- what the rules come to -------------------------------------------------------------------------------------------
 
 
-def test_outputs_are_evicted_without_their_prompt() -> None:
-    """A request of 5 and 4 tokens in pages of 2: the prompt's two pages are one node, the pages behind it another."""
-    pool = RadixPool(2, 10)
-    request, _ = admitted(pool, RequestSpec(0, "r0", 0, 5, 4, 4))
-    for step in range(1, 4):
-        pool.grow(request, pool.missing(request, request.computed + 1))
-        request.advance(1, 1)
-        request.receive(step)
-    assert request.computed == 8
-    pool.release(request)
-    assert [node.pages for node in pool.tree.nodes()] == [[0, 1], [2, 3]]
-    assert pool.make_room(14) == [[2, 3]]
-    assert pool.free_order() == [2, 3, 4, 5, 6, 7, 8, 9]
-    pool.check()
-
-
-def test_duplicates_are_freed_node_by_node() -> None:
-    """A request that has computed what two nodes hold already gives up two pieces, the later one in front."""
-    pool = RadixPool(2, 12)
-    shared = (0, 1, 2, 3, 4, 5)
-    texts = [RequestSpec(i, f"r{i}", 0, 6, 1, 1, 0, shared, 1, 6) for i in range(2)]
-    requests = []
-    for spec in texts:  # both match before either is in the tree
-        request = Request(spec, 1, 2)
-        request.admit(0, 0)
-        pool.admit(request, RadixKey(spec), pool.match(RadixKey(spec), 5))
-        pool.grow(request, 3)
-        request.advance(6, 1)
-        request.receive(0)
-        requests.append(request)
-    pool.merge(requests[0], 3)
-    pool.match(RadixKey(texts[0]), 4)
-    assert [node.pages for node in pool.tree.nodes()] == [[0, 1], [2]]
-    assert pool.merge(requests[1], 3) == [(0, 0), (1, 1), (2, 2)]
-    assert pool.free_order()[:3] == [5, 3, 4]
-    assert pool.saved == 3
-    pool.check()
-
-
 def test_without_sharing_nothing_is_kept() -> None:
     pool = RadixPool(1, 8, shares=False)
     request, _ = admitted(pool, RequestSpec(0, "r0", 0, 3, 2, 2, 0, (1, 2, 3), 1, 3))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.helpers import Ask, Drive
 
 from cbsim.kv.sectors import HostSectors, SectorPool, Sectors
-from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.transformers.scheduler_523 import Transformers523
 from cbsim.schedulers.transformers.settings import TransformersOptions
 
@@ -253,109 +249,18 @@ def test_a_shared_block_that_is_merged_stays_with_the_others() -> None:
     pool.check()
 
 
-# -- the scheduler ----------------------------------------------------------------------------------------------------
-
-
-def scheduler(blocks: int, host: int = 0, **changes: Any) -> Transformers523:
-    options = TransformersOptions(
-        name="transformers_fifo",
-        version="5.23",
-        block_size=SIZE,
-        num_blocks=blocks,
-        max_batch_tokens=64,
-        max_requests_per_batch=8,
-        max_blocks_per_request=0,
-        safety_margin=0.0,
-        allow_block_sharing=True,
-        host_blocks=host,
-    )
-    return Transformers523(replace(options, **changes))
-
-
-def alone(index: int, prompt: int, outputs: int, arrives: int = 0) -> Ask:
-    return Ask(named(index, prompt, outputs, text=index + 1), arrives, None, None)
-
-
-def ran(policy: Transformers523, asks: Sequence[Ask], depth: int = 1) -> list[StepPlan]:
-    plans: list[StepPlan] = []
-    drive = Drive(policy, asks, depth)
-
-    def step(plan: StepPlan, rows: list[Row]) -> None:
-        del rows
-        plans.append(plan)
-
-    drive.on_step = step
-    drive.run()
-    assert len(drive.finished) == len(asks)
-    return plans
-
-
-def admitted(plans: Sequence[StepPlan]) -> list[list[int]]:
-    """Who is admitted in each step that admits somebody."""
-    steps = [[chunk.spec.index for chunk in plan.work.chunks if chunk.admitted] for plan in plans]
-    return [step for step in steps if step]
-
-
-def test_a_small_request_overtakes_a_large_one() -> None:
-    """Five blocks of eight are taken; four do not fit, one does."""
-    plans = ran(scheduler(8), [alone(0, 19, 2), alone(1, 15, 2), alone(2, 3, 2)])
-    assert admitted(plans) == [[0, 2], [1]]
-
-
-def test_one_step_admits_far_below_the_margin() -> None:
-    """The margin is tested once, before the step: half of the blocks are to stay free, and all are taken."""
-    plans = ran(scheduler(8, safety_margin=0.5), [alone(i, 7, 2) for i in range(4)])
-    assert admitted(plans) == [[0, 1, 2, 3]]
-    assert plans[0].counts.free_blocks == 0
-
-
-def test_a_breached_margin_evicts_all_that_is_cached() -> None:
-    """Six blocks stay cached, which leaves two of eight ready: with no margin they stay, with one of half they go."""
-    asks = [alone(0, 25, 2), alone(1, 5, 2, arrives=8)]
-    for margin, cached in ((0.0, 6), (0.5, 0)):
-        last = ran(scheduler(8, safety_margin=margin), asks)[-2]
-        assert last.counts.cached_blocks == cached
-        asks = [ask._replace(spec=replace(ask.spec)) for ask in asks]
-
-
-def test_the_whole_prompt_is_never_found() -> None:
-    """Equal prompts of two blocks, one after the other: the second one finds the first block only."""
-    specs = [named(i, 8, 2) for i in range(2)]
-    plans = ran(scheduler(8), [Ask(spec, 8 * i, None, None) for i, spec in enumerate(specs)])
-    assert [c.cached for plan in plans for c in plan.work.chunks if c.admitted] == [0, 4]
-
-
-def test_a_request_gets_the_blocks_that_it_lacks() -> None:
-    """None beforehand: seven tokens take two blocks, and eight do (of 5.17: three)."""
-    plans = ran(scheduler(8), [alone(0, 7, 3)])
-    assert [plan.counts.table_blocks for plan in plans] == [2, 2, 3]
-
-
-def test_the_newest_of_the_starved_goes_to_the_host() -> None:
-    """Three requests outgrow nine blocks, the host has three: who is set back first is the youngest."""
-    plans = ran(scheduler(9, host=3), [alone(i, 11, 9) for i in range(3)])
-    outs = [(move.spec.index, move.targets) for move in moves(plans) if move.spec and move.direction is Direction.OUT]
-    assert outs[0] == (2, (0, 1, 2))
-
-
-def moves(plans: Sequence[StepPlan]) -> list[Transfer]:
-    return [move for plan in plans for move in plan.transfers]
-
-
-def test_samples_that_find_no_room_wait_in_their_order() -> None:
-    """Six blocks: the first of six samples holds three of which two are whole, so three others fit, and two wait."""
-    first = replace(named(0, 10, 2), prefix_tokens=8)
-    others = [replace(first, index=i, id=f"r{i}", sample_of=first) for i in range(1, 6)]
-    plans = ran(scheduler(6), [Ask(spec, 0, None, None) for spec in (first, *others)])
-    assert [index for step in admitted(plans) for index in step] == [0, 1, 2, 3, 4, 5]
-    assert {move.spec.index for move in moves(plans) if move.spec} == {1, 2, 3}
+# -- the scheduler; what its traces show is in tests/golden ------------------------------------------------------------
 
 
 def test_a_row_without_tokens_pays_for_what_it_reads() -> None:
     """A request with samples has one token left to read, the others decode on the fast path, whose reads are free. Its
     row is none of that path. So it waits until the budget holds what it reads; the original plans more than it has
     room for."""
-    policy = scheduler(8, max_blocks_per_request=8)
+    sizes = {"block_size": SIZE, "num_blocks": 8, "max_batch_tokens": 64, "max_requests_per_batch": 8}
+    options = TransformersOptions(
+        name="transformers_fifo", version="5.23", **sizes, max_blocks_per_request=8, safety_margin=0.0
+    )
+    policy = Transformers523(options)
     first = named(0, 9, 2)
     policy.add(first)
     policy.add(replace(first, index=1, id="r1", sample_of=first))

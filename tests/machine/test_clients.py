@@ -61,15 +61,6 @@ def test_the_end_of_a_request_is_followed_once(name: str, depth: int) -> None:
 
 
 @NAMES
-def test_a_closed_loop_thinks_from_the_end_of_the_last(name: str) -> None:
-    """One user, requests of three steps of 10 ns, 25 ns to think: they arrive at 0, 55, 110."""
-    asked = [spec(i, 4, 3) for i in range(3)]
-    machine = server(load(asked[0], follow=Users(asked[1:], 25)), STEP, name=name)
-    run(machine)
-    assert [row.arrival_ns for row in machine.record.requests()] == [0, 55, 110]
-
-
-@NAMES
 def test_a_refused_turn_does_not_end_its_session(name: str) -> None:
     """A session's second turn is too long for the cache. It is in the record with the reason, and the third turn
     comes its delay after the refusal; so does what follows a first turn that is refused."""

@@ -92,13 +92,6 @@ def test_transformers_pads_queries_and_reads(
     assert (tokens, key) == (bucket[0], bucket)
 
 
-def test_a_bucket_is_captured_once_and_by_each_machine() -> None:
-    """The first use pays, the next does not, another bucket does; another machine starts with none."""
-    first, second = (Graphs(partial(vllm_bucket, [2, 4]), 50) for _ in range(2))
-    assert [first.shape(plan(n)).capture_ns for n in (1, 2, 3, 4, 1)] == [50, 0, 50, 0, 0]
-    assert second.shape(plan(1)).capture_ns == 50
-
-
 def test_decode_and_mixed_graphs_are_not_the_same() -> None:
     """64 tokens on the fast path and 64 tokens of a mixed step are two graphs in transformers, and so are two reads."""
     graphs = Graphs(partial(transformers_bucket, 64, 64, 65_536), 9)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.machines import table
 
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
-from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import shapes
@@ -40,9 +40,13 @@ def scenario(scheduler: dict[str, Any], cost: dict[str, Any] | None = None, **mo
 
 
 def run(question: Scenario, loop: str, asked: list[RequestSpec]) -> tuple[Machine, Steps]:
-    server = simulate.machine(question, loop, Workload(asked, len(asked)))
+    return ran(question, loop, Workload(asked, len(asked)))
+
+
+def ran(question: Scenario, loop: str, workload: Workload) -> tuple[Machine, Steps]:
+    server = simulate.machine(question, loop, workload)
     simulate.run(server)
-    return server, Steps(np.frombuffer(bytes(server.record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+    return server, table(server.record)
 
 
 def spec(index: int, prompt: int, outputs: int, at: int = 0) -> RequestSpec:
@@ -208,9 +212,7 @@ def test_the_worked_example(loop: str) -> None:
     32/42 = 76.19 % of the run. Planned ahead: 32 ms an iteration, and idle only while the first step is planned, so
     the n steps of the run take 10 + 32 n ms and the share is over 99 %."""
     question = scenarios.load("worked_example")
-    server = simulate.machine(question, loop, generators.build(question))
-    simulate.run(server)
-    steps = Steps(np.frombuffer(bytes(server.record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+    server, steps = ran(question, loop, generators.build(question))
     summary = summarise(server.record.requests(), steps, total_blocks=server.record.total_blocks)
     period, count = (42, len(steps)) if loop == "sync" else (32, len(steps))
     assert count >= 1000

@@ -102,22 +102,6 @@ def land(batch: DecodeBatch, members: dict[int, Member], step: int) -> None:
         member.seen += step in member.steps[1:]
 
 
-def test_a_row_of_a_former_member_is_delivered_on_its_own() -> None:
-    """With two steps in flight a request leaves: its two tokens come back one by one, step by step."""
-    batch, member = DecodeBatch(SIZE), Member(0, 3, 9)
-    batch.join(member.request, 1, fills=True)
-    batch.commit()
-    batch.commit()
-    batch.leave(member.request, 1)
-    assert (member.request.computed, member.request.scheduled, member.request.seen) == (5, 3, 0)
-    for step in range(2):
-        (completion,) = batch.completion(step)
-        batch.applied()
-        completion.request.receive(step)
-    assert member.request.runs == [[0, 2]]
-    assert member.request.seen == 2
-
-
 def test_a_stale_calendar_entry_is_ignored() -> None:
     """Who has left and joined again is due by the new stay only."""
     batch, member = DecodeBatch(SIZE), Member(0, 4, 9)
