@@ -163,7 +163,7 @@ def measure(name: str) -> dict[str, Any]:
         with writer.writing(steps, lambda: token_times(rows, steps)):
             writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
             summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
-        writer.summary(summary)
+        writer.json("summary.json", summary)
         writer.drop_pieces()
         writer.complete()
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu

@@ -33,21 +33,15 @@ def access(path: Path | str, error: type[UserError] = ScenarioError, done: str =
         raise error(f"{path}: cannot be {done}: {reason}", file=path) from None
 
 
-def read_bytes(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> bytes:
-    """Read the content of a regular file. Raises `error`, also if it has more than `most_bytes`."""
+def read_text(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> str:
+    """Read the text of a regular file in UTF-8. Raises `error`, also if it has more than `most_bytes`."""
     with access(path, error):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe may wait for ever
             raise error(f"{path}: cannot be read: it is not a regular file", file=path)
         with path.open("rb") as file:
-            content = file.read() if most_bytes is None else file.read(most_bytes + 1)
+            content = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(content) > most_bytes:
         raise error(f"{path}: is too large, must be <= {most_bytes:,} bytes", file=path)
-    return content
-
-
-def read_text(path: Path, error: type[UserError] = ScenarioError, most_bytes: int | None = None) -> str:
-    """Read the text of a file in UTF-8. Raises `error`."""
-    content = read_bytes(path, error, most_bytes)
     with access(path, error):
         return content.decode("utf-8-sig")
 

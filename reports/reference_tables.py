@@ -107,7 +107,9 @@ def _metrics(name: str) -> list[str]:
         rows = [f"| `{each.name}` | {each.label} | {each.definition} |" for each in distributions]
         return ["| key | label | definition |", "|---|---|---|", *rows]
     metrics = (catalogue.SINGLE if name == "numbers" else catalogue.OF_SWEEPS).values()
-    rows = [f"| `{each.name}` | {each.unit} | {each.better or '-'} | {each.definition} |" for each in metrics]
+    rows = [
+        f"| `{each.name}` | {each.unit} | {('-', 'more', 'less')[each.sign]} | {each.definition} |" for each in metrics
+    ]
     return ["| key | unit | better | definition |", "|---|---|---|---|", *rows]
 
 

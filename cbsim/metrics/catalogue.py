@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cbsim.metrics.terminal import aligned, change, lookup, shown
 from cbsim.record.record import PHASES, STATUSES
 
-Better = Literal["more", "less"] | None
-MORE: Better = "more"
-LESS: Better = "less"
-SIGNS: Mapping[Better, int] = {MORE: 1, LESS: -1, None: 0}
+MORE, LESS = 1, -1
 FORMS = {"s": "s", "share": "share", "tokens/s": "number", "1/s": "number", "USD": "number", "USD/h": "number"}
 FINE, REAL = "fine share", "number"  # a share with more digits; a count that need not be whole
 MAIN = ("p50", "p99")
@@ -27,30 +24,22 @@ STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of a run. `name` is its dotted key in summary.json; `better` is None where neither direction is better.
+    """A number of a run. `name` is its dotted key in summary.json; `sign` is MORE or LESS, whichever is better, or 0.
 
     `listed`: whether a run's printed table has it. `style`: a format other than that of the unit.
     """
 
     name: str
     unit: str
-    better: Better
+    sign: int
     label: str
     definition: str
     listed: bool = False
     style: str = ""
 
     @property
-    def sign(self) -> int:
-        return SIGNS[self.better]
-
-    @property
     def form(self) -> str:
         return self.style or FORMS.get(self.unit, "count")
-
-    @property
-    def is_share(self) -> bool:
-        return self.unit == "share"
 
     def shown(self, value: float | None) -> str:
         """Return a value with its unit; "-" if there is none."""
@@ -71,26 +60,26 @@ class Distribution:
     def metrics(self) -> Iterator[Metric]:
         """Yield a metric for every statistic; for the number of values no direction is better."""
         for statistic in STATISTICS:
-            unit, better = ("count", None) if statistic == "n" else ("s", LESS)
+            unit, sign = ("count", 0) if statistic == "n" else ("s", LESS)
             label, about = f"{self.label} {statistic}", f"{statistic} of {self.name}"
-            yield Metric(f"{self.name}.{statistic}", unit, better, label, about, listed=statistic in self.listed)
+            yield Metric(f"{self.name}.{statistic}", unit, sign, label, about, listed=statistic in self.listed)
 
 
 # fmt: off
 _BEFORE = (
     Metric("makespan_s", "s", LESS, "makespan", "the span", listed=True),
-    Metric("steps", "count", None, "steps", "rows of the step table, empty steps included", listed=True),
-    Metric("requests", "count", None, "requests", "requests that the server was sent, rejected ones included"),
-    Metric("input_tokens", "tokens", None, "input tokens", "prompt tokens of requests that are done"),
-    Metric("output_tokens", "tokens", None, "output tokens", "tokens delivered, also to requests that did not finish"),
+    Metric("steps", "count", 0, "steps", "rows of the step table, empty steps included", listed=True),
+    Metric("requests", "count", 0, "requests", "requests that the server was sent, rejected ones included"),
+    Metric("input_tokens", "tokens", 0, "input tokens", "prompt tokens of requests that are done"),
+    Metric("output_tokens", "tokens", 0, "output tokens", "tokens delivered, also to requests that did not finish"),
     Metric("gpu_active", "share", MORE, "GPU active", "busy time of the compute lane, over the span",
            listed=True, style=FINE),
     Metric("bubble_s", "s", LESS, "compute idle",
            "idle time of the compute lane between its first and its last step with rows"),
-    Metric("cpu_busy", "share", None, "CPU busy",
+    Metric("cpu_busy", "share", 0, "CPU busy",
            "all CPU phases but `await`, over the span; planning that found nothing to run has no step and is not in it",
            listed=True, style=FINE),
-    *(Metric(f"cpu_shares.{name}", "share", None, f"CPU in {name}", f"time of the phase `{name}` over the span",
+    *(Metric(f"cpu_shares.{name}", "share", 0, f"CPU in {name}", f"time of the phase `{name}` over the span",
              style=FINE) for name in PHASES),
     Metric("input_tokens_per_s", "tokens/s", MORE, "input tokens/s", "`input_tokens` over the span"),
     Metric("output_tokens_per_s", "tokens/s", MORE, "output tokens/s", "`output_tokens` over the span", listed=True),
@@ -114,11 +103,11 @@ _DISTRIBUTIONS = (
     Distribution("step_time_s", "step time", "time on the compute lane of every step with rows"),
 )
 _AFTER = (
-    Metric("rows_per_step", "count", None, "rows per step", "mean over all steps; padding excluded", style=REAL),
-    Metric("tokens_per_step", "count", None, "tokens per step", "mean over all steps; padding excluded", style=REAL),
-    Metric("kv_utilisation.mean", "share", None, "KV used, mean", "blocks in use over all blocks, weighted by how long "
+    Metric("rows_per_step", "count", 0, "rows per step", "mean over all steps; padding excluded", style=REAL),
+    Metric("tokens_per_step", "count", 0, "tokens per step", "mean over all steps; padding excluded", style=REAL),
+    Metric("kv_utilisation.mean", "share", 0, "KV used, mean", "blocks in use over all blocks, weighted by how long "
            "it lasted; between steps with nothing to do it counts as 0", listed=True),
-    Metric("kv_utilisation.max", "share", None, "KV used, max", "largest share after planning a step"),
+    Metric("kv_utilisation.max", "share", 0, "KV used, max", "largest share after planning a step"),
     Metric("waiting.mean", "requests", LESS, "requests waiting, mean", "length of the queue, weighted likewise",
            style=REAL),
     Metric("computed_tokens", "tokens", LESS, "computed tokens", "query tokens computed, padding included"),
@@ -143,7 +132,7 @@ _AFTER = (
            "preemption, and were lost: those of swapped requests are not", listed=True),
     Metric("wasted_rows", "rows", LESS, "wasted rows",
            "rows whose request had ended or been reset while they were in flight", listed=True),
-    *(Metric(f"requests_by_status.{status}", "requests", None if status in ("length", "stop") else LESS,
+    *(Metric(f"requests_by_status.{status}", "requests", 0 if status in ("length", "stop") else LESS,
              f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
     Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),
     Metric("slo.attainment", "share", MORE, "SLO attainment",
@@ -171,7 +160,7 @@ SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment"
 
 def metric(name: str) -> Metric:
     """Return the metric of a dotted name, of a run or a sweep's table; for an unknown column one made of its name."""
-    return METRICS.get(name) or OF_SWEEPS.get(name) or Metric(name, "", None, name, "", style=REAL)
+    return METRICS.get(name) or OF_SWEEPS.get(name) or Metric(name, "", 0, name, "", style=REAL)
 
 
 def quantities(summary: Mapping[str, Any]) -> dict[str, float]:

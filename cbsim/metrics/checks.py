@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cbsim.errors import CheckError
@@ -65,20 +65,6 @@ class Check:
         return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.metric} is {value:.6g}")
 
 
-class Objective(NamedTuple):
-    """A metric to optimise, or to compare; `sign` is 1 where more is better, -1 where less is, 0 where neither is."""
-
-    metric: Metric
-    sign: int
-
-    @property
-    def name(self) -> str:
-        return self.metric.name
-
-    def shown(self, value: float | None) -> str:
-        return self.metric.shown(value)
-
-
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:
     """Parse a condition; messages begin with the `option` that has it. Raises CheckError. Names of durations need no
     `_s`, and values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite: else a condition
@@ -110,7 +96,7 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
     return value
 
 
-def objective(name: str, source: str, sign: int | None = None, *, directed: bool = True) -> Objective:
+def objective(name: str, source: str, sign: int | None = None, *, directed: bool = True) -> Metric:
     """Return a metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else its usual one.
 
     Raises CheckError, its message led by `source`, for an unknown metric, and if `directed` for one without direction.
@@ -121,7 +107,7 @@ def objective(name: str, source: str, sign: int | None = None, *, directed: bool
     if directed and not sign:
         bound = f"expected max:{known.name} or min:{known.name}"
         raise CheckError(f"{source}: neither more nor less of it is better, {bound}", field=known.name, bound=bound)
-    return Objective(known, sign)
+    return replace(known, sign=sign)
 
 
 def named(name: str, source: str, *, sweep: bool = False) -> str:

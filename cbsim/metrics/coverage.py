@@ -7,7 +7,7 @@ on published measurements of some servers; the error of predictions is known for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -25,17 +25,14 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
         return []
     if scenario["cost"]["kind"] == "table":
         return _unlike(scenario)
-    changed = [(name, is_now) for name, is_now in _subject(scenario) if calibrated[name] != is_now]
-    unlike = "the coefficients were measured with {} {}, the scenario has {}"
-    beyond = (_beyond(steps, column, noun, calibrated[column]) for column, noun in RANGE)
-    return [*(unlike.format(name, calibrated[name], is_now) for name, is_now in changed), *filter(None, beyond)]
-
-
-def _subject(scenario: Mapping[str, Any]) -> list[tuple[str, Any]]:
     model = scenario["model"]
     types = {"dtype": model["dtype"], "weights": model.get("weights_dtype"), "KV cache": model.get("kv_dtype")}
     dtype = ", ".join(f"{kind} of {name}" if name != "dtype" else kind for name, kind in types.items() if kind)
-    return [("model", model["name"]), ("dtype", dtype), ("scheduler", scenario["scheduler"]["name"])]
+    subject = {"model": model["name"], "dtype": dtype, "scheduler": scenario["scheduler"]["name"]}
+    changed = [(name, is_now) for name, is_now in subject.items() if calibrated[name] != is_now]
+    unlike = "the coefficients were measured with {} {}, the scenario has {}"
+    beyond = (_beyond(steps, column, noun, calibrated[column]) for column, noun in RANGE)
+    return [*(unlike.format(name, calibrated[name], is_now) for name, is_now in changed), *filter(None, beyond)]
 
 
 def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
@@ -58,7 +55,8 @@ def sureness(cost: TableSettings) -> list[str]:
     if calibrated is None:
         return []
     unchanged = [field for field in calibrated.values if field not in _changed(cost, calibrated)]
-    values = [_term(field, calibrated.values[field], calibrated.intervals[field]) for field in unchanged]
+    ends = [(field, calibrated.values[field], *calibrated.intervals[field]) for field in unchanged]
+    values = [f"{field} {value:.3g} ({low:.3g} to {high:.3g})" for field, value, low, high in ends]
     sentences = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
     if terms.FRONT in unchanged:
         sentences[0] += f"; {terms.FRONT} is the client's and not in the times below"
@@ -68,11 +66,6 @@ def sureness(cost: TableSettings) -> list[str]:
         about = f"80 % of {known[-1][1].points} servers that were left out measured more or less than predicted by"
         sentences.append(f"{about}: {spans} (means, {terms.FRONT} included)")
     return sentences
-
-
-def _term(name: str, value: float, ends: Sequence[float]) -> str:
-    low, high = ends
-    return f"{name} {value:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _changed(cost: TableSettings, calibrated: CalibratedTerms) -> dict[str, float]:

@@ -25,8 +25,12 @@ SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its
 
 def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     """Return n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} for none."""
-    values, counts = _in_order(values, counts)
-    upto = None if counts is None else np.cumsum(counts)
+    if counts is None:
+        values, upto = np.sort(values), None
+    else:
+        order = np.argsort(values, kind="stable")
+        values, counts = values[order], counts[order]
+        upto = np.cumsum(counts)
     total = len(values) if upto is None else int(upto[-1:].sum())
     if not total:
         return {"n": 0}
@@ -41,13 +45,6 @@ def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
         result[f"p{q}"] = float(low + (high - low) * (rank - int(rank)))
     result["too_few_for"] = [name for name, needed in SAMPLES_NEEDED.items() if total < needed]
     return result
-
-
-def _in_order(values: Floats, counts: Ints | None) -> tuple[Floats, Ints | None]:
-    if counts is None:
-        return np.sort(values), None
-    order = np.argsort(values, kind="stable")
-    return values[order], counts[order]
 
 
 def summarise(
@@ -77,9 +74,9 @@ def summarise(
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
-    summary |= {"window_s": named_window(window_s)}
-    summary |= {"makespan_s": span_ns / NS, "steps": len(steps)}
-    summary |= _counts(requests)
+    summary |= {"window_s": named_window(window_s), "makespan_s": span_ns / NS, "steps": len(steps)}
+    by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
+    summary |= {"requests": len(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
     summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
@@ -116,20 +113,14 @@ def latencies(requests: Requests) -> dict[str, Floats]:
 
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
     """Return goodput (requests a second within all bounds) and attainment (their share). TPOT of one token is 0."""
-    latency = latencies(requests)
-    values = dict(latency)
-    values["tpot_s"] = latency["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
+    values = latencies(requests)
+    values["tpot_s"] = values["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
     met = np.ones(int(requests.done.sum()), dtype=bool)
     for name, bound in slo.items():
         met &= values[name] <= bound
     count, sent = int(met.sum()), len(requests.rows)
     share, rate = (count / sent if sent else 0.0), (count / span_s if span_s else 0.0)
     return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
-
-
-def _counts(requests: Requests) -> dict[str, Any]:
-    by_status = {status: int(requests.rows.is_in((status,)).sum()) for status in STATUSES}
-    return {"requests": len(requests.rows), "requests_by_status": by_status}
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:

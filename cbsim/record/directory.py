@@ -33,7 +33,7 @@ from cbsim.errors import RunError
 from cbsim.files import access
 from cbsim.record import columns, parquet
 from cbsim.record.record import STEP_COLUMNS, Record
-from cbsim.record.tables import NUMBERS, RUNS, TEXTS, Requests, RequestTable, Steps, token_times
+from cbsim.record.tables import NUMBERS, RUNS, TEXTS, Requests, RequestTable, Steps
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
@@ -41,6 +41,8 @@ PART = ".part"  # a file that is being written
 PIECE = 1 << 17  # steps a piece, rows a group of a table: 36 MB of memory
 STEP_PIECES, REQUEST_PIECES, TERMS = "steps", "requests", "pieces.json"  # of a run that is not over (pieces.py)
 COUNTERS: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns of steps
+Content = bytes | Callable[[IO[bytes]], None]
+"""The content of a file, or a function that writes it bit by bit."""
 
 
 class RunWriter:
@@ -69,26 +71,18 @@ class RunWriter:
         self.note("the run is under way, or died without a word")
 
     def note(self, reason: str) -> None:
-        self._write(MARKER, (reason + "\n").encode())
+        self.file(MARKER, (reason + "\n").encode())
 
     def scenario(self, resolved: str) -> None:
-        self._write("scenario.resolved.yaml", resolved.encode())
-
-    def environment(self, facts: Mapping[str, Any]) -> None:
-        self._json("env.json", facts)
-
-    def tables(self, record: Record) -> tuple[RequestTable, Steps]:
-        rows, steps = contents(record)
-        with self.writing(steps, lambda: token_times(rows, steps)):
-            return rows, steps
+        self.file("scenario.resolved.yaml", resolved.encode())
 
     def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
         if len(steps) <= self.group:
-            self._write(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
+            self.file(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
             return
         parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
         groups = (parquet.table(columns.STEPS, step_columns(part)) for part in parts)
-        self.stream(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
+        self.file(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
 
     @contextmanager
     def writing(self, steps: Steps, requests: Callable[[], Requests]) -> Iterator[None]:
@@ -101,13 +95,11 @@ class RunWriter:
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.steps, steps)
             try:
-                self.requests(requests())
+                values = request_columns(requests())
+                self.file("requests.parquet", parquet.encoded(columns.REQUESTS, values, self.group))
                 yield
             finally:
                 written.result()
-
-    def requests(self, requests: Requests) -> None:
-        self._write("requests.parquet", parquet.encoded(columns.REQUESTS, request_columns(requests), self.group))
 
     def drop_pieces(self) -> None:
         """Remove the pieces, which are not needed once the tables and the summary are complete."""
@@ -115,53 +107,34 @@ class RunWriter:
             rmtree(self.path / name, ignore_errors=True)
         (self.path / TERMS).unlink(missing_ok=True)
 
-    def summary(self, metrics: Mapping[str, Any]) -> None:
-        self._json("summary.json", metrics)
-
-    def file(self, name: str, content: bytes) -> Path:
-        return self._write(name, content)
-
-    def stream(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
-        self._whole(name, lambda part: _streamed(part, write))
-
     def complete(self) -> None:
         (self.path / MARKER).unlink(missing_ok=True)
 
-    def _json(self, name: str, value: Mapping[str, Any]) -> None:
-        self._write(name, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    def json(self, name: str, value: Mapping[str, Any]) -> None:
+        self.file(name, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
-    def _write(self, name: str, content: bytes) -> Path:
-        return self._whole(name, lambda part: part.write_bytes(content))
-
-    def _whole(self, name: str, write: Callable[[Path], object]) -> Path:
+    def file(self, name: str, content: Content) -> Path:
+        """Write a file of the directory, `figures/...` included. Raises RunError."""
         path = self.path / name
         with access(path, RunError, "written"):
             path.parent.mkdir(exist_ok=True)
             if name == MARKER:
                 path.touch()  # an empty marker counts, too, if there is no space for a reason
-            _whole(path, write)
+            write_whole(path, content)
         return path
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: Content) -> None:
     """Write a file under a temporary name, and rename it when it is complete. Raises OSError."""
-    _whole(path, lambda part: part.write_bytes(content))
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}{PART}")
     try:
-        write(part)
+        with part.open("wb") as file:
+            _ = file.write(content) if isinstance(content, bytes) else content(file)
         part.replace(path)
     except BaseException:  # interrupted, too
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-
-
-def _streamed(part: Path, write: Callable[[IO[bytes]], None]) -> None:
-    with part.open("wb") as file:
-        write(file)
 
 
 def _fresh(path: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,14 +51,11 @@ def of_process() -> dict[str, Any]:
 
 def packages() -> dict[str, str]:
     """Return the versions of the packages that a run uses, by name; those not installed are left out."""
-    return {name: installed for name in PACKAGES if (installed := _version(name))}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def git_state() -> dict[str, Any]:
@@ -69,8 +67,8 @@ def git_state() -> dict[str, Any]:
     if not (ROOT / ".git").exists():
         known = os.environ.get(COMMIT)
         return {"commit": known.partition("+")[0], "dirty": "+" in known} if known else {"commit": None, "dirty": None}
-    commit = _git(ROOT, "rev-parse", "HEAD")
-    status = _git(ROOT, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
@@ -83,14 +81,14 @@ def code_version() -> str | None:
         return os.environ.get(COMMIT) or None
     if not state["dirty"]:
         return state["commit"] and str(state["commit"])
-    changes = _git(ROOT, "diff", "HEAD", "--", ".", ":!reports") or ""
+    changes = _git("diff", "HEAD", "--", ".", ":!reports") or ""
     return f"{state['commit']}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
+            ["git", "--no-optional-locks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

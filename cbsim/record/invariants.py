@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.record.record import LANES, PHASES
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Ints, Mask, Steps
 
 AT_ONCE = 1 << 18  # steps
 NEVER_NS = (1 << 63) - 1
-Ints = npt.NDArray[np.int64]
-Checked = Ints | npt.NDArray[np.bool_]
 
 
 def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None:
@@ -42,10 +39,10 @@ def check_read(steps: Steps, total_blocks: int) -> None:
     _blocks(steps, total_blocks)
 
 
-def _require(rule: str, left: Ints, right: Ints | int, holds: Checked) -> None:
+def _require(rule: str, left: Ints, right: Ints | int, holds: Mask) -> None:
     """Raise AssertionError unless the rule `holds` for all steps; it shows both sides of the first violation."""
     if not holds.all():
-        at = int(np.flatnonzero(~holds.astype(bool))[0])
+        at = int(np.flatnonzero(~holds)[0])
         sides = int(left[at]), int(np.broadcast_to(right, left.shape)[at])
         raise AssertionError(f"{rule}: row {at} has {sides[0]} against {sides[1]}")
 

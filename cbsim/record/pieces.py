@@ -10,7 +10,6 @@ piece. A run with fewer steps than a piece has no such files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ class Pieces:
         """Write a piece. Raises RunError if it cannot be written."""
         writer, name = self._writer, name_of(self._count)
         if not self._count:
-            writer.file(directory.TERMS, (json.dumps(self._terms, indent=2, allow_nan=False) + "\n").encode())
+            writer.json(directory.TERMS, self._terms)
         if steps:
             table = Steps(np.frombuffer(steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
             writer.steps(table, f"{directory.STEP_PIECES}/{name}")
@@ -79,7 +78,7 @@ class Pieces:
             yield parquet.table(columns.REQUESTS, directory.request_columns(requests))
 
     def _join(self, name: str, declared: Sequence[Column], groups: Iterable[pa.Table], **options: Any) -> None:
-        self._writer.stream(name, partial(parquet.write_groups, columns=declared, groups=groups, **options))
+        self._writer.file(name, partial(parquet.write_groups, columns=declared, groups=groups, **options))
 
 
 def _picked(files: TableFiles, at: Ints) -> RequestTable:

@@ -37,11 +37,8 @@ def chrome_trace(
         for i, step in enumerate(numbers):
             if ends[i] == starts[i]:
                 continue
-            event: dict[str, Any] = {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": starts[i] / 1000}
-            event |= {"dur": (ends[i] - starts[i]) / 1000, "args": {"step": step}}
-            if name == "compute":
-                event["args"] |= {key: values[i] for key, values in details.items()}
-            events.append(event)
+            more = {key: values[i] for key, values in details.items()} if name == "compute" else {}
+            events.append(_event(tid, name, starts[i], ends[i], {"step": step, **more}))
     events += _transfer_events(transfers, window) if transfers else []
     document = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     return gzip.compress(document.encode(), compresslevel=6, mtime=0)
@@ -51,5 +48,10 @@ def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> 
     inside = np.flatnonzero((transfers["step"] >= window[0]) & (transfers["step"] < window[1]))
     columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
     for lane, start, end, *details in zip(*columns, strict=True):
-        event = {"ph": "X", "pid": 1, "tid": 1 + len(LANES) + lane, "name": TRANSFER_LANES[lane], "ts": start / 1000}
-        yield event | {"dur": (end - start) / 1000, "args": dict(zip(TRANSFER_DETAILS, details, strict=True))}
+        arguments = dict(zip(TRANSFER_DETAILS, details, strict=True))
+        yield _event(1 + len(LANES) + lane, TRANSFER_LANES[lane], start, end, arguments)
+
+
+def _event(tid: int, name: str, start_ns: int, end_ns: int, arguments: Mapping[str, int]) -> dict[str, Any]:
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "pid": 1, "tid": tid, "name": name, **times, "args": arguments}

@@ -141,19 +141,19 @@ class Result:
         if self.incomplete is not None:
             writer.note(self.incomplete)
         try:
-            writer.environment(self.environment)
+            writer.json("env.json", self.environment)
             with writer.writing(self.step_numbers, lambda: self._times):
                 title = f"{self.summary['name']} {self.loop}"
                 trace = timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.transfers)
                 writer.file("timeline.json.gz", trace)
-            writer.summary({**self.summary, "complete": False})
+            writer.json("summary.json", {**self.summary, "complete": False})
             writer.drop_pieces()
             for name, content in self._beside().items():
                 writer.file(name, content)
             if self.incomplete is None:
                 if len(self.step_numbers):
                     writer.file("figures/timeline.png", self.figure().png())
-                writer.summary(self.summary)
+                writer.json("summary.json", self.summary)
                 writer.complete()
         except RunError as error:
             if self.incomplete is None:

@@ -98,7 +98,7 @@ class Session:
         digest = hashlib.sha256(self.resolved.encode()).hexdigest()
         writer = RunWriter(out, "-".join(filter(None, (self.scenario.name, self.loop, words))), digest)
         writer.scenario(self.resolved)
-        writer.environment(self.environment)
+        writer.json("env.json", self.environment)
         self.write_to(writer, early)
         return writer
 

@@ -23,7 +23,6 @@ from cbsim.metrics import catalogue
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.probe import MOST_PROBES, Over, Probe, Terms, Value, looked_at, probe
-from cbsim.stats.intervals import Interval
 from cbsim.sweeps.store import Runs, Store
 from cbsim.sweeps.work import Executor
 
@@ -73,17 +72,12 @@ class Capacity:
 
     def numbers(self) -> dict[str, Any]:
         return {
-            "name": self.name,
-            "loop": self.loop,
-            "field": self.field,
-            "holds": self.holds,
-            "fails": self.fails,
-            "width": self.width,
+            **{name: getattr(self, name) for name in ("name", "loop", "field", "holds", "fails", "width")},
             "confidence": self.terms.confidence,
             "replicates": self.replicates,
             "requests": self.requests,
             "conditions": [check.rule for check in self.terms.conditions],
-            "binds": self.binds and {"word": self.binds.word, "sentences": list(self.binds.sentences)},
+            "binds": self.binds and self.binds._asdict(),
             "monotone": not self.disorder,
             "notices": [*self.disorder, *self.notices],
             "probes": [each.numbers(self.terms) for each in self.probes],
@@ -114,8 +108,8 @@ class Capacity:
 def _limit(fails: Probe) -> Limit:
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
-    causes = [cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals"]
-    return Limit(CAUSES.get(causes[0], "queue") if causes else "queue", tuple(fails.limits))
+    causes = (cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals")
+    return Limit(CAUSES.get(next(causes, ""), "queue"), tuple(fails.limits))
 
 
 def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
@@ -314,21 +308,14 @@ def _printer(terms: Terms, field: str) -> Hear:
     headers = [[field.rpartition(".")[2], "runs", "requests", "", *metrics]]
 
     def show(made: Probe) -> None:
-        while headers:
-            print(_aligned(headers.pop()))
-        values = [_shown(at, metric) for metric, at in zip(metrics, made.intervals, strict=False)]
+        values = []
+        for name, at in zip(metrics, made.intervals, strict=False):
+            mean, low, high = map(catalogue.METRICS[name].shown, (at.mean, max(at.low, 0.0), at.high))
+            values.append(f"{mean} [{low}, {high}]")
         counts = [f"{made.value:g}", f"{made.replicates}", f"{made.requests:,}"]
-        print(_aligned([*counts, VERDICTS[made.holds], *(values or [str(made.reason)])]), flush=True)
+        for cells in (*headers, [*counts, VERDICTS[made.holds], *(values or [str(made.reason)])]):
+            aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(9)]
+            print("  ".join([*aligned, *(cell.ljust(32) for cell in cells[4:])]).rstrip(), flush=True)
+        headers.clear()
 
     return show
-
-
-def _aligned(cells: list[str]) -> str:
-    widths = (12, 5, 9)
-    numbers = [cell.rjust(width) for cell, width in zip(cells, widths, strict=False)]
-    return "  ".join([*numbers, cells[3].ljust(9), *(cell.ljust(32) for cell in cells[4:])]).rstrip()
-
-
-def _shown(at: Interval, metric: str) -> str:
-    mean, low, high = (catalogue.METRICS[metric].shown(value) for value in (at.mean, max(at.low, 0.0), at.high))
-    return f"{mean} [{low}, {high}]"

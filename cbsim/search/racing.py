@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from cbsim.metrics.checks import OPERATORS, Check, Objective
+from cbsim.metrics.catalogue import Metric
+from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.stats import intervals, paired
 from cbsim.stats.paired import Paired
 
@@ -31,7 +32,7 @@ Measure = Callable[[Sequence[int], range], Mapping[int, Sequence[Numbers | str]]
 class Goal(NamedTuple):
     """The objective, the conditions, the confidence of the answer, and the largest number of replicates (2 or more)."""
 
-    metric: Objective
+    metric: Metric
     slo: Sequence[Check]
     confidence: float
     most: int
@@ -125,7 +126,12 @@ def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
             break
     if leader is not None:
         return Outcome(goal, trials, leader, True, confidence)
-    likely = [i for i, trial in enumerate(trials) if trial.verdict == IN and _keeps_by_mean(trial, goal.slo)]
+    likely = [
+        i
+        for i, trial in enumerate(trials)
+        if trial.verdict == IN
+        and all(OPERATORS[check.compare](trial.mean(check.metric), check.bound) for check in goal.slo)
+    ]
     return Outcome(goal, trials, _best(trials, likely, goal.metric), False, confidence)
 
 
@@ -160,7 +166,7 @@ def _decided(trials: Sequence[Trial], leader: int | None, goal: Goal, confidence
     return all(difference(trials[leader], trials[i], goal.metric.name, confidence).none for i in left if i != leader)
 
 
-def _best(trials: Sequence[Trial], among: Sequence[int], metric: Objective) -> int | None:
+def _best(trials: Sequence[Trial], among: Sequence[int], metric: Metric) -> int | None:
     """Return the candidate with the best mean, the first of equal ones; None if `among` is empty."""
     return max(among, key=lambda i: metric.sign * trials[i].mean(metric.name), default=None)
 
@@ -177,7 +183,3 @@ def _holds(check: Check, trial: Trial, confidence: float) -> bool | None:
     """Return whether a condition holds for a candidate's mean, None if unsure; False if a run lacks the metric."""
     values = trial.values(check.metric)
     return intervals.holds(check, values, confidence) if len(values) == len(trial.runs) else False
-
-
-def _keeps_by_mean(trial: Trial, slo: Sequence[Check]) -> bool:
-    return all(OPERATORS[check.compare](trial.mean(check.metric), check.bound) for check in slo)

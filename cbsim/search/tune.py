@@ -33,8 +33,6 @@ from cbsim.sweeps.work import Executor, Task
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
 NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::({NUMBER}))?")
-
-
 MOST = 10_000
 EVEN, SURE = 0.5, 1 - 1e-6
 
@@ -96,15 +94,12 @@ def _values(name: str, values: str, where: str) -> Sequence[Any]:
         return list({repr(value): value for value in (listed if isinstance(listed, list) else [listed])}.values())
     try:
         low, high, step = (None if part is None else float(part) for part in span.groups())
-        rule = {"log": {"low": low, "high": high, "factor": 2}}
-        if step is not None:
-            rule = {"range": {"low": low, "high": high, "step": step}}
+        ends = {"low": low, "high": high}
+        rule = {"log": {**ends, "factor": 2}} if step is None else {"range": {**ends, "step": step}}
         return Ranged.model_validate(rule).values()
     except ValidationError as error:
         entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
         raise ScenarioError(f"{where}: {wording(entry)}", field=name, value=values) from None
-    except ValueError:
-        raise ScenarioError(f"{where}: {FORM}", field=name, value=values, bound=FORM) from None
 
 
 def candidates(
@@ -121,11 +116,8 @@ def candidates(
     for name, value, least, most in (("replicates", goal.most, 2, MOST), ("confidence", goal.confidence, EVEN, SURE)):
         if not least <= value <= most:
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
-    source: Any = scenario
-    if isinstance(scenario, Scenario):
-        source = scenario.model_dump(mode="json")
-    elif isinstance(scenario, Path):
-        source = str(scenario)
+    source = scenario.model_dump(mode="json") if isinstance(scenario, Scenario) else scenario
+    source = str(source) if isinstance(source, Path) else source
     always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
     file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
     built = sweep.of(file, Path())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Report
 from cbsim.errors import ScenarioError
-from cbsim.metrics.checks import Objective
+from cbsim.metrics.catalogue import Metric
 from cbsim.scenario.fields import near
 from cbsim.stats import intervals, paired
 from cbsim.stats.paired import Paired
@@ -29,13 +29,12 @@ class Terms(NamedTuple):
 class Compared(NamedTuple):
     """A configuration compared with the one that differs from it in the field alone."""
 
-    metric: Objective
+    metric: Metric
     configuration: Configuration
     difference: Paired
-    gain: float | None
 
 
-def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Objective], terms: Terms) -> Report:
+def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Metric], terms: Terms) -> Report:
     """Compare all configurations with those whose `by` is `against`, by default the first. Raises ScenarioError."""
     sweep.check_field(by)
     for metric in metrics:
@@ -92,15 +91,15 @@ def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Configura
 
 
 def _compared(
-    metric: Objective, configuration: Configuration, reference: Configuration, confidence: float
+    metric: Metric, configuration: Configuration, reference: Configuration, confidence: float
 ) -> Compared | None:
     ours, theirs = (each.values(metric.name) for each in (configuration, reference))
     difference = paired.paired(ours, theirs, confidence)
-    return None if difference is None else Compared(metric, configuration, difference, paired.gain(ours, theirs))
+    return None if difference is None else Compared(metric, configuration, difference)
 
 
 def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, ...]:
-    metric, configuration, difference, gain = compared
+    metric, configuration, difference = compared
     needed = difference.needed(terms.precision, terms.confidence)
     return (
         configuration.label(fields),
@@ -110,11 +109,11 @@ def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, 
         _verdict(metric, difference),
         str(difference.pairs),
         "-" if needed is None else f"{needed:,}",
-        "-" if gain is None else f"{gain:.3g}",
+        "-" if difference.gain is None else f"{difference.gain:.3g}",
     )
 
 
-def _verdict(metric: Objective, difference: Paired) -> str:
+def _verdict(metric: Metric, difference: Paired) -> str:
     """Return the verdict on a difference; a metric without a better direction gets only more, less or the same."""
     if difference.none:
         return "the same"
@@ -123,7 +122,7 @@ def _verdict(metric: Objective, difference: Paired) -> str:
     return VERDICTS[metric.sign * difference.sign]
 
 
-def _relative(difference: Paired, metric: Objective) -> list[str]:
+def _relative(difference: Paired, metric: Metric) -> list[str]:
     """Return the difference and its interval as shares of the reference, or in the metric's unit if that is 0."""
     whole = abs(difference.second)
     ends = (difference.mean, *((difference.low, difference.high) if difference.known else (None, None)))
@@ -147,8 +146,7 @@ def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, con
 
 def _facts(compared: Compared, terms: Terms) -> dict[str, Any]:
     difference = compared.difference
-    facts = difference._asdict() | {"gain": compared.gain}
-    facts["needed"] = difference.needed(terms.precision, terms.confidence)
+    facts = {**difference._asdict(), "needed": difference.needed(terms.precision, terms.confidence)}
     if not difference.known:
         facts |= {"low": None, "high": None}
     return {"metric": compared.metric.name, "settings": compared.configuration.settings, **facts}

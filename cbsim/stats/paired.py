@@ -29,6 +29,8 @@ class Paired(NamedTuple):
     low: float
     high: float
     deviation: float | None
+    gain: float | None
+    """The variance of unpaired differences over that of the pairs; None if the latter is unknown or 0."""
 
     @property
     def sign(self) -> int:
@@ -54,26 +56,16 @@ class Paired(NamedTuple):
 
 def paired(first: Mapping[int, float], second: Mapping[int, float], confidence: float) -> Paired | None:
     """Compare the values of two points, by seed; None if they have no seed in common."""
-    ours, theirs, differences = _pairs(first, second)
-    if not ours:
-        return None
-    deviation = stdev(differences) if len(ours) > 1 else None
-    return Paired(len(ours), fmean(ours), fmean(theirs), *t_interval(differences, confidence), deviation)
-
-
-def gain(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
-    """Return the variance of unpaired differences over that of the pairs; None if the latter is unknown or 0."""
-    ours, theirs, differences = _pairs(first, second)
-    if len(ours) < 2 or not (of_pairs := variance(differences)):
-        return None
-    return (variance(ours) + variance(theirs)) / of_pairs
-
-
-def _pairs(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[list[float], list[float], list[float]]:
-    """Return the values of the seeds that both have, in order of the seeds, and their differences."""
     seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
     ours, theirs = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
-    return ours, theirs, [0.0 if isclose(a, b, rel_tol=NOTHING) else a - b for a, b in zip(ours, theirs, strict=True)]
+    differences = [0.0 if isclose(a, b, rel_tol=NOTHING) else a - b for a, b in zip(ours, theirs, strict=True)]
+    deviation = gain = None
+    if len(seeds) > 1:
+        deviation = stdev(differences)
+        gain = (variance(ours) + variance(theirs)) / variance(differences) if deviation else None
+    return Paired(len(ours), fmean(ours), fmean(theirs), *t_interval(differences, confidence), deviation, gain)
 
 
 def enough(deviation: float, half: float, confidence: float) -> int | None:

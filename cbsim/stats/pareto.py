@@ -17,7 +17,8 @@ from cbsim.draw.chart import BLUE, GREY, ORANGE, SKY, Chart, Line, Panel, Points
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Report
 from cbsim.metrics import catalogue
-from cbsim.metrics.checks import Check, Objective
+from cbsim.metrics.catalogue import Metric
+from cbsim.metrics.checks import Check
 from cbsim.stats import intervals, paired
 from cbsim.stats.intervals import Interval
 from cbsim.stats.replicated import Configuration, Replicated
@@ -36,8 +37,8 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 class Question(NamedTuple):
     """A question: two metrics, the conditions that a configuration has to keep, and the confidence of each interval."""
 
-    x: Objective
-    y: Objective
+    x: Metric
+    y: Metric
     where: Sequence[Check]
     confidence: float
 
@@ -99,7 +100,7 @@ def _compared(standing: Standing, best: Sequence[Standing], question: Question) 
     return standing if standing in best else standing._replace(verdict=PERHAPS)
 
 
-def _difference(other: Standing, standing: Standing, metric: Objective, question: Question) -> tuple[float, bool]:
+def _difference(other: Standing, standing: Standing, metric: Metric, question: Question) -> tuple[float, bool]:
     """Return by how much the other is surely better (by its mean with a single pair), and whether they are the same."""
     ours, theirs = (each.configuration.values(metric.name) for each in (other, standing))
     difference = paired.paired(ours, theirs, question.confidence)
@@ -154,7 +155,7 @@ def _numbers(standings: Sequence[Standing]) -> dict[int, int]:
     return {id(each): n for n, each in enumerate((each for each in standings if each.verdict == FRONTIER), start=1)}
 
 
-def _cells(metric: Objective, interval: Interval) -> tuple[str, str]:
+def _cells(metric: Metric, interval: Interval) -> tuple[str, str]:
     mean, low, high = interval
     if math.isnan(mean):
         return "-", "-"

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
-from io import BytesIO
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +152,10 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     """
     points = [row.point for row in rows]
     columns: dict[str, Any] = {"loop": [point.loop for point in points]}
-    columns |= _columns([_settings(point) for point in points], _typed)
+    axes = [
+        {name: value for name, value in each.settings.items() if name not in ("loop.mode", "seed")} for each in points
+    ]
+    columns |= _columns(axes, _typed)
     columns["seed"] = [point.scenario.seed for point in points]
     columns["replicate"] = [point.replicate for point in points]
     columns["key"] = [point.key for point in points]
@@ -161,11 +163,6 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     columns["reason"] = pa.array([row.reason for row in rows], pa.string())
     metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
     return pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
-
-
-def _settings(point: Point) -> dict[str, Any]:
-    """Return the settings of a point without loop and seed, which have columns of their own."""
-    return {name: value for name, value in point.settings.items() if name not in ("loop.mode", "seed")}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
@@ -181,14 +178,6 @@ def _typed(values: Sequence[Any]) -> pa.Array:
     if len(types) < 2 and types <= {bool, int, float, str}:
         return pa.array(values)
     return pa.array([None if value is None else json.dumps(value, sort_keys=True) for value in values])
-
-
-def _write(made: pa.Table, path: Path) -> None:
-    """Write a table atomically. Raises RunError."""
-    content = BytesIO()
-    pq.write_table(made, content, compression="zstd")
-    with access(path, RunError, "written"):
-        write_whole(path, content.getvalue())
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,15 +241,16 @@ class Sweep:
     def now(self) -> Swept:
         """Write the table of the runs that the store has now, and return the sweep's outcome. Raises RunError."""
         there = self.store.keys()
-        rows = [self._row(point, point.key in there) for point in self.points]
+        rows = [
+            Row(point, self.store.summary(point.key), None)
+            if point.key in there
+            else Row(point, None, self.store.reason(point.key))
+            for point in self.points
+        ]
         swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet")
-        _write(swept.table, swept.path)
+        with access(swept.path, RunError, "written"):
+            write_whole(swept.path, partial(pq.write_table, swept.table, compression="zstd"))
         return swept
-
-    def _row(self, point: Point, there: bool) -> Row:
-        if there:
-            return Row(point, self.store.summary(point.key), None)
-        return Row(point, None, self.store.reason(point.key))
 
 
 def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool) -> int:

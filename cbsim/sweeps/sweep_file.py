@@ -247,7 +247,7 @@ class SweepFile(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _none_undone(self) -> SweepFile:
+    def _fits(self) -> SweepFile:
         before: list[str] = []
         for name in (*self.set, *self.names):
             undone = next((other for other in before if other.startswith(f"{name}.")), None)
@@ -255,10 +255,6 @@ class SweepFile(Frozen):
                 bound = f"expected {name} first, or fields of it"
                 raise complaint(f"{name} would undo {undone}, which is set before it; {bound}", "axes")
             before.append(name)
-        return self
-
-    @model_validator(mode="after")
-    def _countable(self) -> SweepFile:
         points = math.prod(len(axis.settings()) for axis in self.axes) * max(1, len(self.loop)) * self.replicates
         if points > MOST_POINTS:
             raise complaint(f"give {points:,} points, must be <= {MOST_POINTS:,}", "axes")

@@ -42,7 +42,7 @@ def test_command_line_and_page_name_the_same_winner(name: str, swept: Path, read
     data = json.loads(explorer.explorer(read, look).settings)
     of_page = next(each["sign"] for each in data["metrics"] if each["name"] == name)
     best = sweep_curves.trade_off(read, sweep_table.places(read), (name, name), []).best.tolist()
-    if EVERY[name].better is None:
+    if not EVERY[name].sign:
         with pytest.raises(CheckError, match=f"expected max:{name} or min:{name}"):
             objective(name, "--x")
         assert (of_page, best, sentences) == (0, [], [])
@@ -50,7 +50,7 @@ def test_command_line_and_page_name_the_same_winner(name: str, swept: Path, read
     asked = objective(name, "--x")
     stood = pareto.frontier(replicated.read(swept), pareto.Question(asked, asked, [], 0.95))
     (winner,) = (n for n, each in enumerate(stood) if each.verdict == pareto.FRONTIER)
-    assert winner == {"more": 1, "less": 0}[EVERY[name].better]
+    assert winner == (EVERY[name].sign > 0)
     assert (of_page, best) == (asked.sign, [winner])
     assert len(sentences) == 1 and sentences[0].endswith(f" at n = {winner + 1}.")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.written import CLOCK, scenario, simulated, write
+from support.written import CLOCK, scenario, simulated, tables, write
 
 from cbsim.errors import RunError
 from cbsim.machine import simulate
@@ -121,9 +121,9 @@ def test_the_marker_is_there_from_the_first_moment_to_the_last(server: Machine, 
 def test_a_run_that_fails_stays_marked(server: Machine, tmp_path: Path) -> None:
     """An error half-way leaves the marker and whatever was written: nobody has to tidy up for that."""
     writer = RunWriter(tmp_path, "fails", "0" * 8, CLOCK)
-    writer.tables(server.record)
+    tables(writer, server.record)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        writer.summary({"ttft_s": float("nan")})
+        writer.json("summary.json", {"ttft_s": float("nan")})
     assert sorted(file.name for file in writer.path.iterdir()) == [MARKER, "requests.parquet", "steps.parquet"]
 
 

@@ -48,7 +48,7 @@ def run(
     @contextmanager
     def watch(session: Session) -> Iterator[OnStep]:
         writer.scenario(session.resolved)
-        writer.environment(session.environment)
+        writer.json("env.json", session.environment)
         if pieces:
             session.write_to(writer)
         done = session.server.record

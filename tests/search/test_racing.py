@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_without_noise_the_first_round_decides() -> None:
     world = World(1, [100, 100.1, 99], own=0.0)
     outcome = search(3, world.measure, Goal(MORE, (), 0.95, 1000))
     assert outcome.won and outcome.best == 1 and len(world.asked) == 1
-    less = search(3, World(1, [100, 100.1, 99], own=0.0).measure, Goal(MORE._replace(sign=-1), (), 0.95, 1000))
+    less = search(3, World(1, [100, 100.1, 99], own=0.0).measure, Goal(replace(MORE, sign=-1), (), 0.95, 1000))
     assert less.won and less.best == 2
 
 

@@ -14,7 +14,7 @@ from support.calls import call, refused
 
 from cbsim.stats import intervals
 from cbsim.stats.intervals import half_width, t_quantile
-from cbsim.stats.paired import enough, gain, paired
+from cbsim.stats.paired import enough, paired
 
 
 def test_the_interval_is_that_of_the_differences() -> None:
@@ -50,9 +50,9 @@ def test_pairs_gain_what_common_numbers_take_out() -> None:
     rng = random.Random(5)
     common = [rng.gauss(0, 10) for _ in range(2000)]
     first, second = ({seed: c + rng.gauss(0, 1) for seed, c in enumerate(common)} for _ in range(2))
-    ratio = gain(first, second)
-    assert ratio is not None and 101 / 1.3 < ratio < 101 * 1.3
-    assert gain(first, first) is None
+    compared, same = paired(first, second, 0.95), paired(first, first, 0.95)
+    assert compared is not None and compared.gain is not None and 101 / 1.3 < compared.gain < 101 * 1.3
+    assert same is not None and same.gain is None
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.3, 1.0, 7.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from support import sweep_tables
 from support.calls import call, refused
 
-from cbsim.metrics.checks import Objective, objective, parse
+from cbsim.metrics.checks import objective, parse
 from cbsim.stats import pareto
 from cbsim.stats.pareto import DOMINATED, FRONTIER, MISSING, OUT, PERHAPS, Question
 from cbsim.stats.replicated import Configuration, Replicated
@@ -39,7 +40,7 @@ COUNTS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, m
 @given(COUNTS, st.sampled_from([1, -1]), st.sampled_from([1, -1]))
 def test_the_frontier_is_who_nobody_beats(values: list[tuple[int, int]], x_sign: int, y_sign: int) -> None:
     """With one run each, against the definition; equal points are all on it."""
-    question = Question(Objective(X.metric, x_sign), Objective(Y.metric, y_sign), [], 0.95)
+    question = Question(replace(X, sign=x_sign), replace(Y, sign=y_sign), [], 0.95)
     goods = [(x_sign * x, y_sign * y) for x, y in values]
     dominated = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in goods) for x, y in goods]
     found = verdicts([{0: {X.name: float(x), Y.name: float(y)}} for x, y in values], question)

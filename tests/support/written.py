@@ -13,6 +13,8 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
 from cbsim.record import directory
 from cbsim.record.directory import RunWriter
+from cbsim.record.record import Record
+from cbsim.record.tables import RequestTable, Steps, token_times
 from cbsim.scenario.scenario import Scenario, dump
 from cbsim.workload import generators
 
@@ -51,11 +53,18 @@ def write(out: Path, server: Machine, asked: Scenario) -> RunWriter:
     """A whole run directory, but for its figures."""
     writer = RunWriter(out, asked.name, "0123456789abcdef", CLOCK)
     writer.scenario(dump(asked))
-    writer.environment({"command": "none"})
-    rows, steps = writer.tables(server.record)
+    writer.json("env.json", {"command": "none"})
+    rows, steps = tables(writer, server.record)
     summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
-    writer.summary({"schema_version": directory.SCHEMA_VERSION} | summary)
+    writer.json("summary.json", {"schema_version": directory.SCHEMA_VERSION} | summary)
     return writer
+
+
+def tables(writer: RunWriter, record: Record) -> tuple[RequestTable, Steps]:
+    """Write both tables of a record, and return them."""
+    rows, steps = directory.contents(record)
+    with writer.writing(steps, lambda: token_times(rows, steps)):
+        return rows, steps
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from cbsim.scenario.scenario import Scenario, depth
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.workload.requests import Users, Workload
 from support.engine.peer_model import to_transformers
+from support.written import tables
 
 torch.set_num_threads(1)
 PAGED = (
@@ -149,9 +150,9 @@ class Run:
         """The run directory of what was recorded."""
         writer = directory.RunWriter(folder, "run", "0" * 8)
         writer.scenario(scenario.dump(self.scenario))
-        writer.environment({})
-        writer.tables(self.engine.record)
-        writer.summary({"schema_version": directory.SCHEMA_VERSION})
+        writer.json("env.json", {})
+        tables(writer, self.engine.record)
+        writer.json("summary.json", {"schema_version": directory.SCHEMA_VERSION})
         writer.complete()
         return writer.path
 
