@@ -62,4 +62,4 @@ def write(script: str, tables: Mapping[str, Table], charts: Sequence[Chart], dat
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     for chart in charts:
         (folder / "figures").mkdir(exist_ok=True)
-        (folder / "figures" / f"{chart.key}.png").write_bytes(render.png(chart))
+        (folder / "figures" / f"{chart.key}.png").write_bytes(render.images(chart, "png")[0])

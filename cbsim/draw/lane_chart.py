@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from cbsim.metrics.terminal import shown
 from cbsim.policy.transfers import Direction
 from cbsim.record.columns import NS
 from cbsim.record.record import LANES, PHASES
+from cbsim.record.tables import Ints, Mask
 
 STEPS_SHOWN = 7
 ROWS = ("CPU", "H2D", "compute", "D2H")
@@ -38,6 +40,8 @@ TRANSFER_ROWS = {
     int(Direction.IN): ("KV in", len(ROWS) + 1),
 }
 COLUMNS = ("step", "rows", "tokens", *(f"{name}_{edge}_ns" for name in (*PHASES, *LANES) for edge in ("start", "end")))
+Ends = tuple[Ints, Ints]
+Text = Callable[[int, str], str]
 
 
 class View(NamedTuple):
@@ -47,7 +51,7 @@ class View(NamedTuple):
     length_ns: int
     unit: Unit
 
-    def x(self, times_ns: Floats) -> Floats:
+    def x(self, times_ns: Any) -> Floats:
         inside = np.clip(times_ns - self.origin_ns, 0, self.length_ns)
         moved: Floats = inside / NS / self.unit.seconds
         return moved
@@ -111,46 +115,36 @@ def _at(steps: Columns, name: str, row: int) -> int:
     return int(np.asarray(steps[name])[row])
 
 
-def _near(steps: Columns, view: View) -> Mapping[str, Any]:
-    """Return the columns of the steps in view, with a neighbour at each end, for the idle time between."""
-    low = int(np.searchsorted(np.asarray(steps["update_end_ns"]), view.origin_ns))
-    high = int(np.searchsorted(np.asarray(steps["schedule_start_ns"]), view.origin_ns + view.length_ns, side="right"))
-    return {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1].copy() for name in COLUMNS}  # no more is kept
-
-
 def _marks(steps: Columns, view: View) -> tuple[list[Mark], float]:
     """Return the bars of one run, and the share of the view in which the compute lane is busy."""
-    near = _near(steps, view)
-    marks: list[Mark] = [_bars(near, name, view) for name in (*PHASES, *LANES)]
-    busy = marks[len(PHASES) + LANES.index("compute")]
-    assert isinstance(busy, Spans)
-    marks.insert(0, _idle(near, view))
+    low = int(np.searchsorted(np.asarray(steps["update_end_ns"]), view.origin_ns))
+    high = int(np.searchsorted(np.asarray(steps["schedule_start_ns"]), view.origin_ns + view.length_ns, side="right"))
+    near = {name: np.asarray(steps[name])[max(low - 1, 0) : high + 1].copy() for name in COLUMNS}  # no more is kept
+
+    def text(name: str, i: int, length: str) -> str:
+        return f"step {near['step'][i]}, {name}: {length}; {near['rows'][i]:,} rows, {near['tokens'][i]:,} tokens"
+
+    idle = near["compute_end_ns"][:-1], near["compute_start_ns"][1:]  # between two steps, also those beside the view
+    marks: list[Mark] = [_spans("GPU idle", COMPUTE, idle, view, lambda _, length: f"GPU idle: {length}")]
+    for name in (*PHASES, *LANES):
+        ends_ns, row = (near[f"{name}_start_ns"], near[f"{name}_end_ns"]), 1 + LANES.index(name) if name in LANES else 0
+        marks.append(_spans(name, row, ends_ns, view, partial(text, name), near["step"] if name == "compute" else None))
     marks += [_done(near, name, view) for name in ("h2d", "d2h")]
-    return marks, float((busy.end - busy.start).sum() / (view.length_ns / NS / view.unit.seconds))
+    busy = view.x(near["compute_end_ns"]) - view.x(near["compute_start_ns"])
+    return marks, float(busy.sum() / (view.length_ns / NS / view.unit.seconds))
 
 
-def _bars(steps: Mapping[str, Any], name: str, view: View) -> Spans:
-    row = 0 if name in PHASES else 1 + LANES.index(name)
-    start, end = view.x(steps[f"{name}_start_ns"]), view.x(steps[f"{name}_end_ns"])
-    seen = end > start
-    columns = (steps[c][seen] for c in ("step", f"{name}_start_ns", f"{name}_end_ns", "rows", "tokens"))
-    texts = [
-        f"step {step}, {name}: {shown((end_ns - start_ns) / NS, 's')}; {rows:,} rows, {tokens:,} tokens"
-        for step, start_ns, end_ns, rows, tokens in zip(*columns, strict=True)
-    ]
-    labels = [str(step) for step in steps["step"][seen]] if name == "compute" else ()
-    return Spans(
-        name, np.full(int(seen.sum()), row), start[seen], end[seen], LANE_STYLES[name], texts=texts, labels=labels
-    )
-
-
-def _idle(steps: Mapping[str, Any], view: View) -> Spans:
-    from_ns, to_ns = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
-    start, end = view.x(from_ns), view.x(to_ns)
-    seen = end > start
-    texts = [f"GPU idle: {shown(float(length) / NS, 's')}" for length in (to_ns - from_ns)[seen]]
-    rows = np.full(int(seen.sum()), COMPUTE)
-    return Spans("GPU idle", rows, start[seen], end[seen], LANE_STYLES["idle"], hatched=True, texts=texts)
+def _spans(
+    name: str, row: int, ends_ns: Ends, view: View, text: Text, numbers: Ints | None = None, among: Mask | bool = True
+) -> Spans:
+    """Return the bars of a row that are in view, with a `text` of index and length, and `numbers` written into them."""
+    start, end = map(view.x, ends_ns)
+    seen = np.flatnonzero((end > start) & among)
+    lengths_s, idle = (ends_ns[1] - ends_ns[0]) / NS, name == "GPU idle"
+    texts = [text(i, shown(lengths_s[i], "s")) for i in seen.tolist()]
+    labels = () if numbers is None else [str(number) for number in numbers[seen]]
+    style = LANE_STYLES["idle" if idle else name]
+    return Spans(name, np.full(len(seen), row), start[seen], end[seen], style, idle, texts, labels)
 
 
 def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
@@ -165,16 +159,11 @@ def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
 
 def _transfers(transfers: Mapping[str, Any], view: View) -> list[Mark]:
     """Return KV transfers: to and from the host on lanes of their own, copies on the device before the kernels."""
-    marks: list[Mark] = []
-    for direction, (name, row) in TRANSFER_ROWS.items():
-        start, end = view.x(transfers["start_ns"]), view.x(transfers["end_ns"])
-        seen = (transfers["way"] == direction) & (end > start)
-        columns = (transfers[c][seen].tolist() for c in ("step", "blocks", "start_ns", "end_ns"))
-        texts = [
-            f"step {step}, {name}: {blocks:,} blocks, {shown((end_ns - start_ns) / NS, 's')}"
-            for step, blocks, start_ns, end_ns in zip(*columns, strict=True)
-        ]
-        if texts:
-            rows = np.full(len(texts), row)
-            marks.append(Spans(name, rows, start[seen], end[seen], LANE_STYLES[name], texts=texts))
-    return marks
+    ends_ns, way = (transfers["start_ns"], transfers["end_ns"]), transfers["way"]
+
+    def text(name: str, i: int, length: str) -> str:
+        return f"step {transfers['step'][i]}, {name}: {transfers['blocks'][i]:,} blocks, {length}"
+
+    rows = TRANSFER_ROWS.items()
+    drawn = (_spans(name, row, ends_ns, view, partial(text, name), among=way == each) for each, (name, row) in rows)
+    return [marks for marks in drawn if len(marks.row)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 WIDTH_IN, DPI = 10.0, 110
 COLOURS = 128  # of a PNG: few enough for a third of the size, enough for smooth edges
-PNG = {"format": "png", "dpi": DPI, "metadata": {"Software": None}}  # nothing that differs from run to run
-SVG = {"format": "svg", "metadata": {"Date": None, "Creator": None}}
+OPTIONS: dict[str, Any] = {  # nothing that differs from run to run
+    "png": {"dpi": DPI, "metadata": {"Software": None}},
+    "svg": {"metadata": {"Date": None, "Creator": None}},
+}
 DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (5, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x"}
 SETTINGS: Any = {
@@ -49,51 +51,25 @@ CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; colours below 
 WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
 
-def png(chart: Chart) -> bytes:
-    with _settings():
-        return _png(chart, figure(chart))
-
-
-def svg(chart: Chart) -> bytes:
-    """Draw the chart as an SVG whose texts remain text."""
-    with _settings():
-        return _saved(figure(chart), SVG)
-
-
-def both(chart: Chart) -> tuple[bytes, bytes]:
-    """Return (PNG, SVG) of one drawing, in less time than one after the other."""
-    with _settings():
-        drawn = figure(chart)
-        return _png(chart, drawn), _saved(drawn, SVG)
-
-
-def _settings() -> Any:
+def images(chart: Chart, *kinds: str) -> list[bytes]:
+    """Draw the chart once, and save it as files of these kinds, `png` and `svg`. The texts of an SVG remain text."""
     import matplotlib
 
-    return matplotlib.rc_context(SETTINGS)
+    with matplotlib.rc_context(SETTINGS):
+        drawn = figure(chart)
+        return [_saved(chart, drawn, kind) for kind in kinds]
 
 
-def _png(chart: Chart, drawn: Figure) -> bytes:
-    """Save a PNG, in a palette unless the chart has cells, whose many colours would leave none for the other marks."""
-    whole = _saved(drawn, PNG)
-    shaded = any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks)
-    return whole if shaded else _paletted(whole)
-
-
-def _saved(drawn: Figure, options: Any) -> bytes:
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, **options)
-    return buffer.getvalue()
-
-
-def _paletted(png: bytes) -> bytes:
-    """Return the PNG with its colours in a palette. Areas and lines keep their colours."""
+def _saved(chart: Chart, drawn: Figure, kind: str) -> bytes:
+    """Save a figure; a PNG in a palette unless it has cells, whose many colours would leave none for other marks."""
     from PIL import Image
 
-    whole = Image.open(io.BytesIO(png)).convert("RGB")
-    small = whole.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
-    small.save(buffer, "png", optimize=True)
+    drawn.savefig(buffer, format=kind, **OPTIONS[kind])
+    if kind == "png" and not any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks):
+        whole, buffer = Image.open(buffer).convert("RGB"), io.BytesIO()
+        small = whole.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        small.save(buffer, "png", optimize=True)
     return buffer.getvalue()
 
 
@@ -115,11 +91,13 @@ def figure(chart: Chart) -> Figure:
         for axis in axes[:-1].flat:
             axis.set_xlabel("")
     drawn.suptitle(_plain(chart.title), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    entries = _legend(chart)
+    entries: dict[str, Any] = {}  # one a name
+    for axis in drawn.axes:
+        for entry, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(name, entry)
     if entries:
-        longest = max(len(str(entry.get_label())) for entry in entries)
-        columns = max(min(len(entries), LEGEND_LETTERS // (longest + 6)), 1)
-        drawn.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8)
+        columns = max(min(len(entries), LEGEND_LETTERS // (max(map(len, entries)) + 6)), 1)
+        drawn.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=8, markerscale=1.5)
     drawn.draw_without_rendering()
     drawn.set_layout_engine("none")  # laid out once, so that PNG and SVG agree
     return drawn
@@ -148,14 +126,40 @@ def _panel(axis: Axes, panel: Panel) -> None:
     _scales(axis, panel)
     bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     for mark in panel.marks:
-        if isinstance(mark, Bars):
-            _bars(axis, mark, next(i for i, other in enumerate(bars) if other is mark), len(bars))
-        else:
-            DRAWN[type(mark)](axis, mark)
+        _draw(axis, mark, bars)
     _limits(axis, panel)
     for mark in panel.marks:
         if isinstance(mark, Spans) and mark.labels:
             _write_labels(axis, mark)
+
+
+def _draw(axis: Axes, mark: Mark, bars: Sequence[Bars]) -> None:
+    colour, dash = mark.style.colour, DASHES[mark.style.dash]
+    label: Any = _plain(mark.name) or None
+    match mark:
+        case Line():
+            stepped: Any = "steps-post" if mark.step else "default"
+            axis.plot(mark.x, mark.y, color=colour, linestyle=dash, drawstyle=stepped, label=label)
+        case Area():
+            looks: Any = {"facecolor": colour, "alpha": mark.style.opacity, "linewidth": 0, "label": label}
+            axis.fill_between(mark.x, mark.low, mark.high, step="post" if mark.step else None, **looks)
+        case Whiskers():
+            middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
+            looks = {"fmt": "none", "ecolor": colour, "elinewidth": 0.9, "capsize": 2, "zorder": 2.5, "label": label}
+            x, y, error = (middle, mark.at, "xerr") if mark.level else (mark.at, middle, "yerr")
+            axis.errorbar(x, y, **(looks | {error: half}))
+        case Level():
+            axis.axhline(mark.y, color=colour, linestyle=dash, linewidth=1, label=label)
+        case Edge():
+            axis.axvline(mark.x, color=colour, linestyle=dash, linewidth=1, label=label)
+        case Spans():
+            _spans(axis, mark, label)
+        case Points():
+            _points(axis, mark, label)
+        case Cells():
+            _cells(axis, mark)
+        case Bars():
+            _bars(axis, mark, next(i for i, other in enumerate(bars) if other is mark), len(bars))
 
 
 def _scales(axis: Axes, panel: Panel) -> None:
@@ -195,18 +199,7 @@ def _limits(axis: Axes, panel: Panel) -> None:
         axis.set_ylim(low if below else 0.0, high if high > 0 else 1.0)
 
 
-def _line(axis: Axes, mark: Line) -> None:
-    stepped: Any = "steps-post" if mark.step else "default"
-    axis.plot(mark.x, mark.y, color=mark.style.colour, linestyle=DASHES[mark.style.dash], drawstyle=stepped)
-
-
-def _area(axis: Axes, mark: Area) -> None:
-    stepped: Any = "post" if mark.step else None
-    colour, opacity = mark.style.colour, mark.style.opacity
-    axis.fill_between(mark.x, mark.low, mark.high, step=stepped, facecolor=colour, alpha=opacity, linewidth=0)
-
-
-def _spans(axis: Axes, mark: Spans) -> None:
+def _spans(axis: Axes, mark: Spans, label: Any) -> None:
     from matplotlib.collections import PolyCollection
 
     low, high = mark.row - 0.4, mark.row + 0.4
@@ -221,26 +214,18 @@ def _spans(axis: Axes, mark: Spans) -> None:
             edgecolors=edge,
             linewidths=0 if mark.hatched else 0.5,
             hatch="////" if mark.hatched else None,
+            label=label,
         )
     )
 
 
-def _points(axis: Axes, mark: Points) -> None:
-    edge: dict[str, Any] = {} if mark.style.marker == "cross" else {"edgecolors": "white", "linewidths": 0.3}
-    size = 30 if len(mark.x) <= 50 else 9
-    axis.scatter(mark.x, mark.y, s=size, color=mark.style.colour, marker=MARKERS[mark.style.marker], zorder=3, **edge)
+def _points(axis: Axes, mark: Points, name: Any) -> None:
+    looks: Any = {} if mark.style.marker == "cross" else {"edgecolors": "white", "linewidths": 0.3}
+    looks |= {"s": 30 if len(mark.x) <= 50 else 9, "color": mark.style.colour, "marker": MARKERS[mark.style.marker]}
+    axis.scatter(mark.x, mark.y, zorder=3, label=name, **looks)
     for x, y, label in zip(mark.x, mark.y, mark.labels, strict=False):
         if math.isfinite(x) and math.isfinite(y):
             axis.annotate(_plain(label), (x, y), xytext=(5, 3), textcoords="offset points", fontsize=7)
-
-
-def _whiskers(axis: Axes, mark: Whiskers) -> None:
-    middle, half = (mark.low + mark.high) / 2, (mark.high - mark.low) / 2
-    looks: Any = {"fmt": "none", "ecolor": mark.style.colour, "elinewidth": 0.9, "capsize": 2, "zorder": 2.5}
-    if mark.level:
-        axis.errorbar(middle, mark.at, xerr=half, **looks)
-    else:
-        axis.errorbar(mark.at, middle, yerr=half, **looks)
 
 
 def _cells(axis: Axes, mark: Cells) -> None:
@@ -258,28 +243,12 @@ def _cells(axis: Axes, mark: Cells) -> None:
             axis.text(column, row, _plain(label), ha="center", va="center", fontsize=7, color=colour)
 
 
-def _rule(axis: Axes, mark: Level | Edge) -> None:
-    looks: Any = {"color": mark.style.colour, "linestyle": DASHES[mark.style.dash], "linewidth": 1}
-    _ = axis.axhline(mark.y, **looks) if isinstance(mark, Level) else axis.axvline(mark.x, **looks)
-
-
-DRAWN: dict[type[Any], Callable[[Axes, Any], None]] = {
-    Line: _line,
-    Area: _area,
-    Spans: _spans,
-    Points: _points,
-    Whiskers: _whiskers,
-    Cells: _cells,
-    Level: _rule,
-    Edge: _rule,
-}
-
-
 def _bars(axis: Axes, mark: Bars, index: int, count: int) -> None:
     width = 0.8 / count
     places = mark.x - 0.4 + width * (index + 0.5)
     hatch = ("", "//", "..", "xx")[index % 4]
-    drawn = axis.bar(places, mark.height, width * 0.94, color=mark.style.colour, hatch=hatch, edgecolor="white")
+    looks: Any = {"color": mark.style.colour, "hatch": hatch, "edgecolor": "white", "label": _plain(mark.name) or None}
+    drawn = axis.bar(places, mark.height, width * 0.94, **looks)
     if mark.labels:
         axis.bar_label(drawn, labels=list(map(_plain, mark.labels)), fontsize=7, padding=2)
         axis.margins(y=0.12)
@@ -294,33 +263,6 @@ def _write_labels(axis: Axes, mark: Spans) -> None:
             axis.text((left + right) / 2, row, _plain(label), ha="center", va="center", fontsize=7, color=colour)
 
 
-def _legend(chart: Chart) -> list[Any]:
-    """Return one legend entry a name, in order of appearance."""
-    named: dict[str, Mark] = {}
-    for mark in (mark for panel in chart.panels for mark in panel.marks if mark.name):
-        named.setdefault(mark.name, mark)
-    return [_entry(mark) for mark in named.values()]
-
-
-def _entry(mark: Mark) -> Any:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    style = mark.style
-    label = _plain(mark.name)
-    if isinstance(mark, Points):
-        return Line2D([], [], color=style.colour, marker=MARKERS[style.marker], linestyle="none", label=label)
-    if isinstance(mark, Line | Level | Edge):
-        return Line2D([], [], color=style.colour, linestyle=DASHES[style.dash], label=label)
-    if isinstance(mark, Spans) and mark.hatched:
-        return Patch(facecolor=style.colour, hatch="////", edgecolor="#D55E00", linewidth=0, label=label)
-    alpha = 0.35 if isinstance(mark, Area) and style.dark else 1.0
-    return Patch(facecolor=style.colour, edgecolor="#444444", linewidth=0.4, alpha=alpha, label=label)
-
-
-ENDINGS = (".png", ".svg")
-
-
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A chart that is drawn when it is shown."""
@@ -328,17 +270,16 @@ class Picture:
     chart: Chart
 
     def png(self) -> bytes:
-        return png(self.chart)
+        return images(self.chart, "png")[0]
 
-    def _repr_png_(self) -> bytes:
-        return self.png()
+    _repr_png_ = png
 
     def save(self, path: Path | str) -> Path:
         """Write the picture as .png or .svg, by the file's name. Raises RunError."""
         file = Path(path)
-        if file.suffix not in ENDINGS:
-            bound = f"expected a name that ends in {' or '.join(ENDINGS)}"
+        if file.suffix not in (".png", ".svg"):
+            bound = "expected a name that ends in .png or .svg"
             raise RunError(f"{file}: got {file.suffix!r}, {bound}", file=file, value=file.suffix, bound=bound)
         with access(file, RunError, "written"):
-            write_whole(file, self.png() if file.suffix == ".png" else svg(self.chart))
+            write_whole(file, *images(self.chart, file.suffix[1:]))
         return file

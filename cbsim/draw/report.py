@@ -86,25 +86,18 @@ def write(report: Report, out: Path) -> None:
     folder.clear(out)
     folder.write(out, {folder.FACTS: facts(report), "report.md": markdown(report).encode(errors="replace")})
     for chart in report.charts:
-        png, svg = render.both(chart)
-        folder.write(out, {f"figures/{chart.key}.png": png, f"figures/{chart.key}.svg": svg})
+        names = (f"figures/{chart.key}.{kind}" for kind in folder.KINDS)
+        folder.write(out, dict(zip(names, render.images(chart, *folder.KINDS), strict=True)))
 
 
 def facts(report: Report) -> bytes:
     """Return report.json: the report's entry in the index, its tiles, the keys of its figures, its data."""
-    runs: list[dict[str, Any]] = [
-        {
-            "label": source.label,
-            "kind": source.kind,
-            "folder": source.folder,
-            "tiles": {tile.metric: tile.value for tile in source.tiles},
-        }
-        for source in report.sources
-    ]
+    runs: list[dict[str, Any]] = []
+    for source in report.sources:
+        tiles = {tile.metric: tile.value for tile in source.tiles}
+        runs.append({"label": source.label, "kind": source.kind, "folder": source.folder, "tiles": tiles})
     everything = {
-        "title": report.title,
-        "question": report.question,
-        "command": report.command,
+        **{name: getattr(report, name) for name in ("title", "question", "command")},
         "runs": runs or ([{"label": report.title, "kind": report.kind}] if report.kind else []),
         "figures": [chart.key for chart in report.charts],
         **({"data": report.data} if report.data else {}),
@@ -125,9 +118,9 @@ def _lines(report: Report) -> Iterator[str]:
     if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
         yield from table(_tiles(report.sources))
     if report.caveats is not None:
-        yield from ("## When not to trust this", "", *map(_caveat, report.caveats))
-        yield from ([] if report.caveats else ["No caveat found."])
-        yield ""
+        of = ((f"**{plain(each.run)}**: " if each.run else "", plain(each.reason)) for each in report.caveats)
+        reasons = [f"- {run}{reason}" for run, reason in of] or ["No caveat found."]
+        yield from ("## When not to trust this", "", *reasons, "")
     if report.findings:
         yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
     for part in report.tables:
@@ -143,16 +136,12 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _tiles(sources: Sequence[Source]) -> Table:
     labels = {tile.metric: tile.label for source in sources for tile in source.tiles}
-    rows = [(label, *(_cell(source.tile(metric)) for source in sources)) for metric, label in labels.items()]
+    rows = []
+    for metric, label in labels.items():
+        tiles = [source.tile(metric) for source in sources]
+        cells = ("-" if each is None else f"{each.value} ({each.note})" if each.note else each.value for each in tiles)
+        rows.append((label, *cells))
     return Table("", ("", *(source.label for source in sources)), rows)
-
-
-def _cell(tile: Tile | None) -> str:
-    return "-" if tile is None else f"{tile.value} ({tile.note})" if tile.note else tile.value
-
-
-def _caveat(caveat: Caveat) -> str:
-    return f"- {f'**{plain(caveat.run)}**: ' if caveat.run else ''}{plain(caveat.reason)}"
 
 
 def _source(source: Source) -> Iterator[str]:

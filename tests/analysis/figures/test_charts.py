@@ -186,7 +186,7 @@ def test_every_figure_of_a_real_run_is_valid(runs: list[LoadedRun]) -> None:
 @pytest.mark.usefixtures("drawn")
 def test_every_figure_can_be_drawn(cases: dict[str, list[LoadedRun]]) -> None:
     for chart in report.details(cases["sparse"]):
-        assert render.png(chart).startswith(b"\x89PNG")
+        assert render.images(chart, "png")[0].startswith(b"\x89PNG")
 
 
 def test_a_run_without_a_request_that_is_done_says_so_and_is_drawn() -> None:

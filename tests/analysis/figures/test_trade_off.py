@@ -86,7 +86,7 @@ def test_figures_are_drawn(table: sweep_table.SweepTable) -> None:
     cells = sweeps.heat_map(table, made, "ttft_s.p99", checks.parse("ttft.p99<=0.35s"))
     pareto = sweeps.pareto(table, made, PAIR, [checks.parse("ttft.p99<=0.35s")])
     for chart in (cells, pareto):
-        assert chart is not None and render.png(chart).startswith(b"\x89PNG")
+        assert chart is not None and render.images(chart, "png")[0].startswith(b"\x89PNG")
 
 
 def test_one_place_is_a_point_and_has_no_cells(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_one_place_is_a_point_and_has_no_cells(tmp_path: Path) -> None:
     assert sweeps.heat_map(table, made, "preemptions", None) is None
     chart = sweeps.curves(table, made, view(table, None), ["preemptions"], {})
     assert [mark.y.tolist() for mark in _marks(chart, Points)] == [[3.0]]
-    assert render.svg(chart)
+    assert render.images(chart, "svg")[0]

@@ -132,16 +132,16 @@ def test_an_interrupted_report_leaves_nothing(
     paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of a report would pass for a whole one; its folder can be used again."""
-    drawn = render.both
+    drawn = render.images
     calls = iter((drawn, drawn))
 
-    def both(chart: Chart) -> tuple[bytes, bytes]:
+    def images(chart: Chart, *kinds: str) -> list[bytes]:
         act = next(calls, None)
         if act is None:
             raise KeyboardInterrupt
-        return act(chart)
+        return act(chart, *kinds)
 
-    monkeypatch.setattr(render, "both", both)
+    monkeypatch.setattr(render, "images", images)
     assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 1
     assert "interrupted" in capsys.readouterr().err
     assert list((tmp_path / "r").iterdir()) == []

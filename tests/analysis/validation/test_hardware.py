@@ -210,7 +210,7 @@ def test_many_requests_are_thinned_and_the_caption_says_so() -> None:
     assert "One in" not in figures.scatter({"sync": [figures.matched(frame[:9], frame[:9])]}).caption
     nothing = figures.scatter({"sync": [figures.matched(frame[:0], frame[:0])], "async": []})
     assert all(not panel.marks for panel in nothing.panels)
-    assert render.png(nothing)
+    assert render.images(nothing, "png")[0]
 
 
 def test_errors_are_drawn_as_multiples_of_what_is_asked() -> None:
