@@ -24,24 +24,8 @@ if TYPE_CHECKING:
     from cbsim.search.tune import Tuned
     from cbsim.sweeps.sweep import Swept
 
-__all__ = [
-    "Capacity",
-    "CheckError",
-    "Result",
-    "Results",
-    "RunError",
-    "Scenario",
-    "ScenarioError",
-    "Swept",
-    "Tuned",
-    "UserError",
-    "capacity",
-    "load",
-    "read",
-    "run",
-    "sweep",
-    "tune",
-]
+__all__ = ["Capacity", "CheckError", "Result", "Results", "RunError", "Scenario", "ScenarioError", "Swept", "Tuned"]
+__all__ += ["UserError", "capacity", "load", "read", "run", "sweep", "tune"]
 HOMES = {
     "Capacity": "cbsim.search.capacity",
     "Scenario": "cbsim.scenario.scenario",

@@ -37,9 +37,9 @@ RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands with a --sto
 class Verb(NamedTuple):
     """A command of a program: its line in the help, an example of its arguments, and its function.
 
-    `act` is `module:function`, by default the function of that name in the program's `cli.commands`, imported when the
-    command is run. It takes the parsed arguments, with the command as a shell line in `line`, and returns the exit
-    status.
+    `act` is `module:function`, by default the function of that name in the module of `arguments`, or in the program's
+    `cli.commands`, which is imported when the command is run. It takes the parsed arguments, with the command as a
+    shell line in `line`, and returns the exit status.
     """
 
     name: str
@@ -47,6 +47,11 @@ class Verb(NamedTuple):
     example: str
     arguments: Callable[[Parser], None]
     act: str = ""
+
+
+def verb(name: str, about: str, example: str, act: str = "") -> Callable[[Callable[[Parser], None]], Verb]:
+    """Return a decorator that makes a command of the function that adds its arguments."""
+    return lambda arguments: Verb(name, about, example, arguments, act)
 
 
 def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]) -> Parser:
@@ -64,10 +69,15 @@ def run_verb(program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence
     parts = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(parts)
     arguments.line = shlex.join(["python", "-m", program, *parts])
-    name = arguments.command
-    act = next(verb.act for verb in verbs if verb.name == name) or f"{program}.cli.commands:{name.replace('-', '_')}"
-    module, _, function = act.partition(":")
-    return guarded(program, name, lambda: int(getattr(import_module(module), function)(arguments)))
+    chosen = next(verb for verb in verbs if verb.name == arguments.command)
+    module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
+    here = module or chosen.arguments.__module__
+
+    def act() -> int:
+        found = getattr(import_module(here), function, None)
+        return int((found or getattr(import_module(f"{program}.cli.commands"), function))(arguments))
+
+    return guarded(program, chosen.name, act)
 
 
 class Parser(argparse.ArgumentParser):
@@ -239,9 +249,11 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
     common_options(parser, "--seed", "--loop")
     shown = "steps that the timeline shows (0:2000)"
-    parser.add_argument("--trace-steps", type=_steps, default=(0, 2000), metavar="A:B", help=shown)
+    steps = _bounds(int, str(sys.maxsize), "two step numbers")
+    parser.add_argument("--trace-steps", type=steps, default=(0, 2000), metavar="A:B", help=shown)
     counted = "latencies of requests arriving between these seconds only"
-    parser.add_argument("--window", type=_seconds, metavar="A:B", help=counted)
+    seconds = _bounds(float, "inf", "two times in seconds")
+    parser.add_argument("--window", type=seconds, metavar="A:B", help=counted)
     option(parser, "--check")
     option(parser, "--json", help="print one object: loop name -> that run's summary.json")
     option(parser, "--quiet", help="nothing but the run directories, a line each, and verdicts of --check")
@@ -269,21 +281,17 @@ def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path |
     return OK
 
 
-def _steps(value: str) -> tuple[int, int]:
-    return _bounds(value, int, "0", str(sys.maxsize), "two step numbers")
+def _bounds(number: Callable[[str], N], most: str, expected: str) -> Callable[[str], tuple[N, N]]:
+    """Return the type of an option that takes `A:B`; either may be left out."""
 
+    def parse(value: str) -> tuple[N, N]:
+        low, colon, high = value.partition(":")
+        try:
+            first, last = number(low or "0"), number(high or most)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{value!r}: expected A:B, {expected}") from None
+        if not colon or not 0 <= first < last:
+            raise argparse.ArgumentTypeError(f"{value!r}: expected A:B with 0 <= A < B")
+        return first, last
 
-def _seconds(value: str) -> tuple[float, float]:
-    return _bounds(value, float, "0", "inf", "two times in seconds")
-
-
-def _bounds(value: str, number: Callable[[str], N], least: str, most: str, expected: str) -> tuple[N, N]:
-    """Parse `A:B`; either may be left out."""
-    low, colon, high = value.partition(":")
-    try:
-        first, last = number(low or least), number(high or most)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected A:B, {expected}") from None
-    if not colon or not 0 <= first < last:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected A:B with 0 <= A < B")
-    return first, last
+    return parse

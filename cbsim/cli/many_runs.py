@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, share, whole
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, share, verb, whole
 from cbsim.errors import CHECK_FAILED, ERROR, OK
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ def a_shard(value: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
+@verb(
+    "contrast",
+    "what a field of a sweep changes, by paired replicates",
+    "sweeps/sweep.parquet --by loop --metric goodput",
+)
 def contrast_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     common_options(parser, "table")
@@ -63,6 +68,11 @@ def contrast_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "--out", "--json")
 
 
+@verb(
+    "pareto",
+    "the points of a sweep that no other point dominates in two metrics",
+    "sweeps/sweep.parquet --where 'ttft.p99<=2s'",
+)
 def pareto_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "table")
     for axis, usual in (("x", "output_tokens_per_s_per_user"), ("y", "output_tokens_per_s_per_gpu")):
@@ -74,6 +84,11 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "--out", "--json")
 
 
+@verb(
+    "tune",
+    "find the best settings of a scenario, and how sure that is",
+    "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'",
+)
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
     option(parser, "--set", "--knob", required=True, metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V")
@@ -88,6 +103,11 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "--out", "--json")
 
 
+@verb(
+    "capacity",
+    "how much load a server holds within conditions: an interval, and what binds",
+    "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'",
+)
 def capacity_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     common_options(parser, "scenario", "--set")

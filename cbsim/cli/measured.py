@@ -9,13 +9,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb
 from cbsim.cli.many_runs import executor, jobs, store_arguments
 from cbsim.errors import ERROR, OK, ScenarioError
 
 TERMS = ("vllm-dense", "trtllm-dense", "vllm-experts")
 
 
+@verb(
+    "score",
+    "replay a recorded vLLM run and print how far the simulator is off",
+    "cases/RTX4090__Llama-3.1-8B --data . --json",
+)
 def score_arguments(score: argparse.ArgumentParser) -> None:
     score.add_argument("case", type=a_path, metavar="CASE", help="folder: config.json, ...; or requests.csv.gz")
     score.add_argument("--data", type=a_path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
@@ -28,6 +33,11 @@ def score_arguments(score: argparse.ArgumentParser) -> None:
     common_options(score, "--json")
 
 
+@verb(
+    "score-points",
+    "predict published measurements of whole servers, and print how far off that is",
+    "--where system=h200_sxm,backend=vllm --json",
+)
 def points_arguments(parser: argparse.ArgumentParser) -> None:
     where_argument(parser, "only points whose columns have these values")
     _data_argument(parser)
@@ -35,6 +45,7 @@ def points_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "--out", "--json")
 
 
+@verb("calibrate-terms", "calibrate the terms that kernel tables leave out on published measurements", "vllm-dense")
 def terms_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", choices=[*TERMS], metavar="NAME", help=f"of {', '.join(TERMS)} (all)")
     _data_argument(parser)

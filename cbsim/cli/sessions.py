@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, common_options, option, overrides_of, real, whole
+from cbsim.cli.arguments import a_path, common_options, option, overrides_of, real, verb, whole
 
 if TYPE_CHECKING:
     from cbsim.http.listen import ServeOptions
@@ -48,12 +48,16 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
     return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet)
 
 
+@verb(
+    "serve", "a simulated server for real clients: an OpenAI-compatible endpoint", "8k_b32 --clock scale=10 --port 8000"
+)
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
     session_arguments(parser)
     door_arguments(parser)
     parser.add_argument("--clock", type=_clock, default=1.0, metavar="real|scale=X", help="how fast time passes (real)")
 
 
+@verb("drive", "run an asyncio client against a simulated server in virtual time", "8k_b32 -- my_client:main")
 def drive_arguments(parser: argparse.ArgumentParser) -> None:
     session_arguments(parser)
     parser.add_argument("client", metavar="MODULE:FUNCTION", help="an asynchronous function; or: vllm bench serve")
