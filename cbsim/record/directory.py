@@ -128,8 +128,11 @@ def write_whole(path: Path, content: Content) -> None:
     """Write a file under a temporary name, and rename it when it is complete. Raises OSError."""
     part = path.with_name(f".{path.name}{PART}")
     try:
-        with part.open("wb") as file:
-            _ = file.write(content) if isinstance(content, bytes) else content(file)
+        if isinstance(content, bytes):
+            part.write_bytes(content)
+        else:
+            with part.open("wb") as file:
+                content(file)
         part.replace(path)
     except BaseException:  # interrupted, too
         with suppress(OSError):

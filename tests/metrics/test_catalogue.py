@@ -68,7 +68,7 @@ def test_every_metric_is_shown_with_a_label_of_its_own() -> None:
     labels = [each.label for each in EVERY.values()]
     assert len(set(labels)) == len(labels) and not any("_" in label for label in labels)
     assert all(each.shown(0.5) and each.shown(math.nan) == each.shown(None) == "-" for each in EVERY.values())
-    assert all(each.is_share == each.form.endswith("share") for each in EVERY.values())
+    assert all((each.unit == "share") == each.form.endswith("share") for each in EVERY.values())
 
 
 def test_the_table_of_a_run_has_a_row_for_each_listed_metric() -> None:
