@@ -29,7 +29,7 @@ TEXT = (
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a small run's time."""
-    monkeypatch.setattr(render, "png", lambda chart: b"")
+    monkeypatch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
 
 
 def restructured(text: str, rng: random.Random) -> str:

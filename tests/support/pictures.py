@@ -6,8 +6,8 @@ charts are equal pictures (tests/draw).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from typing import Any
@@ -18,8 +18,7 @@ import pytest
 from cbsim.draw import render
 from cbsim.draw.chart import Chart
 
-NAMES = ("png", "svg", "both")
-REAL = {name: getattr(render, name) for name in NAMES}
+REAL = render.images
 
 
 def _held(value: Any) -> str:
@@ -33,37 +32,30 @@ def _held(value: Any) -> str:
     return repr(value)
 
 
-def png(chart: Chart) -> bytes:
-    return b"\x89PNG" + sha256(_held(chart).encode()).digest()
-
-
-def svg(chart: Chart) -> bytes:
-    return f"<svg>{sha256(_held(chart).encode()).hexdigest()}</svg>".encode()
-
-
-SKETCHED = {"png": png, "svg": svg, "both": lambda chart: (png(chart), svg(chart))}
+def _sketch(chart: Chart, *kinds: str) -> list[bytes]:
+    digest = sha256(_held(chart).encode())
+    files = {"png": b"\x89PNG" + digest.digest(), "svg": f"<svg>{digest.hexdigest()}</svg>".encode()}
+    return [files[kind] for kind in kinds]
 
 
 @contextmanager
-def _with(functions: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(render, name) for name in NAMES}
+def _with(images: Callable[..., list[bytes]]) -> Iterator[None]:
+    before = render.images
     try:
-        for name, function in functions.items():
-            setattr(render, name, function)
+        render.images = images
         yield
     finally:
-        for name, function in before.items():
-            setattr(render, name, function)
+        render.images = before
 
 
-def really() -> Any:
+def really() -> AbstractContextManager[None]:
     """Inside, pictures are drawn."""
     return _with(REAL)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sketched() -> Iterator[None]:
-    with _with(SKETCHED):
+    with _with(_sketch):
         yield
 
 

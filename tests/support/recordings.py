@@ -73,7 +73,7 @@ SESSIONS = [
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing is most of a small run's time, and replay looks at no picture."""
-    monkeypatch.setattr(render, "png", lambda chart: b"")
+    monkeypatch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
 
 
 def recorded(folder: Path, kind: str, *overrides: str) -> Path:
@@ -117,7 +117,7 @@ def golden_run(folder: Path, packed: Path, settings: str) -> Path:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "png", lambda chart: b"")
+        patch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
         return recorded(tmp_path_factory.mktemp("original"), "tight", "loop.mode=async")
 
 

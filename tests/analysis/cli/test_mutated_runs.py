@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "s.yaml").write_text(SMALL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "png", lambda chart: b"")
+        patch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
         for loop, name in (("sync", "a"), ("async", "b")):
             words = ["run", str(folder / "s.yaml"), "--loop", loop, "--out", str(folder / "out"), "--quiet"]
             assert simulator.main(words) == 0

@@ -72,7 +72,7 @@ def test_broken_weights_end_with_a_status_and_a_short_message(
     model: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit 0, 1 or 2. Logits that are no numbers fail their request: 1, and a reason."""
-    monkeypatch.setattr(render, "png", lambda chart: b"")
+    monkeypatch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
     folder, seen = tmp_path / "model", set[int]()
     words = ("--device", "inline", "--loop", "sync", "--out", tmp_path / "out", "--set", "workload.requests=2")
     for case, rng in mutations.until(CPU_S, CASES):
