@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,9 @@ def chat() -> dict[str, Any]:
 
 
 def _has_trace() -> bool:
-    try:
-        catalog.data(TRACE)
-    except ScenarioError:
-        return False
-    return True
+    with suppress(ScenarioError):
+        return bool(catalog.data(TRACE))
+    return False
 
 
 def chat_like(requests: int = 19366) -> dict[str, Any]:
@@ -76,11 +75,6 @@ def chat_like(requests: int = 19366) -> dict[str, Any]:
     }
 
 
-def drawn(name: str, requests: int) -> dict[str, Any]:
-    """Return the case of the generated workload, on the same server at the same rate, with `requests` requests."""
-    return {**chat(), "name": name, "workload": chat_like(requests)}
-
-
 def decode(running: int) -> dict[str, Any]:
     workload = {"kind": "synthetic", "requests": running, "prompt_tokens": 16, "output_tokens": DECODE_STEPS}
     cache = {"block_size": 16, "num_blocks": 1 + running * (2 + DECODE_STEPS // 16)}
@@ -89,15 +83,12 @@ def decode(running: int) -> dict[str, Any]:
     return {**about, **SERVER, "kv_cache": cache, "workload": workload, "scheduler": settings}
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "splitwise_conv": chat,
-    f"decode_{SMALL}": lambda: decode(SMALL),
-    f"decode_{LARGE}": lambda: decode(LARGE),
-}
+Cases = dict[str, Callable[[], dict[str, Any]]]
 LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
-EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
-    LIKE: lambda: drawn(LIKE, 19366),  # SHORT where the trace is not available
-    LONG: lambda: drawn(LONG, 1_000_000),  # 43 hours of arrivals
+CASES: Cases = {SHORT: chat, f"decode_{SMALL}": lambda: decode(SMALL), f"decode_{LARGE}": lambda: decode(LARGE)}
+EXTRA: Cases = {  # on the same server at the same rate: as SHORT where the trace is not available; 43 hours of arrivals
+    LIKE: lambda: {**chat(), "name": LIKE, "workload": chat_like()},
+    LONG: lambda: {**chat(), "name": LONG, "workload": chat_like(1_000_000)},
 }
 ALL = {**CASES, **EXTRA}
 MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of SHORT, peak memory

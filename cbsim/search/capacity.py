@@ -169,7 +169,7 @@ class Search:
         value, times = self._over.start, 0
         while end() is None:
             scaled = self._over.times(value, factor)
-            problem = "there is none" if scaled is None else self._problem(scaled)
+            problem = self._problem(scaled)
             if times == MOST_DOUBLINGS or len(self._made) == MOST_PROBES:
                 problem = f"{len(self._made)} loads were tried"
             if scaled is None or problem:
@@ -179,8 +179,10 @@ class Search:
             self._look(scaled)
             value, times = scaled, times + 1
 
-    def _problem(self, value: Value) -> str | None:
+    def _problem(self, value: Value | None) -> str | None:
         """Return why no scenario can have this load; None if one can."""
+        if value is None:
+            return "there is none"
         try:
             self._over.scenario(value, 0)
         except ScenarioError as error:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import OPERATORS, Check
-from cbsim.stats import intervals, paired
-from cbsim.stats.paired import Paired
+from cbsim.stats import intervals
+from cbsim.stats.intervals import Paired
 
 FIRST = 5
 IN, WORSE, BREAKS, FAILED = "in", "worse", "breaks", "failed"
@@ -174,7 +174,7 @@ def _best(trials: Sequence[Trial], among: Sequence[int], metric: Metric) -> int 
 def difference(trial: Trial, other: Trial, metric: str, confidence: float) -> Paired:
     """Compare two candidates over the replicates that both have."""
     ours, theirs = (dict(enumerate(each.values(metric))) for each in (trial, other))
-    compared = paired.paired(ours, theirs, confidence)
+    compared = intervals.paired(ours, theirs, confidence)
     assert compared is not None
     return compared
 

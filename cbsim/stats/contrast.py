@@ -10,8 +10,8 @@ from cbsim.draw.report import Report
 from cbsim.errors import ScenarioError
 from cbsim.metrics.catalogue import Metric
 from cbsim.scenario.fields import near
-from cbsim.stats import intervals, paired
-from cbsim.stats.paired import Paired
+from cbsim.stats import intervals
+from cbsim.stats.intervals import Paired
 from cbsim.stats.replicated import Configuration, Replicated, shown
 
 HEADER = ("", "reference", "this", "difference", "from", "to", "verdict", "pairs", "needed", "gain")
@@ -94,7 +94,7 @@ def _compared(
     metric: Metric, configuration: Configuration, reference: Configuration, confidence: float
 ) -> Compared | None:
     ours, theirs = (each.values(metric.name) for each in (configuration, reference))
-    difference = paired.paired(ours, theirs, confidence)
+    difference = intervals.paired(ours, theirs, confidence)
     return None if difference is None else Compared(metric, configuration, difference)
 
 

@@ -19,7 +19,7 @@ from cbsim.draw.report import Report
 from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
-from cbsim.stats import intervals, paired
+from cbsim.stats import intervals
 from cbsim.stats.intervals import Interval
 from cbsim.stats.replicated import Configuration, Replicated
 
@@ -103,7 +103,7 @@ def _compared(standing: Standing, best: Sequence[Standing], question: Question) 
 def _difference(other: Standing, standing: Standing, metric: Metric, question: Question) -> tuple[float, bool]:
     """Return by how much the other is surely better (by its mean with a single pair), and whether they are the same."""
     ours, theirs = (each.configuration.values(metric.name) for each in (other, standing))
-    difference = paired.paired(ours, theirs, question.confidence)
+    difference = intervals.paired(ours, theirs, question.confidence)
     if difference is None:
         return -math.inf, False
     low = difference.low if metric.sign > 0 else -difference.high

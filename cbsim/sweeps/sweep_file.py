@@ -46,7 +46,8 @@ class Range(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        step, count = _grid(self.high - self.low, self.step, self.count)
+        count = self.count or _reached(self.high - self.low, self.step)
+        step = self.step or (self.high - self.low) / (count - 1)
         return tuple(_number(self.low + i * step) for i in range(count))
 
 
@@ -69,10 +70,11 @@ class LogRange(Frozen):
 
     def values(self) -> tuple[float, ...]:
         octaves, factor = _octaves(self.low, self.high), self.factor
-        each, count = _grid(octaves, math.log2(factor) if factor else None, self.count)
         if factor:
-            return tuple(_number(self.low * factor**i) for i in range(count))
-        return tuple(_number(2 ** (math.log2(self.low) + i * each)) for i in range(count))
+            return tuple(_number(self.low * factor**i) for i in range(_reached(octaves, math.log2(factor))))
+        assert self.count is not None
+        each = octaves / (self.count - 1)
+        return tuple(_number(2 ** (math.log2(self.low) + i * each)) for i in range(self.count))
 
 
 def _check(low: float, high: float, name: str, each: float | None, count: int | None, least: int) -> None:
@@ -86,12 +88,9 @@ def _check(low: float, high: float, name: str, each: float | None, count: int | 
         raise complaint(f"got {each:g}, gives more than {MOST_VALUES:,} values", name)
 
 
-def _grid(span: float, each: float | None, count: int | None) -> tuple[float, int]:
-    """Return the distance of values over a span and their number, given one of the two."""
-    if count is not None:
-        return span / (count - 1), count
-    assert each is not None
-    return each, math.floor(span / each * (1 + 1e-12)) + 1
+def _reached(span: float, each: float | None) -> int:
+    """Return the number of values at this distance over a span."""
+    return math.floor(span / (each or span) * (1 + 1e-12)) + 1
 
 
 def _octaves(low: float, high: float) -> float:

@@ -13,8 +13,7 @@ from support import sweep_tables
 from support.calls import call, refused
 
 from cbsim.stats import intervals
-from cbsim.stats.intervals import half_width, t_quantile
-from cbsim.stats.paired import enough, paired
+from cbsim.stats.intervals import enough, half_width, paired, t_quantile
 
 
 def test_the_interval_is_that_of_the_differences() -> None:
