@@ -52,11 +52,10 @@ def run(
     requests: Any = None,
     window_s: tuple[float, float] | None = None,
 ) -> Result | Results:
-    """Simulate a scenario in memory: a Result, or with `loop.mode: both` the Results of both loops.
-
-    `requests` are served in place of the scenario's workload: a data frame or a table of Arrow with columns arrival_s,
-    prompt_tokens, output_tokens, and optionally max_tokens, priority and id. Latencies are of the requests that arrive
-    in `window_s`. Raises ScenarioError.
+    """Simulate a scenario in memory: a Result, or with `loop.mode: both` the Results of both loops. `requests` are
+    served in place of the scenario's workload: a data frame or a table of Arrow with columns arrival_s, prompt_tokens,
+    output_tokens, and optionally max_tokens, priority and id. Latencies are of the requests that arrive in `window_s`.
+    Raises ScenarioError.
     """
     from cbsim.machine.simulate import Simulation
     from cbsim.runs import running

@@ -35,9 +35,8 @@ RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands with a --sto
 
 
 class Verb(NamedTuple):
-    """A command of a program: its line in the help, an example of its arguments, and its function.
-
-    `act` is `module:function`, by default the function of that name in the module of `arguments`, or in the program's
+    """A command of a program: its line in the help, an example of its arguments, and its function. `act` is
+    `module:function`, by default the function of that name in the module of `arguments`, or in the program's
     `cli.commands`, which is imported when the command is run. It takes the parsed arguments, with the command as a
     shell line in `line`, and returns the exit status.
     """
@@ -102,7 +101,6 @@ def brief(message: str) -> str:
 
 def guarded(program: str, command: str, act: Callable[[], int], run_error: int = ERROR) -> int:
     """Return the exit status of `act`. An error of user or system is one message on stderr, never a traceback.
-
     `run_error` is the status of a RunError.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -109,10 +109,8 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A set of horizontal bars from `start` to `end`, bar i on row `row[i]` of a panel with rows.
-
-    `texts`, if given, are shown when a bar is pointed at; `labels`, if given, are written into bars that are wide
-    enough.
+    """A set of horizontal bars from `start` to `end`, bar i on row `row[i]` of a panel with rows. `texts`, if given,
+    are shown when a bar is pointed at; `labels`, if given, are written into bars that are wide enough.
     """
 
     name: str
@@ -158,7 +156,6 @@ class Whiskers:
 @dataclass(frozen=True, slots=True)
 class Cells:
     """A coloured cell for each row and category of a panel that has both, from pale to dark between `low` and `high`.
-
     `values` and `texts` have a row a row and a column a category; NaN leaves a cell empty. `labels` are written into
     cells. `unit` stands beside the scale of colours, which may be logarithmic.
     """
@@ -216,7 +213,6 @@ Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 @dataclass(frozen=True, slots=True)
 class Panel:
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
-
     `y_range` or `x_range` fix the range shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are
     the numbers written on the x axis. A `tall` panel has room for many points.
     """
@@ -237,9 +233,8 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure: `key` names its files, `caption` describes its content, and what was left out or thinned.
-
-    Panels fill a grid of `columns` row by row. With `share_x` all have one x axis, and zoom together.
+    """A figure: `key` names its files, `caption` describes its content, and what was left out or thinned. Panels fill a
+    grid of `columns` row by row. With `share_x` all have one x axis, and zoom together.
     """
 
     key: str

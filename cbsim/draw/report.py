@@ -57,7 +57,6 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A report. `findings` are sentences in the order of weight; `data` has the tables' numbers, for report.json.
-
     `sources` are the runs behind it; without any, `kind` names in the index what it is based on. `caveats` is None if
     none were searched for. `coloured`: each source has its own colour in the charts. `command` makes the report again.
     """

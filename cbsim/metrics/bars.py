@@ -23,7 +23,6 @@ Summary = Mapping[str, Any]
 
 class Bar(NamedTuple):
     """A bound on a metric's error: a share of the measured value, or points (0.01 is one) if the metric is a share.
-
     `metric` is its dotted name in summary.json; None: the speed-up of the asynchronous loop.
     """
 

@@ -25,7 +25,6 @@ STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A number of a run. `name` is its dotted key in summary.json; `sign` is MORE or LESS, whichever is better, or 0.
-
     `listed`: whether a run's printed table has it. `style`: a format other than that of the unit.
     """
 

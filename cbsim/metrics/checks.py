@@ -98,7 +98,6 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
 
 def objective(name: str, source: str, sign: int | None = None, *, directed: bool = True) -> Metric:
     """Return a metric of a sweep with its direction: `sign`, else `min:` or `max:` before its name, else its usual one.
-
     Raises CheckError, its message led by `source`, for an unknown metric, and if `directed` for one without direction.
     """
     prefix = next((prefix for prefix in DIRECTIONS if name.startswith(prefix)), "")

@@ -56,10 +56,8 @@ def summarise(
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds.
-
-    Latencies and SLOs are those of requests arriving in `window_s`, everything else is the whole run's. The summary
-    names the window, null for an open end.
+    """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds. Latencies and SLOs are those of requests
+    arriving in `window_s`, everything else is the whole run's. The summary names the window, null for an open end.
     """
     table = RequestTable.of(rows)
     start = int(table.numbers("arrival_ns").min()) if len(table) else 0

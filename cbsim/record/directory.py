@@ -47,7 +47,6 @@ Content = bytes | Callable[[IO[bytes]], None]
 
 class RunWriter:
     """A writer of one run directory, which is marked as incomplete from its creation until `complete` is called.
-
     `group` is the number of rows in a row group. `joined`: whether the tables have been made of pieces.
     """
 

@@ -60,9 +60,8 @@ def packages() -> dict[str, str]:
 
 def git_state() -> dict[str, Any]:
     """Return the commit of the source tree and whether it has uncommitted changes. Outside a checkout they are read
-    from the variable CBSIM_COMMIT, in the format of `code_version`; without it they are null.
-
-    Files in reports/ are output: an earlier report does not make the next run's code a changed one.
+    from the variable CBSIM_COMMIT, in the format of `code_version`; without it they are null. Files in reports/ are
+    output: an earlier report does not make the next run's code a changed one.
     """
     if not (ROOT / ".git").exists():
         known = os.environ.get(COMMIT)

@@ -74,10 +74,8 @@ def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa
 
 class TableFiles:
     """The declared columns of parquet files that follow one another, read on access; other columns are ignored. A file
-    is a path, or its content.
-
-    Raises RunError naming the file if it is not a parquet file, is damaged, has another version, or if a column is
-    missing, has another type, nulls, or negative counts.
+    is a path, or its content. Raises RunError naming the file if it is not a parquet file, is damaged, has another
+    version, or if a column is missing, has another type, nulls, or negative counts.
     """
 
     def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column]) -> None:

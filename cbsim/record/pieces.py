@@ -31,7 +31,6 @@ OnSteps = Callable[[int], None]
 
 class Pieces:
     """A sink that takes the tables of a record piece by piece. `terms` are the inputs of the summary (pieces.json).
-
     `early`, if given, is called after each piece with the number of steps so far; it writes files that can be written
     before the end.
     """

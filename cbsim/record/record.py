@@ -55,9 +55,8 @@ class StepTimes:
 
 
 class RequestRow(NamedTuple):
-    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received.
-
-    A row of a step delivers one token at most: `Record` rejects plans whose rows may yield several.
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received. A
+    row of a step delivers one token at most: `Record` rejects plans whose rows may yield several.
     """
 
     index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called

@@ -39,11 +39,9 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Capacity:
-    """The result of a search for a capacity. Its string is the last lines that the command prints.
-
-    `holds` is the largest load that holds, `fails` the least that fails: with probability `terms.confidence` the load
-    where the conditions cease to hold lies between them. Each is None if no load tried qualifies. `probes` are in
-    order of load.
+    """The result of a search for a capacity. Its string is the last lines that the command prints. `holds` is the
+    largest load that holds, `fails` the least that fails: with probability `terms.confidence` the load where the
+    conditions cease to hold lies between them. Each is None if no load tried qualifies. `probes` are in order of load.
     """
 
     name: str

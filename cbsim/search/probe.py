@@ -189,9 +189,8 @@ class Probe:
 
 
 def probe(over: Over, value: Value, terms: Terms, runs: Runs) -> Probe:
-    """Probe one load. Replicate r has the scenario's seed plus r at all loads: common random numbers.
-
-    Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if a run fails.
+    """Probe one load. Replicate r has the scenario's seed plus r at all loads: common random numbers. Raises
+    ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if a run fails.
     """
     for made in looked_at(over, value, terms, runs):
         undecided = [] if made.holds is not None else made.undecided(terms)

@@ -37,9 +37,8 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: Sequence[float], confidence: float) -> Interval:
-    """Return the interval that contains the mean of the values' distribution, about normal, with this confidence.
-
-    A single value gives no spread: its interval is infinite.
+    """Return the interval that contains the mean of the values' distribution, about normal, with this confidence. A
+    single value gives no spread: its interval is infinite.
     """
     assert values
     mean = fmean(values)

@@ -166,9 +166,8 @@ class Runs:
         files: tuple[str, ...] = (SUMMARY,),
         hear: Callable[[Made], object] = lambda _: None,
     ) -> None:
-        """Make the runs of which the store lacks any of `files`, and store each, or the reason why it failed.
-
-        `hear` is called with each outcome; an exception that it raises ends the work. Raises RunError, Interrupted.
+        """Make the runs of which the store lacks any of `files`, and store each, or the reason why it failed. `hear` is
+        called with each outcome; an exception that it raises ends the work. Raises RunError, Interrupted.
         """
         lacking = {task.key: task for task in tasks if not self.store.holds(task.key, files)}
         self._progress.begin(len(lacking))
