@@ -146,7 +146,7 @@ def measure(name: str) -> dict[str, Any]:
     warm_up = [_simulate(scenario)[1] for _ in range(REPEATS - 1)] if name.startswith("decode") else []
     with tempfile.TemporaryDirectory() as folder:
         begun, begun_cpu = time.perf_counter(), time.process_time()
-        writer = directory.RunWriter(Path(folder), scenario.name, "0" * 8)
+        writer = directory.RunWriter.new(Path(folder), scenario.name, "0" * 8)
         writer.scenario(scenarios.dump(scenario))
         server, simulated = _simulate(scenario, pieces := Pieces(writer, {}))
         simulated = min(simulated, *warm_up) if warm_up else simulated

@@ -53,21 +53,36 @@ class RunWriter:
     group = PIECE
     joined = False
 
-    def __init__(self, out: Path, name: str, digest: str, clock: datetime | None = None) -> None:
-        """Create `out`/<UTC>-<name>-<hash8>. Raises RunError if it cannot be created."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.note("the run is under way, or died without a word")
+
+    @classmethod
+    def new(cls, out: Path, name: str, digest: str, clock: datetime | None = None) -> RunWriter:
+        """Return a writer of a new folder `out`/<UTC>-<name>-<hash8>, or with -2, -3 and so on. Raises RunError."""
         stamp = (clock or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-        self._begin(_fresh(out / f"{stamp}-{name}-{digest[:8]}"))
+        path = out / f"{stamp}-{name}-{digest[:8]}"
+        for attempt in range(1, 1000):
+            candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
+            try:
+                candidate.mkdir(parents=True)
+                return cls(candidate)
+            except FileExistsError:
+                if not candidate.is_dir():
+                    raise RunError(f"{candidate}: is in the way") from None
+            except OSError as error:
+                raise RunError(f"{candidate}: cannot be created: {error.strerror or error}") from error
+        raise RunError(f"{path}: too many runs of that name", file=path)
 
     @classmethod
     def at(cls, path: Path) -> RunWriter:
         """Return a writer to `path` itself, a new or an empty folder. Raises RunError if it is neither."""
-        writer = cls.__new__(cls)
-        writer._begin(_empty(path))
-        return writer
-
-    def _begin(self, path: Path) -> None:
-        self.path = path
-        self.note("the run is under way, or died without a word")
+        with access(path, RunError, "created"):
+            path.mkdir(parents=True, exist_ok=True)
+            present = sorted(entry.name for entry in path.iterdir())
+        if present:
+            raise RunError(f"{path}: holds {present[0]}; name a new or an empty folder", file=path)
+        return cls(path)
 
     def note(self, reason: str) -> None:
         self.file(MARKER, (reason + "\n").encode())
@@ -137,32 +152,6 @@ def write_whole(path: Path, content: Content) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-
-
-def _fresh(path: Path) -> Path:
-    """Make and return a directory that did not exist: `path`, or `path`-2, -3 and so on. Raises RunError."""
-    for attempt in range(1, 1000):
-        candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-        try:
-            candidate.mkdir(parents=True)
-        except FileExistsError:
-            if not candidate.is_dir():
-                raise RunError(f"{candidate}: is in the way") from None
-        except OSError as error:
-            raise RunError(f"{candidate}: cannot be created: {error.strerror or error}") from error
-        else:
-            return candidate
-    raise RunError(f"{path}: too many runs of that name", file=path)
-
-
-def _empty(path: Path) -> Path:
-    """Return `path`, created if it does not exist. Raises RunError unless it is empty."""
-    with access(path, RunError, "created"):
-        path.mkdir(parents=True, exist_ok=True)
-        present = sorted(entry.name for entry in path.iterdir())
-    if present:
-        raise RunError(f"{path}: holds {present[0]}; name a new or an empty folder", file=path)
-    return path
 
 
 def contents(record: Record) -> tuple[RequestTable, Steps]:

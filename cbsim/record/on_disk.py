@@ -99,20 +99,13 @@ def _check_requests(requests: RequestTable, steps: int) -> None:
     for at in np.flatnonzero(~requests.is_in(STATUSES))[:1]:
         status = requests.texts("status")[at].as_py()
         raise TableError(f"status of request {names[at]} is {status!r}, expected one of {', '.join(STATUSES)}")
-    _check_runs(names, requests.lengths, requests.runs, steps)
-
-
-def _check_runs(names: pa.Array, lengths: Ints, flat: Ints, steps: int) -> None:
-    """Raise TableError unless token runs are pairs of first step and count >= 1, ascending, within the step table."""
-    odd = np.flatnonzero(lengths % 2)
-    if len(odd):
-        raise TableError(f"token_runs of request {names[odd[0]]} has {lengths[odd[0]]} numbers, expected pairs")
-    first, count, owner = flat[::2], flat[1::2], np.repeat(np.arange(len(names)), lengths // 2)
+    for at in np.flatnonzero(requests.lengths % 2)[:1]:
+        raise TableError(f"token_runs of request {names[at]} has {requests.lengths[at]} numbers, expected pairs")
+    first, count = requests.runs[::2], requests.runs[1::2]  # ascending, each count >= 1, within the step table
+    owner = np.repeat(np.arange(len(names)), requests.lengths // 2)
     same, least = owner[1:] == owner[:-1], np.zeros_like(first)
     least[1:][same] = (first + count)[:-1][same]
-    wrong = np.flatnonzero((count < 1) | (first < least) | (count > steps - first))
-    if len(wrong):
-        at = wrong[0]
+    for at in np.flatnonzero((count < 1) | (first < least) | (count > steps - first))[:1]:
         raise TableError(
             f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "
             f"expected 1 or more between {least[at]} and {steps - 1}"

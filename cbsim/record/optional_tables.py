@@ -51,9 +51,8 @@ def reported_jobs(files: Files) -> dict[int, tuple[int, ...]]:
     transfers = read(files, TRANSFERS)
     named: defaultdict[int, set[int]] = defaultdict(set)
     for job, step in zip(transfers["job"].tolist(), transfers["reported_step"].tolist(), strict=True):
-        if step >= 0:
-            named[step].add(job)
-    return {step: tuple(sorted(jobs)) for step, jobs in named.items()}
+        named[step].add(job)
+    return {step: tuple(sorted(jobs)) for step, jobs in named.items() if step >= 0}
 
 
 def parents(files: Files) -> dict[int, list[tuple[int, int]]]:

@@ -103,15 +103,12 @@ def any_piece(path: Path) -> bool:
 def step_pieces(path: Path) -> TableFiles:
     """Return the pieces of a step table for which the pieces of requests exist as well."""
     last = max(file.name for file in (path / directory.REQUEST_PIECES).glob("*.parquet"))
-    return TableFiles([file for file in _pieces(path / directory.STEP_PIECES) if file.name <= last], columns.STEPS)
+    files = sorted((path / directory.STEP_PIECES).glob("[0-9]*.parquet"))
+    return TableFiles([file for file in files if file.name <= last], columns.STEPS)
 
 
 def request_pieces(path: Path) -> TableFiles:
-    return TableFiles(_pieces(path / directory.REQUEST_PIECES), columns.RECORDED)
-
-
-def _pieces(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.parquet"))
+    return TableFiles(sorted((path / directory.REQUEST_PIECES).glob("[0-9]*.parquet")), columns.RECORDED)
 
 
 def last_rows(files: TableFiles) -> Ints:

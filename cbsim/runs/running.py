@@ -96,7 +96,7 @@ class Session:
     def open(self, out: Path, words: str, early: OnSteps | None = None) -> RunWriter:
         """Make the run directory, with `words` in its name. Raises RunError."""
         digest = hashlib.sha256(self.resolved.encode()).hexdigest()
-        writer = RunWriter(out, "-".join(filter(None, (self.scenario.name, self.loop, words))), digest)
+        writer = RunWriter.new(out, "-".join(filter(None, (self.scenario.name, self.loop, words))), digest)
         writer.scenario(self.resolved)
         writer.json("env.json", self.environment)
         self.write_to(writer, early)

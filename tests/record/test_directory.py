@@ -71,7 +71,7 @@ def test_a_run_without_steps_or_requests_can_be_written(tmp_path: Path) -> None:
 
 def test_names_do_not_collide(tmp_path: Path) -> None:
     """Two runs of a second get two directories; neither is written into."""
-    paths = [RunWriter(tmp_path, "a", "feedbeef00", CLOCK).path.name for _ in range(3)]
+    paths = [RunWriter.new(tmp_path, "a", "feedbeef00", CLOCK).path.name for _ in range(3)]
     assert paths == [f"20260504T030201Z-a-feedbeef{suffix}" for suffix in ("", "-2", "-3")]
 
 
@@ -106,7 +106,7 @@ def test_the_same_scenario_and_seed_write_the_same_bytes(tmp_path: Path) -> None
 
 def test_the_marker_is_there_from_the_first_moment_to_the_last(server: Machine, tmp_path: Path) -> None:
     """A directory is marked before anything else is in it, says so when read, and is unmarked by `complete` alone."""
-    first = RunWriter(tmp_path, "under-way", "0" * 8, CLOCK)
+    first = RunWriter.new(tmp_path, "under-way", "0" * 8, CLOCK)
     assert [file.name for file in first.path.iterdir()] == [MARKER]
     assert "under way" in (first.path / MARKER).read_text()
     writer = write(tmp_path, server, scenario())
@@ -120,7 +120,7 @@ def test_the_marker_is_there_from_the_first_moment_to_the_last(server: Machine, 
 
 def test_a_run_that_fails_stays_marked(server: Machine, tmp_path: Path) -> None:
     """An error half-way leaves the marker and whatever was written: nobody has to tidy up for that."""
-    writer = RunWriter(tmp_path, "fails", "0" * 8, CLOCK)
+    writer = RunWriter.new(tmp_path, "fails", "0" * 8, CLOCK)
     tables(writer, server.record)
     with pytest.raises(ValueError, match="not JSON compliant"):
         writer.json("summary.json", {"ttft_s": float("nan")})
@@ -138,4 +138,4 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, out: str) -> No
     """A file is in the way of the folder."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match=r"cannot be created: Not a directory"):
-        RunWriter(tmp_path / out, "run", "0" * 8, CLOCK)
+        RunWriter.new(tmp_path / out, "run", "0" * 8, CLOCK)

@@ -80,8 +80,7 @@ def sought(runs: Runs, scenario: Scenario | None = None, field: str = RATE, slo:
 def test_the_answer_stands_round_the_capacity(capacity: float, start: float) -> None:
     """Where a metric knows no chance, both ends are decided, the capacity lies between, and they are near enough."""
     found = sought(Known(lambda value, _: value / capacity), base(arrivals={"kind": "poisson", "rate_per_s": start}))
-    assert found.holds is not None
-    assert found.fails is not None
+    assert found.holds is not None and found.fails is not None
     assert found.holds <= capacity * (1 + 1e-5)
     assert found.fails >= capacity * (1 - 1e-5)
     assert found.width == pytest.approx(found.fails / found.holds - 1)
@@ -96,8 +95,7 @@ def test_ends_are_decided_and_undecided_loads_lie_between(first: int, spread: fl
     """With noise a load near the capacity may stay open. It is never an end, and whoever says so says it in a note."""
     found = sought(Known(lambda value, at: value / 20 * (1 + spread * noise(first + at))))
     by_value = {each.value: each.holds for each in found.probes}
-    assert found.holds is not None
-    assert found.fails is not None
+    assert found.holds is not None and found.fails is not None
     assert (by_value[found.holds], by_value[found.fails]) == (True, False)
     between = [each.holds for each in found.probes if found.holds < each.value < found.fails]
     assert set(between) <= {None}
@@ -163,8 +161,7 @@ def test_a_field_that_means_less_load_is_searched_downwards() -> None:
     closed = base(arrivals={"kind": "closed_loop", "users": 5, "think_s": 1.0})
     runs = Known(lambda value, _: 8 / value)
     found = sought(runs, closed, "workload.arrivals.think_s")
-    assert found.fails is not None
-    assert found.holds is not None
+    assert found.fails is not None and found.holds is not None
     assert found.fails < 8 <= found.holds * (1 + 1e-5)
     assert found.width == pytest.approx(found.holds / found.fails - 1)
 

@@ -52,8 +52,7 @@ def test_runs_are_kept_and_found_again(tmp_path: Path) -> None:
     last = here(tmp_path)
     assert capacity.search(scenario, RATE, wanted, last).numbers() == found.numbers()
     assert last.made == 0
-    assert found.holds is not None
-    assert found.fails is not None
+    assert found.holds is not None and found.fails is not None
     exact = 1 / (0.2 - 0.05 / 10.5)  # request k waits k (0.2 s - 1 / rate); the last 18 of 20 count
     assert found.holds <= exact <= found.fails
 
@@ -89,8 +88,7 @@ def test_a_run_that_fails_ends_the_search_and_says_why(tmp_path: Path) -> None:
 
 def test_from_python(tmp_path: Path) -> None:
     found = cbsim.capacity(slow(), ["e2e.mean<=250ms"], store=tmp_path, replicates=4, width=0.2)
-    assert found.holds is not None
-    assert found.fails is not None
+    assert found.holds is not None and found.fails is not None
     assert found.terms.replicates == 4
     assert str(found).startswith(f"holds     {found.holds:g}")
     with pytest.raises(ScenarioError, match=r"^slo: got 'ttft.p99<=1s', expected a list of conditions"):

@@ -51,7 +51,7 @@ def simulated(asked: Scenario, loop: str = "async") -> Machine:
 
 def write(out: Path, server: Machine, asked: Scenario) -> RunWriter:
     """A whole run directory, but for its figures."""
-    writer = RunWriter(out, asked.name, "0123456789abcdef", CLOCK)
+    writer = RunWriter.new(out, asked.name, "0123456789abcdef", CLOCK)
     writer.scenario(dump(asked))
     writer.json("env.json", {"command": "none"})
     rows, steps = tables(writer, server.record)

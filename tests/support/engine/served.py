@@ -148,7 +148,7 @@ class Run:
 
     def written(self, folder: Path) -> Path:
         """The run directory of what was recorded."""
-        writer = directory.RunWriter(folder, "run", "0" * 8)
+        writer = directory.RunWriter.new(folder, "run", "0" * 8)
         writer.scenario(scenario.dump(self.scenario))
         writer.json("env.json", {})
         tables(writer, self.engine.record)
