@@ -13,19 +13,10 @@ from cbsim.workload import generators
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ttft.p99<", ("METRIC<VALUE[UNIT]",)),
-        ("tpot.p50<5%", ("tpot_s.p50 takes none, ns, us, ms, s, min",)),
-        ("tttf.p99<3s", ("'tttf.p99'", "did you mean ttft.p99?")),
-    ],
-)
-def test_a_condition_that_cannot_be_understood_runs_nothing(
-    small: Path, out: Path, text: str, words: tuple[str, ...]
-) -> None:
+def test_a_condition_that_cannot_be_understood_runs_nothing(small: Path, out: Path) -> None:
     """A bad metric, unit or number is exit 2 before anything is simulated, and says what is allowed."""
-    refused(call("run", small, "--check", text, "--out", out), 2, f"--check {text!r}", *words)
+    words = ("--check 'tttf.p99<3s'", "'tttf.p99'", "did you mean ttft.p99?")
+    refused(call("run", small, "--check", "tttf.p99<3s", "--out", out), 2, *words)
     assert not out.exists()
 
 

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from support.written import CLOCK, scenario, simulated, tables, write
 
-from cbsim.errors import RunError
 from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
@@ -131,11 +130,3 @@ def test_a_marker_that_was_cut_short_still_marks(complete: Path) -> None:
     """A full disk may leave an empty marker. It is a marker."""
     (complete / MARKER).write_bytes(b"")
     assert reading.load(complete).incomplete
-
-
-@pytest.mark.parametrize("out", ["file", "file/below", "/dev/null/x"])
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, out: str) -> None:
-    """A file is in the way of the folder."""
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunError, match=r"cannot be created: Not a directory"):
-        RunWriter.new(tmp_path / out, "run", "0" * 8, CLOCK)

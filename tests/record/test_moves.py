@@ -56,12 +56,9 @@ def test_a_table_comes_back_as_it_was(log: TransferLog, tmp_path: Path) -> None:
     assert optional_tables.reported_jobs(tmp_path) == {3: (5,)}
 
 
-def test_a_run_without_moves_has_no_table(tmp_path: Path) -> None:
+def test_no_table_has_no_moves_and_a_damaged_one_is_refused_by_name(tmp_path: Path) -> None:
     assert optional_tables.reported_jobs(tmp_path) == {}
     assert all(len(values) == 0 for values in optional_tables.read(tmp_path, optional_tables.TRANSFERS).values())
-
-
-def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / optional_tables.TRANSFERS).write_bytes(b"PAR1")
     with pytest.raises(RunError, match=r"moves\.parquet: not a parquet table"):
         optional_tables.reported_jobs(tmp_path)

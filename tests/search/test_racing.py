@@ -95,12 +95,6 @@ def test_intervals_hold_at_once() -> None:
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def test_rounds_double_up_to_the_most() -> None:
-    assert Goal(MORE, (), 0.95, 20).rounds == (5, 10, 20)
-    assert Goal(MORE, (), 0.95, 33).rounds == (5, 10, 20, 33)
-    assert Goal(MORE, (), 0.95, 3).rounds == (3,)
-
-
 def test_only_those_that_are_left_get_more() -> None:
     """Replicates are consecutive, nobody is measured twice, and one that is far behind gets the first few only."""
     world = World(1, [100, 99.9, 50])

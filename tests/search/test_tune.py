@@ -189,14 +189,6 @@ def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, 
     assert not (tmp_path / "store").exists()
 
 
-def test_all_that_cannot_be_built_are_told(constant: Path) -> None:
-    words = ("--knob", "scheduler.max_num_seqs=-1,0,4", "--maximise", "throughput")
-    said = call("tune", constant, *words)
-    assert said.status == 2
-    assert "2 points cannot be built; nothing was run" in said.err
-    assert "max_num_seqs=-1" in said.err and "max_num_seqs=0" in said.err
-
-
 def test_metrics_that_no_run_will_have_are_refused(small: Path, tmp_path: Path) -> None:  # noqa: F811
     words = ("--knob", "scheduler.max_num_seqs=1..4", "--store", tmp_path / "store")
     refused(call("tune", small, *words, "--maximise", "goodput"), 2, "small has no slo", "--set slo.ttft_s=2")
