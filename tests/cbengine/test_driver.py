@@ -208,7 +208,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         return server
 
     options = RunOptions("tiny", (), tmp_path, (0, 100), None, (), as_json=False, quiet=True)
-    with mock.patch.object(render, "png", return_value=b""), pytest.raises(RunError) as error:
+    with mock.patch.object(render, "images", return_value=[b""]), pytest.raises(RunError) as error:
         run_command.one_loop(asked("vllm", "workload.requests=8"), "async", options, maker)
     assert str(error.value).startswith("the worker process was killed by signal 9: what was measured until then is in ")
     (path,) = tmp_path.iterdir()
