@@ -37,7 +37,7 @@ def report(arguments: argparse.Namespace) -> int:
     status, steered = OK, None
     if kind == "sweep":
         table = sweep_table.read(path)
-        shown = sweep_report.look(table, sweep_report.Options(arguments.metric, arguments.slo, arguments.x))
+        shown = sweep_report.look(table, arguments.metric, arguments.slo, arguments.x)
         made, steered = sweep_report.build(table, shown, arguments.line), explorer.explorer(table, shown)
     elif kind == "capacity":
         made = capacity_report.build(capacity_report.read(path), arguments.line)
@@ -48,13 +48,9 @@ def report(arguments: argparse.Namespace) -> int:
     else:
         made = reports.build(loading.read(arguments.paths), arguments.line, draw=out is not None)
     made = replace(made, title=arguments.title or made.title)
-    if out is None:
-        _print_tables(made.tables)
-    else:
+    if out is not None:
         _write(made, out, steered)
-    _print_findings(made.findings)
-    if out is None:
-        _print_caveats(made.caveats or ())
+    _print(() if out else made.tables, made.findings, () if out else made.caveats or ())
     return status
 
 
@@ -71,12 +67,12 @@ def _kind(paths: Sequence[Path]) -> str:
 
 def _check_options(arguments: argparse.Namespace, kind: str) -> None:
     """Raise UserError for an option of another kind of report."""
-    options = {"sweep": ("metric", "slo", "x"), "predictions": ("check",)}
-    for owner, names in options.items():
-        for name in names:
-            if getattr(arguments, name) and owner != kind:
-                what = "the table of a sweep, NAME.parquet" if owner == "sweep" else "a folder of predictions"
-                raise UserError(f"--{name}: {arguments.paths[0]} is not {what}", field=f"--{name}")
+    for name in ("metric", "slo", "x", "check"):
+        owner, what = "sweep", "the table of a sweep, NAME.parquet"
+        if name == "check":
+            owner, what = "predictions", "a folder of predictions"
+        if getattr(arguments, name) and owner != kind:
+            raise UserError(f"--{name}: {arguments.paths[0]} is not {what}", field=f"--{name}")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -89,9 +85,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(reports.build(runs, arguments.line), arguments.out)
     print("".join(f"{name:<9}  {run.path}\n" for name, run in compared.named.items()))
-    _print_tables(compared.tables)
-    _print_findings(compared.findings)
-    _print_caveats(caveats(runs))
+    _print(compared.tables, compared.findings, caveats(runs))
     verdicts = [condition.verdict(each, compared.differences, sure=arguments.sure) for each in conditions]
     for _, line in verdicts:
         print(line)
@@ -108,10 +102,8 @@ def client(arguments: argparse.Namespace) -> int:
         _write(made, arguments.out, quiet=arguments.json)
     if arguments.json:
         print(json.dumps(made.data["clients"], indent=2, allow_nan=False))
-        return OK
-    _print_tables(made.tables)
-    _print_findings(made.findings)
-    _print_caveats(made.caveats or ())
+    else:
+        _print(made.tables, made.findings, made.caveats or ())
     return OK
 
 
@@ -122,18 +114,12 @@ def _write(made: Report, out: Path, steered: Explorer | None = None, *, quiet: b
         print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install plotly`")
 
 
-def _print_tables(tables: Sequence[Table]) -> None:
+def _print(tables: Sequence[Table], findings: Sequence[str], shown: Sequence[Caveat]) -> None:
     for table in tables:
         note = f"{_wrapped(table.note)}\n\n" if table.note else ""
-        print(f"{table.title}\n{note}{aligned([list(table.header), *map(list, table.rows)])}\n")
-
-
-def _print_findings(findings: Sequence[str]) -> None:
+        print(f"{table.title}\n{note}{aligned([table.header, *table.rows])}\n")
     for sentence in findings:
         print(_wrapped(sentence))
-
-
-def _print_caveats(shown: Sequence[Caveat]) -> None:
     if shown:
         print("\nwhen not to trust this:")
     for caveat in shown:

@@ -12,31 +12,15 @@ import pandas as pd
 from analysis.figures import axis
 from analysis.figures.axis import Frames, longest, seconds, spread
 from analysis.statistics.thin import Ints, cdf, chosen
-from cbsim.draw.chart import (
-    BLACK,
-    BLUE,
-    ORANGE,
-    Chart,
-    Floats,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Spans,
-    Style,
-    Unit,
-    column,
-    series,
-    unit,
-    without,
-)
+from cbsim.draw import chart
+from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import shown
 from cbsim.record.columns import NS
 from cbsim.record.tables import Requests
 
 MOST_NAMED = 40  # rows; if there are more, only some are labelled, by their index in order of arrival
-STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(BLUE), "decode": Style(ORANGE)}
+STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(chart.BLUE), "decode": Style(chart.ORANGE)}
 
 
 def timeline(requests: Frames, most: int = 200) -> Chart:
@@ -49,7 +33,7 @@ def timeline(requests: Frames, most: int = 200) -> Chart:
     caption += " A cross: it did not end with its last token."
     cut = [f"{most:,} of {len(frame):,} of {label}" for label, frame in requests.items() if len(frame) > most]
     caption += f" Drawn are {', '.join(cut)}, evenly chosen." if cut else ""
-    return Chart("timeline", "Requests over time", caption + without(requests, "request"), panels, share_x=True)
+    return Chart("timeline", "Requests over time", caption + chart.without(requests, "request"), panels, share_x=True)
 
 
 def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
@@ -69,7 +53,7 @@ def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
         marks.append(Spans(name, seen, start[seen] / time.seconds, end[seen] / time.seconds, style, texts=hover))
     lost = np.flatnonzero(~drawn["done"].to_numpy(dtype=bool))
     if len(lost):
-        style, hover = Style(BLACK, marker="cross"), [texts[i] for i in lost]
+        style, hover = Style(chart.BLACK, marker="cross"), [texts[i] for i in lost]
         marks.append(Points("not done", ends[3][lost] / time.seconds, lost.astype(np.float64), style, texts=hover))
     return Panel(marks, time.name, title=label, rows=_rows(drawn, places))
 

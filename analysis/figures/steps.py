@@ -10,34 +10,13 @@ import numpy as np
 
 from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned, valid
 from analysis.statistics.thin import Binned, chosen
-from cbsim.draw.chart import (
-    BLACK,
-    BLUE,
-    GREY,
-    ORANGE,
-    PALE,
-    RED,
-    Area,
-    Chart,
-    Columns,
-    Floats,
-    Level,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Style,
-    Unit,
-    column,
-    series,
-    unit,
-    without,
-)
+from cbsim.draw import chart
+from cbsim.draw.chart import Area, Chart, Columns, Floats, Level, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.errors import ScenarioError
 from cbsim.record.columns import NS
 from cbsim.scenario.scenario import parse
 
-PARTS = (("prefill", Style(BLUE)), ("decode", Style(ORANGE)), ("padding", Style(GREY)))
+PARTS = (("prefill", Style(chart.BLUE)), ("decode", Style(chart.ORANGE)), ("padding", Style(chart.GREY)))
 MOST_POINTS = 1000  # points of a run's steps with prefill, and as many of its others
 SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: its line would flatten smaller steps
 
@@ -61,7 +40,7 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
         bound, marks = budgets.get(label), _stacked(parts)
         most = float(steps[label]["padded_tokens"].max()) if parts else 0.0
         if bound is not None and most >= SEEN * bound:
-            marks.append(Level("budget", bound, Style(BLACK, "dashed")))
+            marks.append(Level("budget", bound, Style(chart.BLACK, "dashed")))
             most = max(most, bound)
         elif bound is not None and parts:
             far.append(f"{label} never comes near its budget of {bound:,}.")
@@ -70,7 +49,8 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
         panels.append(Panel(rows, time.name, "rows", title=f"{label}: decode rows"))
     caption = "Query tokens computed in a step; a decode row has one. A step lasts from the end of the one before."
     caption += thinned(chain(*drawn.values()), "the largest step of a bin and the range of decode rows are shaded")
-    return Chart("tokens", "Tokens a step", " ".join([caption, *far]) + without(steps), panels, columns=2, share_x=True)
+    caption = " ".join([caption, *far]) + chart.without(steps)
+    return Chart("tokens", "Tokens a step", caption, panels, columns=2, share_x=True)
 
 
 def _stacked(parts: Sequence[Binned]) -> list[Mark]:
@@ -81,13 +61,13 @@ def _stacked(parts: Sequence[Binned]) -> list[Mark]:
         parts[-1],
         stack([(name, part, style) for (name, style), part in zip(PARTS, parts[:-1], strict=True)]),
     )
-    behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(PALE), step=True)
+    behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(chart.PALE), step=True)
     return marks if whole.exact else [behind, *marks]
 
 
 def _parts(steps: Columns, time: Unit) -> list[Binned]:
     """Return prefill, decode, padding, and their sum."""
-    prefill, decode, total = (column(steps, name) for name in ("prefill_tokens", "decode_rows", "padded_tokens"))
+    prefill, decode, total = (chart.column(steps, name) for name in ("prefill_tokens", "decode_rows", "padded_tokens"))
     start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")
     return over_time(start, end, (prefill, decode, total - prefill - decode, total), time)
 
@@ -107,7 +87,7 @@ def step_time(steps: Frames) -> Chart:
     for name, axis in (("padded_tokens", "query tokens, padding included"), ("context_tokens", "context tokens read")):
         marks: list[Mark] = []
         for index, (label, frame) in enumerate(busy.items()):
-            x, prefill = column(frame, name), column(frame, "prefill_tokens") > 0
+            x, prefill = chart.column(frame, name), chart.column(frame, "prefill_tokens") > 0
             for kind, rows, marker in (("decode only", ~prefill, "circle"), ("mixed", prefill, "cross")):
                 y = spent[label][rows]
                 shown = np.argsort(y)[chosen(len(y), MOST_POINTS)]
@@ -120,7 +100,7 @@ def step_time(steps: Frames) -> Chart:
     if most > MOST_POINTS:
         caption += f" At most {MOST_POINTS:,} steps of a kind are drawn, evenly chosen by time, the extremes"
         caption += " among them."
-    return Chart("step_time", "Step time", caption + without(busy, "step with rows"), panels, columns=2)
+    return Chart("step_time", "Step time", caption + chart.without(busy, "step with rows"), panels, columns=2)
 
 
 def _xs(marks: list[Mark]) -> list[Any]:
@@ -160,7 +140,7 @@ def gpu_active(steps: Frames) -> Chart:
     )
     caption += " GPU waits before a step while there is something to do."
     caption += thinned(drawn, "the range is shaded" if shade else "ranges of so many runs are not drawn")
-    caption += without(busy, "step with rows")
+    caption += chart.without(busy, "step with rows")
     panels = [
         Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03)),
         Panel(waits, time.name, gap.name, title="Bubble before each step"),
@@ -176,7 +156,7 @@ def _shares(steps: Columns) -> tuple[Floats, Floats, Floats]:
     return start, end, np.clip(np.asarray(busy) / NS / length, 0.0, 1.0)
 
 
-LINES = (("running", Style(BLUE)), ("waiting", Style(RED, "dashed")))
+LINES = (("running", Style(chart.BLUE)), ("waiting", Style(chart.RED, "dashed")))
 MOST_SUMS = 800
 
 
@@ -186,12 +166,12 @@ def queues(steps: Frames) -> Chart:
     for label, frame in steps.items():
         marks: list[Mark] = []
         if len(frame):
-            drawn += over_time(*valid(frame), (column(frame, name) for name, _ in LINES), time)
+            drawn += over_time(*valid(frame), (chart.column(frame, name) for name, _ in LINES), time)
             marks += [
                 mark for (name, style), part in zip(LINES, drawn[-2:], strict=True) for mark in band(name, part, style)
             ]
         panels.append(Panel(marks, time.name, "requests", title=label))
-    caption = "Requests that run and that wait, as planning leaves them." + thinned(drawn) + without(steps)
+    caption = "Requests that run and that wait, as planning leaves them." + thinned(drawn) + chart.without(steps)
     return Chart("queues", "Running and waiting requests", caption, panels, share_x=True)
 
 
@@ -210,7 +190,7 @@ def preemptions(steps: Frames) -> Chart:
     caption = f"Preemptions: {'; '.join(preempted)}.{none}" if preempted else "Preemptions: none."
     if preempted and any(len(frame) > MOST_SUMS for frame in steps.values()):
         caption += f" Thinned for drawing to {MOST_SUMS} points, each of them exact."
-    return Chart("preemptions", "Preemptions", caption + without(steps), panels, share_x=True)
+    return Chart("preemptions", "Preemptions", caption + chart.without(steps), panels, share_x=True)
 
 
 def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
@@ -220,7 +200,7 @@ def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
     return Line(label, seconds(steps, "schedule_start_ns")[shown] / time.seconds, total, series(index), step=True)
 
 
-USED, CACHED, EMPTY = Style(BLUE), Style(ORANGE), Style(PALE)
+USED, CACHED, EMPTY = Style(chart.BLUE), Style(chart.ORANGE), Style(chart.PALE)
 
 
 def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
@@ -237,20 +217,20 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
             marks += stack(parts)
             drawn.append(used := parts[0][1])
             if not used.exact:
-                marks.append(Line("most used", used.x, used.high, Style(BLACK, "dotted"), step=True))
+                marks.append(Line("most used", used.x, used.high, Style(chart.BLACK, "dotted"), step=True))
             most = int(frame["used_blocks"].max())
             peaks.append(f"{label}: {most:,}" + (f" of {total:,} ({most / total:.1%})" if total else ""))
         if total:
-            marks.append(Level("total", total, Style(BLACK, "dashed")))
+            marks.append(Level("total", total, Style(chart.BLACK, "dashed")))
         panels.append(Panel(marks, time.name, "blocks", title=label, y_range=(0.0, 1.05 * total) if total else None))
     caption = "KV blocks in use, free but still holding content (cached), and empty."
-    caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + without(steps)
+    caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + chart.without(steps)
     caption += thinned(drawn, "the dotted line is the most used in a bin")
     return Chart("blocks", "KV blocks", caption, panels, share_x=True)
 
 
 def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
-    used, cached = column(steps, "used_blocks"), column(steps, "cached_blocks")
+    used, cached = chart.column(steps, "used_blocks"), chart.column(steps, "cached_blocks")
     low, middle = over_time(*valid(steps), (used, cached), time)
     parts = [("used", low, USED), ("cached", middle, CACHED)]
     if total:

@@ -13,38 +13,10 @@ import numpy as np
 from analysis.figures import axis
 from analysis.figures.axis import spread
 from analysis.figures.side_by_side import frontier
-from analysis.statistics.sweep_table import (
-    Axis,
-    Bools,
-    Ints,
-    Means,
-    Places,
-    SweepTable,
-    View,
-    fixed_values,
-    longest_two,
-    meet,
-    middle,
-    places_at,
-    split,
-)
-from cbsim.draw.chart import (
-    BLACK,
-    GREY,
-    RED,
-    Cells,
-    Chart,
-    Floats,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Scale,
-    Style,
-    Whiskers,
-    scale_of,
-    series,
-)
+from analysis.statistics import sweep_table
+from analysis.statistics.sweep_table import Axis, Bools, Ints, Means, Places, SweepTable, View
+from cbsim.draw import chart
+from cbsim.draw.chart import Cells, Chart, Floats, Line, Mark, Panel, Points, Scale, Style, Whiskers, scale_of, series
 from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
@@ -59,7 +31,8 @@ def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str]
     series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
     panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
     title = f"{table.name}: over {view.x.name}" if view.x else table.name
-    caption = f"{INTERVALS}{fixed_values(places.axes, view.fixed)}{' Dashed: the limit (SLO).' if limits else ''}"
+    caption = INTERVALS + sweep_table.fixed_values(places.axes, view.fixed)
+    caption += " Dashed: the limit (SLO)." if limits else ""
     return Chart("curves", title, caption, panels, columns=2)
 
 
@@ -122,12 +95,12 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
 
     Cells that miss the limit have a cross.
     """
-    pair = longest_two(places.axes)
+    pair = sweep_table.longest_two(places.axes)
     if not pair:
         return None
     rest = [axis for axis in places.axes if axis not in pair]
     facet = next((axis for axis in rest[::-1] if len(axis) <= MOST_PANELS), None)
-    fixed = {axis.name: middle(axis) for axis in rest if axis is not facet}
+    fixed = {axis.name: sweep_table.middle(axis) for axis in rest if axis is not facet}
     facets = {facet.value(code): {facet.name: code} for code in range(len(facet))} if facet else {"": {}}
     what, mean = catalogue.metric(metric), places.means(table.metrics[metric]).mean
     cells = {title: _cells(places, mean, pair, fixed | codes) for title, codes in facets.items()}
@@ -136,14 +109,14 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
         return None
     panels = [_cell_panel(what, values, known, pair, limit, title) for title, values in cells.items()]
     caption = "Means of replicates. A cell without a number has no point that is done."
-    caption += fixed_values(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
+    caption += sweep_table.fixed_values(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
     title = f"{table.name}: {_named(what, scale_of(what.unit, float(known.max())))}"
     return Chart("heat_map", title, caption, panels, columns=min(2, len(panels)))
 
 
 def _cells(places: Places, mean: Floats, axes: Sequence[Axis], fixed: Mapping[str, int]) -> Floats:
     """Return the means of the places with these fixed values: a row a value of y, a column a value of x."""
-    chosen = places_at(places, fixed)
+    chosen = sweep_table.places_at(places, fixed)
     column, row = (places.codes[chosen, places.axes.index(axis)] for axis in axes)
     values = np.full((len(axes[1]), len(axes[0])), np.nan)
     values[row, column] = mean[chosen]
@@ -163,12 +136,12 @@ def _cell_panel(
     ]
     room = LETTERS // (max(map(len, x.labels)) + 2)
     labels = [list(map(_number, row)) for row in (values / scale.size).tolist()] if len(x) <= MOST_WRITTEN else ()
-    low, high = float(known.min()) / scale.size, float(known.max()) / scale.size
-    cells = Cells("", values / scale.size, low, high, Style(BLACK), texts, labels, scale.name, log=spread([known]))
+    low, high, style = float(known.min()) / scale.size, float(known.max()) / scale.size, Style(chart.BLACK)
+    cells = Cells("", values / scale.size, low, high, style, texts, labels, scale.name, log=spread([known]))
     marks: list[Mark] = [cells]
     if limit is not None:
-        missed = np.argwhere(np.isfinite(values) & ~meet(limit, values)).astype(np.float64)
-        cross = Style(RED, "solid", "cross")
+        missed = np.argwhere(np.isfinite(values) & ~sweep_table.meet(limit, values)).astype(np.float64)
+        cross = Style(chart.RED, "solid", "cross")
         marks.append(Points("misses the SLO", missed[:, 1] + CORNER, missed[:, 0] - CORNER + 0.1, cross))
     return Panel(marks, x.name, y.short, title=title, rows=_some(rows, MOST_ROWS), categories=_some(x.labels, room))
 
@@ -221,7 +194,7 @@ def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
     """Return which places meet every limit, in the mean of their replicates."""
     met = np.ones(len(places), dtype=bool)
     for limit in limits:
-        met &= meet(limit, places.means(table.metrics[limit.metric]).mean)
+        met &= sweep_table.meet(limit, places.means(table.metrics[limit.metric]).mean)
     return met
 
 
@@ -244,7 +217,7 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
         scale_of(what.unit, float(means.mean[compared.known].max(initial=0.0)))
         for what, means in ((across, compared.x), (up, compared.y))
     )
-    coloured = split([axis for axis in places.axes if axis.numbers is None])[0]
+    coloured = sweep_table.split([axis for axis in places.axes if axis.numbers is None])[0]
     marks: list[Mark] = [_line(compared, scales)]
     for index, (name, own) in enumerate(_groups(places, coloured)):
         marks += _markers(compared, places, (name or table.name, own & compared.known), scales, series(index), coloured)
@@ -283,7 +256,7 @@ def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tu
 
 
 def _line(compared: TradeOff, scales: Sequence[Scale]) -> Mark:
-    return Line("not dominated", *_at(compared, compared.best, scales), Style(GREY))
+    return Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))
 
 
 def _markers(

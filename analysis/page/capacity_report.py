@@ -13,23 +13,8 @@ from pydantic import Field
 
 from analysis.clients.files import checked
 from analysis.figures.axis import spread
-from cbsim.draw.chart import (
-    BLACK,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    Area,
-    Chart,
-    Level,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Style,
-    Whiskers,
-    scale_of,
-)
+from cbsim.draw import chart
+from cbsim.draw.chart import Area, Chart, Level, Line, Mark, Panel, Points, Style, Whiskers, scale_of
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Caveat, Report
 from cbsim.errors import RunError
@@ -42,9 +27,9 @@ from cbsim.scenario.fields import Form
 
 VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 STYLES = {
-    "holds": Style(GREEN, "solid", "circle"),
-    "fails": Style(RED, "solid", "cross"),
-    "undecided": Style(ORANGE, "solid", "diamond"),
+    "holds": Style(chart.GREEN, "solid", "circle"),
+    "fails": Style(chart.RED, "solid", "cross"),
+    "undecided": Style(chart.ORANGE, "solid", "diamond"),
 }
 FAR = 8  # the least ratio of the greatest load to the least for a logarithmic axis
 AROUND = 1.1  # the second panel extends the capacity's ends by this factor, or by the cube of their ratio if larger
@@ -137,7 +122,7 @@ def build(capacity: Capacity, command: str) -> Report:
         caveats=_caveats(capacity),
         findings=_findings(capacity),
         tables=[_table(capacity)],
-        charts=[chart(capacity)],
+        charts=[figure(capacity)],
         command=command,
         data={"points": len(capacity.probes), "holds": capacity.holds, "fails": capacity.fails},
     )
@@ -185,7 +170,7 @@ def _cell(probe: Probe, check: Check) -> str:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def chart(capacity: Capacity) -> Chart:
+def figure(capacity: Capacity) -> Chart:
     """Draw a line of panels a condition: all loads, and if the capacity is known those near it."""
     ends = capacity.ends
     near = [probe for probe in capacity.probes if ends and _within(probe.value, ends)]
@@ -219,8 +204,8 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
     marks: list[Mark] = []
     if capacity.ends:
         low, high = (np.full(2, end) for end in reach)
-        marks.append(Area("capacity", np.sort(capacity.ends), low, high, Style(GREY)))
-    marks += [Level("limit", bound, Style(BLACK, "dashed")), Line("", x, means, Style(GREY))]
+        marks.append(Area("capacity", np.sort(capacity.ends), low, high, Style(chart.GREY)))
+    marks += [Level("limit", bound, Style(chart.BLACK, "dashed")), Line("", x, means, Style(chart.GREY))]
     texts = [
         f"{capacity.field} = {probe.value:g}: {metric.shown(interval[0])}, {probe.verdict}" for probe, interval in known
     ]

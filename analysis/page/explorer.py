@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import string
+from collections.abc import Mapping
+from dataclasses import asdict
 from html import escape
+from importlib import resources
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,33 +36,46 @@ FIGURES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Explorer:
-    """An explorer: its `section` in HTML; the `settings` and, packed, the `columns` that its script reads."""
+class Explorer(NamedTuple):
+    """An explorer: its figures in `html`, with the `settings` and, packed, the columns that its script reads."""
 
-    section: str
-    settings: str
-    columns: str
+    html: str
+    settings: dict[str, Any]
+
+
+def file(name: str) -> str:
+    """Return the text of a file of templates/."""
+    return (resources.files("analysis.page") / "templates" / name).read_text(encoding="utf-8")
+
+
+def template(name: str, parts: Mapping[str, str]) -> str:
+    """Return a file of templates/ with these parts, which are HTML, in their places."""
+    return string.Template(file(name)).substitute(parts)
+
+
+def embedded(value: Any) -> str:
+    """Return JSON that neither ends the script element that it stands in nor starts a comment."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False).replace("<", "\\u003c")
 
 
 def explorer(table: SweepTable, shown: Look) -> Explorer:
     """Return the explorer of a table, with the choices that it opens with."""
-    section = "".join(_figure(*figure, table) for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1)
-    settings = json.dumps(_settings(table, shown), separators=(",", ":"), sort_keys=True, allow_nan=False)
-    columns = np.stack([np.asarray(column, dtype="<f4") for column in _columns(table)])
-    packed = base64.b64encode(gzip.compress(columns.tobytes(), 6, mtime=0)).decode()
-    return Explorer(section + _undone(table), settings.replace("<", "\\u003c"), packed)
-
-
-def _columns(table: SweepTable) -> Iterator[Any]:
-    yield from (axis.codes for axis in table.axes)
-    yield from (table.seeds, table.status)
-    yield from table.metrics.values()
+    figures = [figure for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1]
+    section = "".join(_figure(*figure, table) for figure in figures) + _undone(table)
+    columns = [*(axis.codes for axis in table.axes), table.seeds, table.status, *table.metrics.values()]
+    values = np.stack([np.asarray(column, dtype="<f4") for column in columns])
+    packed = base64.b64encode(gzip.compress(values.tobytes(), 6, mtime=0)).decode()
+    settings = _settings(table, shown)
+    section += f'<script type="application/json" id="settings">{embedded(settings)}</script>'
+    return Explorer(f'{section}<script type="application/octet-stream" id="columns">{packed}</script>', settings)
 
 
 def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
     degrees = range(1, min(MOST_DEGREES, max(len(table) - 1, 1)) + 1)
     names = {axis.name: at for at, axis in enumerate(table.axes)}
+    start = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
+    start |= {"series": [names[axis.name] for axis in shown.view.series], "pareto": shown.pareto}
+    start |= {"cells": [names[axis.name] for axis in longest_two(table.axes)]}
     return {
         "rows": len(table),
         "axes": [_axis(axis) for axis in table.axes],
@@ -72,13 +87,7 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
         "student": [student(count + 1) for count in degrees],
         "normal": NormalDist().inv_cdf((1 + CONFIDENCE) / 2),
         "styles": [series(index) for index in range(STYLES)],
-        "start": {
-            "metric": shown.metrics[0],
-            "x": names[shown.view.x.name] if shown.view.x else None,
-            "series": [names[axis.name] for axis in shown.view.series],
-            "cells": [table.axes.index(axis) for axis in longest_two(table.axes)],
-            "pareto": shown.pareto,
-        },
+        "start": start,
     }
 
 
@@ -95,20 +104,13 @@ def _metric(name: str) -> dict[str, Any]:
 
 
 def _figure(key: str, title: str, caption: str, table: SweepTable) -> str:
-    return f"""<figure id="chart-{key}" aria-labelledby="chart-{key}-title">
-<div class="top"><h3 id="chart-{key}-title">{escape(title)}</h3></div>
-<form class="controls" aria-label="{escape(title)}: what is shown"></form>
-<div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(title)}"
- aria-describedby="chart-{key}-says" data-explore="{key}" data-file="figures/{key}.png"></div>
-<noscript><p>This chart needs JavaScript. What it shows at first is figures/{key}.png.</p></noscript>
-<figcaption id="chart-{key}-says" aria-live="polite">{escape(caption)} ({escape(table.name)}).</figcaption>
-</figure>
-"""
+    parts = {"key": key, "title": title, "caption": caption, "table": table.name}
+    return template("explored.html", {name: escape(part) for name, part in parts.items()})
 
 
 def _undone(table: SweepTable) -> str:
     """Return a folded list of every point that is not done."""
-    rows = np.flatnonzero(table.status != STATUSES.index(DONE)).tolist()
+    rows = table.undone
     if not rows:
         return ""
     names = (*(axis.name for axis in table.axes), "status", "reason")

@@ -11,7 +11,7 @@ import base64
 import html
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,14 +40,14 @@ def figure(chart: Chart) -> Dict:
                 shapes.append(common | _across(mark, number))
                 continue
             axes = {"xaxis": axis("x", number), "yaxis": axis("y", number)}
-            data += [common | axes | trace for trace in _traces(mark, panel, bars)]
+            if isinstance(mark, Area):
+                traces = list(_area(mark, panel))
+            else:
+                traces = [_bars(mark, panel, bars) if isinstance(mark, Bars) else DRAWN[type(mark)](mark, panel)]
+            data += [common | axes | trace for trace in traces]
             bars += isinstance(mark, Bars)
-    narrow = replace(chart, columns=1)
-    return {
-        "data": data,
-        "layout": layout(chart, WIDE_PX) | {"shapes": shapes},
-        "narrow": layout(narrow, NARROW_PX) | {"shapes": shapes},
-    }
+    wide, narrow = layout(chart, WIDE_PX), layout(replace(chart, columns=1), NARROW_PX)
+    return {"data": data, "layout": wide | {"shapes": shapes}, "narrow": narrow | {"shapes": shapes}}
 
 
 def numbers(values: npt.ArrayLike) -> list[float | None] | dict[str, str]:
@@ -58,32 +58,19 @@ def numbers(values: npt.ArrayLike) -> list[float | None] | dict[str, str]:
     return [value if math.isfinite(value) else None for value in array.tolist()]
 
 
-def _traces(mark: Mark, panel: Panel, bars: int) -> Iterable[Dict]:
-    """Return a trace for a mark, two for each unbroken piece of an area. `bars` counts the series of bars before it."""
-    if isinstance(mark, Area):
-        return _area(mark, panel)
-    return [_bars(mark, panel, bars) if isinstance(mark, Bars) else DRAWN[type(mark)](mark, panel)]
-
-
 def _hover(mark: Mark, panel: Panel, y: str = "%{y}", texts: Sequence[str] = ()) -> Dict:
     """Return the hover text of points: a point's own text if it has one, else name and values."""
-    x = "%{x}" + (f" {escaped(panel.x)}" if panel.x else "")
     if texts:
         return {"hovertext": [escaped(label) for label in texts], "hovertemplate": "%{hovertext}<extra></extra>"}
+    x = "%{x}" + (f" {escaped(panel.x)}" if panel.x else "")
     y = f"{escaped(panel.y)}: {y}" if panel.y else y
     return {"hovertemplate": "<br>".join(filter(None, (escaped(mark.name), y, x))) + "<extra></extra>"}
 
 
 def _line(mark: Line, panel: Panel) -> Dict:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": numbers(mark.x),
-        "y": numbers(mark.y),
-        "line": _stroke(mark.style, 1.7) | {"shape": "hv" if mark.step else "linear"},
-        "connectgaps": False,
-        **_hover(mark, panel),
-    }
+    line = _stroke(mark.style, 1.7) | {"shape": "hv" if mark.step else "linear"}
+    trace = {"type": "scatter", "mode": "lines", "x": numbers(mark.x), "y": numbers(mark.y)}
+    return trace | {"line": line, "connectgaps": False} | _hover(mark, panel)
 
 
 def _stroke(style: Style, width: float) -> Dict:
@@ -94,20 +81,16 @@ def _area(mark: Area, panel: Panel) -> Iterator[Dict]:
     """Yield two traces for each unbroken piece: a lower edge, and an upper one that is filled down to it."""
     line = {"width": 0, "shape": "hv" if mark.step else "linear"}
     common: Dict = {"type": "scatter", "mode": "lines", "line": line}
-    for index, piece in enumerate(_pieces(np.isfinite(mark.low) & np.isfinite(mark.high))):
-        x, low = numbers(mark.x[piece]), numbers(mark.low[piece])
+    there = np.isfinite(mark.low) & np.isfinite(mark.high)
+    ends = np.flatnonzero(np.diff(np.concatenate(([0], there.astype(np.int8), [0])))).reshape(-1, 2).tolist()
+    for index, (start, end) in enumerate(ends):
+        x, low, high = (numbers(values[start:end]) for values in (mark.x, mark.low, mark.high))
         yield common | {"x": x, "y": low, "showlegend": False, "hoverinfo": "skip"}
-        upper = {"x": x, "y": numbers(mark.high[piece]), "customdata": low, "fill": "tonexty", "hoveron": "points"}
         red, green, blue = mark.style.rgb
-        upper |= {"fillcolor": f"rgba({red},{green},{blue},{mark.style.opacity:g})"} | _hover(
-            mark, panel, y="%{customdata} to %{y}"
-        )
+        upper = {"x": x, "y": high, "customdata": low, "fill": "tonexty", "hoveron": "points"}
+        upper |= {"fillcolor": f"rgba({red},{green},{blue},{mark.style.opacity:g})"}
+        upper |= _hover(mark, panel, y="%{customdata} to %{y}")
         yield common | upper | ({"showlegend": False} if index else {})
-
-
-def _pieces(there: npt.NDArray[np.bool_]) -> list[slice]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], there.astype(np.int8), [0]))))
-    return [slice(int(low), int(high)) for low, high in edges.reshape(-1, 2)]
 
 
 def _spans(mark: Spans, panel: Panel) -> Dict:
@@ -116,50 +99,28 @@ def _spans(mark: Spans, panel: Panel) -> Dict:
     marker: Dict = {"color": mark.style.colour, "line": {"width": 0.5 if outlined else 0, "color": "#444444"}}
     if mark.hatched:
         marker["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "#D55E00", "size": 7, "solidity": 0.15}
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "y": numbers(mark.row),
-        "base": numbers(mark.start),
-        "x": numbers(mark.end - mark.start),
-        "width": 0.8,
-        "offset": -0.4,
-        "marker": marker,
-        **_hover_of_spans(mark, panel),
-        **(_inside(mark) if mark.labels else {}),
-    }
-
-
-def _hover_of_spans(mark: Spans, panel: Panel) -> Dict:
+    trace: Dict = {"type": "bar", "orientation": "h", "width": 0.8, "offset": -0.4, "marker": marker}
+    trace |= {"y": numbers(mark.row), "base": numbers(mark.start), "x": numbers(mark.end - mark.start)}
     reach = "%{base} to %{x}" + (f" {escaped(panel.x)}" if panel.x else "")
-    if mark.texts:
-        return _hover(mark, panel, texts=mark.texts) | {"hovertemplate": f"%{{hovertext}}<br>{reach}<extra></extra>"}
-    return {"hovertemplate": f"{escaped(mark.name)}<br>{reach}<extra></extra>"}
-
-
-def _inside(mark: Spans) -> Dict:
-    colour = "#FFFFFF" if mark.style.dark else "#222222"
-    where = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-    return {"text": [escaped(label) for label in mark.labels], "insidetextfont": {"color": colour, "size": 11}, **where}
+    trace |= {"hovertext": [escaped(label) for label in mark.texts]} if mark.texts else {}
+    what = "%{hovertext}" if mark.texts else escaped(mark.name)
+    trace |= {"hovertemplate": f"{what}<br>{reach}<extra></extra>"}
+    if mark.labels:
+        trace |= {"text": [escaped(label) for label in mark.labels], "textposition": "inside", "textangle": 0}
+        font = {"color": "#FFFFFF" if mark.style.dark else "#222222", "size": 11}
+        trace |= {"insidetextfont": font, "insidetextanchor": "middle"}
+    return trace
 
 
 def _points(mark: Points, panel: Panel) -> Dict:
-    few = len(mark.x) <= 50
-    edge = {} if mark.style.marker == "cross" else {"line": {"color": "#FFFFFF", "width": 0.5}}
-    labels = {
-        "text": [escaped(label) for label in mark.labels],
-        "textposition": _beside(mark.x, panel),
-        "cliponaxis": False,
-    }
-    return {
-        "type": "scatter",
-        "mode": "markers+text" if mark.labels else "markers",
-        "x": numbers(mark.x),
-        "y": numbers(mark.y),
-        "marker": {"color": mark.style.colour, "symbol": MARKERS[mark.style.marker], "size": 9 if few else 5} | edge,
-        **(labels if mark.labels else {}),
-        **_hover(mark, panel, texts=mark.texts),
-    }
+    size = 9 if len(mark.x) <= 50 else 5
+    marker: Dict = {"color": mark.style.colour, "symbol": MARKERS[mark.style.marker], "size": size}
+    marker |= {} if mark.style.marker == "cross" else {"line": {"color": "#FFFFFF", "width": 0.5}}
+    trace: Dict = {"type": "scatter", "mode": "markers", "x": numbers(mark.x), "y": numbers(mark.y), "marker": marker}
+    if mark.labels:
+        where = {"textposition": _beside(mark.x, panel), "cliponaxis": False}
+        trace |= {"mode": "markers+text", "text": [escaped(label) for label in mark.labels], **where}
+    return trace | _hover(mark, panel, texts=mark.texts)
 
 
 def _whiskers(mark: Whiskers, _: Panel) -> Dict:
@@ -172,25 +133,13 @@ def _whiskers(mark: Whiskers, _: Panel) -> Dict:
 
 
 def _cells(mark: Cells, _: Panel) -> Dict:
-    texts = [[escaped(label) for label in row] for row in mark.texts]
-    labels = [[escaped(label) for label in row] for row in mark.labels]
-    return {
-        "type": "heatmap",
-        "z": [numbers(row) for row in mark.shares()],
-        "zmin": 0,
-        "zmax": 1,
-        "colorscale": "Cividis",
-        "colorbar": {"title": {"text": escaped(mark.unit), "side": "right"}, "thickness": 14} | _scale_of(mark),
-        "hovertext": texts,
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        **({"text": labels, "texttemplate": "%{text}"} if labels else {}),
-    }
-
-
-def _scale_of(mark: Cells) -> Dict:
-    """Return the labels beside the colour scale: its values."""
-    ends = np.geomspace(mark.low, mark.high, 5) if mark.log else np.linspace(mark.low, mark.high, 5)
-    return {"tickvals": np.linspace(0, 1, 5).tolist(), "ticktext": [f"{value:.3g}" for value in ends]}
+    texts, labels = ([[escaped(label) for label in row] for row in part] for part in (mark.texts, mark.labels))
+    values = np.geomspace(mark.low, mark.high, 5) if mark.log else np.linspace(mark.low, mark.high, 5)
+    bar = {"title": {"text": escaped(mark.unit), "side": "right"}, "thickness": 14}
+    bar |= {"tickvals": np.linspace(0, 1, 5).tolist(), "ticktext": [f"{value:.3g}" for value in values]}
+    trace = {"type": "heatmap", "z": [numbers(row) for row in mark.shares()], "zmin": 0, "zmax": 1, "colorbar": bar}
+    trace |= {"colorscale": "Cividis", "hovertext": texts, "hovertemplate": "%{hovertext}<extra></extra>"}
+    return trace | ({"text": labels, "texttemplate": "%{text}"} if labels else {})
 
 
 def _beside(x: npt.NDArray[np.float64], panel: Panel) -> list[str]:
@@ -204,29 +153,19 @@ def _beside(x: npt.NDArray[np.float64], panel: Panel) -> list[str]:
 
 def _bars(mark: Bars, panel: Panel, before: int) -> Dict:
     pattern = {"shape": BAR_HATCHES[before % len(BAR_HATCHES)], "fillmode": "overlay", "fgcolor": "#FFFFFF", "size": 7}
-    labels = {"text": [escaped(label) for label in mark.labels], "textposition": "outside", "cliponaxis": False}
+    names = [escaped(panel.categories[index]) if panel.categories else str(index) for index in mark.x.tolist()]
     y = f"{escaped(panel.y)}: %{{y}}" if panel.y else "%{y}"
-    return {
-        "type": "bar",
-        "x": numbers(mark.x),
-        "y": numbers(mark.height),
-        "offsetgroup": str(before),
-        "marker": {"color": mark.style.colour, "pattern": pattern},
-        "hovertext": [
-            escaped(panel.categories[index]) if panel.categories else str(index) for index in mark.x.tolist()
-        ],
-        "hovertemplate": "<br>".join(filter(None, (escaped(mark.name), "%{hovertext}", y))) + "<extra></extra>",
-        **(labels | {"textangle": 0} if mark.labels else {}),
-    }
+    hover = "<br>".join(filter(None, (escaped(mark.name), "%{hovertext}", y))) + "<extra></extra>"
+    trace: Dict = {"type": "bar", "x": numbers(mark.x), "y": numbers(mark.height), "offsetgroup": str(before)}
+    trace |= {"marker": {"color": mark.style.colour, "pattern": pattern}, "hovertext": names, "hovertemplate": hover}
+    if mark.labels:
+        trace |= {"text": [escaped(label) for label in mark.labels], "textposition": "outside"}
+        trace |= {"cliponaxis": False, "textangle": 0}
+    return trace
 
 
-DRAWN: dict[type[Any], Callable[[Any, Panel], Dict]] = {
-    Line: _line,
-    Spans: _spans,
-    Points: _points,
-    Whiskers: _whiskers,
-    Cells: _cells,
-}
+DRAWN: dict[type[Any], Callable[[Any, Panel], Dict]]
+DRAWN = {Line: _line, Spans: _spans, Points: _points, Whiskers: _whiskers, Cells: _cells}
 
 
 def _across(mark: Level | Edge, number: int) -> Dict:
@@ -242,10 +181,17 @@ Dict = dict[str, Any]
 
 HEADROOM = 1.06  # top of the axis above a level, as a factor
 WIDE_PX, NARROW_PX = 1060, 340  # widths of the plots that the layouts are made for
+ROW_LETTERS = {WIDE_PX: 30, NARROW_PX: 16}  # characters in a line of a row's label
 TITLE_PX, AXIS_PX, LEGEND_LINE_PX, LETTER_PX = 26, 52, 21, 7
 CATEGORY_LETTERS, MOST_ROW_LABELS = 16, 40
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": "#222222"}
 LINES = {"gridcolor": "#E4E4E4", "linecolor": "#777777", "showline": True, "zeroline": False, "ticks": "outside"}
+LEGEND = {"orientation": "h", "xref": "container", "x": 0, "xanchor": "left", "tracegroupgap": 2}
+LEGEND |= {"yref": "container", "y": 1, "yanchor": "top"}
+HOVER = {"align": "left", "namelength": -1, "bgcolor": "#FFFFFF", "font": {"color": "#222222"}}
+FRAME: Dict = {"font": FONT, "hoverlabel": HOVER, "hovermode": "closest", "legend": LEGEND, "showlegend": True}
+FRAME |= {"barmode": "group", "bargap": 0.2, "uniformtext": {"mode": "hide", "minsize": 9}}
+FRAME |= {"plot_bgcolor": "#FFFFFF", "paper_bgcolor": "#FFFFFF"}
 
 
 def axis(letter: str, number: int, between: str = "") -> str:
@@ -259,11 +205,6 @@ def escaped(label: str) -> str:
 
 def _wrapped(label: str, letters: int) -> str:
     return "<br>".join(escaped(line) for line in textwrap.wrap(label, letters)) or escaped(label)
-
-
-def _row_letters(width: int) -> int:
-    """Return the number of characters of a label in one line."""
-    return 30 if width >= WIDE_PX else 16
 
 
 def placed(mark: Mark) -> bool:
@@ -287,7 +228,8 @@ def layout(chart: Chart, width: int) -> Dict:
     above = 12 + LEGEND_LINE_PX * _legend_lines(chart, width) + lines_rooms[0].title
     below = lines_rooms[-1].below
     inner = sum(map(sum, lines_rooms)) - lines_rooms[0].title - below
-    made = _frame(above + inner + below, {"t": above, "b": below, "l": 60, "r": 16})
+    made: Dict = {"height": above + inner + below, "margin": {"t": above, "b": below, "l": 60, "r": 16}}
+    made |= FRAME | {"annotations": []}
     top = inner + lines_rooms[0].title
     for row, room in enumerate(lines_rooms):
         top -= room.title
@@ -297,34 +239,6 @@ def layout(chart: Chart, width: int) -> Dict:
             made["annotations"] += _title(chart.panels[index], index + 1, _pixels(chart, index, width))
         top -= room.marks + room.below
     return made
-
-
-def _frame(height: int, margin: Dict) -> Dict:
-    """Return what all layouts have in common."""
-    return {
-        "height": height,
-        "margin": margin,
-        "font": FONT,
-        "hoverlabel": {"align": "left", "namelength": -1, "bgcolor": "#FFFFFF", "font": {"color": "#222222"}},
-        "legend": {
-            "orientation": "h",
-            "xref": "container",
-            "x": 0,
-            "xanchor": "left",
-            "yref": "container",
-            "y": 1,
-            "yanchor": "top",
-            "tracegroupgap": 2,
-        },
-        "showlegend": True,
-        "hovermode": "closest",
-        "barmode": "group",
-        "bargap": 0.2,
-        "uniformtext": {"mode": "hide", "minsize": 9},
-        "plot_bgcolor": "#FFFFFF",
-        "paper_bgcolor": "#FFFFFF",
-        "annotations": [],
-    }
 
 
 def _legend_lines(chart: Chart, width: int) -> int:
@@ -363,7 +277,7 @@ def _column(chart: Chart, index: int, width: int) -> tuple[float, float]:
     """Return the ends of its column as shares of the width: columns leave space for labels between them."""
     inner = [panel for number, panel in enumerate(chart.panels) if number % chart.columns]
     longest = max((len(row) for panel in inner for row in panel.rows), default=0)
-    gap = (75 + LETTER_PX * min(longest, _row_letters(width))) / width
+    gap = (75 + LETTER_PX * min(longest, ROW_LETTERS[width])) / width
     size = (1 - gap * (chart.columns - 1)) / chart.columns
     left = (index % chart.columns) * (size + gap)
     return (left, left + size)
@@ -380,19 +294,17 @@ def _categories(panel: Panel, room: float) -> tuple[Dict, int]:
     longest = max((len(line) for name in lines for line in name), default=0)
     tallest = max(map(len, lines), default=0)
     slanted = (longest + 1) * LETTER_PX * len(lines) > room
-    ticks = {
-        "tickvals": list(range(len(lines))),
-        "ticktext": [_wrapped(name, CATEGORY_LETTERS) for name in panel.categories],
-    }
-    ticks |= {"range": [-0.6, len(lines) - 0.4], "fixedrange": True, "showgrid": False, "tickangle": -35 * slanted}
+    names = [_wrapped(name, CATEGORY_LETTERS) for name in panel.categories]
+    ticks: Dict = {"tickvals": list(range(len(lines))), "ticktext": names, "range": [-0.6, len(lines) - 0.4]}
+    ticks |= {"fixedrange": True, "showgrid": False, "tickangle": -35 * slanted}
     return ticks, 15 * tallest + (longest * LETTER_PX // 2 if slanted else -15)
 
 
 def _title(panel: Panel, number: int, room: float) -> list[Dict]:
-    where = {"xref": f"{axis('x', number)} domain", "x": 0, "yref": f"{axis('y', number)} domain", "y": 1}
-    looks = {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False, "font": {"size": 13}}
+    made: Dict = {"xref": f"{axis('x', number)} domain", "x": 0, "yref": f"{axis('y', number)} domain", "y": 1}
+    made |= {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False, "font": {"size": 13}}
     title = "<br>".join(f"<b>{escaped(line)}</b>" for line in _title_lines(panel, room))
-    return [where | looks | {"text": title}] if title else []
+    return [made | {"text": title}] if title else []
 
 
 def _axes(chart: Chart, index: int, width: int, span: list[float]) -> Dict:
@@ -423,7 +335,7 @@ def _scale(panel: Panel, width: int) -> Dict:
     if panel.rows:
         every = math.ceil(len(panel.rows) / MOST_ROW_LABELS)
         ticks: Dict = {"tickvals": list(range(0, len(panel.rows), every))}
-        ticks["ticktext"] = [_wrapped(row, _row_letters(width)) for row in panel.rows[::every]]
+        ticks["ticktext"] = [_wrapped(row, ROW_LETTERS[width]) for row in panel.rows[::every]]
         return ticks | {"range": [len(panel.rows) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "ticks": ""}
     if panel.y_range is not None:
         return _range(panel.y_range, log=panel.y_log)

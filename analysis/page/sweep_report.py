@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from analysis.figures import sweeps
 from analysis.statistics import sweep_table
-from analysis.statistics.sweep_table import (
-    DONE,
-    FAILED,
-    MISSING,
-    STATUSES,
-    Bools,
-    Means,
-    Places,
-    SweepTable,
-    View,
-    view,
-)
+from analysis.statistics.sweep_table import Bools, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart
 from cbsim.draw.markdown import Table
 from cbsim.draw.report import Caveat, Report
@@ -36,15 +25,6 @@ MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """A user's options for a sweep's report, as on the command line. Without metrics: the main ones."""
-
-    metrics: Sequence[str] = ()
-    slo: Sequence[str] = ()
-    x: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Look:
     """The choices that a report opens with: `metrics` and `limits` are of columns that the table has."""
 
@@ -55,15 +35,15 @@ class Look:
     pareto: tuple[str, str]
 
 
-def look(table: SweepTable, options: Options) -> Look:
-    """Look the options' names up in the table. Raises RunError or CheckError."""
-    limits = [checks.parse(condition, "--slo") for condition in options.slo]
+def look(table: SweepTable, requested: Sequence[str] = (), slo: Sequence[str] = (), x: str | None = None) -> Look:
+    """Look the command line's names up in the table; without metrics: the main ones. Raises RunError or CheckError."""
+    limits = [checks.parse(condition, "--slo") for condition in slo]
     for limit in limits:
         table.metric(limit.metric, f"--slo {limit.rule!r}")
-    requested = [table.metric(name, f"--metric {name}") for name in options.metrics]
+    requested = [table.metric(name, f"--metric {name}") for name in requested]
     main = [metric for metric in METRICS if metric in table.metrics]
     metrics = list(dict.fromkeys(requested or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
-    return Look(sweep_table.places(table), view(table, options.x), metrics, limits, _pareto(table, metrics))
+    return Look(sweep_table.places(table), sweep_table.view(table, x), metrics, limits, _pareto(table, metrics))
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
@@ -86,7 +66,7 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
         tables=[*_undone(table), *_numbers(table, shown)],
         charts=charts(table, shown),
         command=command,
-        data={"points": len(table), **{status: table.count(status) for status in STATUSES}},
+        data={"points": len(table), **{status: table.count(status) for status in sweep_table.STATUSES}},
     )
 
 
@@ -103,9 +83,10 @@ def charts(table: SweepTable, shown: Look) -> list[Chart]:
 def findings(table: SweepTable, shown: Look) -> list[str]:
     """Return sentences on how much is done, which places are best, which meet the limits."""
     places = shown.places
-    counts = ", ".join(f"{table.count(status):,} {status}" for status in STATUSES if table.count(status))
+    counts = ", ".join(f"{table.count(status):,} {status}" for status in sweep_table.STATUSES if table.count(status))
     sentences = [f"{len(table):,} points at {len(places):,} places: {counts}."]
-    sentences += [f"The same at all: {_settings(table.constants)}."] if table.constants else []
+    constants = ", ".join(f"{name} = {value}" for name, value in table.constants.items())
+    sentences += [f"The same at all: {constants}."] if constants else []
     met = sweeps.meets(table, places, shown.limits)
     if shown.limits:
         limits = " and ".join(limit.rule for limit in shown.limits)
@@ -113,10 +94,6 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
         sentences += _best(table, places, metric, met, bool(shown.limits))
     return sentences
-
-
-def _settings(fields: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in fields.items())
 
 
 def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> list[str]:
@@ -143,7 +120,7 @@ def _cell(metric: Metric, means: Means, at: int) -> str:
 def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
     """Return the reasons not to trust the numbers that the table itself shows."""
     made = []
-    for status, verb in ((FAILED, "failed"), (MISSING, "are missing")):
+    for status, verb in ((sweep_table.FAILED, "failed"), (sweep_table.MISSING, "are missing")):
         if count := table.count(status):
             made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}: means are of what there is."))
     few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
@@ -162,8 +139,8 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
 def _undone(table: SweepTable) -> list[Table]:
     """Return the points that are not done, by reason: their number and places."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for row in np.flatnonzero(table.status != STATUSES.index(DONE)).tolist():
-        groups.setdefault((STATUSES[table.status[row]], table.reasons[row]), []).append(row)
+    for row in table.undone:
+        groups.setdefault((sweep_table.STATUSES[table.status[row]], table.reasons[row]), []).append(row)
     if not groups:
         return []
     rows = [

@@ -9,18 +9,16 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 import re
-import string
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from html import escape
-from importlib import resources, util
+from importlib import util
 from pathlib import Path
 
 from analysis.page import interactive
-from analysis.page.explorer import SCRIPTS, Explorer
+from analysis.page.explorer import SCRIPTS, Explorer, embedded, file, template
 from cbsim.draw import folder
 from cbsim.draw import report as reports
 from cbsim.draw.chart import Chart, series
@@ -65,30 +63,18 @@ def plotly_script() -> str | None:
 
 def html(report: Report, script: str, explorer: Explorer | None = None) -> str:
     """Return the page, with an explorer if there is one. `script` is the text of plotly.min.js."""
-    own = "".join(map(_file, ("page.js", *(SCRIPTS if explorer else ()))))
+    own = "".join(map(file, ("page.js", *(SCRIPTS if explorer else ()))))
     parts = [(title, name, content) for title, name, content in _parts(report, explorer) if content]
-    links = [f'<a href="#{name}">{title}</a>' for title, name, _ in parts]
-    question = f'<p class="question">{_code_marked(report.question)}</p>' if report.question else ""
-    return string.Template(_file("page.html")).substitute(
-        policy=_policy(own, script),
-        title=escape(report.title),
-        style=_file("page.css"),
-        question=question,
-        runs=_runs(report),
-        sections="\n".join(links),
-        main="\n".join(content for _, _, content in parts),
-        library=_packed(script),
-        script=own,
-    )
+    texts = {"title": escape(report.title), "style": file("page.css"), "policy": _policy(own, script), "script": own}
+    texts["question"] = f'<p class="question">{_code_marked(report.question)}</p>' if report.question else ""
+    texts["sections"] = "\n".join(f'<a href="#{name}">{title}</a>' for title, name, _ in parts)
+    texts["main"] = "\n".join(content for _, _, content in parts)
+    return template("page.html", texts | {"runs": _runs(report), "library": _packed(script)})
 
 
 @lru_cache(maxsize=1)  # nearly a second, and the same in every report of a process
 def _packed(script: str) -> str:
     return base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode()
-
-
-def _file(name: str) -> str:
-    return (resources.files("analysis.page") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _policy(*scripts: str) -> str:
@@ -103,25 +89,15 @@ def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str
     """Yield (title, id, HTML) of each section in the order of reading; one without content is left out."""
     yield _section("Numbers", _numbers(report.sources))
     yield "Caveats", "caveats", _caveats(report.caveats or ())
-    yield _section("Findings", _list(report.findings))
-    yield _section("Explore", _explored(explorer) if explorer else "")
+    lines = "".join(f"<li>{_code_marked(sentence)}</li>" for sentence in report.findings)
+    yield _section("Findings", f'<ul class="findings">{lines}</ul>' if lines else "")
+    yield _section("Explore", explorer.html if explorer else "")
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
     yield _section("Charts", _charts(report.charts))
-    scenarios = (_folded("Scenario", source.label, source.scenario) for source in report.sources if source.scenario)
-    yield _section("Scenarios", "".join(scenarios))
-    environments = (
-        _folded("Environment", source.label, source.environment) for source in report.sources if source.environment
-    )
-    yield _section("Environments", "".join(environments))
+    for what in ("Scenario", "Environment"):
+        texts = ((source.label, getattr(source, what.lower())) for source in report.sources)
+        yield _section(f"{what}s", "".join(_folded(what, label, text) for label, text in texts if text))
     yield _section("Commands", _commands(report))
-
-
-def _explored(explorer: Explorer) -> str:
-    """Return the explorer and the data that its script reads."""
-    settings = f'<script type="application/json" id="settings">{explorer.settings}</script>'
-    return (
-        f'{explorer.section}{settings}<script type="application/octet-stream" id="columns">{explorer.columns}</script>'
-    )
 
 
 def _section(title: str, content: str) -> tuple[str, str, str]:
@@ -135,21 +111,10 @@ def _code_marked(sentence: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(sentence))
 
 
-def _list(sentences: Sequence[str]) -> str:
-    lines = "".join(f"<li>{_code_marked(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="findings">{lines}</ul>' if lines else ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-
-
 def _mark(index: int) -> str:
     """Return the line style of a run in the charts."""
-    style = series(index)
-    return (
-        f'<span class="mark" style="border-top:3px {CSS_DASHES[style.dash]} {style.colour}" aria-hidden="true"></span>'
-    )
+    look = f"{CSS_DASHES[series(index).dash]} {series(index).colour}"
+    return f'<span class="mark" style="border-top:3px {look}" aria-hidden="true"></span>'
 
 
 def _runs(report: Report) -> str:
@@ -170,23 +135,20 @@ def _numbers(sources: Sequence[Source]) -> str:
     if not metrics or len(sources) > MOST_IN_TILES:
         return ""
     if len(sources) == 1:
-        return f'<dl class="tiles">{"".join(map(_tile, sources[0].tiles))}</dl>'
+        tiles = (f'<div class="tile"><dt>{escape(t.label)}</dt>{_value(t)}</div>' for t in sources[0].tiles)
+        return f'<dl class="tiles">{"".join(tiles)}</dl>'
     return f'<div class="tiles several">{"".join(_shared(sources, *metric) for metric in metrics.items())}</div>'
 
 
-def _tile(tile: Tile) -> str:
-    return f'<div class="tile"><dt>{escape(tile.label)}</dt>{_value(tile, "dd")}</div>'
-
-
-def _value(tile: Tile, tag: str) -> str:
+def _value(tile: Tile) -> str:
     note = f' <span class="note">{escape(tile.note)}</span>' if tile.note else ""
-    return f'<{tag} data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</{tag}>'
+    return f'<dd data-metric="{escape(tile.metric)}"><span class="value">{escape(tile.value)}</span>{note}</dd>'
 
 
 def _shared(sources: Sequence[Source], metric: str, label: str) -> str:
     """Return one metric of a few runs."""
     rows = "".join(
-        f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile, 'dd') if tile else '<dd>none</dd>'}</div>"
+        f"<div>{_mark(index)}<dt>{escape(source.label)}</dt>{_value(tile) if tile else '<dd>none</dd>'}</div>"
         for index, source in enumerate(sources)
         for tile in [source.tile(metric)]
     )
@@ -211,17 +173,11 @@ def _table(table: Table, index: int) -> str:
         for first, *cells in table.rows
     )
     note = f"<p>{_code_marked(table.note)}</p>" if table.note else ""
-    body = _scroll(f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", f'aria-labelledby="table-{index}"')
-    return f'<h3 id="table-{index}">{escape(table.title)}</h3>{note}{body}'
-
-
-def _scroll(table: str, name: str) -> str:
-    """Return a table in a box of its own, which scrolls by keyboard too."""
-    return f'<div class="scroll" role="region" tabindex="0" {name}><table>{table}</table></div>'
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Charts
+    return (
+        f'<h3 id="table-{index}">{escape(table.title)}</h3>{note}'
+        f'<div class="scroll" role="region" tabindex="0" aria-labelledby="table-{index}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _charts(charts: Sequence[Chart]) -> str:
@@ -231,41 +187,23 @@ def _charts(charts: Sequence[Chart]) -> str:
         '<p class="soft hint" id="keys">Drag to zoom, double click to reset. With a chart in focus: <kbd>+</kbd> and '
         "<kbd>-</kbd> zoom, <kbd>&larr;</kbd> and <kbd>&rarr;</kbd> move, <kbd>0</kbd> resets.</p>"
     )
-    links = "".join(f'<li><a href="#{_anchor(chart)}">{escape(chart.title)}</a></li>' for chart in charts)
+    links = "".join(f'<li><a href="#{escape(f"chart-{each.key}")}">{escape(each.title)}</a></li>' for each in charts)
     listed = f'<nav aria-label="Charts"><ol class="charts">{links}</ol></nav>' if len(charts) > 1 else ""
     return hint + listed + "\n".join(_chart(chart, f"figure-{index}") for index, chart in enumerate(charts))
 
 
-def _anchor(chart: Chart) -> str:
-    return escape(f"chart-{chart.key}")
-
-
 def _chart(chart: Chart, data: str) -> str:
     """Return a box that the page's script draws in, and its data."""
-    name, file = _anchor(chart), escape(f"figures/{chart.key}.png")
+    name, file = escape(f"chart-{chart.key}"), escape(f"figures/{chart.key}.png")
     moves = any(not panel.categories for panel in chart.panels)
     buttons = " ".join(
         f'<button type="button" data-key="{key}" aria-label="{label}" title="{label}">{sign}</button>'
         for key, sign, label in KEYS
     )
-    tools = f'<div class="tools" role="group" aria-label="Zoom: {escape(chart.title)}">{buttons}</div>' if moves else ""
-    return f"""<figure id="{name}" aria-labelledby="{name}-title">
-<div class="top"><h3 id="{name}-title">{escape(chart.title)}</h3>{tools}</div>
-<div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="Chart: {escape(chart.title)}"
- aria-describedby="{name}-says keys" data-figure="{data}" data-file="{file}"></div>
-<noscript><p>This chart needs JavaScript. The same figure is {file}.</p></noscript>
-<figcaption id="{name}-says">{_code_marked(chart.caption)}</figcaption>
-<script type="application/json" id="{data}">{_json(chart)}</script>
-</figure>"""
-
-
-def _json(chart: Chart) -> str:
-    content = json.dumps(interactive.figure(chart), separators=(",", ":"), sort_keys=True, allow_nan=False)
-    return content.replace("<", "\\u003c")  # so that the data neither ends its script element nor starts a comment
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources
+    title, caption, json = escape(chart.title), _code_marked(chart.caption), embedded(interactive.figure(chart))
+    tools = f'<div class="tools" role="group" aria-label="Zoom: {title}">{buttons}</div>' if moves else ""
+    parts = {"name": name, "title": title, "tools": tools, "data": data, "file": file, "caption": caption, "json": json}
+    return template("chart.html", parts).rstrip("\n")
 
 
 def _folded(what: str, label: str, content: str) -> str:

@@ -25,8 +25,7 @@ def check(runs: Sequence[LoadedRun], *, swept: bool = False) -> None:
     """
     reasons = [f"{run.label} ({run.path}): incomplete: {run.incomplete}" for run in runs if run.incomplete]
     for run in runs[1:]:
-        both = f"{runs[0].label} and {run.label}"
-        reasons += [f"{both}: {reason}" for reason in _differences(runs[0], run, swept)]
+        reasons += [f"{runs[0].label} and {run.label}: {reason}" for reason in _differences(runs[0], run, swept)]
     if reasons:
         raise Incomparable("\n".join(["these runs cannot be compared:", *reasons]))
 
@@ -53,17 +52,14 @@ def _changed(a: LoadedRun, b: LoadedRun) -> str:
     """Return the scenario's fields that make the workloads differ."""
     if None in (_workload(a), _workload(b)):
         return "env.json has no workload_hash to tell by"
-    ours, theirs = (_workload_settings(run) for run in (a, b))
-    names = [name for name in {**ours, **theirs} if ours.get(name, ABSENT) != theirs.get(name, ABSENT)]
-    texts = [f"{name} is {_said(ours.get(name, ABSENT))} and {_said(theirs.get(name, ABSENT))}" for name in names]
-    more = len(texts) - AT_MOST_NAMED
-    texts = [*texts[:AT_MOST_NAMED], *([f"{more} more fields"] if more > 0 else [])]
-    return ", ".join(texts) or "no field of it does, so the data that it was made from or the code that made it"
-
-
-def _workload_settings(run: LoadedRun) -> dict[str, Any]:
-    fields = flat(run.scenario)
-    return {name: value for name, value in fields.items() if name == "seed" or name.startswith("workload.")}
+    ours, theirs = (flat(run.scenario) for run in (a, b))
+    both = {name: (ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in {**ours, **theirs}}
+    both = {name: each for name, each in both.items() if name == "seed" or name.startswith("workload.")}
+    texts = [f"{name} is {_said(own)} and {_said(other)}" for name, (own, other) in both.items() if own != other]
+    more = [f"{len(texts) - AT_MOST_NAMED} more fields"] * (len(texts) > AT_MOST_NAMED)
+    return ", ".join([*texts[:AT_MOST_NAMED], *more]) or (
+        "no field of it does, so the data that it was made from or the code that made it"
+    )
 
 
 def _said(value: Any) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from analysis.statistics import intervals
 from analysis.statistics.comparable import check
-from analysis.statistics.intervals import CONFIDENCE, Interval, Intervals
+from analysis.statistics.intervals import CONFIDENCE, SHARES, STATISTICS, Interval
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.markdown import Table
 from cbsim.metrics.catalogue import METRICS, SINGLE
@@ -26,7 +26,7 @@ def _shown() -> Iterator[str]:
         head, _, statistic = metric.partition(".")
         for name in ("itl_s", head) if head == "e2e_s" else (head,):
             if statistic == "p50":
-                yield from (f"{name}.{part}" for part in intervals.STATISTICS[1:])
+                yield from (f"{name}.{part}" for part in STATISTICS[1:])
         if not statistic.startswith("p"):
             yield metric
 
@@ -77,14 +77,6 @@ class MetricDifference:
         return self.interval and (self.interval.delta if self.is_share else self.interval.relative)
 
     @property
-    def low(self) -> float | None:
-        return self.range[0] if self.range else None
-
-    @property
-    def high(self) -> float | None:
-        return self.range[1] if self.range else None
-
-    @property
     def seen(self) -> bool | None:
         """Whether 0 is outside the interval; None without one."""
         return self.interval.seen if self.interval else None
@@ -99,73 +91,51 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
         for side, run in (("A", a), ("B", b))
         if (count := int(run.counted["done"].sum())) > requests.units
     )
-    methods = {
-        True: _method("paired bootstrap over", requests, "requests", left_out),
-        False: _method("block bootstrap over", steps, "steps", ""),
-    }
+    paired = f"paired bootstrap over {requests.units:,} requests, {requests.replicates:,} draws"
+    paired += f"; without {left_out}" if left_out else ""
+    in_blocks = f"block bootstrap over {steps.units:,} steps, {steps.replicates:,} draws"
     compared = []
     for metric, what in METRICS.items():
         before, after = (lookup(run.summary, metric) for run in (a, b))
         if before is not None and after is not None:
             of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
-            source = requests if of_requests else steps
+            source, how = (requests, paired) if of_requests else (steps, in_blocks)
             interval = source.by_metric.get(metric)
-            method = methods[of_requests] if interval else _no_interval(metric)
-            n = _samples(metric, (a.summary, b.summary), source if interval else None)
-            few = _few(metric, n, source.units)
+            method = how if interval else _no_interval(metric)
+            if metric in SINGLE:
+                n, few = source.units if interval else 1, False
+            else:  # gaps of few requests are few samples, however many they are
+                distribution, _, statistic = metric.partition(".")
+                n = min(int(lookup(run.summary, f"{distribution}.n")) for run in (a, b))
+                few = statistic != "n" and min(n, source.units) < SAMPLES_NEEDED.get(statistic, FEW)
             compared.append(MetricDifference(metric, what.label, what.form, before, after, interval, n, method, few))
     return compared
 
 
 def _no_interval(metric: str) -> str:
-    statistic = "" if metric in SINGLE else metric.rpartition(".")[2]
-    resampled = metric in intervals.SHARES or statistic in intervals.STATISTICS
+    resampled = metric in SHARES if metric in SINGLE else metric.rpartition(".")[2] in STATISTICS
     return TOO_FEW if resampled else ONE_VALUE
-
-
-def _method(how: str, source: Intervals, noun: str, left_out: str) -> str:
-    return f"{how} {source.units:,} {noun}, {source.replicates:,} draws{f'; without {left_out}' * bool(left_out)}"
-
-
-def _samples(metric: str, summaries: Sequence[Mapping[str, object]], source: Intervals | None) -> int:
-    """Return the values of a distribution in the smaller run; the units behind a share's interval; else 1."""
-    if metric in SINGLE:
-        return source.units if source else 1
-    return min(int(lookup(summary, f"{metric.partition('.')[0]}.n")) for summary in summaries)
-
-
-def _few(metric: str, n: int, units: int) -> bool:
-    """Whether there are too few samples; gaps of few requests are few samples, however many they are."""
-    if metric in SINGLE or metric.endswith(".n"):
-        return False
-    return min(n, units) < SAMPLES_NEEDED.get(metric.rpartition(".")[2], FEW)
 
 
 def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
     """Return a row a metric, `a` and `b` naming the runs; without `everything`, only the main metrics."""
+    methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
+    note = (
+        f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. They "
+        "know how much requests and steps vary within these runs, not another seed or another run of the same, and are "
+        f"too narrow where requests share a queue. {MARK}: too few samples to rely on."
+    )
     header = ("metric", a, b, "change", f"{LEVEL} interval")
-    return Table("Differences", header, rows(differences, everything=everything), _note(differences))
+    return Table("Differences", header, rows(differences, everything=everything), note)
 
 
 def rows(differences: Sequence[MetricDifference], *, everything: bool) -> list[tuple[str, ...]]:
     """Return the cells of each metric: its name, A, B, the change and its interval."""
     known = {difference.metric: difference for difference in differences}
     chosen = [known[name] for name in (known if everything else SHOWN) if name in known]
-    return [
-        (f"{d.label} {MARK}" if d.few else d.label, *(shown(value, d.unit) for value in (d.a, d.b)), change_text(d),
-         range_text(d))
-        for d in chosen
-    ]  # fmt: skip
-
-
-def _note(differences: Sequence[MetricDifference]) -> str:
-    methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
-    drawn = "; ".join(methods) or "none, for want of samples"
-    return (
-        f"Change of B against A, with {LEVEL} intervals: {drawn}. They know how much requests and steps vary within "
-        "these runs, not another seed or another run of the same, and are too narrow where requests share a queue. "
-        f"{MARK}: too few samples to rely on."
-    )
+    names = [f"{d.label} {MARK}" if d.few else d.label for d in chosen]
+    values = [(shown(d.a, d.unit), shown(d.b, d.unit), change_text(d), range_text(d)) for d in chosen]
+    return [(name, *cells) for name, cells in zip(names, values, strict=True)]
 
 
 def change_text(difference: MetricDifference) -> str:
@@ -209,16 +179,13 @@ def verdict(differences: Sequence[MetricDifference], *, everything: bool = False
     known = {difference.metric: difference for difference in differences}
     totals = [known[name] for name in ("output_tokens_per_s", "makespan_s") if name in known]
     largest = [each for name in ("ttft_s", "tpot_s") if (each := _most(differences, name))]
-    sentences = [f"{_changes(totals)} ({ONE_VALUE})."] * bool(totals) + [f"{_changes(largest)}."] * bool(largest)
+    groups = [(totals, f" ({ONE_VALUE})."), (largest, ".")]
+    sentences = ["; ".join(f"{d.label}: {_change(d)}" for d in group) + end for group, end in groups if group]
     seen = [d.seen for d in differences if d.interval and (everything or d.metric in SHOWN)]
     if seen:
         by_chance = f"one in {round(1 / (1 - CONFIDENCE))} does by chance alone, or more where requests share a queue"
         sentences.append(f"{sum(map(bool, seen))} of {len(seen)} intervals of the table leave out 0; {by_chance}.")
     return [sentence[0].upper() + sentence[1:] for sentence in sentences]
-
-
-def _changes(differences: Sequence[MetricDifference]) -> str:
-    return "; ".join(f"{difference.label}: {_change(difference)}" for difference in differences)
 
 
 def _most(differences: Sequence[MetricDifference], name: str) -> MetricDifference | None:

@@ -84,6 +84,11 @@ class SweepTable:
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def undone(self) -> list[int]:
+        """The rows of points that are not done."""
+        return np.flatnonzero(self.status != STATUSES.index(DONE)).tolist()
+
     def count(self, status: str) -> int:
         return int((self.status == STATUSES.index(status)).sum())
 

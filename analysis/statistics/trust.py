@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,10 @@ from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.report import Caveat
 from cbsim.metrics import coverage
 from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import lookup
+from cbsim.record.tables import ENDED
 from cbsim.scenario import demand
 
-ENDED = ("length", "stop")
 ENOUGH = 20  # arrivals or steps from which a trend can be read
 LAG, GROWTH = 0.05, 1.2
 """Overload: completions are below arrivals by LAG and by two roots of their number; the queue grows by GROWTH."""
@@ -28,6 +28,7 @@ TAIL = 0.1
 NEAR_FULL = 0.9
 """Capacity: share of the KV blocks in use above which their number determines waits and preemptions."""
 MOST_IN_FULL = 3  # caveats of one kind in full
+NO_MODEL = re.compile(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)")
 Floats = npt.NDArray[np.float64]
 
 
@@ -44,15 +45,10 @@ def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[
     for run in runs:
         if reason := rule(run):
             runs_by_reason.setdefault(reason, []).append(run.label)
-    shown = [Caveat(kind, _whose(labels, runs), reason) for reason, labels in runs_by_reason.items()]
-    rest = [label for labels in list(runs_by_reason.values())[MOST_IN_FULL:] for label in labels]
-    return (
-        [*shown[:MOST_IN_FULL], Caveat(kind, ", ".join(rest), f"{kind}, too, with other figures.")] if rest else shown
-    )
-
-
-def _whose(labels: Sequence[str], runs: Sequence[LoadedRun]) -> str:
-    return "" if len(labels) == len(runs) > 1 else ", ".join(labels)
+    whose = ["" if len(labels) == len(runs) > 1 else ", ".join(labels) for labels in runs_by_reason.values()]
+    shown = [Caveat(kind, run, reason) for run, reason in zip(whose, runs_by_reason, strict=True)][:MOST_IN_FULL]
+    rest = ", ".join(whose[MOST_IN_FULL:])
+    return [*shown, Caveat(kind, rest, f"{kind}, too, with other figures.")] if rest else shown
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -77,12 +73,11 @@ def _overload(run: LoadedRun) -> str | None:
     before, after = (_mean_queue(run, *edges) for edges in ((low, middle), (middle, high)))
     if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5) or after < max(GROWTH * before, 1):
         return None
-    rates = (
-        f"{came:,} requests came and {done:,} ended ({came / (high - low):.3g} and {done / (high - low):.3g} a second)"
-    )
-    queue = f"the mean queue grew from {before:,.1f} to {after:,.1f} between its quarters"
+    rates = f"{came / (high - low):.3g} and {done / (high - low):.3g} a second"
     return (
-        f"in the second half of the arrivals {rates}, and {queue}: overload. Latencies grow with the length of the run."
+        f"in the second half of the arrivals {came:,} requests came and {done:,} ended ({rates}), and the mean queue "
+        f"grew from {before:,.1f} to {after:,.1f} between its quarters: overload. Latencies grow with the length of "
+        "the run."
     )
 
 
@@ -90,9 +85,8 @@ def _near_capacity(run: LoadedRun) -> str | None:
     """Report that waiting dominates TTFT, though the queue may not grow: near capacity it is long and varies slowly."""
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
         return None
-    queue, ttft = (run.summary[name]["p95"] for name in ("queue_s", "ttft_s"))
-    wait = f"at p95 {queue:.3g} s of {ttft:.3g} s TTFT are the wait for a seat"
-    return f"{wait}: the server is near its capacity or beyond, and a longer run may well give other latencies."
+    wait = f"{run.summary['queue_s']['p95']:.3g} s of {run.summary['ttft_s']['p95']:.3g} s TTFT are the wait for a seat"
+    return f"at p95 {wait}: the server is near its capacity or beyond, and a longer run may well give other latencies."
 
 
 def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
@@ -116,14 +110,12 @@ def _calibration(run: LoadedRun) -> str | None:
 def _not_done(run: LoadedRun) -> str | None:
     counts = run.summary["requests_by_status"]
     unfinished = [f"{count:,} {status}" for status, count in counts.items() if count and status not in ENDED]
-    total = run.summary["requests"]
+    if not unfinished:
+        return None
     reasons = run.requests["reason"][run.requests["reason"] != ""]
     why = f" Most often: {reasons.mode()[0]}." if len(reasons) else ""
-    return (
-        f"of {total:,} requests {', '.join(unfinished)}: they are in no latency of a request.{why}"
-        if unfinished
-        else None
-    )
+    total = run.summary["requests"]
+    return f"of {total:,} requests {', '.join(unfinished)}: they are in no latency of a request.{why}"
 
 
 def _window(run: LoadedRun) -> str | None:
@@ -154,9 +146,11 @@ def _warm_up(run: LoadedRun) -> str | None:
     early, total = int((arrival < reached).sum()), len(arrival)
     if early <= EARLY * total:
         return None
-    early_requests = f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at"
-    at = f"{(reached - run.start_ns) / 1e9:.3g} s"
-    return f"{early_requests} {at}; they count in latencies, and `cbsim run --window` would leave them out."
+    return (
+        f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at "
+        f"{(reached - run.start_ns) / 1e9:.3g} s; they count in latencies, and `cbsim run --window` would leave them "
+        "out."
+    )
 
 
 def _slow_start(run: LoadedRun) -> str | None:
@@ -165,11 +159,9 @@ def _slow_start(run: LoadedRun) -> str | None:
     tokens = run.table["tokens"]
     if not run.measured or len(lasted) < FIRST + ENOUGH:
         return None
-    worst = max(((_factor(lasted, tokens, step), step) for step in range(FIRST)), default=(0.0, 0))
-    if worst[0] <= SLOW:
-        return None
-    factor, step = worst
-    return f"step {step} took {lasted[step]:.3g} ms, {factor:.3g} times later ones of as many tokens."
+    factor, step = max((_factor(lasted, tokens, step), step) for step in range(FIRST))
+    ratio = f"{factor:.3g} times later ones of as many tokens"
+    return f"step {step} took {lasted[step]:.3g} ms, {ratio}." if factor > SLOW else None
 
 
 def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
@@ -181,7 +173,8 @@ def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
 def _tail(run: LoadedRun) -> str | None:
     """Report a long tail after the last step that ran half of the most requests, unless requests arrive over time."""
     span = run.end_ns - run.start_ns
-    if _arrivals(run) not in ("at_once", "closed_loop") or len(run.table) < ENOUGH or not span:
+    arrivals = lookup(run.scenario, "workload.arrivals.kind")
+    if arrivals not in ("at_once", "closed_loop") or len(run.table) < ENOUGH or not span:
         return None
     running, ends = run.table["running"], run.table["update_end_ns"]
     most = int(running.max())
@@ -219,8 +212,8 @@ def _capacity(run: LoadedRun) -> str | None:
     share = int(run.table["used_blocks"].max()) / total
     if share < NEAR_FULL:
         return None
-    shown = f"KV use reaches {share:.0%} of {total:,} blocks, which are derived from the memory and not measured"
-    return f"{shown}: with another number others wait or are preempted."
+    blocks = f"{total:,} blocks, which are derived from the memory and not measured"
+    return f"KV use reaches {share:.0%} of {blocks}: with another number others wait or are preempted."
 
 
 def _hardware(run: LoadedRun) -> str | None:
@@ -234,9 +227,7 @@ def _hardware(run: LoadedRun) -> str | None:
 def models(name: str) -> set[str]:
     """Return the words of a device's name that identify its model: those with digits, without memories and sockets."""
     names = re.findall(r"[a-z]*\d+[a-z]*\d*[a-z]*", name.lower())
-    return {
-        word for word in names if not re.fullmatch(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)", word)
-    }
+    return {word for word in names if not NO_MODEL.fullmatch(word)}
 
 
 def _injected(run: LoadedRun) -> str | None:
@@ -285,15 +276,12 @@ def _commits(runs: Sequence[LoadedRun]) -> str | None:
 
 
 def _packages(runs: Sequence[LoadedRun]) -> str | None:
+    """Report packages of several known versions; one absent in a run was not loaded, which is no difference."""
     facts = [{"python": run.environment.get("python"), **(run.environment.get("packages") or {})} for run in runs]
-    versions = [f"{name} {', '.join(seen)}" for name, seen in _versions(facts) if len(seen) > 1]
-    return f"made with different versions: {'; '.join(versions)}." if versions else None
-
-
-def _versions(facts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the known versions of each package; a package absent in a run was not loaded, which is no difference."""
-    for name in dict.fromkeys(name for fact in facts for name in fact):
-        yield name, sorted({str(fact[name]) for fact in facts if fact.get(name)})
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    versions = {name: sorted({str(fact[name]) for fact in facts if fact.get(name)}) for name in names}
+    several = [f"{name} {', '.join(seen)}" for name, seen in versions.items() if len(seen) > 1]
+    return f"made with different versions: {'; '.join(several)}." if several else None
 
 
 def is_open(run: LoadedRun) -> bool:
@@ -301,33 +289,14 @@ def is_open(run: LoadedRun) -> bool:
     return demand.is_open(run.scenario.get("workload", {}))
 
 
-def _arrivals(run: LoadedRun) -> str | None:
-    kind: str | None = (run.scenario.get("workload", {}).get("arrivals") or {}).get("kind")
-    return kind
-
-
-RULES: dict[str, Callable[[LoadedRun], str | None]] = {  # by weight
-    "incomplete": _incomplete,
-    "overload": _overload,
-    "near capacity": _near_capacity,
-    "capacity": _capacity,
-    "window": _window,
-    "calibration": _calibration,
-    "not done": _not_done,
-    "device": _modelled,
-    "hardware": _hardware,
-    "injected": _injected,
-    "slow start": _slow_start,
-    "warm-up": _warm_up,
-    "arrival-limited": _arrivals_limit,
-    "few requests": _few,
-    "tail": _tail,
-    "assumed": _assumed,
-    "engine": _notes,
-    "code": _code,
-}
-AMONG: tuple[tuple[str, Callable[[Sequence[LoadedRun]], str | None]], ...] = (
-    ("hardware", _devices),
-    ("code", _commits),
-    ("code", _packages),
+RULES: dict[str, Callable[[LoadedRun], str | None]] = dict(  # by weight
+    [
+        *(("incomplete", _incomplete), ("overload", _overload), ("near capacity", _near_capacity)),
+        *(("capacity", _capacity), ("window", _window), ("calibration", _calibration), ("not done", _not_done)),
+        *(("device", _modelled), ("hardware", _hardware), ("injected", _injected), ("slow start", _slow_start)),
+        *(("warm-up", _warm_up), ("arrival-limited", _arrivals_limit), ("few requests", _few), ("tail", _tail)),
+        *(("assumed", _assumed), ("engine", _notes), ("code", _code)),
+    ]
 )
+AMONG: Sequence[tuple[str, Callable[[Sequence[LoadedRun]], str | None]]]
+AMONG = (("hardware", _devices), ("code", _commits), ("code", _packages))

@@ -19,24 +19,8 @@ from analysis.statistics import trust
 from analysis.statistics.loading import LoadedRun
 from analysis.validation import tally
 from analysis.validation.cases import LOOPS, MEASURED, SIMULATED, DeviceCases, ValidationCase
-from cbsim.draw import lane_chart
-from cbsim.draw.chart import (
-    BLACK,
-    GREEN,
-    ORANGE,
-    RED,
-    SERIES,
-    Chart,
-    Level,
-    Line,
-    Mark,
-    Panel,
-    Points,
-    Style,
-    column,
-    series,
-    unit,
-)
+from cbsim.draw import chart, lane_chart
+from cbsim.draw.chart import Chart, Level, Line, Mark, Panel, Points, Style, column, series, unit
 from cbsim.draw.lane_chart import STEPS_SHOWN
 from cbsim.draw.report import Caveat, Report, Source
 from cbsim.metrics import bars
@@ -162,8 +146,8 @@ def case_lanes(case: ValidationCase) -> Chart:
         for kind, run in ((MEASURED, pair.middle), (SIMULATED, pair.simulated))
     }
     middle = min(map(len, frames.values())) // 2
-    chart = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
-    return replace(chart, title=f"{case.name}: CPU and GPU, measured above simulated")
+    lanes = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
+    return replace(lanes, title=f"{case.name}: CPU and GPU, measured above simulated")
 
 
 # -- facts ------------------------------------------------------------------------------------------------------------
@@ -188,9 +172,9 @@ def replays(cases: Sequence[ValidationCase]) -> list[Mapping[str, Any]]:
 
 MOST_POINTS = 3_000  # requests of the scatter
 VERDICTS = {  # style of a score
-    "met": Style(GREEN, marker="circle"),
-    "missed": Style(RED, marker="cross"),
-    "undecided": Style(ORANGE, marker="diamond"),
+    "met": Style(chart.GREEN, marker="circle"),
+    "missed": Style(chart.RED, marker="cross"),
+    "undecided": Style(chart.ORANGE, marker="diamond"),
 }
 REACH = 0.4  # the farthest dot from the middle of a metric's space of width 1
 LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
@@ -225,7 +209,7 @@ def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
         "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
     )
     caption += "are simulated, other markers measured, one for each pair of measured runs."
-    caption += " Colours repeat." if len(curves) > len(SERIES) else ""
+    caption += " Colours repeat." if len(curves) > len(chart.SERIES) else ""
     axes = Panel(marks, "CPU work added, ms a step", "async faster by, %")
     return Chart("speedup", "Speed-up of the async loop", caption, [axes])
 
@@ -278,7 +262,7 @@ def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
         max(values.max(), 1e-9) * MARGIN / scale.seconds,
     )
     ends = np.array([low, high])
-    marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(BLACK, "dashed"))]
+    marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(chart.BLACK, "dashed"))]
     for index, (loop, (x, y)) in enumerate(pairs.items()):
         marks.append(Points(loop, x / scale.seconds, y / scale.seconds, series(index)))
     x_axis, y_axis = f"measured, {scale.name}", f"simulated, {scale.name}"
@@ -296,7 +280,7 @@ def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
 
 def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     """Draw the error of each metric in every case, as multiples of its bar: between the lines the bar is met."""
-    bound = Style(BLACK, "dashed")
+    bound = Style(chart.BLACK, "dashed")
     marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
     dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
     for verdict, style in VERDICTS.items():

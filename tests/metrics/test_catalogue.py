@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -36,10 +35,10 @@ def read(swept: Path) -> SweepTable:
 @pytest.mark.parametrize("name", EVERY)
 def test_command_line_and_page_name_the_same_winner(name: str, swept: Path, read: SweepTable) -> None:
     """`cbsim pareto`, the report's sentence, its figure and the data of the page's scripts, for one metric."""
-    look = sweep_report.look(read, sweep_report.Options())
+    look = sweep_report.look(read)
     look = sweep_report.Look(look.places, look.view, [name], [], (name, name))
     sentences = [line for line in sweep_report.findings(read, look) if EVERY[name].label in line]
-    data = json.loads(explorer.explorer(read, look).settings)
+    data = explorer.explorer(read, look).settings
     of_page = next(each["sign"] for each in data["metrics"] if each["name"] == name)
     best = sweep_curves.trade_off(read, sweep_table.places(read), (name, name), []).best.tolist()
     if not EVERY[name].sign:

@@ -62,7 +62,7 @@ def file(folder: Path, given: Any) -> Path:
 
 def test_probes_are_drawn_with_their_verdicts_the_limit_and_the_interval(tmp_path: Path) -> None:
     found = capacity_report.read(file(tmp_path, answer()))
-    whole, near = capacity_report.chart(found).panels
+    whole, near = capacity_report.figure(found).panels
     drawn = {mark.name: mark.x.tolist() for mark in whole.marks if isinstance(mark, Points)}
     assert drawn == {"holds": [4, 8, 16], "fails": [17, 32], "undecided": [16.6]}
     (shade,) = (mark for mark in whole.marks if isinstance(mark, Area))
@@ -102,7 +102,7 @@ def test_a_search_without_an_end_says_so(tmp_path: Path, ends: tuple[Any, Any], 
     path = file(tmp_path, answer() | {"holds": ends[0], "fails": ends[1]})
     assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
     assert said in (tmp_path / "out" / "report.md").read_text()
-    (panel,) = capacity_report.chart(capacity_report.read(path)).panels
+    (panel,) = capacity_report.figure(capacity_report.read(path)).panels
     assert not any(isinstance(mark, Area) for mark in panel.marks)
 
 

@@ -19,7 +19,6 @@ from support.sweep_tables import RATE, REASON, rates, row, written
 from analysis.cli.parser import main
 from analysis.figures import sweeps
 from analysis.page import explorer, sweep_report, webpage
-from analysis.page.sweep_report import Options
 from analysis.statistics import sweep_table
 from cbsim.metrics import checks
 
@@ -102,10 +101,10 @@ def test_a_table_of_one_point_has_a_report(tmp_path: Path) -> None:
 
 def test_metrics_and_limits_are_what_is_drawn_first(file: Path) -> None:
     table = sweep_table.read(file)
-    shown = sweep_report.look(table, Options(metrics=["tpot.mean", "preemptions"], slo=[LIMIT], x="loop"))
+    shown = sweep_report.look(table, ["tpot.mean", "preemptions"], [LIMIT], "loop")
     assert shown.metrics == ["tpot_s.mean", "preemptions"]
     assert shown.view.x is not None and shown.view.x.name == "loop"
-    assert sweep_report.look(table, Options(slo=[LIMIT])).metrics[0] == "ttft_s.p99"
+    assert sweep_report.look(table, slo=[LIMIT]).metrics[0] == "ttft_s.p99"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,7 +305,7 @@ def test_a_page_whose_library_does_not_start_says_so_and_names_the_file(
     browser: Any, file: Path, tmp_path: Path
 ) -> None:
     table = sweep_table.read(file)
-    shown = sweep_report.look(table, Options())
+    shown = sweep_report.look(table)
     made = replace(sweep_report.build(table, shown, "c"), charts=())
     (tmp_path / "report.html").write_text(webpage.html(made, "1", explorer.explorer(table, shown)))
     opened(browser, tmp_path)

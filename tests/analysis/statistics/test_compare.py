@@ -55,13 +55,13 @@ def test_what_planning_meanwhile_saves_is_exact(example: list[LoadedRun]) -> Non
     assert found["makespan_s"].change == pytest.approx((50 * 0.032 + 0.010 + 0.032) / (50 * 0.042) - 1, abs=0.02)
     tpot = found["tpot_s.p50"]
     assert tpot.change == pytest.approx(32 / 42 - 1)
-    assert (tpot.low, tpot.high) == pytest.approx((32 / 42 - 1, 32 / 42 - 1))
+    assert tpot.range == pytest.approx((32 / 42 - 1, 32 / 42 - 1))
     assert tpot.seen
     assert found["ttft_s.p50"].seen is False
     active = found["gpu_active"]
     assert active.a == pytest.approx(32 / 42)
-    assert active.low is not None
-    assert 0.15 < active.low <= active.delta <= (active.high or 0) < 0.25
+    assert active.range is not None
+    assert 0.15 < active.range[0] <= active.delta <= active.range[1] < 0.25
 
 
 def test_a_run_does_not_differ_from_itself(mixed: list[LoadedRun]) -> None:
