@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
 from analysis.clients.files import MEASURES, Client, Distribution, Measured, distribution
 from analysis.statistics.comparable import Incomparable
+from analysis.statistics.labels import is_number
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
 from cbsim.record.columns import NS
-from cbsim.record.tables import Ints, Requests
+from cbsim.record.tables import Ints, Requests, token_times
 from cbsim.scenario.fields import shown
 
 ID, ORDER, NOT = "id", "order of arrival", "not"
@@ -31,8 +32,7 @@ SERIAL = re.compile(r"-\d+$")
 NUMBERED = re.compile(r"^(.*\D)(\d+)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """The paired requests of a client and of its session, in equal numbers; `by` is ID or ORDER."""
 
     by: str
@@ -78,8 +78,7 @@ class Beside:
 def scale(run: LoadedRun) -> float:
     """Return the session's seconds per client's second. Raises RunError."""
     value = run.environment.get("time_scale", 1.0)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise RunError(f"{run.path / 'env.json'}: time_scale: got {shown(value)}, expected a number > 0")
     return float(value)
 
@@ -89,37 +88,16 @@ def beside(run: LoadedRun, client: Client) -> Beside:
     done = np.flatnonzero(run.times.done)
     pairs = _pairs(run, client, done)
     if pairs is None and client.succeeded != len(done):
-        _refuse(run, client, len(done))
-    at = done if pairs is None else pairs.rows
-    compared = chosen(run.times, at)
-    prompt, output = int(compared.rows.numbers("prompt_tokens").sum()), int(compared.generated.sum())
-    return Beside(
-        client=client,
-        paired_by=NOT if pairs is None else pairs.by,
-        pairs=0 if pairs is None else len(pairs.measured),
-        served=len(done),
-        compared=compared,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        measures={name: _measure(run, client, compared, pairs, name) for name in MEASURES},
-        doubts=_doubts(client, pairs, compared, (prompt, output)),
-    )
-
-
-def _refuse(run: LoadedRun, client: Client, done: int) -> NoReturn:
-    raise Incomparable(
-        f"{client.path} cannot be of the session {run.path}: requests that succeeded: got {client.succeeded:,}, "
-        f"expected {done:,}, which the session has ended, or requests whose ids it knows"
-    )
-
-
-def chosen(times: Requests, at: Ints) -> Requests:
-    """Return these requests of a session."""
-    rows = times.rows.rows(at)
-    return Requests(
-        rows, times.scheduled_ns[at], times.first_token_ns[at], times.last_token_ns[at], times.generated[at],
-        times.ended_ns,
-    )  # fmt: skip
+        raise Incomparable(
+            f"{client.path} cannot be of the session {run.path}: requests that succeeded: got {client.succeeded:,}, "
+            f"expected {len(done):,}, which the session has ended, or requests whose ids it knows"
+        )
+    by, paired, at = pairs or (NOT, (), done)
+    compared = token_times(run.times.rows.rows(at), run.table)
+    tokens = int(compared.rows.numbers("prompt_tokens").sum()), int(compared.generated.sum())
+    measures = {name: _measure(run, client, compared, pairs, name) for name in MEASURES}
+    doubts = _doubts(client, pairs, compared, tokens)
+    return Beside(client, by, len(paired), len(done), compared, *tokens, measures, doubts)
 
 
 # -- pairing
@@ -187,26 +165,19 @@ def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | 
 
 
 def _doubts(client: Client, pairs: Pairs | None, compared: Requests, tokens: tuple[int, int]) -> list[str]:
-    if pairs is not None:
-        return [*_missing(client, pairs), *_other_tokens(pairs, compared)]
-    counts = zip((client.prompt_tokens, client.output_tokens), tokens, ("prompt", "output"), strict=True)
-    return [
-        f"the client has {number:,.0f} {what} tokens, the session {own:,}"
-        for number, own, what in counts
-        if math.isfinite(number) and number != own
-    ]
-
-
-def _missing(client: Client, pairs: Pairs) -> Iterator[str]:
+    kinds = ("prompt", "output")
+    if pairs is None:
+        return [
+            f"the client has {number:,.0f} {what} tokens, the session {own:,}"
+            for number, own, what in zip((client.prompt_tokens, client.output_tokens), tokens, kinds, strict=True)
+            if math.isfinite(number) and number != own
+        ]
     missing = client.succeeded - len(pairs.measured)
-    if missing:
-        yield f"{missing:,} of {client.succeeded:,} requests of the client are not in the session"
-
-
-def _other_tokens(pairs: Pairs, compared: Requests) -> Iterator[str]:
     ours = np.array([[each.prompt_tokens, each.output_tokens] for each in pairs.measured])
     theirs = np.stack([compared.rows.numbers("prompt_tokens"), compared.generated], axis=1)
-    other = (np.isfinite(ours) & (ours != theirs)).sum(axis=0)
-    for number, what in zip(other.tolist(), ("prompt", "output"), strict=True):
-        if number:
-            yield f"{number:,} of {len(ours):,} requests have another number of {what} tokens than the session"
+    other = (np.isfinite(ours) & (ours != theirs)).sum(axis=0).tolist()
+    return [f"{missing:,} of {client.succeeded:,} requests of the client are not in the session"] * bool(missing) + [
+        f"{number:,} of {len(ours):,} requests have another number of {what} tokens than the session"
+        for number, what in zip(other, kinds, strict=True)
+        if number
+    ]

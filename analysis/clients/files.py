@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -165,16 +166,11 @@ def _or_nan(value: float | None, scale: float = 1.0) -> float:
 # Its `inter_token_latency` is TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
 # counted, if the client knows them, else its own count. Requests of a warm-up are left out.
 
-AIPERF = {
-    "ttft_s": "time_to_first_token",
-    "tpot_s": "inter_token_latency",
-    "itl_s": "inter_chunk_latency",
-    "e2e_s": "request_latency",
-}
-AIPERF_TOKENS = (
-    ("usage_prompt_tokens", "input_sequence_length"),
-    ("usage_completion_tokens", "output_sequence_length"),
-)
+AIPERF = {"ttft_s": "time_to_first_token", "tpot_s": "inter_token_latency"}
+AIPERF |= {"itl_s": "inter_chunk_latency", "e2e_s": "request_latency"}
+PROMPTS = ("usage_prompt_tokens", "input_sequence_length")
+OUTPUTS = ("usage_completion_tokens", "output_sequence_length")
+AIPERF_STATISTICS = {"mean": "avg", "p50": "p50", "p99": "p99"}
 
 
 class _Time(Form):
@@ -193,8 +189,7 @@ class _Amount(Form):
 
 def _metrics(name: str, time: type[Form], gaps: type[Form], tokens: type[Form]) -> type[Form]:
     """Return a form of all metrics that are read from aiperf; each is optional."""
-    kinds = dict.fromkeys(AIPERF.values(), time) | {AIPERF["itl_s"]: gaps}
-    kinds |= dict.fromkeys((field for fields in AIPERF_TOKENS for field in fields), tokens)
+    kinds = dict.fromkeys(AIPERF.values(), time) | {AIPERF["itl_s"]: gaps} | dict.fromkeys(PROMPTS + OUTPUTS, tokens)
     fields: dict[str, Any] = {field: (kind | None, None) for field, kind in kinds.items()}
     return create_model(name, __base__=Form, **fields)
 
@@ -233,18 +228,13 @@ def _aiperf_lines(path: Path, content: str) -> Client:
 
 
 def _aiperf_request(metadata: _Metadata, metrics: Any, number: int) -> Measured:
-    times = {name: getattr(metrics, AIPERF[name]) for name in ("ttft_s", "tpot_s", "e2e_s")}
+    times = (getattr(metrics, AIPERF[name]) for name in ("ttft_s", "tpot_s", "e2e_s"))
+    ttft_s, tpot_s, e2e_s = (math.nan if time is None else time.value * UNITS_S[time.unit] for time in times)
     gaps = getattr(metrics, AIPERF["itl_s"])
-    prompt, output = (_first(metrics, names, "value") for names in AIPERF_TOKENS)
-    return Measured(
-        key=metadata.x_request_id or "",
-        number=number,
-        start_s=_or_nan(metadata.request_start_ns, 1e-9),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        gaps_s=[gap * UNITS_S[gaps.unit] for gap in gaps.value] if gaps else (),
-        **{name: math.nan if time is None else time.value * UNITS_S[time.unit] for name, time in times.items()},
-    )
+    gaps_s = [gap * UNITS_S[gaps.unit] for gap in gaps.value] if gaps else ()
+    prompt, output = (_first(metrics, names, "value") for names in (PROMPTS, OUTPUTS))
+    key, start_s = metadata.x_request_id or "", _or_nan(metadata.request_start_ns, 1e-9)
+    return Measured(key, number, start_s, ttft_s, tpot_s, e2e_s, prompt, output, gaps_s)
 
 
 def _first(metrics: Any, names: Sequence[str], part: str) -> float:
@@ -282,13 +272,10 @@ def _aiperf_statistics(path: Path, value: Mapping[str, Any]) -> Client:
         for measure, name in AIPERF.items()
         if (own := getattr(summary, name))
     }
-    prompt, output = (_first(summary, names, "sum") for names in AIPERF_TOKENS)
+    prompt, output = (_first(summary, names, "sum") for names in (PROMPTS, OUTPUTS))
     count, ended = int(counts.request_count.avg), counts.completed_request_count
     failed = max(int(ended.avg) - count, 0) if ended else 0
     return Client(path, "aiperf", count, failed, prompt, output, statistics=statistics)
-
-
-AIPERF_STATISTICS = {"mean": "avg", "p50": "p50", "p99": "p99"}
 
 
 def _csv(content: str) -> dict[str, dict[str, Any]]:
@@ -353,13 +340,12 @@ def _vllm(path: Path, value: Mapping[str, Any]) -> Client:
         measured = [_vllm_request(lists, number) for number, error in enumerate(lists.errors) if not error]
         return _listed(path, "vllm bench serve", measured, len(lists.errors) - len(measured), numbered=True)
     sums = checked(_Sums, value, path)
-    statistics = {}
-    for measure, name in VLLM_TIMES.items():
-        keys = {ours: f"{theirs}_{name}_ms" for ours, theirs in VLLM_STATISTICS.items()}
-        known = {ours: {"value": value[key]} for ours, key in keys.items() if key in value}
-        if known:
-            times = {ours: checked(_Amount, own, path, f"{keys[ours]}: ") for ours, own in known.items()}
-            statistics[measure] = {ours: number.value / 1e3 for ours, number in times.items()}
+    statistics: dict[str, dict[str, float]] = {}
+    for (measure, name), (ours, theirs) in product(VLLM_TIMES.items(), VLLM_STATISTICS.items()):
+        key = f"{theirs}_{name}_ms"
+        if key in value:
+            time = checked(_Amount, {"value": value[key]}, path, f"{key}: ")
+            statistics.setdefault(measure, {})[ours] = time.value / 1e3
     counts = int(sums.completed), int(sums.failed)
     tokens = sums.total_input_tokens, sums.total_output_tokens
     return Client(path, "vllm bench serve", *counts, *tokens, statistics=statistics)
@@ -377,24 +363,15 @@ def _vllm_request(lists: _Lists, number: int) -> Measured:
 # `response_id` is the id of the response to a request. Its `inter_token_latency_ms` is TPOT here;
 # its `time_per_output_token_ms` includes the first token and is not read. It records no times of single tokens.
 
-GUIDELLM = {  # its name and its unit of each of our metrics
-    "start_s": ("request_start_time", 1.0),
-    "ttft_s": ("time_to_first_token_ms", 1e-3),
-    "tpot_s": ("inter_token_latency_ms", 1e-3),
-    "e2e_s": ("request_latency", 1.0),
-    "prompt_tokens": ("prompt_tokens", 1.0),
-    "output_tokens": ("output_tokens", 1.0),
-}
+GUIDELLM = {"start_s": ("request_start_time", 1.0), "ttft_s": ("time_to_first_token_ms", 1e-3)}
+GUIDELLM |= {"tpot_s": ("inter_token_latency_ms", 1e-3), "e2e_s": ("request_latency", 1.0)}
+GUIDELLM |= {"prompt_tokens": ("prompt_tokens", 1.0), "output_tokens": ("output_tokens", 1.0)}
+"""The names and the units that it has for ours."""
 
 
-class _Successful(Form):
-    response_id: str | None = None
-    request_start_time: Number | None = None
-    time_to_first_token_ms: Number | None = None
-    inter_token_latency_ms: Number | None = None
-    request_latency: Number
-    prompt_tokens: Number | None = None
-    output_tokens: Number | None = None
+_OPTIONAL: dict[str, Any] = {name: (Number | None, None) for name, _ in GUIDELLM.values()}
+_OPTIONAL |= {"response_id": (str | None, None), "request_latency": (Number, ...)}
+_Successful: Any = create_model("_Successful", __base__=Form, **_OPTIONAL)
 
 
 class _Requests(Form):
@@ -418,9 +395,7 @@ def _guidellm(path: Path, value: Any) -> Client:
     for benchmark in checked(_Benchmarks, value, path).benchmarks:
         requests = benchmark.requests
         for number, each in enumerate(requests.successful, len(measured) + failed):
-            numbers: dict[str, Any] = {
-                ours: _or_nan(getattr(each, name), scale) for ours, (name, scale) in GUIDELLM.items()
-            }
-            measured.append(Measured(key=each.response_id or "", number=number, **numbers))
+            values: Any = {ours: _or_nan(getattr(each, name), scale) for ours, (name, scale) in GUIDELLM.items()}
+            measured.append(Measured(each.response_id or "", number, **values))
         failed += len(requests.errored or ()) + len(requests.incomplete or ())
     return _listed(path, "GuideLLM", measured, failed)

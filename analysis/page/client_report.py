@@ -15,6 +15,7 @@ from analysis.clients.beside import ID, NOT, ORDER, Beside, Measure
 from analysis.clients.files import MEASURES, STATISTICS, Distribution, distribution
 from analysis.figures.axis import spread
 from analysis.page import report as reports
+from analysis.statistics.labels import is_number
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.thin import Ints, cdf
 from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, Unit, series, unit
@@ -54,10 +55,10 @@ def tables(compared: Beside) -> list[Table]:
     for name, measure in compared.measures.items():
         for statistic in STATISTICS:
             if measure.client or measure.server:
-                values = (measure.client.get(statistic), measure.server.get(statistic))
-                rows.append(
-                    (f"{MEASURES[name]} {statistic}", *(shown(v, "s") for v in values), _difference(measure, statistic))
-                )
+                values = (shown(side.get(statistic), "s") for side in (measure.client, measure.server))
+                difference = measure.difference(statistic)
+                more = "" if math.isnan(difference) else _signed(difference)
+                rows.append((f"{MEASURES[name]} {statistic}", *values, more))
     header = ("", client.tool, "server", "difference")
     made = [Table(client.path.name, header, rows, _paired(compared))]
     apart = {name: distribution(each.apart_s) for name, each in compared.measures.items() if len(each.apart_s)}
@@ -84,12 +85,9 @@ def caveats(run: LoadedRun, compared: Sequence[Beside]) -> list[Caveat]:
         for each in compared
         for doubt in each.doubts
     ]
-    factor = beside.scale(run)
-    if factor != 1:
-        reason = (
-            f"The session's clock ran {factor:g} times as fast: its seconds are simulated, here divided by {factor:g}."
-        )
-        made.append(Caveat("scaled", run.label, reason))
+    if (factor := beside.scale(run)) != 1:
+        reason = f"The session's clock ran {factor:g} times as fast: its seconds are simulated, here divided by "
+        made.append(Caveat("scaled", run.label, f"{reason}{factor:g}."))
     made += _lag(run)
     if run.incomplete:
         made.append(Caveat("incomplete", run.label, f"It was cut short: {run.incomplete.strip()}"))
@@ -107,15 +105,11 @@ def _lag(run: LoadedRun) -> list[Caveat]:
     """Return a caveat if the session was late: its clients saw steps later than its tables have them."""
     served = run.summary.get("served")
     lags = [served.get(name) for name in ("lag_p99_s", "lag_max_s")] if isinstance(served, dict) else []
-    if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(_is_number, lags)):
+    if not isinstance(served, dict) or served.get("faithful") is not False or not all(map(is_number, lags)):
         return []
     p99, most = (shown(lag, "s") for lag in lags)
     reason = f"Its steps were sent up to {most} late, 1 % of them {p99} or more: a part of every difference is that."
     return [Caveat("lag", run.label, reason)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def facts(run: LoadedRun, compared: Sequence[Beside]) -> dict[str, Any]:
@@ -139,17 +133,10 @@ def _facts(compared: Beside) -> dict[str, Any]:
 
 
 def _numbers(measure: Measure) -> dict[str, Mapping[str, float | None]]:
-    differences = {statistic: _or_none(measure.difference(statistic)) for statistic in STATISTICS}
-    return {
-        "client": _all(measure.client),
-        "server": _all(measure.server),
-        "difference": differences,
-        "per_request": _all(distribution(measure.apart_s)),
-    }
-
-
-def _all(known: Distribution) -> dict[str, float | None]:
-    return {statistic: known.get(statistic) for statistic in STATISTICS}
+    differences: Any = {each: _or_none(measure.difference(each)) for each in STATISTICS}
+    made: dict[str, Distribution] = {"client": measure.client, "server": measure.server}
+    made |= {"difference": differences, "per_request": distribution(measure.apart_s)}
+    return {name: {statistic: known.get(statistic) for statistic in STATISTICS} for name, known in made.items()}
 
 
 def _or_none(value: float) -> float | None:
@@ -158,11 +145,6 @@ def _or_none(value: float) -> float | None:
 
 def _count(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.0f}"
-
-
-def _difference(measure: Measure, statistic: str) -> str:
-    value = measure.difference(statistic)
-    return "" if math.isnan(value) else _signed(value)
 
 
 def _signed(value: float) -> str:
@@ -183,34 +165,30 @@ SHARES = {"p50": 0.5, "p99": 0.99}
 
 def charts(compared: Beside, number: int) -> list[Chart]:
     """Draw the comparison with one file, the `number`th of the report."""
-    panels = [_distributions(compared, measure) for measure in _shared(compared)]
+    both = [measure for measure in compared.measures.values() if measure.client and measure.server]
+    panels = [_distributions(compared, measure) for measure in both]
     caption = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
     caption += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."
     made = [Chart(f"client-{number}", f"{compared.client.path.name}: client and server", caption, panels, columns=2)]
     apart = [_apart(measure) for measure in compared.measures.values() if len(measure.apart_s)]
     if apart:
-        caption = (
-            f"The client's value less the server's, of {compared.pairs:,} requests paired by {compared.paired_by}."
-        )
+        caption = f"The client's value less the server's, of {compared.pairs:,} requests paired by "
+        caption += f"{compared.paired_by}."
         title = f"{compared.client.path.name}: how far apart"
         made.append(Chart(f"apart-{number}", title, caption, apart, columns=len(apart)))
     return made
 
 
-def _shared(compared: Beside) -> list[Measure]:
-    return [measure for measure in compared.measures.values() if measure.client and measure.server]
-
-
 def _distributions(compared: Beside, measure: Measure) -> Panel:
     server = measure.server_s
     client = compared.client.values(measure.name)
-    quoted = np.array([measure.client[name] for name in SHARES if name in measure.client])
+    names = [name for name in SHARES if name in measure.client]
+    quoted = np.array([measure.client[name] for name in names])
     drawn = unit(float(max(server.max(), (client if len(client) else quoted).max(initial=0.0))))
     marks: list[Mark] = [_curve("server", server, measure.server_counts, drawn, SERVER)]
     if len(client):
         marks.append(_curve("client", client, None, drawn, CLIENT))
     else:
-        names = [name for name in SHARES if name in measure.client]
         texts = [f"client: {name} {shown(measure.client[name], 's')}" for name in names]
         heights = np.array([SHARES[name] for name in names])
         marks.append(Points("client", quoted / drawn.seconds, heights, CLIENT, texts))

@@ -73,7 +73,7 @@ def explorer(table: SweepTable, shown: Look) -> Explorer:
 def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
     degrees = range(1, min(MOST_DEGREES, max(len(table) - 1, 1)) + 1)
     names = {axis.name: at for at, axis in enumerate(table.axes)}
-    start = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
+    start: dict[str, Any] = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
     start |= {"series": [names[axis.name] for axis in shown.view.series], "pareto": shown.pareto}
     start |= {"cells": [names[axis.name] for axis in longest_two(table.axes)]}
     return {

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from analysis.statistics import comparable, compare
 from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text
@@ -34,19 +33,12 @@ class Phase:
     measured_p50_us: float
 
     @property
+    def difference_us(self) -> float:
+        return self.simulated_mean_us - self.measured_mean_us
+
+    @property
     def error(self) -> float | None:
         return self.simulated_mean_us / self.measured_mean_us - 1 if self.measured_mean_us else None
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The number of plans that both runs share from the start on. `step` is the first different one, or None."""
-
-    agreed: int
-    simulated_steps: int
-    measured_steps: int
-    step: int | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +73,25 @@ def phases(sim: LoadedRun, measured: LoadedRun) -> list[Phase]:
     """Return the times of every CPU phase and device lane; empty if a run has no step with rows."""
     if not all((run.table["rows"] > 0).any() for run in (sim, measured)):
         return []
-    return [_phase(name, *(_lasted_us(run, name) for run in (sim, measured))) for name in (*PHASES, *LANES)]
+    phases = []
+    for name in (*PHASES, *LANES):
+        times = [run.table.lane(name)[run.table["rows"] > 0] / 1e3 for run in (sim, measured)]
+        phases.append(Phase(name, *(float(each.mean()) for each in times), *(float(np.median(each)) for each in times)))
+    return phases
 
 
-def _lasted_us(run: LoadedRun, name: str) -> npt.NDArray[np.float64]:
-    return run.table.lane(name)[run.table["rows"] > 0] / 1e3
-
-
-def _phase(name: str, sim: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]) -> Phase:
-    return Phase(name, float(sim.mean()), float(measured.mean()), float(np.median(sim)), float(np.median(measured)))
-
-
-def divergence(sim: LoadedRun, measured: LoadedRun) -> Divergence:
-    """Find the first different plan by the plans' hashes, row for row and block for block."""
+def divergence(sim: LoadedRun, measured: LoadedRun) -> tuple[int, str]:
+    """Return the number of plans that both runs share from the start on, by the plans' hashes, row for row and block
+    for block; and why the next one, whose step is named, differs.
+    """
     ours, theirs = sim.table["plan_hash"], measured.table["plan_hash"]
     common = min(len(ours), len(theirs))
     different = np.flatnonzero(ours[:common] != theirs[:common])
     agreed = int(different[0]) if len(different) else common
     if agreed == max(len(ours), len(theirs)):
-        return Divergence(agreed, len(ours), len(theirs), None, "every plan is the same")
+        return agreed, "every plan is the same"
     reason = _why(sim, measured, agreed) if len(different) else "one run has more steps"
-    return Divergence(agreed, len(ours), len(theirs), agreed, reason)
+    return agreed, f"step {agreed:,}: {reason}"
 
 
 def _why(sim: LoadedRun, measured: LoadedRun, step: int) -> str:
@@ -130,13 +120,8 @@ def _taken_in(run: LoadedRun, step: int) -> set[int]:
     return set(run.requests["index"][queued].tolist())
 
 
-def replays(runs: Sequence[LoadedRun]) -> list[ReplayOutcome]:
-    """Derive every run's plans again from its own polls (`cbsim.runs.replan`), without a clock."""
-    return [replayed(run) for run in runs]
-
-
 def replayed(run: LoadedRun) -> ReplayOutcome:
-    """Derive one run's plans again."""
+    """Derive a run's plans again from its own polls (`cbsim.runs.replan`), without a clock."""
     try:
         verdict = replan.rederive(run.path)
     except (RunError, ScenarioError) as error:
@@ -155,7 +140,7 @@ def tables(
     return [
         _error_table(errors(sim, measured) if known is None else known, everything),
         _phase_table(phases(sim, measured)),
-        _plan_table(divergence(sim, measured), replays((sim, measured))),
+        _plan_table(sim, measured),
     ]
 
 
@@ -167,27 +152,23 @@ def _error_table(errors: Sequence[MetricDifference], everything: bool) -> Table:
 
 def _phase_table(times: Sequence[Phase]) -> Table:
     header = ("phase or lane", "simulated mean", "measured mean", "error", "simulated p50", "measured p50")
-    rows = [_phase_row(phase) for phase in times]
+    rows = []
+    for phase in times:
+        error = "-" if phase.error is None else f"{phase.error:+z.1%}".replace("%", " %")
+        means = (f"{phase.simulated_mean_us:,.1f}", f"{phase.measured_mean_us:,.1f}")
+        rows.append((phase.name, *means, error, f"{phase.simulated_p50_us:,.1f}", f"{phase.measured_p50_us:,.1f}"))
     return Table("Time in a step", header, rows, "Microseconds, over the steps with rows.")
 
 
-def _phase_row(phase: Phase) -> tuple[str, ...]:
-    error = "-" if phase.error is None else f"{phase.error:+z.1%}".replace("%", " %")
-    means = (f"{phase.simulated_mean_us:,.1f}", f"{phase.measured_mean_us:,.1f}")
-    return (phase.name, *means, error, f"{phase.simulated_p50_us:,.1f}", f"{phase.measured_p50_us:,.1f}")
-
-
-def _plan_table(divergence: Divergence, outcomes: Sequence[ReplayOutcome]) -> Table:
-    steps = f"{divergence.simulated_steps:,} simulated, {divergence.measured_steps:,} measured"
-    at = "" if divergence.step is None else f"step {divergence.step:,}: "
-    rows = [("same plans from the start", f"{divergence.agreed:,}, of {steps}", f"{at}{divergence.reason}")]
-    rows += [(f"replayed: {replay.run}", _matched(replay), replay.says) for replay in outcomes]
+def _plan_table(sim: LoadedRun, measured: LoadedRun) -> Table:
+    agreed, reason = divergence(sim, measured)
+    steps = f"{len(sim.table):,} simulated, {len(measured.table):,} measured"
+    rows = [("same plans from the start", f"{agreed:,}, of {steps}", reason)]
+    for replay in map(replayed, (sim, measured)):
+        matched = "-" if replay.matched is None else f"{replay.matched:,} of {replay.steps:,}"
+        rows.append((f"replayed: {replay.run}", matched, replay.says))
     note = "Plans by their hash. Replayed: derived again from the run's own polls, without a clock."
     return Table("Decisions", ("check", "steps", "result"), rows, note)
-
-
-def _matched(replay: ReplayOutcome) -> str:
-    return "-" if replay.matched is None else f"{replay.matched:,} of {replay.steps:,}"
 
 
 def summary_line(errors: Sequence[MetricDifference]) -> str:

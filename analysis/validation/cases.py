@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -46,10 +46,6 @@ class Pair:
         return ordered[(len(ordered) - 1) // 2]
 
     @property
-    def runs(self) -> list[LoadedRun]:
-        return [*self.measured, self.simulated]
-
-    @property
     def whole(self) -> bool:
         """Whether both runs that are looked into still have their tables."""
         return self.middle.whole and self.simulated.whole
@@ -76,7 +72,17 @@ class ValidationCase:
 
     @property
     def runs(self) -> list[LoadedRun]:
-        return [run for pair in self.loops.values() for run in pair.runs]
+        return [run for pair in self.loops.values() for run in (*pair.measured, pair.simulated)]
+
+    @property
+    def simulated_summaries(self) -> dict[str, Mapping[str, Any]]:
+        """The summary of the simulated run, by loop."""
+        return {loop: pair.simulated.summary for loop, pair in self.loops.items()}
+
+    @property
+    def measured_summaries(self) -> dict[str, list[Mapping[str, Any]]]:
+        """The summaries of the measured runs, by loop."""
+        return {loop: [run.summary for run in pair.measured] for loop, pair in self.loops.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +105,20 @@ def read(folder: Path) -> DeviceCases:
     if not cases:
         reasons = "; ".join(f"{caveat.run}: {caveat.reason}" for caveat in left_out)
         raise RunError(f"{folder}: {reasons or 'holds no case'}; {EXPECTED}")
-    return DeviceCases(folder, _device(folder / "provenance.json"), cases, left_out)
+    file = folder / "provenance.json"
+    device = checked(Provenance, read_json(file, RunError), file).device if file.exists() else None
+    return DeviceCases(folder, device, cases, left_out)
 
 
 def _folders(parent: Path) -> list[Path]:
     """Return the folders in a folder, those with numbers in their names by number; none if it does not exist."""
     try:
-        return sorted((path for path in parent.iterdir() if _is_folder(path)), key=_natural)
+        folders = [path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        return sorted(folders, key=_natural)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"{parent}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
 
 
 def _natural(path: Path) -> list[str | int]:
@@ -153,38 +158,33 @@ class Replayed(Form):
     says: str
 
 
-def _about(file: Path) -> About:
-    about = checked(About, read_json(file, RunError), file)
-    if about.name != file.parent.name:
-        raise RunError(f"{file}: name: got {shown(about.name)}, expected that of its folder, {file.parent.name!r}")
-    return about
-
-
-def _device(file: Path) -> str | None:
-    return checked(Provenance, read_json(file, RunError), file).device if file.exists() else None
-
-
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     """Return the case, None if there is nothing to compare, and caveats on what was left out of it."""
-    about, left_out = _about(folder / "case.json"), [*_cut_short(folder)]
+    file = folder / "case.json"
+    about = checked(About, read_json(file, RunError), file)
+    if about.name != folder.name:
+        raise RunError(f"{file}: name: got {shown(about.name)}, expected that of its folder, {folder.name!r}")
+    left_out = [*_cut_short(folder)]
     runs = {kind: _runs(folder, kind) for kind in KINDS}
     left_out += _lacking(folder.name, runs)
-    loops = {loop: Pair(_only(ours), theirs) for loop in LOOPS for theirs, ours in [_of(loop, runs)] if ours and theirs}
+    loops = {}
+    for loop in LOOPS:
+        theirs, ours = ([run for run in runs[kind] if run.loop == loop] for kind in KINDS)
+        if ours and theirs:
+            loops[loop] = Pair(_only(ours), theirs)
     if not loops:
         return None, left_out
-    _check(list(loops.values()))
-    return _case(about, loops), left_out
-
-
-def _case(about: About, loops: Mapping[str, Pair]) -> ValidationCase:
-    simulated = {loop: pair.simulated.summary for loop, pair in loops.items()}
-    measured = {loop: [run.summary for run in pair.measured] for loop, pair in loops.items()}
-    scores = bars.scores(simulated, measured, about.load)
+    for pair in loops.values():
+        for run in pair.measured:
+            pairing.check(pair.simulated, run)
+    comparable.check([pair.simulated for pair in loops.values()])
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
-    return ValidationCase(**about.model_dump(), loops=loops, scores=scores, replays=replays)
+    case = ValidationCase(**about.model_dump(), loops=loops, scores=(), replays=replays)
+    scores = bars.scores(case.simulated_summaries, case.measured_summaries, about.load)
+    return replace(case, scores=scores), left_out
 
 
 def _replay(run: LoadedRun) -> ReplayOutcome:
@@ -231,10 +231,6 @@ def _check_kind(run: LoadedRun, kind: str) -> None:
         raise RunError(f"{run.path / 'summary.json'}: makespan_s is {shown(makespan)}, expected seconds above 0")
 
 
-def _of(loop: str, runs: Mapping[str, Sequence[LoadedRun]]) -> list[list[LoadedRun]]:
-    return [[run for run in runs[kind] if run.loop == loop] for kind in KINDS]
-
-
 def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Caveat]:
     """Yield a caveat on a case without runs, or on each of its loops without."""
     for kind in KINDS:
@@ -247,15 +243,6 @@ def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Cav
 
 def _only(simulated: Sequence[LoadedRun]) -> LoadedRun:
     if len(simulated) > 1:
-        names = ", ".join(run.path.name for run in simulated)
-        raise RunError(
-            f"{simulated[0].path.parent}: {names} are of the {simulated[0].loop} loop, expected one run of it"
-        )
+        names, first = ", ".join(run.path.name for run in simulated), simulated[0]
+        raise RunError(f"{first.path.parent}: {names} are of the {first.loop} loop, expected one run of it")
     return simulated[0]
-
-
-def _check(loops: Sequence[Pair]) -> None:
-    for pair in loops:
-        for run in pair.measured:
-            pairing.check(pair.simulated, run)
-    comparable.check([pair.simulated for pair in loops])

@@ -24,8 +24,7 @@ from cbsim.draw.chart import Chart, Level, Line, Mark, Panel, Points, Style, col
 from cbsim.draw.lane_chart import STEPS_SHOWN
 from cbsim.draw.report import Caveat, Report, Source
 from cbsim.metrics import bars
-from cbsim.metrics.bars import BARS, BOTH, Bar, Score
-from cbsim.record.tables import Floats
+from cbsim.metrics.bars import BARS, BOTH, Score
 from cbsim.scenario import documents
 
 DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
@@ -41,14 +40,11 @@ def build(validation: DeviceCases, command: str) -> Report:
         sources=[source for case in cases for source in sources(case, validation)],
         caveats=[*validation.left_out, *without_tables(cases), *caveats(cases)],
         findings=tally.findings(cases),
-        tables=[
-            *(tally.bar_table(cases), tally.error_table(cases), *tally.repeat_table(cases), *tally.cause_table(cases)),
-            tally.case_table(cases),
-        ],
+        tables=tally.tables(cases),
         charts=charts(cases),
         command=command,
         coloured=False,
-        data={"scores": scores(cases), "replays": replays(cases)},
+        data={"scores": scores(cases), "replays": [asdict(replay) for replay in tally.replays(cases)]},
     )
 
 
@@ -59,15 +55,10 @@ def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
 
 
 def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
-    return Source(
-        label=run.label,
-        folder=folder,
-        kind=f"measured on {run.environment.get('device')}" if run.measured else SIMULATED,
-        tiles=(),
-        scenario=documents.write(dict(run.scenario)) if whole and not run.measured else "",
-        environment=json.dumps(run.environment, indent=2) if whole and run.measured else "",
-        command=str(run.environment.get("command", "")),
-    )
+    kind = f"measured on {run.environment.get('device')}" if run.measured else SIMULATED
+    scenario = documents.write(dict(run.scenario)) if whole and not run.measured else ""
+    environment = json.dumps(run.environment, indent=2) if whole and run.measured else ""
+    return Source(run.label, folder, kind, (), scenario, environment, str(run.environment.get("command", "")))
 
 
 def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
@@ -75,7 +66,12 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
-    return [_shortened(caveat, labels) for caveat in trust.caveats(runs)]
+    made = []
+    for caveat in trust.caveats(runs):
+        names = [name for name in caveat.run.split(", ") if name in labels]
+        more = f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more"
+        made.append(caveat if len(names) <= MOST_NAMED else replace(caveat, run=more))
+    return made
 
 
 def without_tables(cases: Sequence[ValidationCase]) -> list[Caveat]:
@@ -89,13 +85,6 @@ def _is_whole(case: ValidationCase) -> bool:
     return all(pair.whole for pair in case.loops.values())
 
 
-def _shortened(caveat: Caveat, labels: set[str]) -> Caveat:
-    names = [name for name in caveat.run.split(", ") if name in labels]
-    if len(names) <= MOST_NAMED:
-        return caveat
-    return replace(caveat, run=f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more")
-
-
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +92,8 @@ def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
     whole = [case for case in cases if _is_whole(case)]
-    requests = {loop: [_requests(case, loop) for case in whole if loop in case.loops] for loop in LOOPS}
+    pairs = {loop: [case.loops[loop] for case in whole if loop in case.loops] for loop in LOOPS}
+    requests = {loop: [matched(p.middle.counted, p.simulated.counted) for p in own] for loop, own in pairs.items()}
     return [
         errors({case.name: case.scores for case in cases}),
         *([speed_up(curves)] if curves else []),
@@ -117,19 +107,12 @@ def speed_ups(cases: Sequence[ValidationCase]) -> dict[str, list[SpeedUpPoint]]:
     curves: dict[str, list[SpeedUpPoint]] = {}
     for case in cases:
         if case.curve is not None and set(LOOPS) <= case.loops.keys():
-            measured = bars.speed_ups(
-                {loop: [run.summary for run in pair.measured] for loop, pair in case.loops.items()}
-            )
-            simulated = bars.speed_up({loop: pair.simulated.summary for loop, pair in case.loops.items()})
+            measured = bars.speed_ups(case.measured_summaries)
+            simulated = bars.speed_up(case.simulated_summaries)
             points = curves.setdefault(case.curve, [])
             points.append(SpeedUpPoint(case.name, case.injected_ms, simulated, measured))
             points += [SpeedUpPoint(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
     return curves
-
-
-def _requests(case: ValidationCase, loop: str) -> Any:
-    pair = case.loops[loop]
-    return matched(pair.middle.counted, pair.simulated.counted)
 
 
 def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
@@ -155,27 +138,18 @@ def case_lanes(case: ValidationCase) -> Chart:
 
 def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:
     """Return every score as plain values for other programs; what is no number is null."""
-    return [_score(case.name, score) for case in cases for score in case.scores]
-
-
-def _score(case: str, score: Score) -> dict[str, Any]:
-    numbers = {"simulated": score.simulated, "measured": score.measured, "error": score.error, "spread": score.spread}
-    finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
-    about = {"case": case, "loop": score.loop, "metric": score.bar.label}
-    return {**about, **finite, "bound": score.bar.bound, "verdict": score.verdict}
-
-
-def replays(cases: Sequence[ValidationCase]) -> list[Mapping[str, Any]]:
-    """Return the outcomes of deriving the plans of every measured run again."""
-    return [asdict(replay) for replay in tally.replays(cases)]
+    made = []
+    for case, score in ((each, score) for each in cases for score in each.scores):
+        values = {name: getattr(score, name) for name in ("simulated", "measured", "error", "spread")}
+        finite = {name: value if value is not None and isfinite(value) else None for name, value in values.items()}
+        about = {"case": case.name, "loop": score.loop, "metric": score.bar.label}
+        made.append({**about, **finite, "bound": score.bar.bound, "verdict": score.verdict})
+    return made
 
 
 MOST_POINTS = 3_000  # requests of the scatter
-VERDICTS = {  # style of a score
-    "met": Style(chart.GREEN, marker="circle"),
-    "missed": Style(chart.RED, marker="cross"),
-    "undecided": Style(chart.ORANGE, marker="diamond"),
-}
+VERDICTS = {"met": Style(chart.GREEN, marker="circle"), "missed": Style(chart.RED, marker="cross")}  # of a score
+VERDICTS |= {"undecided": Style(chart.ORANGE, marker="diamond")}
 REACH = 0.4  # the farthest dot from the middle of a metric's space of width 1
 LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
 EDGE = 5.0  # multiples of the bar; larger errors are drawn here
@@ -205,10 +179,8 @@ def speed_up(curves: Mapping[str, Sequence[SpeedUpPoint]]) -> Chart:
     marks: list[Mark] = []
     for index, (name, points) in enumerate(curves.items()):
         marks += _curve(name, sorted(points, key=lambda point: point.injected_ms), series(index))
-    caption = (
-        "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and crosses "
-    )
-    caption += "are simulated, other markers measured, one for each pair of measured runs."
+    caption = "How much faster the async loop is than the sync one, over the CPU work added to every step. Lines and "
+    caption += "crosses are simulated, other markers measured, one for each pair of measured runs."
     caption += " Colours repeat." if len(curves) > len(chart.SERIES) else ""
     axes = Panel(marks, "CPU work added, ms a step", "async faster by, %")
     return Chart("speedup", "Speed-up of the async loop", caption, [axes])
@@ -244,35 +216,28 @@ def scatter(loops: Mapping[str, Sequence[pd.DataFrame]]) -> Chart:
     every = -(-total // MOST_POINTS) or 1
     drawn = {loop: frame.iloc[::every] for loop, frame in frames.items()}
     panels = [_fit(title, name, drawn) for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))]
-    caption = (
-        "One point a request of any workload; on the line the simulated run is right. TTFT counts from the arrival."
-    )
+    caption = "One point a request of any workload; on the line the simulated run is right. "
+    caption += "TTFT counts from the arrival."
     caption += f" One in {every} of {total:,} requests is drawn." if every > 1 else ""
     return Chart("scatter", "Requests, simulated over measured", caption, panels, columns=2)
 
 
 def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
-    pairs = {loop: _finite(column(f, f"{name}_measured"), column(f, f"{name}_simulated")) for loop, f in frames.items()}
+    pairs = {}
+    for loop, frame in frames.items():
+        both = np.stack([column(frame, f"{name}_{kind}") for kind in (MEASURED, SIMULATED)])
+        pairs[loop] = both[:, np.isfinite(both).all(axis=0)]
     values = np.concatenate([np.empty(0), *(part for pair in pairs.values() for part in pair)])
     if not len(values):
         return Panel([], "", title=f"{title}: no request has one in both runs")
     log, scale = spread([values]), unit(float(values.max()))
-    low, high = (
-        (values.min() / MARGIN if log else 0.0) / scale.seconds,
-        max(values.max(), 1e-9) * MARGIN / scale.seconds,
-    )
-    ends = np.array([low, high])
+    ends = np.array([values.min() / MARGIN if log else 0.0, max(values.max(), 1e-9) * MARGIN]) / scale.seconds
     marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(chart.BLACK, "dashed"))]
     for index, (loop, (x, y)) in enumerate(pairs.items()):
         marks.append(Points(loop, x / scale.seconds, y / scale.seconds, series(index)))
     x_axis, y_axis = f"measured, {scale.name}", f"simulated, {scale.name}"
-    whole = (float(low), float(high))
+    whole = (float(ends[0]), float(ends[1]))
     return Panel(marks, x_axis, y_axis, title=title, x_log=log, y_log=log, x_range=whole, y_range=whole)
-
-
-def _finite(measured: Floats, simulated: Floats) -> tuple[Floats, Floats]:
-    there = np.isfinite(measured) & np.isfinite(simulated)
-    return measured[there], simulated[there]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -290,15 +255,15 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
             marks.append(Points(verdict, x, np.clip(y, -EDGE, EDGE), style, texts=[dot.text for dot in own]))
     caption = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
     caption += "1: as far above the measured run as the bar allows. "
-    caption += f"Where a bar is not asked nothing is drawn.{_beyond(dots)}"
+    caption += "Where a bar is not asked nothing is drawn."
+    beyond = sum(abs(dot.y) > EDGE for dot in dots)
+    caption += f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""
     reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
-    panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
+    names = [bar.label.removeprefix("async ").removeprefix("output ") for bar in BARS]
+    bounds = [f"±{bar.bound * 100:g}{'pt' if bar.points else '%'}" for bar in BARS]
+    categories = [f"{name} {bound}" for name, bound in zip(names, bounds, strict=True)]
+    panel = Panel(marks, "", "error / asked", categories=categories, y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
-
-
-def _category(bar: Bar) -> str:
-    name = bar.label.removeprefix("async ").removeprefix("output ")
-    return f"{name} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
 
 
 def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
@@ -311,8 +276,3 @@ def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Do
             text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"
             dots.append(Dot(BARS.index(score.bar) + at, score.error / score.bar.bound, score.verdict, text))
     return dots
-
-
-def _beyond(dots: Sequence[Dot]) -> str:
-    beyond = sum(abs(dot.y) > EDGE for dot in dots)
-    return f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""

@@ -71,26 +71,22 @@ def holds(cases: Sequence[ValidationCase]) -> bool:
 
 def findings(cases: Sequence[ValidationCase]) -> list[str]:
     """Return sentences on the verdict, and on what does not replay."""
-    return [_verdict(cases), _replayed(cases)]
-
-
-def _verdict(cases: Sequence[ValidationCase]) -> str:
-    verdicts = [scored.score.verdict for scored in judged(cases)]
+    verdicts, replayed = [scored.score.verdict for scored in judged(cases)], replays(cases)
     met, missed, undecided = (verdicts.count(name) for name in MARKS)
     reason = " (missed by no more than the measured runs themselves lie apart)" if undecided else ""
-    runs = sum(len(pair.measured) for case in cases for pair in case.loops.values())
-    return (
-        f"{met:,} of {len(verdicts):,} asked scores are met, {missed:,} missed, {undecided:,} undecided{reason}: "
-        f"{len(cases):,} workloads, {runs:,} measured runs."
-    )
-
-
-def _replayed(cases: Sequence[ValidationCase]) -> str:
-    verdicts = replays(cases)
-    parted = [f"{replay.run}: {replay.says}" for replay in verdicts if not identical(replay)]
-    counted = f"{len(verdicts) - len(parted):,} of {len(verdicts):,} measured runs replay to identical plans"
+    verdict = f"{met:,} of {len(verdicts):,} asked scores are met, {missed:,} missed, {undecided:,} undecided{reason}"
+    parted = [f"{replay.run}: {replay.says}" for replay in replayed if not identical(replay)]
+    counted = f"{len(replayed) - len(parted):,} of {len(replayed):,} measured runs replay to identical plans"
     more = f"; {len(parted) - MOST_NAMED:,} more" if len(parted) > MOST_NAMED else ""
-    return f"{counted}; not {'; '.join(parted[:MOST_NAMED])}{more}." if parted else f"{counted}."
+    return [
+        f"{verdict}: {len(cases):,} workloads, {sum(_repeats(cases)):,} measured runs.",
+        f"{counted}; not {'; '.join(parted[:MOST_NAMED])}{more}." if parted else f"{counted}.",
+    ]
+
+
+def _repeats(cases: Sequence[ValidationCase]) -> list[int]:
+    """Return how often each loop of each case was measured."""
+    return [len(pair.measured) for case in cases for pair in case.loops.values()]
 
 
 def error_text(score: Score) -> str:
@@ -113,14 +109,23 @@ def requirement(bar: Bar) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+def tables(cases: Sequence[ValidationCase]) -> list[Table]:
+    """Return all tables, in the order in which they are read."""
+    accuracy = [bar_table(cases), error_table(cases), *repeat_table(cases), *cause_table(cases)]
+    return [*accuracy, case_table(cases)]
+
+
 def bar_table(cases: Sequence[ValidationCase]) -> Table:
     """Return a table with a row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
-    rows = [_bar_row(bar, judged(cases, bar)) for bar in BARS]
-    note = (
-        "Simulated against the median of the measured runs; errors of shares in points. TTFT is asked below saturation."
-    )
-    return Table("Bars", header, [*rows, _plans_row(replays(cases))], note)
+    verdicts = replays(cases)
+    differing = [replay for replay in verdicts if not identical(replay)]
+    says, where = (differing[0].says, differing[0].run) if differing else ("-", "-")
+    counts = (f"{len(verdicts) - len(differing):,} of {len(verdicts):,}", f"{len(differing):,}", "0")
+    plans = ("measured runs, replayed", "identical plans", *counts, "-", says, where)
+    note = "Simulated against the median of the measured runs; errors of shares in points. "
+    note += "TTFT is asked below saturation."
+    return Table("Bars", header, [*(_bar_row(bar, judged(cases, bar)) for bar in BARS), plans], note)
 
 
 def _bar_row(bar: Bar, scores: Sequence[CaseScore]) -> tuple[str, ...]:
@@ -128,26 +133,25 @@ def _bar_row(bar: Bar, scores: Sequence[CaseScore]) -> tuple[str, ...]:
         return (bar.label, requirement(bar), "not asked", "-", "-", "-", "-", "-")
     worst = max(scores, key=lambda scored: scored.size)
     verdicts = [scored.score.verdict for scored in scores]
-    counts = (
-        f"{verdicts.count('met'):,} of {len(scores):,}",
-        *(f"{verdicts.count(v):,}" for v in ("missed", "undecided")),
-    )
+    met, missed, undecided = (verdicts.count(name) for name in MARKS)
+    counts = (f"{met:,} of {len(scores):,}", f"{missed:,}", f"{undecided:,}")
     middle = size_text(bar, median(scored.size for scored in scores))
     return (bar.label, requirement(bar), *counts, middle, error_text(worst.score), worst.where)
-
-
-def _plans_row(verdicts: Sequence[ReplayOutcome]) -> tuple[str, ...]:
-    differing = [replay for replay in verdicts if not identical(replay)]
-    where = differing[0].run if differing else "-"
-    counts = (f"{len(verdicts) - len(differing):,} of {len(verdicts):,}", f"{len(differing):,}", "0")
-    return ("measured runs, replayed", "identical plans", *counts, "-", differing[0].says if differing else "-", where)
 
 
 def error_table(cases: Sequence[ValidationCase]) -> Table:
     """Return a table with a row for each case and loop, a column for each metric."""
     header = ("case", "loop", *(SHORT.get(bar.label, bar.label) for bar in BARS), "plans replayed")
-    rows = [_error_row(case, loop) for case in cases for loop in case.loops]
-    counts = sorted({len(pair.measured) for case in cases for pair in case.loops.values()})
+    rows = [
+        (
+            *(case.name, loop),
+            *(_error_cell(of(case, loop, bar.label)) for bar in BARS),
+            _replay_cell(case.replays[loop]),
+        )
+        for case in cases
+        for loop in case.loops
+    ]
+    counts = sorted(_repeats(cases))
     measured = " to ".join(f"{count}" for count in dict.fromkeys((counts[0], counts[-1]))) + " times"
     note = (
         "*: the bar is missed. ~: undecided, missed by no more than the measured runs lie apart. In "
@@ -155,11 +159,6 @@ def error_table(cases: Sequence[ValidationCase]) -> Table:
         "Plans replayed: steps of the measured runs whose plan was derived again."
     )
     return Table("Errors by workload", header, rows, note)
-
-
-def _error_row(case: ValidationCase, loop: str) -> tuple[str, ...]:
-    cells = [_error_cell(of(case, loop, bar.label)) for bar in BARS]
-    return (case.name, loop, *cells, _replay_cell(case.replays[loop]))
 
 
 def _error_cell(score: Score | None) -> str:
@@ -175,17 +174,16 @@ def _replay_cell(verdicts: Sequence[ReplayOutcome]) -> str:
 
 def repeat_table(cases: Sequence[ValidationCase]) -> list[Table]:
     """Return a table of the spread of the measured runs of one workload and loop; none if there is one of each."""
-    repeated = [(case, loop, len(pair.measured)) for case in cases for loop, pair in case.loops.items()]
-    rows = [_repeat_row(case, loop, count) for case, loop, count in repeated if count > 1]
+    rows = [
+        (case.name, loop, f"{len(pair.measured):,}", *(_spread_cell(of(case, loop, label)) for label in REPEATED))
+        for case in cases
+        for loop, pair in case.loops.items()
+        if len(pair.measured) > 1
+    ]
     header = ("case", "loop", "runs", *(SHORT.get(label, label) for label in REPEATED))
     note = "The largest less the smallest of the measured runs, as a share of their median or in points (pt). ~: more "
     note += "than the bar allows the simulated run to be off, so that it cannot be told whether a miss is one."
     return [Table("Repeats", header, rows, note)] if rows else []
-
-
-def _repeat_row(case: ValidationCase, loop: str, count: int) -> tuple[str, ...]:
-    scores = [of(case, loop, label) for label in REPEATED]
-    return (case.name, loop, f"{count:,}", *map(_spread_cell, scores))
 
 
 def _spread_cell(score: Score | None) -> str:
@@ -197,9 +195,8 @@ def _spread_cell(score: Score | None) -> str:
 def case_table(cases: Sequence[ValidationCase]) -> Table:
     """Return a table that describes the cases."""
     header = ("case", "model", "scheduler", "CPU work added", "arrivals", "requests", "runs of a loop", "about")
-    note = (
-        "Runs of a loop: how often it was measured. Arrivals: their rate as a share of the synchronous loop's capacity."
-    )
+    note = "Runs of a loop: how often it was measured. "
+    note += "Arrivals: their rate as a share of the synchronous loop's capacity."
     return Table("Workloads", header, [_case_row(case) for case in cases], note)
 
 
@@ -232,10 +229,6 @@ class Cause:
     kinds: Mapping[str, tuple[float | None, float]]
 
     @property
-    def difference_us(self) -> float:
-        return self.largest.simulated_mean_us - self.largest.measured_mean_us if self.largest else 0.0
-
-    @property
     def summary(self) -> str:
         """The largest cause in a line."""
         more_steps = self.steps[0] / self.steps[1] - 1 if self.steps[1] else 0.0
@@ -246,19 +239,19 @@ class Cause:
         if self.largest.name == "compute":
             worst = max(self.kinds, key=lambda kind: self.kinds[kind][1])
             return f"compute of {worst} {_relative(self.kinds[worst][0])}"
-        return f"{self.largest.name} {self.difference_us:+,.0f} us a step"
+        return f"{self.largest.name} {self.largest.difference_us:+,.0f} us a step"
 
 
 def cause(pair: Pair) -> Cause:
     """Determine where the simulated run deviates."""
     sim, measured = pair.simulated, pair.middle
     phases = _that_count(pairing.phases(sim, measured), sim.loop)
-    largest = max(phases, key=lambda phase: abs(phase.simulated_mean_us - phase.measured_mean_us), default=None)
-    steps = tuple(int((run.table["rows"] > 0).sum()) for run in (sim, measured))
-    step_us = float(measured.summary["makespan_s"]) * 1e6 / max(steps[1], 1)
-    share = (largest.simulated_mean_us - largest.measured_mean_us) / step_us if largest else 0.0
+    largest = max(phases, key=lambda phase: abs(phase.difference_us), default=None)
+    own, theirs = (int((run.table["rows"] > 0).sum()) for run in (sim, measured))
+    step_us = float(measured.summary["makespan_s"]) * 1e6 / max(theirs, 1)
+    share = largest.difference_us / step_us if largest else 0.0
     kinds = {name: _compute_error(sim, measured, prefill) for name, prefill in KINDS.items()}
-    return Cause((steps[0], steps[1]), largest, share, kinds)
+    return Cause((own, theirs), largest, share, kinds)
 
 
 def _that_count(phases: Sequence[Phase], loop: str) -> Sequence[Phase]:
@@ -311,8 +304,8 @@ def not_met(case: ValidationCase, loop: str) -> list[str]:
 
 
 def _cause_cells(reason: Cause) -> tuple[str, ...]:
-    name, error = (reason.largest.name, reason.largest.error) if reason.largest else ("-", None)
-    differs = (name, f"{reason.difference_us:+,.0f}", _relative(error), f"{reason.share:+.1%}")
+    phase = reason.largest or Phase("-", 0.0, 0.0, 0.0, 0.0)
+    differs = (phase.name, f"{phase.difference_us:+,.0f}", _relative(phase.error), f"{reason.share:+.1%}")
     kinds = (_relative(own) for own, _ in reason.kinds.values())
     return (reason.summary, *differs, *kinds, *(f"{count:,}" for count in reason.steps))
 

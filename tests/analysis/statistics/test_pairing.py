@@ -111,9 +111,7 @@ def test_another_workload_is_no_measure_of_error(pair: tuple[LoadedRun, LoadedRu
 
 
 def test_all_at_once_the_same_plans_are_made_at_any_speed(pair: tuple[LoadedRun, LoadedRun]) -> None:
-    found = pairing.divergence(*pair)
-    steps = len(pair[0].steps)
-    assert (found.agreed, found.simulated_steps, found.measured_steps, found.step) == (steps, steps, steps, None)
+    assert pairing.divergence(*pair) == (len(pair[0].steps), "every plan is the same")
 
 
 def test_arrivals_that_meet_other_steps_part_the_plans(tmp_path: Path) -> None:
@@ -122,32 +120,30 @@ def test_arrivals_that_meet_other_steps_part_the_plans(tmp_path: Path) -> None:
     sim, measured = read(
         [_served(tmp_path / "sim", SLOW, arrivals), _served(tmp_path / "measured", FAST, arrivals, device=GPU)]
     )
-    found = pairing.divergence(sim, measured)
-    assert found.step is not None
+    step, reason = pairing.divergence(sim, measured)
     hashes = [run.table["plan_hash"] for run in (sim, measured)]
-    assert (hashes[0][: found.step] == hashes[1][: found.step]).all()
-    assert hashes[0][found.step] != hashes[1][found.step]
-    assert "had been taken in by then in the simulated run only" in found.reason
-    assert "normal" in found.reason
+    assert (hashes[0][:step] == hashes[1][:step]).all()
+    assert hashes[0][step] != hashes[1][step]
+    assert reason.startswith(f"step {step}: ")
+    assert "had been taken in by then in the simulated run only" in reason
+    assert "normal" in reason
 
 
 def test_other_settings_are_named_before_anything_else(pair: tuple[LoadedRun, LoadedRun], tmp_path: Path) -> None:
     (other,) = read([_served(tmp_path / "other", FAST, "scheduler.max_num_seqs=8", device=GPU)])
-    found = pairing.divergence(pair[0], other)
-    assert "scheduler.max_num_seqs" in found.reason
-    assert "cost" not in found.reason
+    _, reason = pairing.divergence(pair[0], other)
+    assert "scheduler.max_num_seqs" in reason
+    assert "cost" not in reason
 
 
 def test_a_run_with_more_steps_parts_where_the_other_ends(pair: tuple[LoadedRun, LoadedRun]) -> None:
     sim, measured = pair
     short = replace(measured, table=type(measured.table)(measured.table.table[:10]))
-    found = pairing.divergence(sim, short)
-    assert (found.agreed, found.step) == (10, 10)
-    assert "more steps" in found.reason
+    assert pairing.divergence(sim, short) == (10, "step 10: one run has more steps")
 
 
 def test_both_runs_are_replayed(pair: tuple[LoadedRun, LoadedRun]) -> None:
-    for run, one in zip(pair, pairing.replays(pair), strict=True):
+    for run, one in zip(pair, map(pairing.replayed, pair), strict=True):
         assert (one.run, one.matched, one.steps, one.says) == (run.label, len(run.steps), len(run.steps), "identical")
 
 
@@ -158,7 +154,7 @@ def test_what_cannot_be_replayed_says_why(pair: tuple[LoadedRun, LoadedRun], tmp
     (peer / "env.json").write_text(json.dumps({**measured.environment, "engine": "transformers 5.17.0"}))
     copy = Path(shutil.copytree(sim.path, tmp_path / "copy"))
     (copy / "steps.parquet").unlink()
-    served, broken = pairing.replays([replace(measured, path=peer), replace(sim, path=copy)])
+    served, broken = map(pairing.replayed, (replace(measured, path=peer), replace(sim, path=copy)))
     assert served.matched is None
     assert "transformers 5.17.0" in served.says
     assert broken.matched is None
@@ -180,4 +176,4 @@ def test_runs_without_steps_have_no_phases(pair: tuple[LoadedRun, LoadedRun]) ->
     sim, measured = pair
     empty = replace(measured, table=type(measured.table)(measured.table.table[:0]))
     assert pairing.phases(sim, empty) == []
-    assert pairing.divergence(empty, empty).step is None
+    assert pairing.divergence(empty, empty) == (0, "every plan is the same")
