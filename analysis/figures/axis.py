@@ -92,11 +92,11 @@ def band(name: str, drawn: Binned, style: Style, *, shade: bool = True) -> list[
     return [Area(f"{name}: range", drawn.x, drawn.low, drawn.high, style, step=True), line]
 
 
-def stack(parts: Sequence[tuple[str, Binned, Style]]) -> list[Mark]:
+def stack(parts: Sequence[tuple[str, Style, Binned]]) -> list[Mark]:
     """Return the means stacked; all parts have the same x."""
     marks: list[Mark] = []
-    low = np.zeros(len(parts[0][1].x))
-    for name, drawn, style in parts:
+    low = np.zeros(len(parts[0][2].x))
+    for name, style, drawn in parts:
         marks.append(Area(name, drawn.x, low, low + drawn.mean, style, step=True))
         low = low + drawn.mean
     return marks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,10 @@ def _caption(swept: Sweep, knees: Mapping[str, Knee]) -> str:
     if not _quotable(swept, "p95"):
         caption += " Some runs have too few requests for p95 to be quoted."
     if knees:
-        caption += " Requests/s served are over the whole span, the time after the last arrival included."
-        caption += (
-            " Knee: the highest rate up to which requests end at least 95 % as fast as they arrive, from the middle"
-        )
-        caption += " arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95."
-        caption += f" {' '.join(known.sentence for known in knees.values())}"
+        caption += " Requests/s served are over the whole span, the time after the last arrival included. Knee: the "
+        caption += "highest rate up to which requests end at least 95 % as fast as they arrive, from the middle "
+        caption += "arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95. "
+        caption += " ".join(known.sentence for known in knees.values())
     return caption
 
 
@@ -70,25 +69,18 @@ def _runs(swept: Sweep) -> list[Any]:
 
 def _latency(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) -> Panel:
     drawn = [percentile for percentile in DASHES if percentile != "p99" or _quotable(swept, percentile)]
-    values = {
-        (group.label, percentile): _values(group, f"{key}.{percentile}")
-        for group in swept.groups
-        for percentile in drawn
-    }
-    known = [part[np.isfinite(part)] for part in values.values()]
+    pairs = [*product(enumerate(swept.groups), drawn)]
+    values = [_values(group, f"{key}.{percentile}") for (_, group), percentile in pairs]
+    known = [part[np.isfinite(part)] for part in values]
     most = max((float(part.max()) for part in known if len(part)), default=0.0)
     scale = unit(most)
     marks: list[Mark] = []
-    for index, group in enumerate(swept.groups):
-        for percentile in drawn:
-            style = Style(series(index).colour, DASHES[percentile], series(index).marker)
-            marks += _curve(
-                f"{group.label} {percentile}", xs[group.label], values[group.label, percentile] / scale.seconds, style
-            )
+    for ((index, group), percentile), y in zip(pairs, values, strict=True):
+        style = series(index)._replace(dash=DASHES[percentile])
+        marks += _curve(f"{group.label} {percentile}", xs[group.label], y / scale.seconds, style)
     panel = Panel(marks, "", scale.name, title=name, y_log=spread(known))
-    return axis.with_slo(
-        panel, axis.slo_limits([run.scenario for run in _runs(swept)]).get(key), most, scale.seconds, level=True
-    )
+    limit = axis.slo_limits([run.scenario for run in _runs(swept)]).get(key)
+    return axis.with_slo(panel, limit, most, scale.seconds, level=True)
 
 
 def _single(swept: Sweep, xs: Mapping[str, Floats], title: str, metric: str) -> Panel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,39 +90,33 @@ class LatencySample(NamedTuple):
 
 
 def latency(
-    requests: Frames,
-    times: Mapping[str, Requests],
-    measured: Mapping[str, bool],
-    limits: Mapping[str, float] = MappingProxyType({}),
+    requests: Frames, times: Mapping[str, Requests], measured: Mapping[str, bool], limits: Mapping[str, float]
 ) -> Chart:
     """Draw TTFT, TPOT, ITL and E2E as exact distribution functions, all runs overlaid, and the `limits` (s) of a
     service level. Percentiles are marked unless the sample is too small to quote them. If there are measured and
     simulated runs, the simulated ones are dashed.
     """
     mixed = len({measured[label] for label in requests}) > 1
-    styles = {
-        label: series(index)._replace(dash="solid" if measured[label] else "dashed") if mixed else series(index)
-        for index, label in enumerate(requests)
-    }
-    samples = {
-        key: {label: _sample(frame, times[label], key) for label, frame in requests.items()} for key, _ in QUANTITIES
-    }
+    styles = {label: series(index) for index, label in enumerate(requests)}
+    if mixed:
+        dashes = {True: "solid", False: "dashed"}
+        styles = {label: style._replace(dash=dashes[measured[label]]) for label, style in styles.items()}
+    samples: dict[str, dict[str, LatencySample]] = {}
+    for key, _ in QUANTITIES:
+        samples[key] = {label: _sample(frame, times[label], key) for label, frame in requests.items()}
     panels = [_distributions(name, samples[key], styles, limits.get(key)) for key, name in QUANTITIES]
-    caption = f"Share of values up to x. ITL: every gap between two tokens; the others: {_counted(samples['e2e_s'])}."
+    counts = {label: len(sample.values) for label, sample in samples["e2e_s"].items()}
+    counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
+    if len(counts) > 1 == len(set(counts.values())):
+        counted = f"{next(iter(counts.values())):,} of each run"
+    caption = "Share of values up to x. ITL: every gap between two tokens; the others: requests that are done "
+    caption += f"({counted})."
     caption += " Marks: p50, p95, p99 of all values, where there are enough."
     caption += " Solid: measured; dashed: simulated." if mixed else ""
     caption += " Black, dashed: the service level (SLO)." if limits else ""
     if any(len(sample.values) > MOST_POINTS for own in samples.values() for sample in own.values()):
         caption += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact."
     return Chart("latency", "Latency distributions", caption, panels, columns=2)
-
-
-def _counted(samples: Mapping[str, LatencySample]) -> str:
-    counts = {label: len(sample.values) for label, sample in samples.items()}
-    counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
-    if len(counts) > 1 == len(set(counts.values())):
-        counted = f"{next(iter(counts.values())):,} of each run"
-    return f"requests that are done ({counted})"
 
 
 def _distributions(

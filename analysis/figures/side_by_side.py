@@ -18,6 +18,7 @@ TOTALS = (("output tokens/s", "output_tokens_per_s", "number"), ("GPU active", "
 LATENCIES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
 PERCENTILES = ("p50", "p95", "p99")
 SAME = 1.01  # a factor: numbers that differ by less are not drawn
+Tail = tuple[float | None, float | None]
 
 
 def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
@@ -43,19 +44,15 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
 
 def _ordered(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
     order = list(dict.fromkeys(map(configuration, runs)))
-
-    def position(run: LoadedRun) -> tuple[bool, int, int]:
-        static = lookup(run.scenario, "scheduler.name") == "static"
-        return not static, order.index(configuration(run)), LOOPS.index(run.loop)
-
-    return sorted(runs, key=position)
+    ordered = sorted(runs, key=lambda run: (order.index(configuration(run)), LOOPS.index(run.loop)))
+    return sorted(ordered, key=lambda run: lookup(run.scenario, "scheduler.name") != "static")
 
 
 def _differ(values: Sequence[float]) -> bool:
     return bool(values) and max(values) > SAME * min(values)
 
 
-def _tail(run: LoadedRun, key: str) -> tuple[float | None, float | None]:
+def _tail(run: LoadedRun, key: str) -> Tail:
     """Return p50, and the last percentile after it that may be quoted."""
     own: Mapping[str, Any] = run.summary.get(key) or {}
     few = own.get("too_few_for") or ()
@@ -83,21 +80,15 @@ def _by_loop(runs: Sequence[LoadedRun], known: Sequence[bool] = ()) -> Iterator[
 
 
 def _latency(
-    runs: Sequence[LoadedRun],
-    rows: Sequence[str],
-    title: str,
-    tails: Sequence[tuple[float | None, float | None]],
-    limit: float | None,
+    runs: Sequence[LoadedRun], rows: Sequence[str], title: str, tails: Sequence[Tail], limit: float | None
 ) -> Panel:
     most = max(high or 0.0 for _, high in tails)
     scale = unit(most)
     marks: list[Mark] = []
     for index, at in _by_loop(runs, [all(ends) for ends in tails]):
         low, high = (np.array([tails[i][end] for i in at], dtype=np.float64) for end in (0, 1))
-        texts = [
-            f"{rows[i]}: {title} p50 {shown(a, 's')}, then up to {shown(b, 's')}"
-            for i, a, b in zip(at, low, high, strict=True)
-        ]
+        ends = zip(at, low, high, strict=True)
+        texts = [f"{rows[i]}: {title} p50 {shown(a, 's')}, then up to {shown(b, 's')}" for i, a, b in ends]
         low, high = low / scale.seconds, high / scale.seconds
         marks.append(Spans(LOOPS[index], at, low, high, series(index), texts=texts))
         marks.append(Points(LOOPS[index], low, at.astype(np.float64), series(index), texts=texts))
@@ -121,11 +112,9 @@ def cost(summaries: Summaries) -> Chart:
         height = np.array([float(costs[key]) for costs in priced.values()])
         labels = [f"{value:,.3g}" for value in height] if len(priced) <= MOST_LABELLED else ()
         marks.append(Bars(name, np.arange(len(priced)), height, series(index + 2), labels))
-    prices = sorted({float(costs["price_usd_hour"]) for costs in priced.values()})
+    prices = ", ".join(f"{price:g}" for price in sorted({float(costs["price_usd_hour"]) for costs in priced.values()}))
     caption = "What the GPU costs over the whole run, divided by its tokens."
-    caption += (
-        f" Price of an hour: {', '.join(f'{price:g}' for price in prices)} USD." if prices else " No run has a price."
-    )
+    caption += f" Price of an hour: {prices} USD." if prices else " No run has a price."
     panel = Panel(marks, "", "USD", title="a million tokens", categories=list(priced))
     return Chart("cost", "Cost of a million tokens", caption, [panel])
 
@@ -143,9 +132,8 @@ def pareto(groups: Mapping[str, Summaries]) -> Chart:
         left += [label for label in summaries if label not in speed]
         x = np.array(list(speed.values()), dtype=np.float64)
         y = np.array([summaries[label]["output_tokens_per_s"] for label in speed], dtype=np.float64)
-        texts = [
-            f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in zip(speed, x, y, strict=True)
-        ]
+        values = zip(speed, x, y, strict=True)
+        texts = [f"{label}: {b:,.0f} tokens/s, {a:,.1f} tokens/s a user" for label, a, b in values]
         labels = () if [*speed] == [group] else [*speed]
         marks.append(Points(group, x, y, series(index), texts=texts, labels=labels))
         users.append(x)

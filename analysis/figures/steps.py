@@ -57,10 +57,7 @@ def _stacked(parts: Sequence[Binned]) -> list[Mark]:
     """Return the parts stacked, the largest steps behind them."""
     if not parts:
         return []
-    whole, marks = (
-        parts[-1],
-        stack([(name, part, style) for (name, style), part in zip(PARTS, parts[:-1], strict=True)]),
-    )
+    whole, marks = parts[-1], stack([(*named, part) for named, part in zip(PARTS, parts[:-1], strict=True)])
     behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(chart.PALE), step=True)
     return marks if whole.exact else [behind, *marks]
 
@@ -95,20 +92,13 @@ def step_time(steps: Frames) -> Chart:
                 if len(y):
                     marks.append(Points(f"{label}, {kind}", x[rows][shown], y[shown] / scale.seconds, style))
                 most = max(most, len(y))
-        panels.append(Panel(marks, axis, scale.name, x_log=spread(_xs(marks)), y_log=spread(_ys(marks))))
+        xs, ys = ([getattr(mark, letter) for mark in marks] for letter in "xy")
+        panels.append(Panel(marks, axis, scale.name, x_log=spread(xs), y_log=spread(ys)))
     caption = "Time on the compute lane of every step with rows."
     if most > MOST_POINTS:
         caption += f" At most {MOST_POINTS:,} steps of a kind are drawn, evenly chosen by time, the extremes"
         caption += " among them."
     return Chart("step_time", "Step time", caption + chart.without(busy, "step with rows"), panels, columns=2)
-
-
-def _xs(marks: list[Mark]) -> list[Any]:
-    return [mark.x for mark in marks if isinstance(mark, Points)]
-
-
-def _ys(marks: list[Mark]) -> list[Any]:
-    return [mark.y for mark in marks if isinstance(mark, Points)]
 
 
 AT_MOST_SHADED = 2  # runs; the ranges of more would hide each other
@@ -124,9 +114,7 @@ def gpu_active(steps: Frames) -> Chart:
     time = unit(longest(busy))
     gaps = {label: bubbles(frame) for label, frame in busy.items()}
     gap = unit(max((float(part.max()) for part in gaps.values() if len(part)), default=0.0))
-    shares: list[Mark] = []
-    waits: list[Mark] = []
-    drawn: list[Binned] = []
+    shares, waits, drawn = [], [], []
     shade = len(steps) <= AT_MOST_SHADED
     for index, (label, frame) in enumerate(busy.items()):
         if len(frame):
@@ -135,16 +123,12 @@ def gpu_active(steps: Frames) -> Chart:
             shares += band(label, active, series(index), shade=shade)
             waits += band(label, waited, series(index), shade=shade)
             drawn.append(active)
-    caption = (
-        "Above: share of time that kernels run, from the end of one step to the end of the next. Below: how long the"
-    )
-    caption += " GPU waits before a step while there is something to do."
+    caption = "Above: share of time that kernels run, from the end of one step to the end of the next. Below: how "
+    caption += "long the GPU waits before a step while there is something to do."
     caption += thinned(drawn, "the range is shaded" if shade else "ranges of so many runs are not drawn")
     caption += chart.without(busy, "step with rows")
-    panels = [
-        Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03)),
-        Panel(waits, time.name, gap.name, title="Bubble before each step"),
-    ]
+    panels = [Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03))]
+    panels.append(Panel(waits, time.name, gap.name, title="Bubble before each step"))
     return Chart("gpu_active", "GPU active, and the bubbles between steps", caption, panels, share_x=True)
 
 
@@ -166,10 +150,10 @@ def queues(steps: Frames) -> Chart:
     for label, frame in steps.items():
         marks: list[Mark] = []
         if len(frame):
-            drawn += over_time(*valid(frame), (chart.column(frame, name) for name, _ in LINES), time)
-            marks += [
-                mark for (name, style), part in zip(LINES, drawn[-2:], strict=True) for mark in band(name, part, style)
-            ]
+            parts = over_time(*valid(frame), (chart.column(frame, name) for name, _ in LINES), time)
+            for (name, style), part in zip(LINES, parts, strict=True):
+                marks += band(name, part, style)
+            drawn += parts
         panels.append(Panel(marks, time.name, "requests", title=label))
     caption = "Requests that run and that wait, as planning leaves them." + thinned(drawn) + chart.without(steps)
     return Chart("queues", "Running and waiting requests", caption, panels, share_x=True)
@@ -182,8 +166,11 @@ def preemptions(steps: Frames) -> Chart:
         marks: list[Mark] = []
         for index, (label, frame) in enumerate(steps.items()):
             totals[label, name] = int(frame[name].sum())
-            if len(frame):
-                marks.append(_sum(label, frame, name, time, index))
+            if len(frame):  # at some of the steps, the first and the last among them
+                shown = chosen(len(frame), MOST_SUMS)
+                total = np.cumsum(np.asarray(frame[name]))[shown].astype(np.float64)
+                x = seconds(frame, "schedule_start_ns")[shown] / time.seconds
+                marks.append(Line(label, x, total, series(index), step=True))
         panels.append(Panel(marks, time.name, "requests" if name == "preempted" else "tokens", title=title))
     preempted = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]
     none = " None in the others." if preempted and len(preempted) < len(steps) else ""
@@ -191,13 +178,6 @@ def preemptions(steps: Frames) -> Chart:
     if preempted and any(len(frame) > MOST_SUMS for frame in steps.values()):
         caption += f" Thinned for drawing to {MOST_SUMS} points, each of them exact."
     return Chart("preemptions", "Preemptions", caption + chart.without(steps), panels, share_x=True)
-
-
-def _sum(label: str, steps: Columns, name: str, time: Unit, index: int) -> Line:
-    """Return a running total at some of the steps, the first and the last among them."""
-    shown = chosen(len(steps), MOST_SUMS)
-    total = np.cumsum(np.asarray(steps[name]))[shown].astype(np.float64)
-    return Line(label, seconds(steps, "schedule_start_ns")[shown] / time.seconds, total, series(index), step=True)
 
 
 USED, CACHED, EMPTY = Style(chart.BLUE), Style(chart.ORANGE), Style(chart.PALE)
@@ -215,7 +195,7 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
         if len(frame):
             parts = _block_parts(frame, time, total)
             marks += stack(parts)
-            drawn.append(used := parts[0][1])
+            drawn.append(used := parts[0][2])
             if not used.exact:
                 marks.append(Line("most used", used.x, used.high, Style(chart.BLACK, "dotted"), step=True))
             most = int(frame["used_blocks"].max())
@@ -229,10 +209,10 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
     return Chart("blocks", "KV blocks", caption, panels, share_x=True)
 
 
-def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Binned, Style]]:
+def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Style, Binned]]:
     used, cached = chart.column(steps, "used_blocks"), chart.column(steps, "cached_blocks")
     low, middle = over_time(*valid(steps), (used, cached), time)
-    parts = [("used", low, USED), ("cached", middle, CACHED)]
+    parts = [("used", USED, low), ("cached", CACHED, middle)]
     if total:
-        parts.append(("empty", low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0)), EMPTY))
+        parts.append(("empty", EMPTY, low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0))))
     return parts

@@ -130,15 +130,15 @@ def _cell_panel(
     (x, y), scale = axes, scale_of(what.unit, float(known.max()))
     order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
     values, rows = values[order], [y.labels[code] for code in order]
-    texts = [
-        [f"{x.name} = {a}, {y.name} = {b}: {what.shown(value)}" for a, value in zip(x.labels, row, strict=True)]
-        for b, row in zip(rows, values.tolist(), strict=True)
-    ]
+    texts = []
+    for b, row in zip(rows, values.tolist(), strict=True):
+        cells = zip(x.labels, row, strict=True)
+        texts.append([f"{x.name} = {a}, {y.name} = {b}: {what.shown(value)}" for a, value in cells])
     room = LETTERS // (max(map(len, x.labels)) + 2)
     labels = [list(map(_number, row)) for row in (values / scale.size).tolist()] if len(x) <= MOST_WRITTEN else ()
     low, high, style = float(known.min()) / scale.size, float(known.max()) / scale.size, Style(chart.BLACK)
-    cells = Cells("", values / scale.size, low, high, style, texts, labels, scale.name, log=spread([known]))
-    marks: list[Mark] = [cells]
+    log = spread([known])
+    marks: list[Mark] = [Cells("", values / scale.size, low, high, style, texts, labels, scale.name, log)]
     if limit is not None:
         missed = np.argwhere(np.isfinite(values) & ~sweep_table.meet(limit, values)).astype(np.float64)
         cross = Style(chart.RED, "solid", "cross")
@@ -162,6 +162,7 @@ MOST_LABELLED = 24  # places; labels of more would overlap
 MOST_WHISKERS = 60  # places; of more only the best ones' intervals are drawn
 PALE = 0.7  # share of white in the colour of dominated places
 MISSED = Style("#BBBBBB", "solid", "cross")
+Scales = Sequence[Scale]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +214,13 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     """Draw a marker a place, a style for each combination of names; places dominated with intervals apart are pale."""
     compared = trade_off(table, places, metrics, limits)
     across, up = (catalogue.metric(metric) for metric in metrics)
-    scales = tuple(
-        scale_of(what.unit, float(means.mean[compared.known].max(initial=0.0)))
-        for what, means in ((across, compared.x), (up, compared.y))
-    )
+    greatest = [float(means.mean[compared.known].max(initial=0.0)) for means in (compared.x, compared.y)]
+    scales = [scale_of(what.unit, most) for what, most in zip((across, up), greatest, strict=True)]
     coloured = sweep_table.split([axis for axis in places.axes if axis.numbers is None])[0]
-    marks: list[Mark] = [_line(compared, scales)]
+    marks: list[Mark] = [Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))]
     for index, (name, own) in enumerate(_groups(places, coloured)):
-        marks += _markers(compared, places, (name or table.name, own & compared.known), scales, series(index), coloured)
+        style = series(index)
+        marks += _markers(compared, places, name or table.name, own & compared.known, scales, style, coloured)
     out = compared.known & ~compared.met
     if out.any():
         marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
@@ -255,27 +255,18 @@ def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tu
     return compared.x.mean[chosen] / scales[0].size, compared.y.mean[chosen] / scales[1].size
 
 
-def _line(compared: TradeOff, scales: Sequence[Scale]) -> Mark:
-    return Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))
-
-
 def _markers(
-    compared: TradeOff,
-    places: Places,
-    group: tuple[str, Bools],
-    scales: Sequence[Scale],
-    style: Style,
-    coloured: Sequence[Axis],
+    compared: TradeOff, places: Places, name: str, own: Bools, scales: Scales, style: Style, coloured: Sequence[Axis]
 ) -> list[Mark]:
-    name, own = group
     good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
     rest = [axis for axis in places.axes if axis not in coloured]
     few = len(places) <= MOST_LABELLED and len(rest) == 1
     labels = [places.label(int(at), rest).rpartition(" = ")[2] for at in np.flatnonzero(good)] if few else ()
     x, y = _at(compared, good, scales)
-    sure = _uncertain(compared)
-    wide, high = np.isfinite(compared.x.half) & good & sure, np.isfinite(compared.y.half) & good & sure
-    faint = style._replace(colour=_mixed(style.colour))
+    sure = good & _uncertain(compared)
+    wide, high = (np.isfinite(means.half) & sure for means in (compared.x, compared.y))
+    mixed = (round(part + (255 - part) * PALE) for part in style.rgb)  # with white
+    faint = style._replace(colour="#" + "".join(f"{part:02X}" for part in mixed))
     return [
         Points("", *_at(compared, pale, scales), faint),
         Whiskers("", *_reach(compared.y, compared.x, wide, scales[::-1]), style, level=True),
@@ -296,9 +287,3 @@ def _uncertain(compared: TradeOff) -> Bools:
 
 def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Scale]) -> tuple[Floats, Floats, Floats]:
     return at.mean[chosen] / scales[0].size, of.low[chosen] / scales[1].size, of.high[chosen] / scales[1].size
-
-
-def _mixed(colour: str) -> str:
-    """Return a colour mixed with white."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * PALE):02X}" for part in parts)

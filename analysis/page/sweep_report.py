@@ -143,10 +143,8 @@ def _undone(table: SweepTable) -> list[Table]:
         groups.setdefault((sweep_table.STATUSES[table.status[row]], table.reasons[row]), []).append(row)
     if not groups:
         return []
-    rows = [
-        (reason or "not run yet", status, f"{len(own):,}", _where(table, own))
-        for (status, reason), own in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
-    ]
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
+    rows = [(why or "not run yet", status, f"{len(own):,}", _where(table, own)) for (status, why), own in ordered]
     more = f" The {len(rows) - MOST_REASONS:,} rarest reasons are left out." if len(rows) > MOST_REASONS else ""
     note = f"What sets them apart is named; an axis is left out if all its values are among them.{more}"
     return [Table("Failed and missing points", ("reason", "status", "points", "where"), rows[:MOST_REASONS], note)]

@@ -10,17 +10,10 @@ from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup, shown
 
 COLUMNS = (  # header, metric, unit
-    ("makespan", "makespan_s", "s"),
-    ("output tokens/s", "output_tokens_per_s", "number"),
-    ("GPU active", "gpu_active", "share"),
-    ("padding", "padding_share", "share"),
-    ("TTFT p50", "ttft_s.p50", "s"),
-    ("TTFT p99", "ttft_s.p99", "s"),
-    ("TPOT p50", "tpot_s.p50", "s"),
-    ("TPOT p99", "tpot_s.p99", "s"),
-    ("E2E p50", "e2e_s.p50", "s"),
-    ("SLO met", "slo.attainment", "share"),
-    ("preemptions", "preemptions", "count"),
+    *(("makespan", "makespan_s", "s"), ("output tokens/s", "output_tokens_per_s", "number")),
+    *(("GPU active", "gpu_active", "share"), ("padding", "padding_share", "share")),
+    *((f"{name.upper()} {p}", f"{name}_s.{p}", "s") for name in ("ttft", "tpot") for p in ("p50", "p99")),
+    *(("E2E p50", "e2e_s.p50", "s"), ("SLO met", "slo.attainment", "share"), ("preemptions", "preemptions", "count")),
     ("$/M output tokens", "cost.usd_per_million_output_tokens", "number"),
 )
 LOOPS = ("sync", "async")
@@ -36,7 +29,8 @@ def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     With `by_rate` the arrival rate was swept: runs stay in order, and a factor would be that of the traffic.
     """
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
-    columns = _columns(ordered)
+    columns = {header: [_cell(run, metric, unit) for run in ordered] for header, metric, unit in COLUMNS}
+    columns = {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
     same = {header: cells[0] for header, cells in columns.items() if len(runs) > 1 and len({*cells}) == 1}
     note = _note(columns, same, by_rate)
     columns = {"run": [run.label for run in ordered]} | {h: cells for h, cells in columns.items() if h not in same}
@@ -47,18 +41,9 @@ def landscape(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     return Table("Side by side", tuple(columns), list(zip(*columns.values(), strict=True)), note)
 
 
-def _columns(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
-    """Return the cells of each metric that a run has."""
-    columns = {header: [_cell(run, metric, unit) for run in runs] for header, metric, unit in COLUMNS}
-    return {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
-
-
 def _note(columns: Mapping[str, Sequence[str]], same: Mapping[str, str], by_rate: bool) -> str:
-    note = (
-        "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of the same run."
-    )
-    if by_rate:
-        note = "Below the knee output tokens/s are those of the traffic."
+    note = "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of "
+    note = "Below the knee output tokens/s are those of the traffic." if by_rate else f"{note}the same run."
     if same:
         note += f" The same for all: {', '.join(f'{header} {cell}' for header, cell in same.items())}."
     if any("*" in cell for cells in columns.values() for cell in cells):
@@ -98,9 +83,8 @@ def findings(runs: Sequence[LoadedRun]) -> list[str]:
     gains = sorted(_gains(runs).values())
     if gains:
         reach = " to ".join(dict.fromkeys(f"{gain * 100:+.1f}" for gain in (gains[0], gains[-1])))
-        sentences.append(
-            f"Async against sync of the same configuration: {reach} % output tokens/s, {len(gains)} times."
-        )
+        reach = f"{reach} % output tokens/s, {len(gains)} times"
+        sentences.append(f"Async against sync of the same configuration: {reach}.")
     met = {run.label: share for run in runs if (share := lookup(run.summary, "slo.attainment")) is not None}
     if met:
         enough = [label for label, share in met.items() if share >= NEARLY]

@@ -100,34 +100,23 @@ class LoadedRun:
 
 def read(paths: Sequence[Path]) -> list[LoadedRun]:
     """Read run directories, labelled by what distinguishes them. Raises RunError naming the unreadable file."""
-    return labelled([_read(path) for path in paths])
+    runs = [_read(path) for path in paths]
+    names = labels.labels([run.facts for run in runs], [run.loop for run in runs])
+    return [replace(run, label=label) for run, label in zip(runs, names, strict=True)]
 
 
 def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = reading.load(path, whole=whole)
-    scenario = _scenario(raw, path / "scenario.resolved.yaml")
-    reading.check_run(raw, scenario["loop"]["mode"], whole=whole)
-    times = token_times(raw.requests, raw.steps)
-    return LoadedRun(
-        path=path,
-        label=path.name,
-        scenario=scenario,
-        environment=raw.environment,
-        summary=raw.summary,
-        incomplete=raw.incomplete,
-        requests=request_frame(times),
-        table=raw.steps,
-        times=times,
-    )
-
-
-def _scenario(raw: reading.Run, file: Path) -> dict[str, Any]:
+    file = path / "scenario.resolved.yaml"
     scenario = documents.parse(raw.scenario, str(file))
     if not isinstance(scenario, dict):
         raise RunError(f"{file}: not a scenario")
     reading.check(file, scenario, reading.SCENARIO)
-    return scenario
+    reading.check_run(raw, scenario["loop"]["mode"], whole=whole)
+    times = token_times(raw.requests, raw.steps)
+    documents_read = (scenario, raw.environment, raw.summary, raw.incomplete)
+    return LoadedRun(path, path.name, *documents_read, request_frame(times), raw.steps, times)
 
 
 def request_frame(times: Requests) -> pd.DataFrame:
@@ -146,12 +135,6 @@ def request_frame(times: Requests) -> pd.DataFrame:
         column[done & (times.generated > 1) if name == "tpot_s" else done] = values
         columns[name] = column
     return pd.DataFrame(columns)
-
-
-def labelled(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    """Return each run with a label of its own."""
-    names = labels.labels([run.facts for run in runs], [run.loop for run in runs])
-    return [replace(run, label=label) for run, label in zip(runs, names, strict=True)]
 
 
 def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -122,17 +122,15 @@ def read(path: Path) -> SweepTable:
     if not (status == STATUSES.index(DONE)).any():
         first = next((f", the first because: {reason}" for reason in reasons if reason), "")
         raise RunError(f"{path}: none of its {len(status):,} points is done{first}")
-    axes = [_axis(name, table.column(name)) for name in fields]
+    every = [_axis(name, table.column(name)) for name in fields]
+    constants = {axis.name: axis.labels[0] for axis in every if len(axis) == 1}
+    axes = _together([axis for axis in every if len(axis) > 1])
+    firsts = {axis.fields[0] for axis in axes}
+    axes = [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
     metrics = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
-    return SweepTable(
-        path=path,
-        axes=_shortened(_together([axis for axis in axes if len(axis) > 1])),
-        constants={axis.name: axis.labels[0] for axis in axes if len(axis) == 1},
-        seeds=np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64),
-        status=status,
-        reasons=reasons,
-        metrics={name: values for name, values in metrics.items() if np.isfinite(values).any()},
-    )
+    metrics = {name: values for name, values in metrics.items() if np.isfinite(values).any()}
+    seeds = np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64)
+    return SweepTable(path, axes, constants, seeds, status, reasons, metrics)
 
 
 def _checked(path: Path) -> pa.Table:
@@ -176,20 +174,16 @@ def _axis(name: str, column: pa.ChunkedArray) -> Axis:
         values.sort()
     order = {value: code for code, value in enumerate(values)}
     codes = np.array([order[value] for value in cells], dtype=np.int64)
-    return Axis((name,), _labels(values), np.array(values, dtype=np.float64) if numeric else None, codes)
+    whole = [_label(value) for value in values]
+    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
+    labels = [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
+    return Axis((name,), labels, np.array(values, dtype=np.float64) if numeric else None, codes)
 
 
 def _plain(value: Any) -> Any:
     """Return a value that equals itself: anything but a finite number or a bool becomes a string."""
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if value is None or finite else str(value)
-
-
-def _labels(values: Sequence[Any]) -> list[str]:
-    """Return the displayed values: cut ones that look alike are numbered."""
-    whole = [_label(value) for value in values]
-    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
-    return [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
 
 
 def _label(value: Any) -> str:
@@ -216,11 +210,6 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
             labels = [f"{label}, {axis.labels[code]}" for label, code in zip(first.labels, own, strict=True)]
             made[at] = Axis((*first.fields, *axis.fields), labels, first.numbers, first.codes)
     return made
-
-
-def _shortened(axes: Sequence[Axis]) -> list[Axis]:
-    names = {axis.fields[0] for axis in axes}
-    return [replace(axis, short=ending(axis.fields[0], names - {axis.fields[0]})) for axis in axes]
 
 
 Bools = npt.NDArray[np.bool_]

@@ -51,12 +51,8 @@ def sweep(runs: Sequence[LoadedRun]) -> Sweep | None:
     flats = [{name: value for name, value in run.facts.items() if name not in IGNORED} for run in runs]
     names = {name: None for facts in flats for name in facts}
     differing = [name for name in names if len({repr(facts.get(name)) for facts in flats}) > 1]
-    candidates = [candidate for name in differing if (candidate := _by(name, differing, runs, flats)) is not None]
-    return min(
-        candidates,
-        key=lambda candidate: (not candidate.by_rate, len(candidate.groups), -len(candidate.values), candidate.field),
-        default=None,
-    )
+    found = [made for name in differing if (made := _by(name, differing, runs, flats)) is not None]
+    return min(found, key=lambda own: (not own.by_rate, len(own.groups), -len(own.values), own.field), default=None)
 
 
 def _by(
@@ -67,28 +63,20 @@ def _by(
     if not all(map(labels.is_number, values)):
         return None
     rest = [name for name in differing if name != field]
-    groups = _alike(flats, rest)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, facts in enumerate(flats):
+        groups.setdefault(tuple(repr(facts.get(name)) for name in rest), []).append(i)
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
     first = [rows[0] for rows in groups.values()]
-    facts_apart = [{name: flats[i].get(name) for name in rest} for i in first]
+    facts_apart: list[Mapping[str, Any]] = [{name: flats[i].get(name) for name in rest} for i in first]
     names = labels.labels(facts_apart, [runs[i].loop for i in first])
-    made = [_group(runs, values, name, rows) for name, rows in zip(names, groups.values(), strict=True)]
+    made = []
+    for name, rows in zip(names, groups.values(), strict=True):
+        ordered = sorted(rows, key=values.__getitem__)
+        made.append(SweepGroup(name, [values[i] for i in ordered], [runs[i] for i in ordered]))
     return Sweep(field, sorted(set(values)), made)
-
-
-def _alike(flats: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
-    """Return the runs by their values of these fields."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i, facts in enumerate(flats):
-        groups.setdefault(tuple(repr(facts.get(name)) for name in names), []).append(i)
-    return groups
-
-
-def _group(runs: Sequence[LoadedRun], values: Sequence[Any], label: str, rows: Sequence[int]) -> SweepGroup:
-    ordered = sorted(rows, key=values.__getitem__)
-    return SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered])
 
 
 # -- load -------------------------------------------------------------------------------------------------------------
@@ -167,12 +155,9 @@ def findings(swept: Sweep) -> list[str]:
     """Return a sentence a group on what the sweep shows."""
     if swept.by_rate:
         knees = [knee(group, rates(swept, group)).sentence for group in swept.groups]
-        return [*knees, *(_slo(group, rates(swept, group)) for group in swept.groups if _met(group))]
+        bound = [group for group in swept.groups if all("slo" in run.summary for run in group.runs)]
+        return [*knees, *(_slo(group, rates(swept, group)) for group in bound)]
     return [_best(swept.field, group) for group in swept.groups]
-
-
-def _met(group: SweepGroup) -> bool:
-    return all("slo" in run.summary for run in group.runs)
 
 
 def _slo(group: SweepGroup, rates: Sequence[float]) -> str:

@@ -195,9 +195,9 @@ def test_a_run_without_a_request_that_is_done_says_so_and_is_drawn() -> None:
     for rows in ([], [none]):
         times = token_times(rows, empty)
         frames = {"run": request_frame(times)}
-        for chart in (requests.timeline(frames), requests.latency(frames, {"run": times}, {"run": True})):
+        for chart in (requests.timeline(frames), requests.latency(frames, {"run": times}, {"run": True}, {})):
             _valid(chart)
-        assert "run 0" in requests.latency(frames, {"run": times}, {"run": True}).caption
+        assert "run 0" in requests.latency(frames, {"run": times}, {"run": True}, {}).caption
     assert "No run has a price" in side_by_side.cost({"run": {}}).caption
 
 
@@ -328,7 +328,7 @@ def test_latencies_are_exact_and_marked_as_in_the_summary(runs: list[LoadedRun])
 def test_measured_runs_are_solid_and_simulated_ones_dashed(runs: list[LoadedRun]) -> None:
     frames, times = {run.label: run.requests for run in runs}, {run.label: run.times for run in runs}
     measured = {runs[0].label: True, runs[1].label: False}
-    for panel in requests.latency(frames, times, measured).panels:
+    for panel in requests.latency(frames, times, measured, {}).panels:
         assert [mark.style.dash for mark in panel.marks if isinstance(mark, Line)] == ["solid", "dashed"]
 
 

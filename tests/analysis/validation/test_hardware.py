@@ -130,7 +130,7 @@ def test_a_miss_is_traced_to_the_lane_that_differs_most(slow: DeviceCases) -> No
     assert [row[:2] for row in table.rows] == [("wrong", "sync"), ("wrong", "async")]
     found = tally.cause(slow.cases[1].loops["sync"])
     assert found.largest is not None and found.largest.name == "compute"
-    assert found.difference_us == pytest.approx(10_000) and found.share == pytest.approx(10 / 14, rel=0.05)
+    assert found.largest.difference_us == pytest.approx(10_000) and found.share == pytest.approx(10 / 14, rel=0.05)
     assert [error for error, _ in found.kinds.values()] == pytest.approx([1.0, 1.0])
     assert found.summary.startswith("compute of ") and found.summary.endswith("steps +100.0%")
 
