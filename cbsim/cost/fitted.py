@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
 from cbsim.policy.plan import StepPlan
@@ -117,7 +117,6 @@ class ConstantCost:
     per_token: float = 0.0
     per_prefill_token: float = 0.0
     per_context: float = 0.0
-    launch_ns: ClassVar[int] = 0
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:
@@ -131,6 +130,10 @@ class ConstantCost:
             chunks = sum([c.start + c.tokens + c.padding for c in work.chunks])
             time += self.per_context * (work.decode_context + rows + work.padding_context + chunks)
         return 0, round(time), 0
+
+    @property
+    def launch_ns(self) -> int:
+        return 0
 
 
 def constant(scenario: Scenario, settings: ConstantSettings) -> ConstantCost:
