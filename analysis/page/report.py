@@ -93,15 +93,10 @@ def source(run: LoadedRun, first: LoadedRun) -> Source:
     alone = run is first
     scenario = run.scenario if alone else difference(run.scenario, first.scenario)
     environment = run.environment if alone else difference(run.environment, first.environment)
-    return Source(
-        label=run.label,
-        folder=run.path.name,
-        kind=kind,
-        tiles=[tile for metric in TILES if (tile := _tile(run, metric)) is not None],
-        scenario=f"# as {first.label} but for\n" * (not alone) + documents.write(dict(scenario)),
-        environment=json.dumps(environment, indent=2),
-        command=str(run.environment.get("command", "")),
-    )
+    tiles = [tile for metric in TILES if (tile := _tile(run, metric)) is not None]
+    text = f"# as {first.label} but for\n" * (not alone) + documents.write(dict(scenario))
+    command = str(run.environment.get("command", ""))
+    return Source(run.label, run.path.name, kind, tiles, text, json.dumps(environment, indent=2), command)
 
 
 def difference(document: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,14 +149,10 @@ def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
 
 def latencies(runs: Sequence[LoadedRun]) -> Chart:
     """Draw the distributions of the requests that count: those of each run's window."""
-    times = {run.label: run.times if _all(run) else _counted(run) for run in runs}
+    times = {run.label: _counted(run) if run.summary.get("window_s") else run.times for run in runs}
     measured = {run.label: run.measured for run in runs}
     limits = axis.slo_limits([run.scenario for run in runs])
     return requests.latency({run.label: run.counted for run in runs}, times, measured, limits)
-
-
-def _all(run: LoadedRun) -> bool:
-    return run.summary.get("window_s") is None
 
 
 def _counted(run: LoadedRun) -> Requests:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,20 +58,13 @@ class Intervals:
     replicates: int
 
 
-class UnitSample(Protocol):
-    """A sample whose statistics are computed for draws of its units."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the statistics."""
-
-    def statistics(self, units: Ints) -> Floats:
-        """Return a row for each row of `units`, which are the counts of each unit; a column for each name."""
-
-
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A sample of one value a unit, in order of size; `unit` is the unit of each. NaN has been left out."""
+    """A sample of one value a unit, in order of size; `unit` is the unit of each. NaN has been left out.
+
+    As of every sample, its `statistics` are a row for each row of `units`, the counts of each unit, and a column for
+    each of its `names`.
+    """
 
     values: Floats
     unit: Ints
@@ -142,6 +135,9 @@ class Ratios:
         above, below = (np.stack([sums[id(both[side])] for both in self.parts], axis=1) for side in (0, 1))
         shares: Floats = np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
         return shares
+
+
+UnitSample = Values | Gaps | Ratios
 
 
 def weighted(values: Floats, counts: Ints) -> Floats:
