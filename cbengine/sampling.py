@@ -1,4 +1,5 @@
-"""The choice of tokens from logits, on the device without a synchronisation: greedy, or drawn by a number a row.
+"""The choice of tokens from logits, on the device without a synchronisation: greedy, or drawn by a number a row; the
+continuations of a beam search; and the settings of single requests.
 
 A row's token follows from its logits, its number and its request's settings alone. The draw is therefore exact
 arithmetic: probabilities become whole multiples of the likeliest one's 2**-40, and sums of those do not depend on the
