@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.reference import Ran, ran
 
-from cbsim.scenario import catalog, demand, scenario
+from cbsim.scenario import catalog
 
 # -- landscape ---------------------------------------------------------------------------------------------------------
 
@@ -63,21 +63,6 @@ def test_landscape_static_pays_for_padding() -> None:
     assert done.summary["computed_tokens"] == computed
     assert done.summary["padding_tokens"] == computed - useful
     assert landscape("vllm", "sync").summary["padding_share"] < 0.05
-
-
-def test_landscape_lengths_are_mixed() -> None:
-    """Log-normal lengths with the means that the file gives (512 and 256 tokens, clipped), within a tenth."""
-    rows = landscape("vllm", "sync").rows
-    asked = scenario.load("landscape").workload
-    assert isinstance(asked, demand.Synthetic)
-    for drawn, wanted in (
-        ([row.prompt_tokens for row in rows], asked.prompt_tokens),
-        ([row.output_tokens for row in rows], asked.output_tokens),
-    ):
-        assert isinstance(wanted, demand.LognormalLength)
-        assert np.mean(drawn) == pytest.approx(wanted.lognormal.mean, rel=0.1)
-        assert wanted.lognormal.low <= min(drawn) < max(drawn) <= (wanted.lognormal.high or 0)
-        assert np.std(drawn) / np.mean(drawn) > 0.5
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from support.calls import call
 
 from analysis.cli import parser as reports
 from cbengine.cli import parser as engine
@@ -16,18 +15,6 @@ from cbsim.cli.arguments import brief
 
 LONG = "x" * 5000
 Main = Callable[[Sequence[str]], int]
-
-
-def said(main: Main, *words: str) -> tuple[int, str]:
-    """Exit status and stderr of a command that prints nothing else."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = main(words)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    assert not out.getvalue()
-    return status, err.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -47,9 +34,10 @@ def test_a_path_that_no_system_can_look_up(
     """Exit 2 with the option, whichever command; nothing has been loaded, run or written."""
     monkeypatch.chdir(tmp_path)
     for path in (LONG, "a/" * 600, "ü" * 200):
-        status, err = said(main, *words, *([option] if option.startswith("-") else []), path)
-        message = err.splitlines()[0]
-        assert status == 2 and f"argument {option}: got {path[:9]!r}"[:-1] in message, message
+        said = call(*words, *([option] if option.startswith("-") else []), path, of=main)
+        message = said.err.splitlines()[0]
+        assert (said.status, said.out) == (2, "")
+        assert f"argument {option}: got {path[:9]!r}"[:-1] in message, message
         assert "a path has at most 1,000 characters, each name in it at most 255 bytes" in message
         assert len(message) < 250
     assert not list(tmp_path.iterdir())
@@ -68,10 +56,10 @@ def test_a_path_that_no_system_can_look_up(
 )
 def test_the_message_is_short(main: Main, words: tuple[str, ...]) -> None:
     """What a user wrote is shown as far as it is recognised; the usage below it is ours."""
-    status, err = said(main, *words)
-    assert status == 2
-    assert "xxx..." in err
-    assert len(err.splitlines()[0]) < 500
+    said = call(*words, of=main)
+    assert said.status == 2
+    assert "xxx..." in said.err
+    assert len(said.err.splitlines()[0]) < 500
 
 
 def test_no_path_is_cut() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cbsim.errors import RunError
 from cbsim.machine.driver import Machine
-from cbsim.record import columns
-from cbsim.record.record import STATUSES, RequestRow
+from cbsim.record.record import STATUSES
 from cbsim.runs import reading
 
 FILES = ("scenario.resolved.yaml", "env.json", "summary.json", "steps.parquet", "requests.parquet")
@@ -152,16 +151,6 @@ def test_what_is_not_declared_is_ignored(complete: Path, server: Machine) -> Non
     run = reading.load(complete)
     assert run.requests == server.record.requests()
     assert run.steps.table.tobytes() == bytes(server.record.steps)
-
-
-def test_the_rows_of_a_record_are_the_declared_columns() -> None:
-    """The declaration names each column of a record once; the request table has what follows from the steps as well."""
-    derived = {"scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens"}
-    assert [column.name for column in columns.REQUESTS if column.name not in derived] == list(RequestRow._fields)
-    for declared in (columns.STEPS, columns.REQUESTS):
-        names = [column.name for column in declared]
-        assert len(set(names)) == len(names)
-    assert {column.name for column in columns.REQUESTS if column.nullable} == derived - {"generated_tokens"}
 
 
 def test_a_table_of_another_version_is_named(complete: Path) -> None:

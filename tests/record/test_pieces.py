@@ -22,6 +22,7 @@ from cbsim.runs.running import OnStep, Session, Terms
 from cbsim.scenario.scenario import Scenario
 
 TABLES = ("steps.parquet", "requests.parquet", "summary.json", "timeline.json.gz")
+FEW = {"workload": {"kind": "synthetic", "requests": 4, "prompt_tokens": 300, "output_tokens": 5}}
 LEFT_BEHIND = {"steps", "requests", "pieces.json"}
 CALLS: Mapping[str, Any] = {  # preemptions and refusals; a closed loop that starts over at every end
     "open": {},
@@ -66,24 +67,15 @@ def run(
 
 @pytest.mark.parametrize("loop", ["sync", "async"])
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("group", [5, 7, 64, 10_000])
+@pytest.mark.parametrize("group", [1, 5, 7, 64, 10_000])
 def test_pieces_of_any_size_make_the_same_files(name: str, loop: str, group: int, tmp_path: Path) -> None:
     """Byte by byte: both tables, the summary, the timeline. Nothing of the pieces is left."""
-    asked = scenario(**CALLS[name])
+    asked = scenario(**CALLS[name] | (FEW if group == 1 else {}))
     whole, joined = (run(asked, loop, tmp_path / str(way), group, way) for way in (False, True))
     assert whole.joined is False and joined.joined is (group < 10_000)
     for file in TABLES:
         assert (whole.path / file).read_bytes() == (joined.path / file).read_bytes(), file
     assert not LEFT_BEHIND & {file.name for file in joined.path.iterdir()}
-
-
-def test_pieces_of_one_step(tmp_path: Path) -> None:
-    """As small as they can be."""
-    few = {"kind": "synthetic", "requests": 4, "prompt_tokens": 300, "output_tokens": 5}
-    for way in (False, True):
-        run(scenario(workload=few), "async", tmp_path / str(way), 1, way)
-    for file in TABLES:
-        assert (tmp_path / "True" / file).read_bytes() == (tmp_path / "False" / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("name", CALLS)

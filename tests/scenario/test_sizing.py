@@ -58,10 +58,6 @@ def test_every_shape_in_the_catalog_loads() -> None:
         assert ("price" in gpu.source) == (gpu.price_usd_hour is not None)
 
 
-def test_a_token_of_llama_8b_takes_128_kib_of_cache() -> None:
-    assert LLAMA.kv_bytes_per_token == 131_072
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "gigabytes"), [("llama-3.1-8b", "fp8", 9.08), ("qwen2.5-7b", "int4", 5.57)]
 )
@@ -213,11 +209,6 @@ def test_vllm_estimate_against_a_real_run() -> None:
     assert blocks_of(LLAMA, card=shapes.hardware("rtx-4090")) == pytest.approx(2588, rel=0.03)
 
 
-def test_vllm_model_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ScenarioError, match=r"Llama-3\.1-70B 141\.11 GB of weights"):
-        blocks_of(shapes.model("llama-3.1-70b"), 8192, 1024)
-
-
 # -- several GPUs -----------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +226,7 @@ def test_gpus_that_share_weights_have_more_cache() -> None:
 def test_a_model_that_one_gpu_cannot_hold_may_fit_two() -> None:
     """Llama-3.1-70B has 141 GB of weights; an H100 has 80 GB."""
     large = shapes.model("llama-3.1-70b")
-    with pytest.raises(ScenarioError, match="too little for a cache"):
+    with pytest.raises(ScenarioError, match=r"too little for a cache.*Llama-3\.1-70B 141\.11 GB of weights"):
         blocks_of(large, requests=128)
     assert blocks_of(large, requests=128, gpus=4) > 1000
 

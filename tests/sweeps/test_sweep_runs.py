@@ -15,6 +15,7 @@ from support.sweeping import SWEEP, seats
 import cbsim
 from cbsim.errors import ScenarioError
 from cbsim.metrics import catalogue
+from cbsim.scenario import documents
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
 from cbsim.sweeps.executor import Here
@@ -172,16 +173,9 @@ def test_all_points_are_built_before_one_runs(sweep: Path, tmp_path: Path) -> No
     assert not (tmp_path / "store").exists()
     wrong = SWEEP.replace("[4, 8]", "[4, -1, 0.5]")
     with pytest.raises(ScenarioError) as caught:
-        points.of(sweep_file.parse({**_plain(wrong), "name": "x"}), sweep.parent)
+        points.of(sweep_file.parse(documents.parse(wrong, "test") | {"name": "x"}), sweep.parent)
     assert "got -1" in str(caught.value)
     assert "got 0.5" in str(caught.value)
-
-
-def _plain(text: str) -> dict[str, object]:
-    from cbsim.scenario import documents
-
-    plain: dict[str, object] = documents.parse(text, "test")
-    return plain
 
 
 def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_path: Path) -> None:

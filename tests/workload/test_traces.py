@@ -7,7 +7,7 @@ from statistics import mean, median
 import pytest
 from support import packs
 from support.packs import SENT, SERVED
-from support.reference import data, plain
+from support.reference import data
 
 from cbsim.scenario import scenario
 from cbsim.workload import csv_requests, generators, scheduler_tests, traces, vllm_bench
@@ -55,20 +55,6 @@ def test_sharegpt_lengths() -> None:
     assert [median(p for p, _ in rows), median(o for _, o in rows)] == [1730, 415]
 
 
-def test_plain_csv() -> None:
-    rows = plain(data("traces/speed/splitwise_conv_q6.45_n19366.csv"))
-    assert len(rows) == 19_366 and rows[0][:5] == (158_148_882, 395, 112, (), "0")
-
-
-def test_a_csv_may_have_limits_and_priorities(tmp_path: Path) -> None:
-    """In any order of columns; without them the limit is the output and the priority 0."""
-    file = tmp_path / "t.csv"
-    file.write_text("id,priority,arrival_s,prefill_tokens,decode_tokens,max_tokens\na,-2,0,5,6,7\nb,3,1,5,6,6\n")
-    assert [(row.max_tokens, row.priority) for row in plain(file)] == [(7, -2), (6, 3)]
-    file.write_text("id,arrival_s,prefill_tokens,decode_tokens\na,0,5,6\n")
-    assert [(row.max_tokens, row.priority) for row in plain(file)] == [(None, 0)]
-
-
 def test_agentic_sessions() -> None:
     """All share the first 63 blocks; ids of later turns are nobody else's."""
     sessions = traces.agentic(data("traces/agentic/aiperf_agentic_code_200s_seed42.jsonl"))
@@ -76,13 +62,6 @@ def test_agentic_sessions() -> None:
     assert len({tuple(s.first.hash_ids[:63]) for s in sessions}) == 1
     later = [i for s in sessions for turn in s.later for i in turn.hash_ids]
     assert len(later) == len(set(later))
-
-
-def test_limit_reads_the_first_rows() -> None:
-    path = data("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
-    assert csv_requests.azure(path, 10) == csv_requests.azure(path)[:10]
-    path = data("traces/agentic/aiperf_agentic_code_200s_seed42.jsonl")
-    assert traces.agentic(path, 3) == traces.agentic(path)[:3]
 
 
 def test_a_limit_of_sessions_keeps_their_later_turns(tmp_path: Path) -> None:

@@ -276,12 +276,6 @@ def test_mooncake_real_times_are_not_spread() -> None:
     assert traces.spread(trace, np.random.default_rng(0)) == trace
 
 
-def test_mooncake_prefix_is_512_tokens_an_id() -> None:
-    spec = made(kind="mooncake", path=str(data("traces/mooncake/conversation_trace.jsonl")), limit=2).open[0]
-    assert (spec.prefix_block_tokens, spec.prefix_tokens, len(spec.prefix)) == (512, 6758, 14)
-    assert spec.shared_blocks(16) == 6758 // 16
-
-
 def test_time_scale_stretches_arrivals() -> None:
     path = str(data("traces/azure2023/AzureLLMInferenceTrace_conv.csv"))
     one = made(kind="azure", path=path, limit=20).open
