@@ -140,10 +140,7 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        if self._padded:  # the query tokens of all rows but decodes
-            widths = [chunk.tokens + chunk.padding for chunk in chunks]
-        else:
-            widths = [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
+        widths = self._widths(plan, chunks)
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(widths),
@@ -231,6 +228,12 @@ class Batcher:
             return [], list(listed)
         singles = [chunk for chunk in listed if chunk.tokens == 1 and chunk.outputs]
         return singles, [chunk for chunk in listed if chunk.tokens > 1 or not chunk.outputs]
+
+    def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
+        """Return the query tokens of all rows but decodes."""
+        if self._padded:
+            return [chunk.tokens + chunk.padding for chunk in chunks]
+        return [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
 
     def _write(
         self,

@@ -142,12 +142,7 @@ class Engine:
         if self._feed:
             self._feed(inbox)
         if effect.wait and inbox and not self._failed:
-            # until something has arrived: if it is fed, also a cancellation, or the end of arrivals
-            while self._elapsed() < inbox.due_ns and inbox and not (self._feed and inbox.quits):
-                self._clock.wait_until(inbox.due_ns + self._start_ns)
-                if self._feed:
-                    self._feed(inbox)
-                on_step(self._cpu_ns)
+            self._wait(inbox, on_step)
             self._times.schedule_start_ns = self._cpu_ns
         now = self._elapsed()
         self.record.polls += 1
@@ -158,6 +153,14 @@ class Engine:
         if arrived or cancels:
             return Polled(arrived, cancels)
         return OPEN if inbox else CLOSED
+
+    def _wait(self, inbox: Inbox, on_step: OnStep) -> None:
+        """Wait until something has arrived; an inbox that is fed, also for a cancellation or the end of arrivals."""
+        while self._elapsed() < inbox.due_ns and inbox and not (self._feed and inbox.quits):
+            self._clock.wait_until(inbox.due_ns + self._start_ns)
+            if self._feed:
+                self._feed(inbox)
+            on_step(self._cpu_ns)
 
     def _known(self, spec: RequestSpec) -> None:
         if spec not in self.sequences:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cbengine import build, sampling
 from cbengine.build import Setup
+from cbengine.build import engine as built
 from cbengine.device import gpu
 from cbengine.device.base import EngineDevice
 from cbengine.device.profile import Profile
 from cbengine.driver import Engine
+from cbengine.sampling import FILE
 from cbsim.record import columns, parquet
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
@@ -83,7 +84,7 @@ class Measured:
             }
             files[columns.TOKENS_FILE] = parquet.encoded(columns.TOKENS, table)
         if self._setup.requests.by_id:
-            files[sampling.FILE] = self._setup.requests.file()
+            files[FILE] = self._setup.requests.file()
         return files
 
 
@@ -91,7 +92,7 @@ def maker(setup: Setup, profiled: int = 0) -> Maker:
     """Return the maker of a run's server; `profiled` of its steps are profiled."""
 
     def measured(scenario: Scenario, loop: str, workload: Workload) -> Measured:
-        engine, device = build.engine(scenario, loop, workload, setup)
+        engine, device = built(scenario, loop, workload, setup)
         injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
         facts = {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
         profile = Profile(engine.record, profiled, depth(loop)) if profiled else None

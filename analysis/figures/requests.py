@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,10 +98,10 @@ def latency(
     simulated runs, the simulated ones are dashed.
     """
     mixed = len({measured[label] for label in requests}) > 1
-    styles = {label: series(index) for index, label in enumerate(requests)}
-    if mixed:
-        dashes = {True: "solid", False: "dashed"}
-        styles = {label: style._replace(dash=dashes[measured[label]]) for label, style in styles.items()}
+    styles = {
+        label: series(index)._replace(dash="solid" if measured[label] else "dashed") if mixed else series(index)
+        for index, label in enumerate(requests)
+    }
     samples: dict[str, dict[str, LatencySample]] = {}
     for key, _ in QUANTITIES:
         samples[key] = {label: _sample(frame, times[label], key) for label, frame in requests.items()}
@@ -114,7 +115,7 @@ def latency(
     caption += " Marks: p50, p95, p99 of all values, where there are enough."
     caption += " Solid: measured; dashed: simulated." if mixed else ""
     caption += " Black, dashed: the service level (SLO)." if limits else ""
-    if any(len(sample.values) > MOST_POINTS for own in samples.values() for sample in own.values()):
+    if any(len(sample.values) > MOST_POINTS for sample in chain.from_iterable(map(dict.values, samples.values()))):
         caption += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact."
     return Chart("latency", "Latency distributions", caption, panels, columns=2)
 

@@ -24,7 +24,7 @@ from cbsim.draw.chart import Chart, Level, Line, Mark, Panel, Points, Style, col
 from cbsim.draw.lane_chart import STEPS_SHOWN
 from cbsim.draw.report import Caveat, Report, Source
 from cbsim.metrics import bars
-from cbsim.metrics.bars import BARS, BOTH, Score
+from cbsim.metrics.bars import BARS, BOTH, Bar, Score
 from cbsim.scenario import documents
 
 DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
@@ -259,11 +259,13 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     beyond = sum(abs(dot.y) > EDGE for dot in dots)
     caption += f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""
     reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
-    names = [bar.label.removeprefix("async ").removeprefix("output ") for bar in BARS]
-    bounds = [f"±{bar.bound * 100:g}{'pt' if bar.points else '%'}" for bar in BARS]
-    categories = [f"{name} {bound}" for name, bound in zip(names, bounds, strict=True)]
-    panel = Panel(marks, "", "error / asked", categories=categories, y_range=(-reach, reach))
+    panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
+
+
+def _category(bar: Bar) -> str:
+    name = bar.label.removeprefix("async ").removeprefix("output ")
+    return f"{name} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
 
 
 def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
