@@ -86,21 +86,23 @@ class SarathiReplay(Replay):
             step = self.scheduler.attempt()
             plan = None if step.empty else self.scheduler.commit(step)
             yield self._schedule(plan)
-            if plan:
-                fruitless = 0
-                while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
-                    yield self._update()  # of batches that have left the pipeline by now
-                continue
-            fruitless += 1
+            fruitless = 0 if plan else fruitless + 1
             if fruitless == PATIENCE and not (self._in_flight or self._coming):
                 yield {"ev": "stuck", "t": self._now, **self._queues()}
                 break
-            if self._in_flight:
-                yield self._update()
-            elif self._coming and not self.scheduler.ignored:
-                self._skip()
+            yield from self._after(plan)
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "lost_outputs": self._lost}
         yield line | {"requests": self._stats, "free": self.scheduler.pool.free}
+
+    def _after(self, plan: StepPlan | None) -> Iterator[Line]:
+        """Yield updates of batches that have left the pipeline by now; without a plan, of the next, or skip ahead."""
+        if plan:
+            while self._in_flight and self._stages > 1 and self._in_flight[0].end <= self._now:
+                yield self._update()
+        elif self._in_flight:
+            yield self._update()
+        elif self._coming and not self.scheduler.ignored:
+            self._skip()
 
     def _skip(self) -> None:
         """Advance the clock to the next arrival."""

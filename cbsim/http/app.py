@@ -210,9 +210,6 @@ def openapi(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "cbsim", "version": version},
         "paths": paths,
-        "components": {
-            "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }

@@ -150,12 +150,8 @@ class Generating:
     async def _whole(self, answer: Answer, send: Send, gone: asyncio.Task[None]) -> None:
         texts: list[list[str]] = [[] for _ in answer.choices]
         unbounded = Messages(send)  # nothing is written before the end
-        await _all(
-            [
-                Delivery(choice, parts.extend, unbounded, self._round, self._settle).run()
-                for choice, parts in zip(answer.choices, texts, strict=True)
-            ]
-        )
+        pairs = zip(answer.choices, texts, strict=True)
+        await _all([Delivery(one, parts.extend, unbounded, self._round, self._settle).run() for one, parts in pairs])
         if gone.done():
             return
         if (error := answer.error) is not None:

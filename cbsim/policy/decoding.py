@@ -244,8 +244,7 @@ class Decoding:
         if plan.changes is not UNDISTURBED:
             self._grown, self.grown_blocks = [], []
             self._left, self.ended, self.preempted, self._replaced = [], [], [], []
-            if joined or ending:
-                self._move(joined, ending)
+            self._move(joined, ending)
         return plan
 
     def _changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:

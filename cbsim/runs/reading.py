@@ -65,13 +65,9 @@ def load(path: Path, *, whole: bool = True) -> Run:
         summary = read_json(path / "summary.json", RunError)
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RunError(
-            f"{path / 'summary.json'}: {parquet.other_version(version)}",
-            file=path / "summary.json",
-            field="schema_version",
-            value=version,
-            bound=str(SCHEMA_VERSION),
-        )
+        file, bound = path / "summary.json", str(SCHEMA_VERSION)
+        message = f"{file}: {parquet.other_version(version)}"
+        raise RunError(message, file=file, field="schema_version", value=version, bound=bound)
     if whole and not killed:
         steps = on_disk.read_steps(path / "steps.parquet", check=True)
         requests = on_disk.read_requests(path / "requests.parquet", len(steps))

@@ -31,14 +31,8 @@ TIMELINE = (0, 2000)  # steps
 BOTH = "figures/sync_above_async.png"
 TABLES = ("steps.parquet", "requests.parquet")
 OURS = (
-    "scenario.resolved.yaml",
-    "env.json",
-    *TABLES,
-    "summary.json",
-    "timeline.json.gz",
-    directory.MARKER,
-    optional_tables.TRANSFERS,
-    directory.TERMS,
+    *("scenario.resolved.yaml", "env.json", *TABLES, "summary.json", "timeline.json.gz"),
+    *(directory.MARKER, optional_tables.TRANSFERS, directory.TERMS),
 )
 
 

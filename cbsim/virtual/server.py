@@ -387,9 +387,8 @@ def client_of(argv: Sequence[str]) -> Client:
 
 def _called(name: str, function: Any) -> Client:
     """Return the function as a client, called with the address if it takes an argument. Raises ScenarioError."""
-    needed = [
-        p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     if len(needed) > 1:
         message = f"client: {name} takes {len(needed)} arguments, expected none or the address"
         raise ScenarioError(message, field="client")

@@ -184,9 +184,6 @@ def longest(point: Point) -> int:
     return point.prompt + point.output + (20 if point.prompt == point.output == 1024 else 200)
 
 
-# -- vLLM -------------------------------------------------------------------------------------------------------------
-
-
 def _vllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     del hardware
     scheduler: dict[str, Any] = {
@@ -216,9 +213,6 @@ def _rules(version: str) -> str:
     return "0.33" if tuple(numbers) >= NEW_RULES else "0.19"
 
 
-# -- TensorRT-LLM -----------------------------------------------------------------------------------------------------
-
-
 def _trtllm(point: Point, model: ModelShape, hardware: Hardware) -> Flags:
     scheduler: dict[str, Any] = {"name": "trtllm", "max_num_tokens": 16384 if point.inferencex else 8192}
     scheduler["max_seq_len"] = longest(point)
@@ -233,9 +227,6 @@ def _of_the_rest(model: ModelShape, hardware: Hardware, tensor: int, tokens: int
     """Return the share of the memory that weights, a step, and FREE_SHARE of the rest take."""
     taken = model.shard_bytes(tensor) + activation_bytes(model, tokens, requests) + VLLM_RUNTIME_BYTES
     return min(1.0, FREE_SHARE + (1 - FREE_SHARE) * taken / hardware.memory_bytes)
-
-
-# -- SGLang -----------------------------------------------------------------------------------------------------------
 
 
 def _sglang(point: Point, model: ModelShape, hardware: Hardware) -> Flags:

@@ -155,11 +155,8 @@ def classes(predicted: Sequence[Predicted]) -> list[tuple[Class, Group]]:
 def misses(judged: Class, group: Group) -> list[str]:
     """Return the strata whose signed median of TPOT is beyond the class's bound."""
     parts = [part for part in strata(group.predicted) if len(part.predicted) >= LEAST]
-    return [
-        f"{part.name}: {part.errors('tpot').median:+.1%}"
-        for part in parts
-        if abs(part.errors("tpot").median) > judged.stratum
-    ]
+    medians = [(part.name, part.errors("tpot").median) for part in parts]
+    return [f"{name}: {median:+.1%}" for name, median in medians if abs(median) > judged.stratum]
 
 
 def predict(
@@ -250,9 +247,8 @@ def score(
 ) -> tuple[list[Predicted], Counter[str]]:
     """Return the predictions, and the number of failed runs by reason."""
     predictions, failed = list[Predicted](), Counter[str]()
-    for built, means in zip(
-        buildable, predict([each.scenario for each in buildable], executor, store, progress), strict=True
-    ):
+    outcomes = predict([each.scenario for each in buildable], executor, store, progress)
+    for built, means in zip(buildable, outcomes, strict=True):
         if isinstance(means, str):
             failed[f"the run failed: {means}"] += 1
         else:

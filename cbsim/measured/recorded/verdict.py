@@ -159,11 +159,9 @@ def _findings(validation: Validation) -> list[str]:
 def _basis(validation: Validation) -> str:
     """Return a sentence on the sources of the replay's times, and on the fields changed by the user."""
     cost, workload = validation.scenario.cost, validation.scenario.workload
-    times = (
-        f"those of {'/'.join(Path(cost.path).parts[-4:])}"
-        if isinstance(cost, TableSettings)
-        else f"the cost model {cost.kind}'s"
-    )
+    times = f"the cost model {cost.kind}'s"
+    if isinstance(cost, TableSettings):
+        times = f"those of {'/'.join(Path(cost.path).parts[-4:])}"
     taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
     taken += ["the number of cache blocks"] if validation.source == "recorded" else []
     basis = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."

@@ -91,10 +91,8 @@ def _values(scored: Sequence[Scored]) -> Table:
 
 
 def _shown(number: Ranged) -> tuple[str, str, str]:
-    simulated, measured, low, high = (
-        f"{seconds * 1e3:,.1f}"
-        for seconds in (number.score.simulated_s, number.score.measured_s, number.low_s, number.high_s)
-    )
+    seconds = (number.score.simulated_s, number.score.measured_s, number.low_s, number.high_s)
+    simulated, measured, low, high = (f"{each * 1e3:,.1f}" for each in seconds)
     return simulated, measured, f"{low} to {high}" if low != high else ""
 
 
@@ -183,9 +181,8 @@ def _plain(number: Ranged, servers: int) -> dict[str, Any]:
 def _chart(scored: Sequence[Scored]) -> Chart:
     shown = (("ttft", "mean", "s"), ("ttft", "p95", "s"), ("tpot", "mean", "ms"), ("e2e", "mean", "s"))
     panels = [_panel(scored, *each) for each in shown]
-    caption = (
-        "A point is a run at one rate; on the line, simulated and measured are equal. Runs looked at are drawn, too."
-    )
+    caption = "A point is a run at one rate; on the line, simulated and measured are equal. "
+    caption += "Runs looked at are drawn, too."
     return Chart("runs", "Request logs: simulated against measured", caption, panels, columns=2)
 
 
