@@ -122,9 +122,8 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB (goal {MOST_MB:,})")
 
 
-def _in_fresh_process(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(printed(python(PROGRAM.format(case=name)), f"bench case {name}"))
-    return result
+def _in_fresh_process(name: str) -> Any:
+    return json.loads(printed(python(PROGRAM.format(case=name)), f"bench case {name}"))
 
 
 def python(program: str) -> list[str]:
@@ -185,5 +184,5 @@ def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tup
 def _line(name: str, result: dict[str, Any]) -> str:
     counts = f"{result['requests']:,} requests, {result['steps']:,} steps"
     rates = f"{result['steps_per_s']:,.0f} steps/s, {result['requests_per_s']:,.0f} requests/s"
-    which = f"{result['core']} core"
-    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; peak {result['peak_mb']:.0f} MB; {which}"
+    room = f"peak {result['peak_mb']:.0f} MB; {result['core']} core"
+    return f"{name:<15} {result['seconds']:6.2f} s  {counts}; {rates}; {room}"

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
-
 BLACK, GREY, PALE = "#222222", "#777777", "#EEEEEE"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"  # these and the next: Okabe and Ito
 ORANGE, RED, PINK, YELLOW = "#E69F00", "#D55E00", "#CC79A7", "#F0E442"

@@ -86,15 +86,13 @@ def lanes(
             share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
             title = f"{label}: GPU active {share}"
         panels.append(Panel(marks, scale.name, title=title, rows=rows, x_range=whole))
-    caption = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
+    which = "a few steps in the middle of each run"
+    if window is not None:
+        first, last = window[0], window[0] + window[1] - 1
+        which = f"step {first}" if first == last else f"the steps from {first} to {last}"
+    caption = f"CPU phases, copies and kernels of {which}, on one time axis; numbers are steps."
     caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
     return Chart("lanes", "CPU and GPU side by side", caption, panels, share_x=True)
-
-
-def _which(window: tuple[int, int] | None) -> str:
-    if window is None:
-        return "a few steps in the middle of each run"
-    return f"step {window[0]}" if window[1] == 1 else f"the steps from {window[0]} to {window[0] + window[1] - 1}"
 
 
 def _window(steps: Columns, window: tuple[int, int] | None) -> tuple[int, int] | None:

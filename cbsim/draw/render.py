@@ -159,7 +159,7 @@ def _draw(axis: Axes, mark: Mark, bars: Sequence[Bars]) -> None:
         case Cells():
             _cells(axis, mark)
         case Bars():
-            _bars(axis, mark, next(i for i, other in enumerate(bars) if other is mark), len(bars))
+            _bars(axis, mark, bars)
 
 
 def _scales(axis: Axes, panel: Panel) -> None:
@@ -243,8 +243,8 @@ def _cells(axis: Axes, mark: Cells) -> None:
             axis.text(column, row, _plain(label), ha="center", va="center", fontsize=7, color=colour)
 
 
-def _bars(axis: Axes, mark: Bars, index: int, count: int) -> None:
-    width = 0.8 / count
+def _bars(axis: Axes, mark: Bars, bars: Sequence[Bars]) -> None:
+    index, width = next(i for i, other in enumerate(bars) if other is mark), 0.8 / len(bars)
     places = mark.x - 0.4 + width * (index + 0.5)
     hatch = ("", "//", "..", "xx")[index % 4]
     looks: Any = {"color": mark.style.colour, "hatch": hatch, "edgecolor": "white", "label": _plain(mark.name) or None}

@@ -117,9 +117,10 @@ def _lines(report: Report) -> Iterator[str]:
     if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
         yield from table(_tiles(report.sources))
     if report.caveats is not None:
-        of = ((f"**{plain(each.run)}**: " if each.run else "", plain(each.reason)) for each in report.caveats)
-        reasons = [f"- {run}{reason}" for run, reason in of] or ["No caveat found."]
-        yield from ("## When not to trust this", "", *reasons, "")
+        reasons = [
+            f"- **{plain(it.run)}**: {plain(it.reason)}" if it.run else f"- {plain(it.reason)}" for it in report.caveats
+        ]
+        yield from ("## When not to trust this", "", *(reasons or ["No caveat found."]), "")
     if report.findings:
         yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
     for part in report.tables:

@@ -73,16 +73,12 @@ class Score:
         return isfinite(self.error) and abs(self.error) <= self.bar.bound
 
     @property
-    def decidable(self) -> bool:
-        """Whether the error is decided against the bound: False if it is beyond it by no more than the spread."""
-        return self.spread is None or not abs(self.error) <= self.bar.bound + self.spread
-
-    @property
     def verdict(self) -> str:
         """The verdict: `met`, `missed`, `undecided` (missed by no more than the spread) or `not asked`."""
         if not self.counts:
             return "not asked"
-        return "met" if self.met else "missed" if self.decidable else "undecided"
+        undecided = self.spread is not None and abs(self.error) <= self.bar.bound + self.spread
+        return "met" if self.met else "undecided" if undecided else "missed"
 
     def shown(self) -> tuple[str, str, str]:
         error = f"{self.error * 100:+z.2f} pt" if self.bar.points else f"{self.error:+z.1%}"

@@ -30,7 +30,6 @@ from ray import exceptions as gone
 ASK_S = 1.0  # the shortest time between two queries of the cluster's size
 DIED = (gone.WorkerCrashedError, gone.OutOfMemoryError)
 LOST = (gone.NodeDiedError, gone.LocalRayletDiedError, gone.ObjectLostError)
-Message = tuple[Any, ...]
 
 
 def work_there(code: str, key: str, packed: bytes) -> tuple[bool, Any]:
@@ -52,7 +51,7 @@ class Driver:
     """A bridge that submits tasks from the pipe to the cluster and queues the messages to send back; None ends them."""
 
     def __init__(self, code: str, pipe: Connection[Any, Any]) -> None:
-        self.out: SimpleQueue[Message | None] = SimpleQueue()
+        self.out: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._code, self._pipe = code, pipe
         self._work = ray.remote(max_retries=0, num_cpus=1)(work_there)
         self._cpus, self._asked_s = -1, -ASK_S
