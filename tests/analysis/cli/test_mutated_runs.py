@@ -85,7 +85,7 @@ def test_broken_runs_end_with_a_status_and_a_short_message(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit 0, 1 or 2, whoever reads them, and no number less than nothing."""
-    monkeypatch.setattr(render, "both", lambda chart: (b"", b""))
+    monkeypatch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
     run, seen = tmp_path / "run", dict[str, set[int]]()
     for case, rng in mutations.until(READ_S, CASES):
         shutil.rmtree(run, ignore_errors=True)
