@@ -19,7 +19,7 @@ import numpy as np
 import cbsim
 from cbsim.draw.chart import Chart, Line, Panel, series
 from cbsim.draw.markdown import Table
-from cbsim.stats import intervals, paired
+from cbsim.stats import intervals
 from reports import page
 
 RATES = (4, 8, 16, 24, 32, 40, 48, 64)
@@ -117,7 +117,7 @@ def tuned(name: str, loop: str, rate: float, requests: int = REQUESTS, jobs: int
     ours, theirs = ([slo(overrides, r) for r in replicates] for overrides in (chosen, usual))
     goodputs = [dict(enumerate(run["goodput_requests_per_s"] for run in of)) for of in (ours, theirs)]
     # Of all candidates against the defaults: the best one was chosen.
-    compared = paired.paired(*goodputs, intervals.each(CONFIDENCE, len(answer.candidates)))
+    compared = intervals.paired(*goodputs, intervals.each(CONFIDENCE, len(answer.candidates)))
     assert compared is not None
     return Best(
         name,

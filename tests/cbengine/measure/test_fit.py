@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch", reason="the engine needs torch")
+
 from cbengine.measure.calibrate import OUTLIER, SYSTEMATIC, Floats, fit, non_negative
 
 TRUE = np.array([2e6, 3e4, 800.0, 0.0, 5e3, 40.0])  # nanoseconds, as a calibration's terms; one of them costs nothing
