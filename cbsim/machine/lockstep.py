@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import simpy
 
-from cbsim.cost.table import TableCost
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Shape
 from cbsim.policy.loop import Scheduler
@@ -27,6 +26,13 @@ from cbsim.record.record import StepTimes
 from cbsim.runs.inbox import Inbox
 
 WAITING_WEIGHT = 4
+
+
+class WaveCost(Protocol):
+    """The time that a step of all ranks takes on the GPUs."""
+
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        """Return the kernels' ns: of the query tokens that each rank computes, those of `plans` first."""
 
 
 class _Launched(NamedTuple):
@@ -40,7 +46,7 @@ class _Launched(NamedTuple):
 class Lockstep:
     """A group of `ranks` GPUs that step together. Copies to and from the device take no time."""
 
-    def __init__(self, env: simpy.Environment, cost: TableCost, ranks: int) -> None:
+    def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int) -> None:
         self.env = env
         self.ranks = [Rank(self) for _ in range(ranks)]
         self._cost = cost
