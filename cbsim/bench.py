@@ -25,7 +25,7 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
 from cbsim.policy.value import running
 from cbsim.record import directory, timeline
-from cbsim.record.pieces import Pieces
+from cbsim.record.directory import Pieces
 from cbsim.record.tables import token_times
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios

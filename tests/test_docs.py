@@ -26,7 +26,7 @@ from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record import columns, optional_tables, parquet
 from cbsim.record.record import TransferLog
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.serving import PRESETS
+from cbsim.scenario.scenario import PRESETS
 from cbsim.schedulers.registry import OURS
 from reports import reference_tables
 from reports.reference_tables import COLUMNS, MARK

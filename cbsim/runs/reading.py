@@ -18,7 +18,7 @@ from cbsim.files import read_json, read_text
 from cbsim.metrics import metrics
 from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE
 from cbsim.metrics.terminal import lookup
-from cbsim.record import invariants, on_disk, parquet, pieces
+from cbsim.record import directory, invariants, parquet, tables
 from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
 from cbsim.record.optional_tables import Files
 from cbsim.record.record import STEP_COLUMNS
@@ -55,11 +55,11 @@ def load(path: Path, *, whole: bool = True) -> Run:
         raise RunError(f"{path}: no such run directory", file=path)
     marker = path / MARKER
     killed = marker.exists() and not (path / "summary.json").exists()
-    if killed and not pieces.any_piece(path):
+    if killed and not directory.any_piece(path):
         raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
     steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
     if killed:
-        steps, requests, terms = pieces.steps_so_far(path), pieces.requests_so_far(path), path / TERMS
+        steps, requests, terms = directory.steps_so_far(path), directory.requests_so_far(path), path / TERMS
         summary = _summary_so_far(terms, read_json(terms, RunError), requests, steps)
     else:
         summary = read_json(path / "summary.json", RunError)
@@ -69,8 +69,8 @@ def load(path: Path, *, whole: bool = True) -> Run:
         message = f"{file}: {parquet.other_version(version)}"
         raise RunError(message, file=file, field="schema_version", value=version, bound=bound)
     if whole and not killed:
-        steps = on_disk.read_steps(path / "steps.parquet", check=True)
-        requests = on_disk.read_requests(path / "requests.parquet", len(steps))
+        steps = tables.read_steps(path / "steps.parquet", check=True)
+        requests = tables.read_requests(path / "requests.parquet", len(steps))
     return Run(
         path,
         read_text(path / "scenario.resolved.yaml", RunError),

@@ -1,4 +1,4 @@
-"""The result of a run: its numbers, its tables, its picture, in memory or on disk as a run directory."""
+"""The result of a run: its numbers, its tables, its picture, in memory or as a run directory; and what limits the run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from cbsim.draw.lane_chart import lanes
@@ -19,8 +20,8 @@ from cbsim.metrics import catalogue, checks, coverage
 from cbsim.metrics.checks import Verdict
 from cbsim.record import columns, directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
-from cbsim.record.tables import Ints, Requests, RequestTable, Steps, token_times
-from cbsim.runs import binding, occupancy, reading
+from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
+from cbsim.runs import occupancy, reading
 from cbsim.runs.occupancy import Occupancy
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario, solved_lines
@@ -84,7 +85,7 @@ class Result:
     @property
     def binding(self) -> list[str]:
         """The resources that limit the run, with a remedy: a sentence or two."""
-        return binding.binding(self.scenario, self.loop, self.step_numbers, self._times)
+        return _binding(self.scenario, self.loop, self.step_numbers, self._times)
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -279,3 +280,78 @@ def _printed(results: Sequence[Result]) -> str:
     limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
     bound = [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
     return "\n".join([*filter(None, heading), "", table, "", *bound])
+
+
+# -- what binds --------------------------------------------------------------------------------------------------------
+
+
+# Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is
+# planned.
+WORK = ("schedule", "prepare", "launch", "update")  # phases in which the CPU works, without `await`
+SEEN = 0.1  # share of the time from which on something is reported to bind
+
+
+def _binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
+    """Return the resources that limit a run, a sentence each with the number that shows it and a remedy: why requests
+    wait (slots, the tokens of a step, the cache, or the arrivals), and what limits a step: the CPU, or the GPU's
+    bandwidth or arithmetic. Empty without rows.
+    """
+    if not steps["rows"].any():
+        return []
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    spans = np.diff(starts, append=ends[-1]).astype(np.float64)
+    shares = spans / max(spans.sum(), 1.0)
+    return [*_waits(scenario, loop, steps, shares, requests), _step(scenario, loop, steps, float(spans.sum()))]
+
+
+def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests: Requests) -> list[str]:
+    """Return why requests wait, or that none waits while requests are still arriving."""
+    waiting = steps["waiting"] > 0
+    waits = float(shares[waiting].sum())
+    if waits < SEEN:
+        span = steps["update_end_ns"][-1] - steps["schedule_start_ns"][0]
+        coming = float((requests.arrival_ns.max() - steps["schedule_start_ns"][0]) / max(span, 1))
+        times = f"requests wait {waits:.0%} of the time, the last comes at {coming:.0%}"
+        return [f"arrivals: {times}; it could serve more"] if coming > 0.5 else []
+    limits = scenario.options(loop).limits
+    slots, rows, budget = limits.slots or np.inf, limits.rows or np.inf, limits.tokens or np.inf
+    full = waiting & ((steps["running"] >= slots) | (steps["rows"] >= rows))
+    spent = waiting & ~full & (steps["tokens"] >= budget)
+    causes = {"seats": full, "tokens": spent, "cache": waiting & ~full & ~spent}
+    cause, share = max(
+        ((name, float(shares[limited].sum())) for name, limited in causes.items()), key=lambda pair: pair[1]
+    )
+    used = float(np.average(steps["used_blocks"], weights=shares))
+    if cause == "cache" and scenario.kind.padded:
+        cause, reason = "batch", "it has to end first; a scheduler that refills it would let them in"
+    elif cause == "seats":
+        reason = f"all {min(slots, rows):,.0f} are taken; more seats would let them in"
+    elif cause == "tokens":
+        reason = f"a step's {budget:,.0f} are used up; a larger budget would let them in"
+    else:
+        reason = f"{used:,.0f} blocks are in use and the next request does not fit; a larger cache would let it in"
+    return [f"{cause}: requests wait {waits:.0%} of the time, {share:.0%} because {reason}"]
+
+
+def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
+    """Return what limits a step. Arithmetic binds a GPU from that number of tokens on that it computes in the time of
+    reading the weights, both at peak rates.
+    """
+    ends, starts = steps["update_end_ns"][:-1], steps["schedule_start_ns"][1:]
+    idle = float(np.maximum(starts - ends, 0).sum()) / max(span_ns, 1.0)  # there was nothing to plan
+    compute = steps.lane("compute").astype(np.float64)
+    waits = 1 - idle - float(compute.sum()) / max(span_ns, 1.0)
+    if waits >= SEEN:
+        cure = "loop.mode: async would hide it"
+        if loop != "sync":
+            longer = sum(float(steps.lane(phase).sum()) for phase in WORK)
+            cure = "its work is longer than the GPU's"
+            if longer <= compute.sum():
+                cure = "its work is the shorter, but steps are launched late"
+        return f"CPU: the GPU has work and waits {waits:.0%} of the time for it; {cure}"
+    model, gpu = scenario.model, scenario.hardware
+    tokens = float((steps["padded_tokens"] * compute).sum() / max(compute.sum(), 1.0))
+    turn = getattr(gpu.flops, model.dtype) * model.weight_bytes / model.parameters / (2 * gpu.memory_bandwidth_bytes_s)
+    if tokens < turn:
+        return f"GPU bandwidth: {tokens:,.0f} tokens a step; up to {turn:,.0f}, more would hardly take longer"
+    return f"GPU arithmetic: {tokens:,.0f} tokens a step; from {turn:,.0f} on, more take longer"

@@ -14,7 +14,7 @@ from typing import Any
 
 from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, RunError, ServerError
 from cbsim.metrics import checks
-from cbsim.record import pieces, timeline
+from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import FAILED
 from cbsim.runs import running
@@ -112,7 +112,7 @@ class _Recorder:
         (low, high), writer = self._options.window, self._writer
         assert writer is not None
         if high <= steps < high + writer.group:
-            title, steps_by_now = f"{session.scenario.name} {session.loop}", pieces.steps_so_far(writer.path)
+            title, steps_by_now = f"{session.scenario.name} {session.loop}", directory.steps_so_far(writer.path)
             writer.file("timeline.json.gz", timeline.chrome_trace(steps_by_now, (low, high), title))
 
     def write(self, result: Result) -> Result:

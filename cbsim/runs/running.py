@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from cbsim.metrics import coverage, metrics
 from cbsim.record import directory, environment, optional_tables
-from cbsim.record.directory import RunWriter
-from cbsim.record.pieces import OnSteps, Pieces
+from cbsim.record.directory import OnSteps, Pieces, RunWriter
 from cbsim.record.record import Record
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios

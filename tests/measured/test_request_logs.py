@@ -16,8 +16,8 @@ from support.request_folders import PAIR, RUN
 from support.scoring import numbers
 
 from cbsim.measured.request_logs import log, replay
-from cbsim.measured.request_logs.deployments import BUILT, CALIBRATED, missing
 from cbsim.measured.request_logs.log import Key, Log, Start
+from cbsim.measured.request_logs.replay import BUILT, CALIBRATED, missing
 from cbsim.policy.request import RequestSpec
 
 S = 1_000_000_000

@@ -13,7 +13,7 @@ from support.written import scenario
 
 from cbsim.errors import RunError
 from cbsim.machine.simulate import Simulation
-from cbsim.record import directory, invariants, on_disk, record
+from cbsim.record import directory, invariants, record, tables
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import RequestRow
 from cbsim.record.tables import RequestTable, Steps
@@ -177,7 +177,7 @@ def test_long_tables_are_read_column_by_column(tmp_path: Path, monkeypatch: pyte
     """Beyond LARGE rows nothing but the columns asked for is read, and all says the same."""
     path = run(scenario(), "sync", tmp_path / "run", 7, pieces=True).path
     short = reading.load(path)
-    monkeypatch.setattr(on_disk, "LARGE", 3)
+    monkeypatch.setattr(tables, "LARGE", 3)
     long = reading.load(path)
     assert type(short.steps) is Steps is not type(long.steps)
     assert (long.steps.table == short.steps.table).all() and long.requests == short.requests

@@ -15,9 +15,8 @@ from cbsim.draw.report import Report
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded.score import METRICS
 from cbsim.measured.request_logs import log, replay
-from cbsim.measured.request_logs.deployments import BUILT, missing
 from cbsim.measured.request_logs.log import Log
-from cbsim.measured.request_logs.replay import DRAWS, Ranged, Scored
+from cbsim.measured.request_logs.replay import BUILT, DRAWS, Ranged, Scored, missing
 
 SHOWN = (("ttft", "mean"), ("ttft", "median"), ("ttft", "p95"), ("tpot", "mean"), ("tpot", "p95"), ("e2e", "mean"))
 CALIBRATED = "*"
