@@ -149,18 +149,13 @@ def _part(theirs: Line, ours: Line) -> Line:
 
 def _lines(replay: Replay, invariants: bool) -> Iterator[Line | Exception]:
     """Yield the replayed lines; an exception of the replay is yielded as the last one, since it is a finding, too."""
-    lines = replay.lines()
-    while True:
-        try:
-            line = next(lines)
+    try:
+        for line in replay.lines():
             if invariants:
                 replay.check()
-        except StopIteration:
-            return
-        except Exception as error:
-            yield error
-            return
-        yield line
+            yield line
+    except Exception as error:
+        yield error
 
 
 def _step(line: Line | None) -> int | None:

@@ -22,6 +22,7 @@ from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.schedulers.sglang.queue import Entry, Finishing, Prefill
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
 from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSettings
+from cbsim.workload import served
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
 OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # options that may be null
@@ -294,7 +295,7 @@ class SglangReplay(Replay):
         pool = self.scheduler.pool
         size, table = pool.block_size, pool.table(request)
         slots = [(table[i // size] + 1) * size + i % size for i in range(row.start, row.start + row.tokens)]
-        return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], _ranges_of(slots)]
+        return [row.spec.id, row.start, row.tokens, self._heard.row_of[request], served.runs(slots)]
 
     def _memory(self) -> Line:
         pool = self.scheduler.pool
@@ -339,18 +340,7 @@ class SglangReplay(Replay):
 
 
 def _ranges(pages: list[int], size: int) -> list[list[int]]:
-    return _ranges_of([(page + 1) * size + i for page in pages for i in range(size)])
-
-
-def _ranges_of(slots: list[int]) -> list[list[int]]:
-    """Return slots as ranges [first, count]."""
-    ranges: list[list[int]] = []
-    for slot in slots:
-        if ranges and sum(ranges[-1]) == slot:
-            ranges[-1][1] += 1
-        else:
-            ranges.append([slot, 1])
-    return ranges
+    return served.runs([(page + 1) * size + i for page in pages for i in range(size)])
 
 
 class Recorded:
@@ -369,20 +359,10 @@ class Recorded:
             output = output[: output.index(STOP_TOKEN) + 1]
         self.stops = not self.whole and STOP_TOKEN in output
         self.outputs: list[int] = output
-        tokens = [*prompt, *output]
-        most = max(1, self.max_new)
-        self.spec = RequestSpec(
-            index,
-            self.id,
-            self.arrival,
-            len(prompt),
-            min(most, max(1, len(output))) if self.stops else most,
-            most,
-            request.get("priority", 0) or 0,
-            keys.of(tokens),
-            1,
-            len(tokens),
-        )
+        tokens, most = [*prompt, *output], max(1, self.max_new)
+        lengths = len(prompt), min(most, max(1, len(output))) if self.stops else most, most
+        content = keys.of(tokens), 1, len(tokens)
+        self.spec = RequestSpec(index, self.id, self.arrival, *lengths, request.get("priority", 0) or 0, *content)
         self.stats: Line = {"first_step": None, "end_step": None, "reason": None, "n_out": 0}
         self.stats |= {"retractions": 0, "wasted": 0}
 

@@ -141,24 +141,17 @@ def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
     phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
-    gpu_active, bubble_s, step_time = _compute(steps, span_ns)
+    compute, ran = steps.lane("compute"), steps["rows"] > 0
     return {
-        "gpu_active": gpu_active,
-        "bubble_s": bubble_s,
+        "gpu_active": int(compute.sum()) / span_ns,
+        "bubble_s": _idle_ns(steps, np.flatnonzero(ran)) / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
-        "step_time_s": step_time,
+        "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
         **_held(steps, span_ns, total_blocks),
     }
-
-
-def _compute(steps: Steps, span_ns: int) -> tuple[float, float, dict[str, Any]]:
-    """Return the compute lane's share of the span, its seconds of bubbles, and the times of steps with rows."""
-    compute, ran = steps.lane("compute"), steps["rows"] > 0
-    active, bubble_s = int(compute.sum()) / span_ns, _idle_ns(steps, np.flatnonzero(ran)) / NS
-    return active, bubble_s, distribution(compute[ran] / NS)
 
 
 def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:

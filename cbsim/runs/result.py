@@ -1,4 +1,4 @@
-"""The result of a run: its numbers, its tables, its picture, in memory or as a run directory; and what limits the run."""
+"""The result of a run: its numbers, tables and picture, in memory or as a run directory; and what limits the run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MOST = 1 << 62
 def came(spec: RequestSpec) -> str:
     """Return the line of a request."""
     line = {name: getattr(spec, name) for name in SAME}
-    return json.dumps(line | {"block_tokens": spec.prefix_block_tokens, "prefix": _runs(spec.prefix)}) + "\n"
+    return json.dumps(line | {"block_tokens": spec.prefix_block_tokens, "prefix": runs(spec.prefix)}) + "\n"
 
 
 def left(spec: RequestSpec, at_ns: int) -> str:
@@ -138,11 +138,12 @@ class Left(Form):
     at_ns: Natural
 
 
-def _runs(ids: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
+def runs(ids: Sequence[int]) -> list[list[int]]:
+    """Return numbers as runs of consecutive ones, [first, count]."""
+    made: list[list[int]] = []
     for number in ids:
-        if runs and sum(runs[-1]) == number:
-            runs[-1][1] += 1
+        if made and sum(made[-1]) == number:
+            made[-1][1] += 1
         else:
-            runs.append([number, 1])
-    return runs
+            made.append([number, 1])
+    return made
