@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from support.helpers import step_plan
 
 from cbsim.machine.graphs import Graphs, Shape, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.simulate import graphs
 from cbsim.policy.captures import captured_sizes, up_to_multiple, up_to_power, vllm_sizes
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.runs.assemble import scheduler
+from cbsim.scenario.scenario import Scenario
 
 SPEC = RequestSpec(0, "0", 0, 4096, 8, 8)
 
@@ -65,11 +68,16 @@ def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) ->
     )
 
 
+@pytest.mark.parametrize("limits", [{"max_requests_per_batch": 100}, {"max_batch_tokens": 100}])
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 1), (3, 4), (33, 64), (65, 100)])
-def test_transformers_decodes_in_powers_of_two(tokens: int, bucket: int) -> None:
-    """The decode fast path: powers of two, at most the 100 requests that a batch may hold."""
-    rule = partial(transformers_bucket, 100, 4096, 65_536)
-    assert rule(plan(tokens, fast_decode=True)) == (bucket, ("decode", bucket))
+def test_transformers_decodes_in_powers_of_two(limits: dict[str, int], tokens: int, bucket: int) -> None:
+    """The decode fast path: powers of two, at most the 100 requests, or tokens, that a batch may hold."""
+    about = {"model": "llama-3.1-8b", "hardware": "a100-80gb", "cost": {"kind": "roofline"}}
+    settings = {"scheduler": {"name": "transformers_fifo", **limits}, "kv_cache": {"num_blocks": 256}}
+    workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
+    asked = Scenario.model_validate({"name": "graphs", "question": "?", "workload": workload, **about, **settings})
+    shape = graphs(asked, scheduler(asked, "async")).shape(plan(tokens, fast_decode=True))
+    assert (shape.tokens, shape.eager) == (bucket, False)
 
 
 @pytest.mark.parametrize(
