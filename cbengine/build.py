@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cbengine.batch import Batcher, Capacity, Load
-from cbengine.device.base import Clock, CpuClock, EngineDevice, Inline, Modelled, WallClock
+from cbengine.device.base import Clock, CpuClock, EngineDevice, Inline, Modelled
 from cbengine.device.cuda import Cuda
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
@@ -360,7 +360,7 @@ def assembled(
         check_windows(scenario)
     sizes = plan.capacity._replace(groups=policy.pool.groups)
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
-    clock = clock or (CpuClock() if setup.device == "modelled" else WallClock())
+    clock = clock or (CpuClock() if setup.device == "modelled" else Clock())
     made = device(scenario, loop, plan, setup, clock)
     batcher = Batcher(plan.capacity, padded=scenario.kind.padded, random=plan.random)
     extra = dict(setup.injected)

@@ -25,20 +25,10 @@ from cbsim.workload import requests
 NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is noticed
 
 
-class Clock(Protocol):
-    """A clock that counts nanoseconds since some moment."""
-
-    def now_ns(self) -> int: ...
-
-    def wait_until(self, at_ns: int) -> None:
-        """Return at `at_ns` or before."""
-
-    def work_until(self, at_ns: int) -> None:
-        """Keep the CPU busy until `at_ns`."""
-
-
-class WallClock:
-    """The machine's own clock."""
+class Clock:
+    """A clock that counts nanoseconds since some moment: the machine's own. `wait_until` returns at a time or before,
+    `work_until` keeps the CPU busy until then.
+    """
 
     now_ns = staticmethod(time.perf_counter_ns)
 
@@ -52,7 +42,7 @@ class WallClock:
             pass
 
 
-class CpuClock:
+class CpuClock(Clock):
     """A clock that advances only while this thread computes, and jumps over waits: other processes do not show."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cbengine.device.base import WallClock
+from cbengine.device.base import Clock
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence
 from cbsim.errors import ServerError
@@ -57,7 +57,7 @@ class Post:
         self._news.clear()
 
 
-class WokenClock(WallClock):
+class WokenClock(Clock):
     """A wall clock for an engine whose waits end when its post receives a message."""
 
     def __init__(self, post: Post) -> None:

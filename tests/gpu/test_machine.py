@@ -17,7 +17,7 @@ from support.engine.ragged import step
 
 from cbengine import build
 from cbengine.device import gpu
-from cbengine.device.cuda import captured, streams
+from cbengine.device.cuda import CudaMoves, captured, streams
 from cbengine.model.kvcache import Carrier, KvCache, host_tier
 from cbengine.model.ops import TorchOps
 from cbengine.model.weights import Architecture
@@ -139,8 +139,6 @@ def test_blocks_move_to_the_host_and_back(device: str) -> None:
 
 def move_beside_products(carrier: Any, out: tuple[int, ...], back: tuple[int, ...]) -> None:
     """Two jobs, the second behind the first, with the streams and events of a run; prints what each took."""
-    from cbengine.device.cuda_moves import CudaMoves
-
     compute, a = streams()[0], drawn("cuda", 4096, 4096)
     moves = CudaMoves(carrier, compute, overlap=True)
     torch.cuda.synchronize()  # what has been drawn, on another stream

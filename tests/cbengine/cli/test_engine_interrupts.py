@@ -22,7 +22,7 @@ from support.engine.calls import call, derived, refused, started
 from support.engine.served import LOOPS
 
 from cbengine import build
-from cbengine.device.base import WallClock
+from cbengine.device.base import Clock
 from cbsim.runs.progress import Progress
 
 
@@ -90,7 +90,7 @@ def test_an_interrupt_ends_a_run_after_a_step(
 
 def test_an_interrupt_is_heard_while_nothing_arrives(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request is two minutes away; the wait for it is cut into naps."""
-    monkeypatch.setattr(WallClock, "wait_until", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Clock, "wait_until", lambda *_: signal.raise_signal(signal.SIGINT))
     arrivals = ("--set", "workload.arrivals={kind: constant, rate_per_s: 0.008}")
     interrupted(call("replay", small, "--device", "inline", "--loop", "sync", *arrivals, "--out", out), out, "sync")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cbengine.device import cuda, cuda_moves, gpu
+from cbengine.device import cuda, gpu
 from cbengine.model.ops import Rows, TorchOps
 from cbsim.policy.groups import FULL, Attention
 
@@ -309,10 +309,10 @@ def ordered() -> Iterator[World]:
         patch.setattr(gpu, "facts", lambda: {"device": "a stand-in"})
         patch.setattr(Tensor, "numpy", numpy)
         cuda.streams.cache_clear()
-        cuda_moves.transfer_streams.cache_clear()
+        cuda.transfer_streams.cache_clear()
         try:
             with Noting(world):
                 yield world
         finally:
             cuda.streams.cache_clear()
-            cuda_moves.transfer_streams.cache_clear()
+            cuda.transfer_streams.cache_clear()
