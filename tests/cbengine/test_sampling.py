@@ -144,21 +144,6 @@ def test_the_largest_number_and_vocabulary_stay_in_range() -> None:
     assert 199_980 < drawn[1] < 200_000
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("how", [Sampling(), *HOWS], ids=str)
-def test_a_captured_graph_draws_the_same(how: Sampling) -> None:
-    logits = torch.randn((8, 32_000), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    drawn = numbers(8).cuda()
-    told = draws(drawn, [how] * 8)
-    eager = sampling.sample(logits, told)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sampling.sample(logits, told)
-    logits.copy_(logits.flip(0).clone()), drawn.copy_(drawn.flip(0).clone())
-    graph.replay()
-    assert torch.equal(captured, eager.flip(0))
-
-
 # -- rows with settings of their own ----------------------------------------------------------------------------------
 
 settings_of_rows = st.builds(

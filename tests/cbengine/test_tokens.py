@@ -7,7 +7,6 @@ a near tie. Sampled text is compared with that of a server with one seat.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,6 @@ from support.engine.served import (
     MS,
     PAGED,
     PROMPTS,
-    RESERVING,
     SCHEDULERS,
     Case,
     Run,
@@ -32,15 +30,11 @@ from support.engine.served import (
     shared,
     spec,
     transformers_model,
-    with_load,
 )
 
 from cbengine.build import Setup
 from cbengine.sampling import Sampling
 from cbsim.policy.request import RequestSpec
-from cbsim.runs import replan
-from cbsim.scenario import scenario
-from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 Specs = list[RequestSpec]
@@ -127,54 +121,6 @@ def test_contiguous_reservations(reserve: str, placement: str, loop: str) -> Non
     paged = Case(server("vllm", 4, 21, 64, 6, sharing=False), Workload(alike(6, 13, 7, apart_ns=3 * MS, most=20), 6))
     assert run.texts == paged.run(loop).texts
     assert int(run.steps["waiting"].max()) > 0
-
-
-# -- the plans of these runs ------------------------------------------------------------------------------------------
-
-POISSON = (
-    "workload.requests=14",
-    "workload.prompt_tokens={uniform: {low: 3, high: 30}}",
-    "workload.output_tokens={uniform: {low: 1, high: 20}}",
-    "workload.shared_prefix_tokens=9",
-    "workload.stop_early=true",
-    "workload.arrivals={kind: poisson, rate_per_s: 60}",
-)
-GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def check_replayed(run: Run, folder: Path) -> None:
-    """The same polls lead to the same plans, without a device or a clock."""
-    count = len(run.steps)
-    assert replan.rederive(run.written(folder)) == (count, count, None)
-    assert count > 15
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_plans_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path) -> None:
-    """A run on a device is replayed as a simulated one is, here with unforeseen ends in a cache that is too small."""
-    file = tmp_path / "asked.yaml"
-    file.write_text(scenario.dump(server(scheduler, 4, 16, 24, 5, sharing=True)))
-    given = scenario.load(file, POISSON)
-    run = Case(given, generators.build(given)).run(loop)
-    check_texts(run)
-    assert run.statuses["stop"] > 5
-    assert run.total("preempted") > 0 or scheduler in (*RESERVING, "sglang")  # which lets nobody in too early here
-    check_replayed(run, tmp_path)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_plans_with_cancellations_follow_from_the_record(scheduler: str, loop: str, tmp_path: Path) -> None:
-    """More than 10 of 29 clients give up, in every state that a request can be in. (What is said is of no interest
-    here: prompts of the recorded test repeat outputs that this model would not have chosen.)
-    """
-    sizes = server(scheduler, 4, 18, 16, 5, sharing=True)
-    given = with_load(sizes, kind="golden", path=str(GOLDEN / "vllm" / "workloads" / "p013.json.gz"))
-    run = Case(given, generators.build(given)).run(loop, tick_ns=100_000)
-    assert run.statuses["aborted"] > 10
-    assert run.total("wasted_rows") > 0 or loop == "sync"
-    check_replayed(run, tmp_path)
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""OpenAI's own clients, asynchronous and not, over a socket; and curl."""
+"""OpenAI's own clients, asynchronous and not, over a socket."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
-from support.endpoint_calls import embedded, events, listening, saying, scripted, text_of
+from support.endpoint_calls import embedded, listening, saying, scripted
 
 from cbsim.http.settings import VARIABLE, Settings, read_keys
 
@@ -52,14 +51,3 @@ async def test_the_synchronous_client() -> None:
     settings = Settings(keys=read_keys(environment={VARIABLE: "right"}))
     async with listening(scripted(saying(TEXT)), settings) as server:
         await asyncio.to_thread(call, server.address)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-async def test_curl() -> None:
-    async with listening(scripted(saying(TEXT))) as server:
-        curl = await asyncio.create_subprocess_exec(
-            *("curl", "-sN", "-m", "20", f"{server.address}/completions", "-H", "content-type: application/json"),
-            *("-d", '{"prompt": "x", "stream": true, "max_tokens": 99}'),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert text_of(events((await curl.communicate())[0])) == TEXT

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 transformers = pytest.importorskip("transformers", reason="the engine is compared with transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights are safetensors")
 
 from support.engine.peer_model import ARCHITECTURES, LLAMA, changed, to_transformers
-from support.engine.served import LOOPS, VOCAB, Run, asked, server, spec
+from support.engine.served import LOOPS, VOCAB, Run, asked, continuation, server, spec
 
 from cbengine import build
 from cbengine.build import Setup
@@ -313,44 +311,6 @@ def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
     load(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[str, Any]]:
-    folder = saved(tmp_path_factory.mktemp("spoilt"))
-    config = json.loads((folder / "config.json").read_text())
-    return folder, (folder / "model.safetensors").read_bytes(), config
-
-
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_a_file_cut_anywhere_is_refused(spoilt: tuple[Path, bytes, dict[str, Any]], share: float) -> None:
-    folder, content, config = spoilt
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(content[: int(share * len(content))])
-    with pytest.raises(WeightsError, match=r"model\.safetensors: cannot be read as safetensors: "):
-        load(folder)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@given(data=st.data(), value=JSON)
-def test_no_config_fails_but_with_a_named_error(
-    spoilt: tuple[Path, bytes, dict[str, Any]], data: st.DataObject, value: Any
-) -> None:
-    """Any field may be anything: the folder is read, or refused in our words."""
-    folder, content, config = spoilt
-    (folder / "model.safetensors").write_bytes(content)
-    field = data.draw(st.sampled_from([*config, "rope_scaling", "rope_theta", "quantization_config"]))
-    (folder / "config.json").write_text(json.dumps(config | {field: value}))
-    try:
-        load(folder)
-    except WeightsError as error:
-        assert str(error).startswith(str(folder))  # noqa: PT017
-
-
 # -- folders of each family -------------------------------------------------------------------------------------------
 
 
@@ -402,14 +362,6 @@ def model_of(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers says after a prompt, alone and greedily."""
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    said = model_of(folder).generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return list(said[0, len(prompt) :].tolist())
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_engine_says_what_generate_says(folder: Path, loop: str) -> None:
     """Chunks of at most 7 tokens beside rows that decode, in a cache that is too small for all but where blocks leave
@@ -421,7 +373,7 @@ def test_the_engine_says_what_generate_says(folder: Path, loop: str) -> None:
     run = Run(ready, loop, Workload(list(SPECS), len(SPECS)), setup)
     assert run.total("preempted") > 0 or not whole
     for one, text in run.engine.sequences.items():
-        assert text.outputs == generated(folder, text.prompt.tolist(), one.output_tokens), one.id
+        assert text.outputs == continuation(model_of(folder), text.prompt.tolist(), one.output_tokens), one.id
 
 
 def test_calibrations_of_models_without_biases_stay_valid() -> None:
