@@ -79,7 +79,7 @@ def sweep(
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
-    from cbsim.sweeps.executor import executor
+    from cbsim.sweeps.work import executor
 
     workers = executor(jobs, ray)
     return sweeps.Sweep(*sweep_file.load(source), Path(store)).run(workers)
@@ -103,8 +103,8 @@ def capacity(
     from contextlib import closing
 
     from cbsim.search import capacity, probe
-    from cbsim.sweeps.executor import executor
     from cbsim.sweeps.store import Runs, Store
+    from cbsim.sweeps.work import executor
 
     loaded = load(scenario)
     required = probe.terms(loaded, slo, goodput, **terms)
@@ -133,7 +133,7 @@ def tune(
     from cbsim.scenario.fields import check_strings
     from cbsim.search import tune as tuning
     from cbsim.search.racing import Goal
-    from cbsim.sweeps.executor import executor
+    from cbsim.sweeps.work import executor
 
     check_strings("slo", slo)
     check_strings("changes", changes)

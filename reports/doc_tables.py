@@ -12,7 +12,7 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.measured.points.score import CLASSES
 from cbsim.scenario import catalog, terms
 from reports import page

@@ -14,7 +14,7 @@ from typing import Any
 
 from cbsim.draw import render
 from cbsim.draw.chart import Chart
-from cbsim.draw.markdown import Table, table
+from cbsim.draw.report import Table, table
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"^<!-- ([\w-]+) -->\n(?:\n((?:\|.*\n)+))?", re.MULTILINE)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis.clients import files
-from analysis.clients.beside import beside
 from analysis.page import capacity_report, client_report, explorer, sweep_report, webpage
 from analysis.page import report as reports
 from analysis.page.explorer import Explorer
@@ -19,8 +18,7 @@ from analysis.statistics.trust import caveats
 from analysis.validation import cases, tally
 from analysis.validation import report as predictions
 from cbsim.draw import folder
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Caveat, Report
+from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import CHECK_FAILED, OK, UserError
 from cbsim.metrics.terminal import aligned
 
@@ -97,7 +95,7 @@ def client(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         folder.check(arguments.out)
     (run,) = loading.read([arguments.run])
-    made = client_report.build(run, [beside(run, files.client(file)) for file in arguments.files], arguments.line)
+    made = client_report.build(run, [files.client(file) for file in arguments.files], arguments.line)
     if arguments.out is not None:
         _write(made, arguments.out, quiet=arguments.json)
     if arguments.json:

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures import axis
-from analysis.figures.axis import Frames, longest, seconds, spread
-from analysis.statistics.thin import Ints, cdf, chosen
+from analysis.figures.axis import Frames, Ints, cdf, chosen, longest, seconds, spread
 from cbsim.draw import chart
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
 from cbsim.metrics import metrics

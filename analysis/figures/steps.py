@@ -8,8 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.axis import Frames, band, bubbles, longest, over_time, ran, seconds, spread, stack, thinned, valid
-from analysis.statistics.thin import Binned, chosen
+from analysis.figures.axis import (
+    Binned,
+    Frames,
+    band,
+    bubbles,
+    chosen,
+    longest,
+    over_time,
+    ran,
+    seconds,
+    spread,
+    stack,
+    thinned,
+    valid,
+)
 from cbsim.draw import chart
 from cbsim.draw.chart import Area, Chart, Columns, Floats, Level, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.errors import ScenarioError

@@ -15,8 +15,7 @@ from analysis.clients.files import checked
 from analysis.figures.axis import spread
 from cbsim.draw import chart
 from cbsim.draw.chart import Area, Chart, Level, Line, Mark, Panel, Points, Style, Whiskers, scale_of
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Caveat, Report
+from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
 from cbsim.files import read_json
 from cbsim.metrics import catalogue, checks

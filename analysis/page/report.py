@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis.figures import axis, curves, requests, side_by_side, steps
-from analysis.statistics import comparable, compare, landscape, pairing, sweeps, trust
+from analysis.figures import axis, requests, side_by_side, steps
+from analysis.statistics import compare, landscape, pairing, sweeps, trust
 from analysis.statistics.compare import MetricDifference
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Sweep
 from cbsim.draw import lane_chart
 from cbsim.draw.chart import Chart
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report, Source, Tile
+from cbsim.draw.report import Report, Source, Table, Tile
 from cbsim.metrics.catalogue import METRICS
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
@@ -83,7 +82,7 @@ def checked(runs: Sequence[LoadedRun]) -> Sweep | None:
     if len(runs) == 1:
         return None
     swept = sweeps.sweep(runs)
-    comparable.check(runs, swept=swept is not None)
+    compare.check(runs, swept=swept is not None)
     return swept
 
 
@@ -198,5 +197,5 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
         for name, summary in summaries.items()
         if "cost" in summary
     }
-    made = [curves.curves(sweep), side_by_side.pareto(groups)]
+    made = [side_by_side.curves(sweep), side_by_side.pareto(groups)]
     return [*made, side_by_side.cost(priced)] if priced else made

@@ -12,8 +12,7 @@ from analysis.figures import sweeps
 from analysis.statistics import sweep_table
 from analysis.statistics.sweep_table import Bools, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Caveat, Report
+from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric

@@ -22,8 +22,7 @@ from analysis.page.explorer import SCRIPTS, Explorer, embedded, file, template
 from cbsim.draw import folder
 from cbsim.draw import report as reports
 from cbsim.draw.chart import Chart, series
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Caveat, Report, Source, Tile
+from cbsim.draw.report import Caveat, Report, Source, Table, Tile
 
 MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded

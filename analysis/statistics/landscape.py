@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from analysis.statistics.loading import LoadedRun, flat
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup, shown
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.statistics import comparable, compare
+from analysis.statistics import compare
 from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text
 from analysis.statistics.loading import LoadedRun, flat
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.errors import RunError, ScenarioError, UserError
 from cbsim.record.record import LANES, PHASES
 from cbsim.runs import replan
@@ -58,7 +58,7 @@ def check(sim: LoadedRun, measured: LoadedRun) -> None:
             kind = "measured" if run.measured else "simulated"
             hint = "put the simulated run first" if sim.measured and not measured.measured else "use compare"
             raise NotAPair(f"{run.path}: is {kind}, expected a {expected} run; {hint}")
-    comparable.check((sim, measured))
+    compare.check((sim, measured))
 
 
 def errors(sim: LoadedRun, measured: LoadedRun) -> list[MetricDifference]:

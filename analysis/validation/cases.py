@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from analysis.clients.files import checked
-from analysis.statistics import comparable, loading, pairing
+from analysis.statistics import compare, loading, pairing
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import NotAPair, ReplayOutcome
 from cbsim.draw.report import Caveat
@@ -180,7 +180,7 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     for pair in loops.values():
         for run in pair.measured:
             pairing.check(pair.simulated, run)
-    comparable.check([pair.simulated for pair in loops.values()])
+    compare.check([pair.simulated for pair in loops.values()])
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
     case = ValidationCase(**about.model_dump(), loops=loops, scores=(), replays=replays)
     scores = bars.scores(case.simulated_summaries, case.measured_summaries, about.load)

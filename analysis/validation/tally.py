@@ -14,7 +14,7 @@ from analysis.statistics import pairing
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.pairing import Phase, ReplayOutcome
 from analysis.validation.cases import LOOPS, Pair, ValidationCase
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.metrics.bars import BARS, BOTH, SPEED_UP, Bar, Score
 from cbsim.record.record import LANES, PHASES
 

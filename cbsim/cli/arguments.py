@@ -63,20 +63,32 @@ def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]
     return parser
 
 
-def run_verb(program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence[str] | None) -> int:
-    """Parse `argv` (that of the process if None) and run the command; returns the exit status."""
+def run_verb(
+    program: str, parser: Parser, verbs: Sequence[Verb], argv: Sequence[str] | None, run_error: int = ERROR
+) -> int:
+    """Parse `argv` (that of the process if None) and run the command; returns the exit status. An error of user or
+    system is one message on stderr, never a traceback. `run_error` is the status of a RunError.
+    """
     parts = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(parts)
     arguments.line = shlex.join(["python", "-m", program, *parts])
     chosen = next(verb for verb in verbs if verb.name == arguments.command)
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
-    here = module or chosen.arguments.__module__
-
-    def act() -> int:
-        found = getattr(import_module(here), function, None)
-        return int((found or getattr(import_module(f"{program}.cli.commands"), function))(arguments))
-
-    return guarded(program, chosen.name, act)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+    try:
+        found = getattr(import_module(module or chosen.arguments.__module__), function, None)
+        code = int((found or getattr(import_module(f"{program}.cli.commands"), function))(arguments))
+        sys.stdout.flush()
+        return code
+    except (KeyboardInterrupt, Exception) as error:
+        known = _explained(error, chosen.name, run_error)
+        if known is None:
+            raise
+        message, status = known
+        if message:
+            print(f"{program}: {brief(message)}", file=sys.stderr)
+        return status
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,26 +109,6 @@ class Parser(argparse.ArgumentParser):
 def brief(message: str) -> str:
     """Return a message with words shortened that are too long to be typed or to be a path."""
     return re.sub(r"\S{1001,}", lambda word: f"{word[0][:40]}...", message)
-
-
-def guarded(program: str, command: str, act: Callable[[], int], run_error: int = ERROR) -> int:
-    """Return the exit status of `act`. An error of user or system is one message on stderr, never a traceback.
-    `run_error` is the status of a RunError.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
-    try:
-        code = act()
-        sys.stdout.flush()
-        return code
-    except (KeyboardInterrupt, Exception) as error:
-        known = _explained(error, command, run_error)
-        if known is None:
-            raise
-        message, status = known
-        if message:
-            print(f"{program}: {brief(message)}", file=sys.stderr)
-        return status
 
 
 def _explained(error: BaseException, command: str, run_error: int) -> tuple[str, int] | None:
@@ -205,7 +197,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change pa
 }
 
 
-def option(parser: argparse.ArgumentParser, like: str, name: str = "", **changes: Any) -> None:
+def option(parser: argparse._ActionsContainer, like: str, name: str = "", **changes: Any) -> None:
     """Add an argument of OPTIONS, or one like it called `name`, with `changes` to its declaration."""
     parser.add_argument(name or like, **OPTIONS[like] | changes)
 

@@ -27,14 +27,14 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
 
 def executor(arguments: argparse.Namespace) -> Executor:
     """Return the executor of runs: never this process, which a run may kill. Raises ScenarioError without a cluster."""
-    from cbsim.sweeps import executor as executors
+    from cbsim.sweeps import work
 
-    return executors.executor(arguments.jobs or os.cpu_count() or 1, arguments.ray, apart=True)
+    return work.executor(arguments.jobs or os.cpu_count() or 1, arguments.ray, apart=True)
 
 
 COMPARED = ("throughput", "ttft.p99", "tpot.p99")
 RATE = "workload.arrivals.rate_per_s"
-jobs = whole(1, 1024)  # processes: MOST_JOBS of cbsim.sweeps.executor, which is slow to import
+jobs = whole(1, 1024)  # processes: MOST_JOBS of cbsim.sweeps.work, which is slow to import
 
 
 def _cluster(value: str) -> str:

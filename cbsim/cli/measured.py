@@ -129,7 +129,7 @@ def calibrate_terms(arguments: argparse.Namespace) -> int:
     from cbsim.draw import folder
     from cbsim.measured.points import calibration, published
     from cbsim.scenario import terms
-    from cbsim.sweeps.executor import Processes
+    from cbsim.sweeps.work import Processes
 
     points = published.read(published.folder(arguments.data))
     folder.write(arguments.out, {})  # before the work, not after it

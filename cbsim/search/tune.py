@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cbsim.draw import report
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.scenario import documents

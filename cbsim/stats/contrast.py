@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.metrics.catalogue import Metric
 from cbsim.scenario.fields import near

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cbsim.draw.chart import BLUE, GREY, ORANGE, SKY, Chart, Line, Panel, Points, Style
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check

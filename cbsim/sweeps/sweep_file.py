@@ -31,14 +31,10 @@ Settings = Mapping[str, Any]  # dotted field -> value
 class Range(Frozen):
     """Numbers from `low` to `high`, both included where they are reached: with a `step`, or a `count` of them."""
 
-    low: Real
-    """The first value."""
-    high: Real
-    """No value is beyond it."""
-    step: Real | None = None
-    """What each is more than the one before."""
-    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
-    """How many values, at equal distances."""
+    low: Real  #: The first value.
+    high: Real  #: No value is beyond it.
+    step: Real | None = None  #: What each is more than the one before.
+    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None  #: How many values, at equal distances.
 
     @model_validator(mode="after")
     def _rises(self) -> Range:
@@ -54,14 +50,10 @@ class Range(Frozen):
 class LogRange(Frozen):
     """Numbers from `low` to `high` that multiply: by a `factor`, or a `count` of them at equal ratios."""
 
-    low: Annotated[Real, Field(gt=0)]
-    """The first value."""
-    high: Real
-    """No value is beyond it."""
-    factor: Real | None = None
-    """How many times the one before each is."""
-    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None
-    """How many values, at equal ratios."""
+    low: Annotated[Real, Field(gt=0)]  #: The first value.
+    high: Real  #: No value is beyond it.
+    factor: Real | None = None  #: How many times the one before each is.
+    count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None  #: How many values, at equal ratios.
 
     @model_validator(mode="after")
     def _rises(self) -> LogRange:
@@ -106,10 +98,8 @@ def _number(value: float) -> float:
 class Ranged(Frozen):
     """Values by a rule."""
 
-    range: Range | None = None
-    """At equal distances."""
-    log: LogRange | None = None
-    """At equal ratios."""
+    range: Range | None = None  #: At equal distances.
+    log: LogRange | None = None  #: At equal ratios.
 
     @model_validator(mode="after")
     def _has_a_rule(self) -> Ranged:
@@ -146,8 +136,7 @@ class Axis(Frozen):
 
     fields: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Dotted field: its values. Several fields advance together."""
-    points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()
-    """Each sets what it names."""
+    points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()  #: Each sets what it names.
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -216,8 +205,7 @@ class SweepFile(Frozen):
     """Names the table; the file's name by default."""
     scenario: Annotated[str | dict[str, Any], BeforeValidator(_scenario)]
     """A scenario's name, its file from this one's folder, or its fields."""
-    set: dict[str, Any] = Field(default_factory=dict)
-    """Fields that all points have otherwise than the scenario."""
+    set: dict[str, Any] = Field(default_factory=dict)  #: Fields that all points have otherwise than the scenario.
     axes: Annotated[tuple[Axis, ...], BeforeValidator(_axes, json_schema_input_type=Axis | tuple[Axis, ...])] = ()
     """Fields and their values: lists, `{range: {low, high, step}}`, `{log: {low, high, factor}}`, or with `count`.
     Axes multiply; in a list of axes the fields of one advance together; `{points: [...]}` names what no rule gives.

@@ -1,5 +1,5 @@
-"""The work of one point: a run, in any process of any machine, which returns the files of the run's directory; and an
-executor's retries when a process or machine dies.
+"""The work of one point: a run, in any process of any machine, which returns the files of the run's directory; and
+executors (this process, processes of this machine, or a Ray cluster) with their retries when a process or machine dies.
 
 At the start of a run the server is still empty, so the latencies of the first requests can be left out (`warmup`).
 """
@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from enum import Enum
 from functools import cache
 from itertools import islice
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.errors import DeadlockError, UserError
+from cbsim.errors import DeadlockError, ScenarioError, UserError
 from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
@@ -32,11 +39,13 @@ from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
+from cbsim.scenario.fields import shown
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
 
 BINDS = "binds.json"
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # to be run in the point's directory
+MOST_JOBS = 1024
 AHEAD = 2  # tasks submitted per process at most, so that no process waits for its next one
 MOST_LOST = 10
 DIED = "the process that worked on it died, twice: killed, or out of memory"
@@ -185,3 +194,86 @@ def without(result: Result, share: float, command: str) -> Result:
     summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
     environment = {**result.environment, "command": f"{command} --window {window_s[0]!r}:"}
     return replace(result, summary=summary, environment=environment)
+
+
+# -- executors --------------------------------------------------------------------------------------------------------
+
+
+class Here(Executor):
+    """An executor that runs the tasks one after the other in this process."""
+
+    about, room = "this process", 1
+
+    def give(self, task: Task) -> None:
+        self._task = task
+
+    def take(self) -> tuple[str, Made | Gone]:
+        return self._task.key, work(self._task)
+
+
+class Processes(Executor):
+    """A pool of `jobs` processes, each a fresh interpreter. When one dies, the whole pool is lost, and every task under
+    way is returned as not completed.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.about = f"{jobs} processes"
+        self.room = jobs * AHEAD
+        self._jobs = jobs
+        self._pool: ProcessPoolExecutor | None = None
+        self._flying: dict[Future[Made], tuple[str, ProcessPoolExecutor]] = {}
+
+    def give(self, task: Task) -> None:
+        """Submit a task, starting the pool if there is none."""
+        if self._pool is None:
+            spawned = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, spawned, initializer=_begin)
+        try:
+            future = self._pool.submit(work, task)
+        except BrokenProcessPool as error:
+            future = Future()
+            future.set_exception(error)
+        self._flying[future] = task.key, self._pool
+
+    def take(self) -> tuple[str, Made | Gone]:
+        """Wait for the next task that was completed or lost; close the pool if it is broken."""
+        done, _ = wait(self._flying, return_when=FIRST_COMPLETED)
+        future = done.pop()
+        key, pool = self._flying.pop(future)
+        try:
+            return key, future.result()
+        except BrokenProcessPool:
+            if pool is self._pool:
+                self.close()
+            return key, Gone.PROCESS
+
+    def close(self) -> None:
+        """Terminate the processes without waiting for their tasks."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            working = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in working:
+                process.terminate()
+
+
+def _begin() -> None:
+    """Initialise a worker process: it ignores SIGINT, which its parent handles, and exits when the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait_for([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def executor(jobs: int, ray: str | None = None, *, apart: bool = False) -> Executor:
+    """Return the executor for `jobs` processes, or for the Ray cluster at address `ray`. One job runs in this process,
+    unless `apart` requires another. Raises ScenarioError, RunError.
+    """
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or not 1 <= jobs <= MOST_JOBS:
+        bound = f"expected a whole number from 1 to {MOST_JOBS}"
+        raise ScenarioError(f"jobs: got {shown(jobs)}, {bound}", field="jobs", value=jobs, bound=bound)
+    if ray is not None:
+        from cbsim.sweeps.ray_cluster import RayCluster
+
+        return RayCluster(ray)
+    return Processes(jobs) if apart or jobs > 1 else Here()

@@ -16,7 +16,7 @@ from cbsim.cli.parser import main
 from cbsim.measured.points import build, calibration, published, score
 from cbsim.measured.points.calibration import Calibration, Prior
 from cbsim.scenario import catalog, terms
-from cbsim.sweeps.executor import Here
+from cbsim.sweeps.work import Here
 
 TRUTH = {"layer_s": 2e-5, "reduce_s@2": 4e-6, "reduce_s@4": 6e-6, "front_s": 0.02}
 PRIORS = {

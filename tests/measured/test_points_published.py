@@ -10,7 +10,7 @@ from support.reference import data
 
 from cbsim.measured.points import build, published, score
 from cbsim.scenario import catalog, terms
-from cbsim.sweeps.executor import Here
+from cbsim.sweeps.work import Here
 
 MEASURED = f"{published.FOLDER}/measured.csv.gz"
 

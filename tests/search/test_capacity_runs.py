@@ -17,9 +17,8 @@ from cbsim.search import capacity
 from cbsim.search import probe as terms
 from cbsim.search.probe import RATE
 from cbsim.sweeps import identity
-from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import Runs, Store
-from cbsim.sweeps.work import Made, Task, work
+from cbsim.sweeps.work import Here, Made, Task, work
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 

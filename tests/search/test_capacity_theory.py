@@ -30,8 +30,8 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.search import probe
 from cbsim.search.capacity import Capacity, search
 from cbsim.search.probe import RATE, Over
-from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import Run, Runs, Store
+from cbsim.sweeps.work import Here
 from cbsim.workload import generators
 from cbsim.workload.requests import Streams
 

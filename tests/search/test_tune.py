@@ -15,8 +15,8 @@ from cbsim.metrics.checks import objective, parse
 from cbsim.search import tune
 from cbsim.search.racing import Goal
 from cbsim.search.tune import Tuned
-from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import Progress
+from cbsim.sweeps.work import Here
 
 # -- knobs ------------------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,7 @@ from cbsim.draw.chart import (
     Style,
     series,
 )
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Caveat, Report, Source, Tile
+from cbsim.draw.report import Caveat, Report, Source, Table, Tile
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -16,9 +16,8 @@ from support.calls import environment
 from support.sweeping import seats
 
 from cbsim.sweeps import sweep_file
-from cbsim.sweeps.executor import Here, Processes
 from cbsim.sweeps.sweep import Sweep, Swept
-from cbsim.sweeps.work import DIED
+from cbsim.sweeps.work import DIED, Here, Processes
 
 
 def swept(path: Path, store: Path) -> Swept:

@@ -20,10 +20,9 @@ from support.calls import ROOT, SMALL, Said, call, process, refused
 
 from cbsim.errors import RunError
 from cbsim.sweeps import identity, ray_cluster, sweep_file
-from cbsim.sweeps.executor import Here
 from cbsim.sweeps.ray_cluster import RayCluster
 from cbsim.sweeps.sweep import Sweep
-from cbsim.sweeps.work import DIED, Made
+from cbsim.sweeps.work import DIED, Here, Made
 
 TRAPS = """
     def schedule(self) -> StepPlan | None:

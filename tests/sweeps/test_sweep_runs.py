@@ -18,10 +18,9 @@ from cbsim.metrics import catalogue
 from cbsim.scenario import documents
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
-from cbsim.sweeps.executor import Here
 from cbsim.sweeps.store import PART, STALE_S, Store
 from cbsim.sweeps.sweep import Shard, Sweep
-from cbsim.sweeps.work import Made
+from cbsim.sweeps.work import Here, Made
 
 
 def a_sweep(path: Path, store: Path, shard: Shard = (1, 1)) -> Sweep:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.measured.points import score
 from cbsim.measured.points.published import Point, measured
 from cbsim.measured.points.score import Class, Errors, Group, Predicted

@@ -10,8 +10,7 @@ import numpy as np
 
 from cbsim.draw.chart import BLUE, RED, Bars, Chart, Floats, Line, Panel, Style
 from cbsim.draw.chart import series as style
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.measured.recorded import case, score
 from cbsim.measured.recorded.case import Case
 from cbsim.measured.recorded.score import Ablated, MetricScore, Replayed, Series, Served, recorded, replay

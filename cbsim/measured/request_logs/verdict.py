@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from cbsim.draw.chart import GREY, Chart, Line, Panel, Points, Style, series
-from cbsim.draw.markdown import Table
-from cbsim.draw.report import Report
+from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded.score import METRICS
 from cbsim.measured.request_logs import log, replay

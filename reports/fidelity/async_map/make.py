@@ -17,7 +17,7 @@ import numpy as np
 
 import cbsim
 from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from reports import page
 
 MODELS: Mapping[str, int] = {  # name: GPUs that share its layers

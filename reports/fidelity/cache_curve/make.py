@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.metrics.terminal import aligned
 from cbsim.scenario import catalog
 from cbsim.workload import traces

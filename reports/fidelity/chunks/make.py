@@ -23,7 +23,7 @@ import numpy as np
 import cbsim
 from cbsim.cost.base import Cost
 from cbsim.draw.chart import BLACK, BLUE, GREEN, ORANGE, PINK, RED, Chart, Level, Line, Mark, Panel, Points, Style
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import assemble

@@ -14,7 +14,7 @@ import numpy as np
 
 import cbsim
 from cbsim.draw.chart import BLUE, GREY, ORANGE, PALE, PINK, RED, SKY, Chart, Panel, Spans, Style
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.runs.occupancy import Shares
 from reports import page
 

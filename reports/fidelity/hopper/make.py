@@ -16,7 +16,7 @@ import numpy as np
 import cbsim
 from cbsim.cost.kernels import Kernels
 from cbsim.draw.chart import BLACK, GREY, Chart, Floats, Level, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.policy.plan import StepCounts, StepPlan, StepWork
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import catalog

@@ -19,7 +19,7 @@ import numpy as np
 
 import cbsim
 from cbsim.draw.chart import Bars, Chart, Panel, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.schedulers import registry
 from reports import page
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cbsim.draw.chart import Bars, Chart, Panel, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.measured.recorded import case as cases
 from cbsim.measured.recorded.case import Case
 from cbsim.measured.recorded.score import NO_CPU, MetricScore, recorded, replay, scores

@@ -18,7 +18,7 @@ import numpy as np
 
 import cbsim
 from cbsim.draw.chart import Chart, Line, Panel, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.stats import intervals
 from reports import page
 

@@ -30,7 +30,7 @@ import numpy as np
 
 import cbsim
 from cbsim.draw.chart import BLACK, Chart, Line, Mark, Panel, Points, Style, series
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 from cbsim.scenario import shapes
 from reports import page
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from support.browser import report
 
-from cbsim.draw import markdown
 from cbsim.draw import report as reports
-from cbsim.draw.markdown import Table
+from cbsim.draw.report import Table
 
 
 @pytest.mark.parametrize("runs", [1, 2, 6])
@@ -32,7 +31,7 @@ def test_everything_of_a_report_is_in_it(runs: int) -> None:
 
 def test_a_bar_in_a_cell_splits_no_cell() -> None:
     """Markdown's cells end at a bar, so each is escaped; every row has as many cells as the header."""
-    lines = markdown.table(Table("t", ("a|b", "c"), [("x|y", "1"), ("z", "2")]))
+    lines = reports.table(Table("t", ("a|b", "c"), [("x|y", "1"), ("z", "2")]))
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines if line} == {3}
 
 
@@ -45,8 +44,8 @@ def test_no_text_is_taken_for_html(question: str) -> None:
 
 
 def test_a_fence_is_longer_than_what_it_holds() -> None:
-    assert markdown.fenced("yaml", "a: '````'") == ["`````yaml", "a: '````'", "`````"]
-    assert markdown.fenced("sh", "ls") == ["```sh", "ls", "```"]
+    assert reports.fenced("yaml", "a: '````'") == ["`````yaml", "a: '````'", "`````"]
+    assert reports.fenced("sh", "ls") == ["```sh", "ls", "```"]
 
 
 def test_what_no_run_has_of_its_own_is_left_out() -> None:

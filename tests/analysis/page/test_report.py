@@ -14,7 +14,7 @@ from support.scripts import script
 from analysis.cli import parser
 from analysis.page import report, webpage
 from analysis.statistics import loading
-from analysis.statistics.comparable import Incomparable
+from analysis.statistics.compare import Incomparable
 from cbsim.cli.parser import main
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.statistics import comparable
-from analysis.statistics.comparable import Incomparable
+from analysis.statistics import compare
+from analysis.statistics.compare import Incomparable
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main
 
@@ -25,16 +25,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
 
 
 def test_runs_of_one_workload_may_be_compared(runs: list[LoadedRun]) -> None:
-    comparable.check(runs[:2])
-    comparable.check(runs[:1])
-    comparable.check([])
-    assert comparable.same_workload(runs[:2])
+    compare.check(runs[:2])
+    compare.check(runs[:1])
+    compare.check([])
+    assert compare.same_workload(runs[:2])
 
 
 def test_another_workload_is_refused_with_the_fields_that_differ(runs: list[LoadedRun]) -> None:
-    assert not comparable.same_workload(runs)
+    assert not compare.same_workload(runs)
     with pytest.raises(Incomparable) as caught:
-        comparable.check(runs)
+        compare.check(runs)
     text = str(caught.value)
     assert runs[0].label in text
     assert runs[2].label in text
@@ -48,7 +48,7 @@ def test_all_reasons_are_said_at_once(runs: list[LoadedRun]) -> None:
         runs[1], incomplete="interrupted, after 7 steps", summary={**runs[1].summary, "window_s": [2.0, None]}
     )
     with pytest.raises(Incomparable) as caught:
-        comparable.check([runs[0], cut, runs[2]])
+        compare.check([runs[0], cut, runs[2]])
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
     assert any("interrupted, after 7 steps" in line and str(cut.path) in line for line in lines)
@@ -59,16 +59,16 @@ def test_all_reasons_are_said_at_once(runs: list[LoadedRun]) -> None:
 def test_what_is_counted_otherwise_is_refused(runs: list[LoadedRun], key: str) -> None:
     other = replace(runs[1], summary={**runs[1].summary, key: "other"})
     with pytest.raises(Incomparable, match=f"{key} is .* and other"):
-        comparable.check([runs[0], other])
+        compare.check([runs[0], other])
 
 
 def test_a_run_that_does_not_say_its_workload_is_not_taken_for_the_same(runs: list[LoadedRun]) -> None:
     unknown = [replace(run, environment={**run.environment, "workload_hash": None}) for run in runs[:2]]
     with pytest.raises(Incomparable, match="no workload_hash"):
-        comparable.check(unknown)
+        compare.check(unknown)
 
 
 def test_equal_fields_with_another_hash_point_to_data_or_code(runs: list[LoadedRun]) -> None:
     changed = replace(runs[1], environment={**runs[1].environment, "workload_hash": "0" * 64})
     with pytest.raises(Incomparable, match="the data that it was made from or the code"):
-        comparable.check([runs[0], changed])
+        compare.check([runs[0], changed])

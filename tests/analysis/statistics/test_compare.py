@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis.statistics import compare, intervals
-from analysis.statistics.comparable import Incomparable
-from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, MetricDifference
+from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, Incomparable, MetricDifference
 from analysis.statistics.intervals import Interval
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.cli.parser import main

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from analysis.statistics import condition, pairing
-from analysis.statistics.comparable import Incomparable
+from analysis.statistics.compare import Incomparable
 from analysis.statistics.loading import LoadedRun, read
 from analysis.statistics.pairing import NotAPair
 from cbsim.cli.parser import main

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.statistics.thin import binned, cdf, chosen, filled
+from analysis.figures.axis import binned, cdf, chosen, filled
 
 PIECES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(-50, 50)), max_size=60)
 

@@ -12,7 +12,7 @@ import pytest
 from support.validations import case, edited, put
 
 from analysis.cli import parser
-from analysis.statistics.comparable import Incomparable
+from analysis.statistics.compare import Incomparable
 from analysis.statistics.pairing import NotAPair
 from analysis.validation import cases
 from cbsim.errors import RunError
