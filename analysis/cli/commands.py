@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis.clients import files
-from analysis.page import capacity_report, client_report, explorer, sweep_report, webpage
+from analysis.page import capacity_report, client_report, sweep_report, webpage
 from analysis.page import report as reports
-from analysis.page.explorer import Explorer
-from analysis.statistics import condition, loading, sweep_table
+from analysis.page.webpage import Explorer
+from analysis.statistics import compare as comparing
+from analysis.statistics import loading, sweep_table
 from analysis.statistics.trust import caveats
 from analysis.validation import cases, tally
 from analysis.validation import report as predictions
-from cbsim.draw import folder
+from cbsim.cli.arguments import check_out
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import CHECK_FAILED, OK, UserError
 from cbsim.metrics.terminal import aligned
@@ -30,13 +31,12 @@ def report(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out is None and kind != "runs":
         out = path / "report" if kind == "predictions" else path.with_suffix("")
-    if out is not None:
-        folder.check(out)
+    check_out(out)
     status, steered = OK, None
     if kind == "sweep":
         table = sweep_table.read(path)
         shown = sweep_report.look(table, arguments.metric, arguments.slo, arguments.x)
-        made, steered = sweep_report.build(table, shown, arguments.line), explorer.explorer(table, shown)
+        made, steered = sweep_report.build(table, shown, arguments.line), sweep_report.explorer(table, shown)
     elif kind == "capacity":
         made = capacity_report.build(capacity_report.read(path), arguments.line)
     elif kind == "predictions":
@@ -75,16 +75,15 @@ def _check_options(arguments: argparse.Namespace, kind: str) -> None:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the errors of a simulated run against a measured one; of any other two, how the second differs."""
-    conditions = [condition.parse(rule) for rule in arguments.fail_if]
-    if arguments.out is not None:
-        folder.check(arguments.out)
+    conditions = [comparing.parse(rule) for rule in arguments.fail_if]
+    check_out(arguments.out)
     runs = loading.read([arguments.first, arguments.second])
     compared = reports.compared(runs, everything=arguments.all)
     if arguments.out is not None:
         _write(reports.build(runs, arguments.line), arguments.out)
     print("".join(f"{name:<9}  {run.path}\n" for name, run in compared.named.items()))
     _print(compared.tables, compared.findings, caveats(runs))
-    verdicts = [condition.verdict(each, compared.differences, sure=arguments.sure) for each in conditions]
+    verdicts = [comparing.judged(each, compared.differences, sure=arguments.sure) for each in conditions]
     for _, line in verdicts:
         print(line)
     return CHECK_FAILED if any(failed for failed, _ in verdicts) else OK
@@ -92,8 +91,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def client(arguments: argparse.Namespace) -> int:
     """Print what clients measured beside what their server did."""
-    if arguments.out is not None:
-        folder.check(arguments.out)
+    check_out(arguments.out)
     (run,) = loading.read([arguments.run])
     made = client_report.build(run, [files.client(file) for file in arguments.files], arguments.line)
     if arguments.out is not None:

@@ -263,7 +263,9 @@ def _markers(
     few = len(places) <= MOST_LABELLED and len(rest) == 1
     labels = [places.label(int(at), rest).rpartition(" = ")[2] for at in np.flatnonzero(good)] if few else ()
     x, y = _at(compared, good, scales)
-    sure = good & _uncertain(compared)
+    sure = good.copy()
+    if int((compared.known & compared.met & ~compared.dominated).sum()) > MOST_WHISKERS:
+        sure &= np.isin(np.arange(len(good)), compared.best)
     wide, high = (np.isfinite(means.half) & sure for means in (compared.x, compared.y))
     mixed = (round(part + (255 - part) * PALE) for part in style.rgb)  # with white
     faint = style._replace(colour="#" + "".join(f"{part:02X}" for part in mixed))
@@ -273,16 +275,6 @@ def _markers(
         Whiskers("", *_reach(compared.x, compared.y, high, scales), style),
         Points(name, x, y, style, labels=labels),
     ]
-
-
-def _uncertain(compared: TradeOff) -> Bools:
-    """Return the places whose intervals are drawn: if they are many, only the best ones'."""
-    shown = compared.known & compared.met & ~compared.dominated
-    if int(shown.sum()) <= MOST_WHISKERS:
-        return shown
-    best = np.zeros(len(shown), dtype=bool)
-    best[compared.best] = True
-    return best
 
 
 def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Scale]) -> tuple[Floats, Floats, Floats]:

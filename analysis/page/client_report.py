@@ -206,7 +206,7 @@ def build(run: LoadedRun, clients: Sequence[Client], command: str) -> Report:
         tables=[table for each in compared for table in tables(each)],
         charts=[chart for number, each in enumerate(compared, 1) for chart in charts(each, number)],
         command=command,
-        data={"clients": facts(run, compared)},
+        data={"clients": {"session": run.path.name, "time_scale": scale(run), "files": list(map(_facts, compared))}},
     )
 
 
@@ -279,12 +279,8 @@ def _lag(run: LoadedRun) -> list[Caveat]:
     return [Caveat("lag", run.label, reason)]
 
 
-def facts(run: LoadedRun, compared: Sequence[Beside]) -> dict[str, Any]:
-    """Return the comparison in the form of the JSON: times in the client's seconds, null for unknown values."""
-    return {"session": run.path.name, "time_scale": scale(run), "files": [_facts(each) for each in compared]}
-
-
 def _facts(compared: Beside) -> dict[str, Any]:
+    """Return a comparison in the form of the JSON: times in the client's seconds, null for unknown values."""
     client = compared.client
     return {
         "file": client.path.name,
@@ -337,7 +333,12 @@ def charts(compared: Beside, number: int) -> list[Chart]:
     caption = f"Share of values up to x, in seconds of the client. {compared.client.tool} lists "
     caption += "each request." if compared.client.requests is not None else "no requests: its percentiles are marked."
     made = [Chart(f"client-{number}", f"{compared.client.path.name}: client and server", caption, panels, columns=2)]
-    apart = [_apart(measure) for measure in compared.measures.values() if len(measure.apart_s)]
+    apart = []
+    for measure in (each for each in compared.measures.values() if len(each.apart_s)):
+        drawn = unit(float(np.abs(measure.apart_s).max()))
+        zero = Edge("", 0.0, Style(BLACK, "dashed"))
+        marks: list[Mark] = [zero, _curve("client - server", measure.apart_s, None, drawn, APART)]
+        apart.append(Panel(marks, drawn.name, "share", MEASURES[measure.name], y_range=(0.0, 1.03)))
     if apart:
         caption = f"The client's value less the server's, of {compared.pairs:,} requests paired by "
         caption += f"{compared.paired_by}."
@@ -366,12 +367,3 @@ def _distributions(compared: Beside, measure: Measure) -> Panel:
 def _curve(name: str, values: Floats, counts: Ints | None, drawn: Unit, style: Style) -> Line:
     x, share = cdf(values, counts)
     return Line(name, np.append(x[:1], x) / drawn.seconds, np.append(0.0, share), style, step=True)
-
-
-def _apart(measure: Measure) -> Panel:
-    drawn = unit(float(np.abs(measure.apart_s).max()))
-    marks: list[Mark] = [
-        Edge("", 0.0, Style(BLACK, "dashed")),
-        _curve("client - server", measure.apart_s, None, drawn, APART),
-    ]
-    return Panel(marks, drawn.name, "share", MEASURES[measure.name], y_range=(0.0, 1.03))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from analysis.figures import axis, requests, side_by_side, steps
-from analysis.statistics import compare, landscape, pairing, sweeps, trust
+from analysis.statistics import compare, pairing, sweeps, trust
 from analysis.statistics.compare import MetricDifference
+from analysis.statistics.labels import numbered
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Sweep
 from cbsim.draw import lane_chart
@@ -57,14 +58,16 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
 
 def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Report:
     """Return the report of runs of one workload, or of a sweep; without figures unless `draw`. Raises Incomparable."""
-    swept = checked(runs)
+    swept = sweeps.sweep(runs) if len(runs) > 1 else None
+    if len(runs) > 1:
+        compare.check(runs, swept=swept is not None)
     both = compared(runs) if len(runs) == 2 else None
     title = ", ".join(dict.fromkeys(run.name for run in runs))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
     if swept is not None:
         findings = sweeps.findings(swept)
     else:
-        findings = list(both.findings) if both else landscape.findings(runs) if len(runs) > 2 else []
+        findings = list(both.findings) if both else side_by_side.findings(runs) if len(runs) > 2 else []
     return Report(
         title=f"{title}: {swept.field} from {swept.values[0]:g} to {swept.values[-1]:g}" if swept else title,
         question=questions[0] if len(questions) == 1 else "",
@@ -75,15 +78,6 @@ def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Repo
         charts=charts(runs, swept) if draw else (),
         command=command,
     )
-
-
-def checked(runs: Sequence[LoadedRun]) -> Sweep | None:
-    """Return the sweep that the runs form, if any. Raises Incomparable if their numbers must not be compared."""
-    if len(runs) == 1:
-        return None
-    swept = sweeps.sweep(runs)
-    compare.check(runs, swept=swept is not None)
-    return swept
 
 
 def source(run: LoadedRun, first: LoadedRun) -> Source:
@@ -122,23 +116,26 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
 
 def tables(runs: Sequence[LoadedRun], *, by_rate: bool) -> list[Table]:
     """Return a table of the runs, best first; the main numbers of few."""
-    made = [landscape.landscape(runs, by_rate=by_rate)] if len(runs) > 2 else []
-    return [*made, all_numbers(runs)] if len(runs) <= MOST_IN_DETAIL else made
-
-
-def all_numbers(runs: Sequence[LoadedRun]) -> Table:
-    """Return the main numbers of every run."""
+    made = [side_by_side.table(runs, by_rate=by_rate)] if len(runs) > 2 else []
+    if len(runs) > MOST_IN_DETAIL:
+        return made
     rows = []
     for metric in METRICS.values():
         values = [lookup(run.summary, metric.name) for run in runs] if metric.listed else []
         if any(value is not None for value in values):
             rows.append((metric.label, *map(metric.shown, values)))
-    return Table("All numbers", ("", *(run.label for run in runs)), rows, "As summary.json of each run has them.")
+    header = ("", *(run.label for run in runs))
+    return [*made, Table("All numbers", header, rows, "As summary.json of each run has them.")]
 
 
 def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
-    """Return the figures in the order in which practitioners look at them."""
-    made = sweep_charts(swept) if swept is not None else _several(runs) if len(runs) > 2 else []
+    """Return the figures in the order in which practitioners look at them: those of a sweep, or of runs side by side
+    and the trade-off between GPU and user; then those of steps and requests.
+    """
+    made = sweep_charts(swept) if swept is not None else []
+    if swept is None and len(runs) > 2:
+        summaries = {run.label: {run.label: run.summary} for run in runs}
+        made = [side_by_side.side_by_side(runs), side_by_side.pareto(summaries)]
     if len(runs) > MOST_LINES:
         return made
     if swept is not None or len(runs) > MOST_IN_DETAIL:
@@ -179,23 +176,13 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     return [*charts, *([side_by_side.cost(summaries)] if priced else [])]
 
 
-def _several(runs: Sequence[LoadedRun]) -> list[Chart]:
-    """Draw runs of one workload: their numbers side by side, and the trade-off between GPU and user."""
-    return [side_by_side.side_by_side(runs), side_by_side.pareto({run.label: {run.label: run.summary} for run in runs})]
-
-
 def sweep_charts(sweep: Sweep) -> list[Chart]:
     """Draw a sweep: trade-off, curves, and cost if there is a price."""
-    groups = {}
+    groups: dict[str, dict[str, Mapping[str, Any]]] = {}
+    priced: dict[str, Mapping[str, Any]] = {}
     for group in sweep.groups:
-        names = [f"{value:g}" for value in group.values]
-        names = [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+        names = numbered([f"{value:g}" for value in group.values])
         groups[group.label] = {name: run.summary for name, run in zip(names, group.runs, strict=True)}
-    priced = {
-        f"{label} {name}": summary
-        for label, summaries in groups.items()
-        for name, summary in summaries.items()
-        if "cost" in summary
-    }
+        priced |= {f"{group.label} {name}": each for name, each in groups[group.label].items() if "cost" in each}
     made = [side_by_side.curves(sweep), side_by_side.pareto(groups)]
     return [*made, side_by_side.cost(priced)] if priced else made

@@ -1,17 +1,28 @@
-"""The report of a sweep's table: completed and failed points, the best places, and the most useful figures."""
+"""The report of a sweep's table: completed and failed points, the best places, and the most useful figures. In its
+page every axis and metric can be chosen, and templates/charts.js draws.
+
+All points are in the page once, as columns of 32-bit floats: the codes of their values on each axis, of the seed and of
+the status, then the metrics. The page therefore shows seven digits of a number.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from html import escape
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from analysis.figures import sweeps
+from analysis.page.webpage import Explorer, embedded, template
 from analysis.statistics import sweep_table
-from analysis.statistics.sweep_table import Bools, Means, Places, SweepTable, View
-from cbsim.draw.chart import Chart
+from analysis.statistics.sweep_table import Axis, Bools, Means, Places, SweepTable, View
+from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
 from cbsim.metrics import catalogue, checks
@@ -173,3 +184,90 @@ def _numbers(table: SweepTable, shown: Look) -> list[Table]:
         rows.append((places.label(at) or table.name, f"{runs}", *cells))
     note = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
     return [Table("Places", ("place", "runs", *(metric.label for metric in metrics)), rows, note)]
+
+
+# -- the interactive part of the page ---------------------------------------------------------------------------------
+
+MOST_DEGREES = 200  # degrees of freedom with a factor of Student's t in the page; beyond, it goes on to the normal one
+STYLES = 28
+MOST_LISTED = 500  # points that are not done
+FIGURES = (
+    ("curves", "Along an axis", "How a metric changes along an axis, a line for each value of another"),
+    ("heat_map", "Over two axes", "A metric over two axes, as coloured cells"),
+    ("pareto", "Two metrics against each other", "Two metrics against each other, a marker a place"),
+)
+
+
+def explorer(table: SweepTable, shown: Look) -> Explorer:
+    """Return the explorer of a table, with the choices that it opens with."""
+    figures = [figure for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1]
+    section = "".join(_figure(*figure, table) for figure in figures) + _listed(table)
+    columns = [*(axis.codes for axis in table.axes), table.seeds, table.status, *table.metrics.values()]
+    values = np.stack([np.asarray(column, dtype="<f4") for column in columns])
+    packed = base64.b64encode(gzip.compress(values.tobytes(), 6, mtime=0)).decode()
+    settings = _settings(table, shown)
+    section += f'<script type="application/json" id="settings">{embedded(settings)}</script>'
+    return Explorer(f'{section}<script type="application/octet-stream" id="columns">{packed}</script>', settings)
+
+
+def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
+    degrees = range(1, min(MOST_DEGREES, max(len(table) - 1, 1)) + 1)
+    names = {axis.name: at for at, axis in enumerate(table.axes)}
+    start: dict[str, Any] = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
+    start |= {"series": [names[axis.name] for axis in shown.view.series], "pareto": shown.pareto}
+    start |= {"cells": [names[axis.name] for axis in sweep_table.longest_two(table.axes)]}
+    return {
+        "rows": len(table),
+        "axes": [_axis(axis) for axis in table.axes],
+        "metrics": [_metric(name) for name in table.metrics],
+        "main": list(dict.fromkeys((*shown.metrics, *shown.pareto))),
+        "constants": [f"{name} = {value}" for name, value in table.constants.items()],
+        "slo": [{"text": limit.rule, **asdict(limit)} for limit in shown.limits],
+        "done": sweep_table.STATUSES.index(sweep_table.DONE),
+        "student": [sweep_table.student(count + 1) for count in degrees],
+        "normal": NormalDist().inv_cdf((1 + sweep_table.CONFIDENCE) / 2),
+        "styles": [series(index) for index in range(STYLES)],
+        "start": start,
+    }
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    made = {"name": axis.name, "short": axis.short, "labels": axis.labels, "middle": sweep_table.middle(axis)}
+    if axis.numbers is None:
+        return made | {"numbers": None, "log": False, "ticks": []}
+    return made | {
+        "numbers": axis.numbers.tolist(),
+        "log": sweeps.log_spaced(axis.numbers),
+        "ticks": sweeps.ticks(axis.numbers),
+    }
+
+
+def _metric(name: str) -> dict[str, Any]:
+    what = catalogue.metric(name)
+    return {"name": name, "label": what.label, "unit": what.form, "sign": what.sign}
+
+
+def _figure(key: str, title: str, caption: str, table: SweepTable) -> str:
+    parts = {"key": key, "title": title, "caption": caption, "table": table.name}
+    return template("explored.html", {name: escape(part) for name, part in parts.items()})
+
+
+def _listed(table: SweepTable) -> str:
+    """Return a folded list of every point that is not done."""
+    rows = table.undone
+    if not rows:
+        return ""
+    names = (*(axis.name for axis in table.axes), "status", "reason")
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    body = "".join(f"<tr>{_cells(table, row)}</tr>" for row in rows[:MOST_LISTED])
+    more = f"<p>The first {MOST_LISTED:,} of {len(rows):,}.</p>" if len(rows) > MOST_LISTED else ""
+    return f"""<details id="undone"><summary>{len(rows):,} points that are not done</summary>{more}
+<div class="scroll" role="region" tabindex="0" aria-label="Points that are not done"><table>
+<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>
+"""
+
+
+def _cells(table: SweepTable, row: int) -> str:
+    values = (*(axis.labels[axis.codes[row]] for axis in table.axes), sweep_table.STATUSES[table.status[row]])
+    cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+    return f'{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td>'

@@ -9,21 +9,24 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Sequence
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from html import escape
-from importlib import util
+from importlib import resources, util
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from analysis.page import interactive
-from analysis.page.explorer import SCRIPTS, Explorer, embedded, file, template
 from cbsim.draw import folder
 from cbsim.draw import report as reports
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table, Tile
 
+SCRIPTS = ("points.js", "charts.js", "explorer.js")  # of a page with an explorer
 MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded
 CSS_DASHES = {"solid": "solid", "dashed": "dashed", "dotted": "dotted", "dashdot": "double"}
@@ -32,6 +35,28 @@ KEYS = (  # key of a button, its sign, its name
     *(("ArrowLeft", "&larr;", "Move left"), ("ArrowRight", "&rarr;", "Move right")),
     ("0", "Reset", "Reset"),
 )
+
+
+class Explorer(NamedTuple):
+    """An explorer: its figures in `html`, with the `settings` and, packed, the columns that its script reads."""
+
+    html: str
+    settings: dict[str, Any]
+
+
+def file(name: str) -> str:
+    """Return the text of a file of templates/."""
+    return (resources.files("analysis.page") / "templates" / name).read_text(encoding="utf-8")
+
+
+def template(name: str, parts: Mapping[str, str]) -> str:
+    """Return a file of templates/ with these parts, which are HTML, in their places."""
+    return string.Template(file(name)).substitute(parts)
+
+
+def embedded(value: Any) -> str:
+    """Return JSON that neither ends the script element that it stands in nor starts a comment."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False).replace("<", "\\u003c")
 
 
 def write(report: Report, out: Path, explorer: Explorer | None = None) -> bool:
@@ -94,8 +119,13 @@ def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str
     yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
     yield _section("Charts", _charts(report.charts))
     for what in ("Scenario", "Environment"):
-        texts = ((source.label, getattr(source, what.lower())) for source in report.sources)
-        yield _section(f"{what}s", "".join(_folded(what, label, text) for label, text in texts if text))
+        folded = (
+            f'<details><summary>{escape(source.label)}</summary><pre tabindex="0" role="region" '
+            f'aria-label="{what} of {escape(source.label)}">{escape(content)}</pre></details>'
+            for source in report.sources
+            if (content := getattr(source, what.lower()))
+        )
+        yield _section(f"{what}s", "".join(folded))
     yield _section("Commands", _commands(report))
 
 
@@ -203,11 +233,6 @@ def _chart(chart: Chart, data: str) -> str:
     tools = f'<div class="tools" role="group" aria-label="Zoom: {title}">{buttons}</div>' if moves else ""
     parts = {"name": name, "title": title, "tools": tools, "data": data, "file": file, "caption": caption, "json": json}
     return template("chart.html", parts).rstrip("\n")
-
-
-def _folded(what: str, label: str, content: str) -> str:
-    shown = f'<pre tabindex="0" role="region" aria-label="{what} of {escape(label)}">{escape(content)}</pre>'
-    return f"<details><summary>{escape(label)}</summary>{shown}</details>"
 
 
 def _commands(report: Report) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from analysis.statistics import intervals
 from analysis.statistics.intervals import CONFIDENCE, SHARES, STATISTICS, Interval
 from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.report import Table
-from cbsim.errors import UserError
+from cbsim.errors import CheckError, UserError
 from cbsim.metrics.catalogue import METRICS, SINGLE
+from cbsim.metrics.checks import METRIC, NUMBER, OPERATORS, TIMES, bounded, named
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup, shown
 
@@ -41,18 +43,11 @@ def check(runs: Sequence[LoadedRun], *, swept: bool = False) -> None:
         raise Incomparable("\n".join(["these runs cannot be compared:", *reasons]))
 
 
-def same_workload(runs: Sequence[LoadedRun]) -> bool:
-    """Whether all runs served the very same requests, with the same arrivals; False if one does not record it."""
-    return all(_workload(a) is not None and _workload(a) == _workload(b) for a, b in pairwise(runs))
-
-
-def _workload(run: LoadedRun) -> Any:
-    return run.environment.get("workload_hash")
-
-
 def _differences(a: LoadedRun, b: LoadedRun, swept: bool) -> Iterator[str]:
-    if not swept and not same_workload((a, b)):
-        yield f"the workload differs: {_changed(a, b)}"
+    hashes = [run.environment.get("workload_hash") for run in (a, b)]
+    if not swept and (None in hashes or hashes[0] != hashes[1]):
+        reason = "env.json has no workload_hash to tell by" if None in hashes else _changed(a, b)
+        yield f"the workload differs: {reason}"
     for key in COUNTED_ALIKE:
         ours, theirs = a.summary.get(key), b.summary.get(key)
         if ours != theirs:
@@ -61,8 +56,6 @@ def _differences(a: LoadedRun, b: LoadedRun, swept: bool) -> Iterator[str]:
 
 def _changed(a: LoadedRun, b: LoadedRun) -> str:
     """Return the scenario's fields that make the workloads differ."""
-    if None in (_workload(a), _workload(b)):
-        return "env.json has no workload_hash to tell by"
     ours, theirs = (flat(run.scenario) for run in (a, b))
     both = {name: (ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in {**ours, **theirs}}
     both = {name: each for name, each in both.items() if name == "seed" or name.startswith("workload.")}
@@ -158,7 +151,8 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
             of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
             source, how = (requests, paired) if of_requests else (steps, in_blocks)
             interval = source.by_metric.get(metric)
-            method = how if interval else _no_interval(metric)
+            resampled = metric in SHARES if metric in SINGLE else metric.rpartition(".")[2] in STATISTICS
+            method = how if interval else TOO_FEW if resampled else ONE_VALUE
             if metric in SINGLE:
                 n, few = source.units if interval else 1, False
             else:  # gaps of few requests are few samples, however many they are
@@ -167,11 +161,6 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
                 few = statistic != "n" and min(n, source.units) < SAMPLES_NEEDED.get(statistic, FEW)
             compared.append(MetricDifference(metric, what.label, what.form, before, after, interval, n, method, few))
     return compared
-
-
-def _no_interval(metric: str) -> str:
-    resampled = metric in SHARES if metric in SINGLE else metric.rpartition(".")[2] in STATISTICS
-    return TOO_FEW if resampled else ONE_VALUE
 
 
 def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
@@ -257,3 +246,93 @@ def _change(difference: MetricDifference) -> str:
     if not difference.interval:
         return change_text(difference)
     return f"{change_text(difference)} ({range_text(difference)}){' of few samples' * difference.few}"
+
+
+# -- conditions on the change: `tpot.p50>+5%`, `ttft.p99>+20ms`, `gpu_active<-2pt`, `makespan>±1%` --------------------
+
+OPTION = "--fail-if"
+FORM = re.compile(rf"{METRIC}(\+-|±|[+-]?)\s*{NUMBER}")
+RELATIVE, POINTS = "%", "pt"
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition on a change; `rule` is the user's text. `bound` is on B / A - 1 if `relative`, else on B - A.
+
+    With `magnitude` it is on the absolute value of the change.
+    """
+
+    rule: str
+    metric: str
+    compare: str
+    bound: float
+    relative: bool
+    magnitude: bool
+
+    def change(self, difference: MetricDifference) -> float:
+        """Return the value that is compared with the bound. A relative change from 0 to something is infinite."""
+        value = difference.relative if self.relative else difference.delta
+        value = math.copysign(math.inf, difference.delta) if value is None else value
+        return abs(value) if self.magnitude else value
+
+    def range(self, difference: MetricDifference) -> Range | None:
+        """Return the interval of that value, None if there is none."""
+        both = difference.interval
+        interval = both and (both.relative if self.relative else both.delta)
+        if not interval or not self.magnitude:
+            return interval
+        ends = sorted(abs(edge) for edge in interval)
+        return (0.0 if interval[0] <= 0 <= interval[1] else ends[0]), ends[1]
+
+    def meets(self, change: float) -> bool:
+        """Whether a change is beyond the bound."""
+        return OPERATORS[self.compare](change, self.bound)
+
+
+def parse(rule: str) -> Condition:
+    """Parse METRIC OPERATOR CHANGE, for example tpot.p50>+5%. Raises CheckError.
+
+    `%` is relative to A, also for shares; `pt` are points of a share; seconds take ns, us, ms, s or min; other numbers
+    none. +- or ± before the number bounds the size of the change in either direction. No sign is +.
+    """
+    match, source = FORM.fullmatch(rule), f"{OPTION} {rule!r}"
+    if not match:
+        raise CheckError(f"{source}: expected METRIC>CHANGE, for example tpot.p50>+5%", value=rule)
+    name, compare, sign, number, unit = match.groups()
+    metric = named(name, source)
+    allowed = {RELATIVE: 0.01} | {"s": TIMES, "share": {POINTS: 0.01}}.get(METRICS[metric].unit, {"": 1.0})
+    bound = bounded(metric, number, unit, allowed, source)  # a bare number is a unit only if unambiguous
+    return Condition(rule, metric, compare, -bound if sign == "-" else bound, unit == RELATIVE, sign in ("+-", "±"))
+
+
+def judged(condition: Condition, differences: Sequence[MetricDifference], *, sure: bool = False) -> tuple[bool, str]:
+    """Return (failed, a line that states it). The change itself decides; a metric that either run lacks fails.
+
+    With `sure` all of the interval must be beyond the bound; without an interval, the change decides.
+    """
+    difference = next((difference for difference in differences if difference.metric == condition.metric), None)
+    if difference is None:
+        return True, f"FAILED  {condition.rule}: not both runs have {condition.metric}"
+    change, interval = condition.change(difference), condition.range(difference)
+    beyond = condition.meets(change)
+    edges = [condition.meets(edge) for edge in interval or ()]
+    failed = all([beyond, *edges]) if sure else beyond
+    line = f"{'FAILED' if failed else 'ok    '}  {condition.rule}: {_facts(condition, difference, interval)}"
+    if any(edge != beyond for edge in edges):
+        line += f"; not certain: the interval reaches {'back over' if beyond else 'over'} the bound"
+    return failed, line
+
+
+def _facts(condition: Condition, difference: MetricDifference, interval: Range | None) -> str:
+    a, b = (shown(value, difference.unit) for value in (difference.a, difference.b))
+    if condition.relative and difference.relative is not None:
+        change = f"{difference.relative:+z.2%}".replace("%", " %")
+    else:
+        change = change_text(difference) if condition.relative else signed(difference.delta, difference.unit)
+    extent = "no relative interval: A may be 0" if difference.interval else difference.method
+    if interval and condition.relative:
+        extent = f"{LEVEL} interval {' .. '.join(f'{end * 100:+z.2f}' for end in interval)} %"
+    elif interval:
+        extent = f"{LEVEL} interval {' .. '.join(signed(end, difference.unit) for end in interval)}"
+    return f"{difference.metric} is {a}, then {b}: {change} ({extent}{', few samples' * difference.few})"

@@ -50,6 +50,10 @@ class ReplayOutcome:
     steps: int
     says: str
 
+    @property
+    def identical(self) -> bool:
+        return self.says == "identical"
+
 
 def check(sim: LoadedRun, measured: LoadedRun) -> None:
     """Raise NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
@@ -137,17 +141,11 @@ def tables(
     Raises NotAPair, Incomparable.
     """
     check(sim, measured)
-    return [
-        _error_table(errors(sim, measured) if known is None else known, everything),
-        _phase_table(phases(sim, measured)),
-        _plan_table(sim, measured),
-    ]
-
-
-def _error_table(errors: Sequence[MetricDifference], everything: bool) -> Table:
-    rows = [(name, after, before, *rest) for name, before, after, *rest in compare.rows(errors, everything=everything)]
+    cells = compare.rows(errors(sim, measured) if known is None else known, everything=everything)
+    rows = [(name, after, before, *rest) for name, before, after, *rest in cells]
     note = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
-    return Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, note)
+    found = Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, note)
+    return [found, _phase_table(phases(sim, measured)), _plan_table(sim, measured)]
 
 
 def _phase_table(times: Sequence[Phase]) -> Table:

@@ -75,6 +75,11 @@ class ValidationCase:
         return [run for pair in self.loops.values() for run in (*pair.measured, pair.simulated)]
 
     @property
+    def whole(self) -> bool:
+        """Whether the runs that are looked into still have their tables."""
+        return all(pair.whole for pair in self.loops.values())
+
+    @property
     def simulated_summaries(self) -> dict[str, Mapping[str, Any]]:
         """The summary of the simulated run, by loop."""
         return {loop: pair.simulated.summary for loop, pair in self.loops.items()}
@@ -174,7 +179,10 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     for loop in LOOPS:
         theirs, ours = ([run for run in runs[kind] if run.loop == loop] for kind in KINDS)
         if ours and theirs:
-            loops[loop] = Pair(_only(ours), theirs)
+            if len(ours) > 1:
+                names = ", ".join(run.path.name for run in ours)
+                raise RunError(f"{ours[0].path.parent}: {names} are of the {loop} loop, expected one run of it")
+            loops[loop] = Pair(ours[0], theirs)
     if not loops:
         return None, left_out
     for pair in loops.values():
@@ -239,10 +247,3 @@ def _lacking(case: str, runs: Mapping[str, Sequence[LoadedRun]]) -> Iterator[Cav
             continue
         missing = [loop for loop in LOOPS if all(run.loop != loop for run in runs[kind])]
         yield from (Caveat(LACKS[kind], case, f"the {loop} loop is {LACKS[kind]}, left out") for loop in missing)
-
-
-def _only(simulated: Sequence[LoadedRun]) -> LoadedRun:
-    if len(simulated) > 1:
-        names, first = ", ".join(run.path.name for run in simulated), simulated[0]
-        raise RunError(f"{first.path.parent}: {names} are of the {first.loop} loop, expected one run of it")
-    return simulated[0]

@@ -24,7 +24,7 @@ from cbsim.draw.chart import Chart, Level, Line, Mark, Panel, Points, Style, col
 from cbsim.draw.lane_chart import STEPS_SHOWN
 from cbsim.draw.report import Caveat, Report, Source
 from cbsim.metrics import bars
-from cbsim.metrics.bars import BARS, BOTH, Bar, Score
+from cbsim.metrics.bars import BARS, BOTH, Score
 from cbsim.scenario import documents
 
 DRAWN_IF_THERE = "8k_b32"  # the case whose lanes are drawn
@@ -38,7 +38,7 @@ def build(validation: DeviceCases, command: str) -> Report:
         title="Simulated against measured" + (f": {validation.device}" if validation.device else ""),
         question="How near are simulated runs to measured ones of the same workloads, and what are they off by?",
         sources=[source for case in cases for source in sources(case, validation)],
-        caveats=[*validation.left_out, *without_tables(cases), *caveats(cases)],
+        caveats=[*validation.left_out, *caveats(cases)],
         findings=tally.findings(cases),
         tables=tally.tables(cases),
         charts=charts(cases),
@@ -62,27 +62,20 @@ def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
 
 
 def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """Return caveats of the runs in tables and figures; of many runs only the first few are named."""
+    """Return a caveat on the packed cases without tables, of which only their numbers are known, and the caveats of the
+    runs in tables and figures; of many runs only the first few are named.
+    """
+    packed = ", ".join(case.name for case in cases if not case.whole)
+    reason = "packed without steps and requests: in the tables of errors only, and in no other caveat."
     pairs = [pair for case in cases for pair in case.loops.values() if pair.whole]
     runs = [run for pair in pairs for run in (pair.middle, pair.simulated)]
     labels = {run.label for run in runs}
-    made = []
+    made = [Caveat("not kept", packed, reason)] if packed else []
     for caveat in trust.caveats(runs):
         names = [name for name in caveat.run.split(", ") if name in labels]
         more = f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more"
         made.append(caveat if len(names) <= MOST_NAMED else replace(caveat, run=more))
     return made
-
-
-def without_tables(cases: Sequence[ValidationCase]) -> list[Caveat]:
-    """Return a caveat on the packed cases without tables: only their numbers are known."""
-    names = [case.name for case in cases if not _is_whole(case)]
-    caption = "packed without steps and requests: in the tables of errors only, and in no other caveat"
-    return [Caveat("not kept", ", ".join(names), f"{caption}.")] if names else []
-
-
-def _is_whole(case: ValidationCase) -> bool:
-    return all(pair.whole for pair in case.loops.values())
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -91,7 +84,7 @@ def _is_whole(case: ValidationCase) -> bool:
 def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
-    whole = [case for case in cases if _is_whole(case)]
+    whole = [case for case in cases if case.whole]
     pairs = {loop: [case.loops[loop] for case in whole if loop in case.loops] for loop in LOOPS}
     requests = {loop: [matched(p.middle.counted, p.simulated.counted) for p in own] for loop, own in pairs.items()}
     return [
@@ -258,14 +251,11 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     caption += "Where a bar is not asked nothing is drawn."
     beyond = sum(abs(dot.y) > EDGE for dot in dots)
     caption += f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""
+    names = [bar.label.removeprefix("async ").removeprefix("output ") for bar in BARS]
+    names = [f"{n} ±{b.bound * 100:g}{'pt' if b.points else '%'}" for n, b in zip(names, BARS, strict=True)]
     reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
-    panel = Panel(marks, "", "error / asked", categories=[_category(bar) for bar in BARS], y_range=(-reach, reach))
+    panel = Panel(marks, "", "error / asked", categories=names, y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
-
-
-def _category(bar: Bar) -> str:
-    name = bar.label.removeprefix("async ").removeprefix("output ")
-    return f"{name} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
 
 
 def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:

@@ -57,13 +57,11 @@ def replays(cases: Sequence[ValidationCase]) -> list[ReplayOutcome]:
     return [verdict for case in cases for verdicts in case.replays.values() for verdict in verdicts]
 
 
-def identical(replay: ReplayOutcome) -> bool:
-    return replay.says == "identical"
-
-
 def holds(cases: Sequence[ValidationCase]) -> bool:
     """Whether no bar is missed, and every measured run replays. An undecided bar is not missed."""
-    return all(scored.score.verdict != "missed" for scored in judged(cases)) and all(map(identical, replays(cases)))
+    return all(scored.score.verdict != "missed" for scored in judged(cases)) and all(
+        replay.identical for replay in replays(cases)
+    )
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -75,7 +73,7 @@ def findings(cases: Sequence[ValidationCase]) -> list[str]:
     met, missed, undecided = (verdicts.count(name) for name in MARKS)
     reason = " (missed by no more than the measured runs themselves lie apart)" if undecided else ""
     verdict = f"{met:,} of {len(verdicts):,} asked scores are met, {missed:,} missed, {undecided:,} undecided{reason}"
-    parted = [f"{replay.run}: {replay.says}" for replay in replayed if not identical(replay)]
+    parted = [f"{replay.run}: {replay.says}" for replay in replayed if not replay.identical]
     counted = f"{len(replayed) - len(parted):,} of {len(replayed):,} measured runs replay to identical plans"
     more = f"; {len(parted) - MOST_NAMED:,} more" if len(parted) > MOST_NAMED else ""
     return [
@@ -119,7 +117,7 @@ def bar_table(cases: Sequence[ValidationCase]) -> Table:
     """Return a table with a row a bar, and one for the plans."""
     header = ("metric", "asked", "met", "missed", "undecided", "median |error|", "largest error", "where")
     verdicts = replays(cases)
-    differing = [replay for replay in verdicts if not identical(replay)]
+    differing = [replay for replay in verdicts if not replay.identical]
     says, where = (differing[0].says, differing[0].run) if differing else ("-", "-")
     counts = (f"{len(verdicts) - len(differing):,} of {len(verdicts):,}", f"{len(differing):,}", "0")
     plans = ("measured runs, replayed", "identical plans", *counts, "-", says, where)
@@ -169,7 +167,7 @@ def _error_cell(score: Score | None) -> str:
 
 def _replay_cell(verdicts: Sequence[ReplayOutcome]) -> str:
     matched = f"{sum(replay.matched or 0 for replay in verdicts):,} of {sum(replay.steps for replay in verdicts):,}"
-    return matched if all(map(identical, verdicts)) else f"{matched} *"
+    return matched if all(replay.identical for replay in verdicts) else f"{matched} *"
 
 
 def repeat_table(cases: Sequence[ValidationCase]) -> list[Table]:
@@ -285,7 +283,8 @@ def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
         (case.name, loop, *_cause_cells(cause(pair)), ", ".join(missed))
         for case in cases
         for loop, pair in case.loops.items()
-        for missed in [not_met(case, loop)]
+        for own in [[score for score in case.scores if score.loop in (loop, BOTH)]]  # a speed-up is of both loops
+        for missed in [[score.bar.label for score in own if score.verdict in ("missed", "undecided")]]
         if missed and pair.whole
     ]
     note = (
@@ -295,12 +294,6 @@ def cause_table(cases: Sequence[ValidationCase]) -> list[Table]:
         "prompt, prefill steps do."
     )
     return [Table("Where missed bars come from", header, rows, note)] if rows else []
-
-
-def not_met(case: ValidationCase, loop: str) -> list[str]:
-    """Return the bars that this loop misses or that are undecided; a speed-up is of both loops."""
-    own = [score for score in case.scores if score.loop in (loop, BOTH)]
-    return [score.bar.label for score in own if score.verdict in ("missed", "undecided")]
 
 
 def _cause_cells(reason: Cause) -> tuple[str, ...]:

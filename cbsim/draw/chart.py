@@ -18,20 +18,9 @@ Floats = npt.NDArray[np.float64]
 BLACK, GREY, PALE = "#222222", "#777777", "#EEEEEE"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"  # these and the next: Okabe and Ito
 ORANGE, RED, PINK, YELLOW = "#E69F00", "#D55E00", "#CC79A7", "#F0E442"
-COLOURS = {
-    "schedule": BLUE,
-    "prepare": SKY,
-    "launch": PINK,
-    "await": PALE,
-    "update": GREEN,
-    "h2d": ORANGE,
-    "compute": RED,
-    "d2h": YELLOW,
-    "idle": "#FBE3D6",
-    "KV copy": "#999999",
-    "KV out": "#332288",
-    "KV in": "#44AA99",  # Tol
-}
+COLOURS = {"schedule": BLUE, "prepare": SKY, "launch": PINK, "await": PALE, "update": GREEN}
+COLOURS |= {"h2d": ORANGE, "compute": RED, "d2h": YELLOW, "idle": "#FBE3D6"}
+COLOURS |= {"KV copy": "#999999", "KV out": "#332288", "KV in": "#44AA99"}  # the last two: Tol
 
 
 class Style(NamedTuple):

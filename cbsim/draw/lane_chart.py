@@ -8,22 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.draw.chart import (
-    BLACK,
-    LANE_STYLES,
-    Chart,
-    Columns,
-    Floats,
-    Mark,
-    Panel,
-    Points,
-    Spans,
-    Style,
-    Unit,
-    pipelined,
-    unit,
-    without,
-)
+from cbsim.draw import chart
+from cbsim.draw.chart import LANE_STYLES, Chart, Columns, Floats, Mark, Panel, Points, Spans, Style, Unit
 from cbsim.metrics.terminal import shown
 from cbsim.policy.transfers import Direction
 from cbsim.record.columns import NS
@@ -70,10 +56,10 @@ def lanes(
     runs are above async ones unless the order is `as_given`. `active` is the share of the whole run in which the GPU is
     active; without it titles have that of the part shown. `transfers` are those of KV, by run.
     """
-    runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: pipelined(item[1])))
+    runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: chart.pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
     length = next((end - start for start, end in filter(None, windows.values())), 0)
-    scale = unit(length / NS)
+    scale = chart.unit(length / NS)
     rows = (*ROWS, *HOST_LANES) if any(len(table["way"]) for table in (transfers or {}).values()) else ROWS
     whole = (0.0, length / NS / scale.seconds) if length else None
     panels = []
@@ -91,7 +77,7 @@ def lanes(
         first, last = window[0], window[0] + window[1] - 1
         which = f"step {first}" if first == last else f"the steps from {first} to {last}"
     caption = f"CPU phases, copies and kernels of {which}, on one time axis; numbers are steps."
-    caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + without(steps)
+    caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + chart.without(steps)
     return Chart("lanes", "CPU and GPU side by side", caption, panels, share_x=True)
 
 
@@ -150,7 +136,7 @@ def _done(steps: Mapping[str, Any], name: str, view: View) -> Points:
     start, end = steps[f"{name}_start_ns"], steps[f"{name}_end_ns"]
     seen = (end > start) & (end >= view.origin_ns) & (end <= view.origin_ns + view.length_ns)
     texts = [f"step {step}: {name} done" for step in steps["step"][seen]]
-    style = Style(BLACK, marker="triangle" if name == "h2d" else "diamond")
+    style = Style(chart.BLACK, marker="triangle" if name == "h2d" else "diamond")
     rows = np.full(int(seen.sum()), 1.0 + LANES.index(name))
     return Points(f"{name} done", view.x(end[seen]), rows, style, texts=texts)
 

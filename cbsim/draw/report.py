@@ -139,7 +139,8 @@ def _lines(report: Report) -> Iterator[str]:
     if report.charts:
         yield from ("## Figures", "")
     for chart in report.charts:
-        yield from figure(chart)
+        title = plain(chart.title)
+        yield from (f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.caption), "")
     yield from ("## How this was made", "", *fenced("sh", report.command))
     for source in report.sources:
         yield from ("", *_source(source))
@@ -177,12 +178,6 @@ def table(content: Table) -> list[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def figure(chart: Chart) -> list[str]:
-    """Return a figure, whose file is figures/KEY.png, with its caption."""
-    title = plain(chart.title)
-    return [f"### {title}", "", f"![{title}](figures/{chart.key}.png)", "", plain(chart.caption), ""]
 
 
 def plain(sentence: str) -> str:

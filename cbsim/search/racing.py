@@ -143,7 +143,10 @@ def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
     for i, trial in enumerate(trials):
         if trial.verdict != IN:
             continue
-        answers = {check.rule: _holds(check, trial, confidence) for check in goal.slo}
+        answers: dict[str, bool | None] = {}
+        for check in goal.slo:  # None if unsure; False if a run lacks the metric
+            values = trial.values(check.metric)
+            answers[check.rule] = len(values) == len(trial.runs) and intervals.holds(check, values, confidence)
         broken = [condition for condition, answer in answers.items() if answer is False]
         if broken:
             trial.drop(BREAKS, ", ".join(broken))
@@ -177,9 +180,3 @@ def difference(trial: Trial, other: Trial, metric: str, confidence: float) -> Pa
     compared = intervals.paired(ours, theirs, confidence)
     assert compared is not None
     return compared
-
-
-def _holds(check: Check, trial: Trial, confidence: float) -> bool | None:
-    """Return whether a condition holds for a candidate's mean, None if unsure; False if a run lacks the metric."""
-    values = trial.values(check.metric)
-    return intervals.holds(check, values, confidence) if len(values) == len(trial.runs) else False

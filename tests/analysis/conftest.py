@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.validations import case, served
-
-COST = "cost={{kind: constant, step_s: {0}, cpu: {{schedule: {{base_s: {1}}}, update: {{base_s: {1}}}}}}}"
+from support.validations import COST, case, served
 
 
 @pytest.fixture(scope="session")

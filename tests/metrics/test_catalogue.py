@@ -9,7 +9,7 @@ import pytest
 from support.sweep_tables import row, written
 
 from analysis.figures import sweeps as sweep_curves
-from analysis.page import explorer, sweep_report
+from analysis.page import sweep_report
 from analysis.statistics import sweep_table
 from analysis.statistics.sweep_table import SweepTable
 from cbsim.cli.parser import main
@@ -38,7 +38,7 @@ def test_command_line_and_page_name_the_same_winner(name: str, swept: Path, read
     look = sweep_report.look(read)
     look = sweep_report.Look(look.places, look.view, [name], [], (name, name))
     sentences = [line for line in sweep_report.findings(read, look) if EVERY[name].label in line]
-    data = explorer.explorer(read, look).settings
+    data = sweep_report.explorer(read, look).settings
     of_page = next(each["sign"] for each in data["metrics"] if each["name"] == name)
     best = sweep_curves.trade_off(read, sweep_table.places(read), (name, name), []).best.tolist()
     if not EVERY[name].sign:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +97,14 @@ def environment() -> dict[str, str]:
 def runs(out: Path) -> list[Path]:
     """Run directories, oldest first: the loops of a run are written one after the other."""
     return sorted(out.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def simulated(out: Path, scenario: str, *fields: str, more: Sequence[str] = ()) -> list[Path]:
+    """The new run directories of a scenario with these fields, sync before async."""
+    before = set(out.iterdir()) if out.exists() else set()
+    words = [word for field in fields for word in ("--set", field)]
+    assert main(["run", scenario, "--quiet", *words, *more, "--out", str(out)]) == 0
+    return sorted(set(out.iterdir()) - before, key=lambda path: "-async-" in path.name)
 
 
 def read(path: Path) -> Any:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli.parser import main
+from support.calls import simulated
 
 GPU = "a GPU"
+COST = "cost={{kind: constant, step_s: {0}, cpu: {{schedule: {{base_s: {1}}}, update: {{base_s: {1}}}}}}}"
 FEW = ("workload.requests=12", "workload.output_tokens=8")
 ABOUT = {"about": "few requests", "model": "tiny", "scheduler": "vllm", "injected_ms": 4.0, "load": None, "curve": None}
 ABOUT["predicted"] = {}
@@ -18,10 +19,8 @@ ABOUT["predicted"] = {}
 
 def served(out: Path, *overrides: str) -> Path:
     """Both loops of a small workload, simulated, by their names."""
-    words = [word for field in (*FEW, *overrides) for word in ("--set", field)]
-    assert main(["run", "tiny_cpu", "--quiet", *words, "--out", str(out)]) == 0
-    for loop in ("sync", "async"):
-        next(out.glob(f"*-{loop}-*")).rename(out / loop)
+    for loop, path in zip(("sync", "async"), simulated(out, "tiny_cpu", *FEW, *overrides), strict=True):
+        path.rename(out / loop)
     return out
 
 

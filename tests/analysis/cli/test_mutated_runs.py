@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import mutations
-from support.calls import SMALL, Said
+from support.calls import SMALL, Said, call, simulated
 from support.mutations import SEED, as_json, damaged, edited, rewritten, table_changed
 
 import cbsim
 from analysis.cli import parser as reports
-from cbsim.cli import parser as simulator
 from cbsim.draw import render
 from cbsim.scenario import documents
 
 CASES, READ_S = 200, 9.0
-Main = Callable[[Sequence[str]], int]
 
 
 def as_yaml(text: str, rng: random.Random) -> str:
@@ -36,16 +32,6 @@ CHANGES: dict[str, tuple[Callable[[Path, random.Random], None], ...]] = {
     "env.json": (rewritten(as_json), rewritten(edited), damaged),
     "scenario.resolved.yaml": (rewritten(as_yaml), rewritten(edited), damaged),
 }
-
-
-def command(main: Main, *words: object) -> Said:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return Said(status, out.getvalue(), err.getvalue())
 
 
 def opened(path: Path) -> Said:
@@ -64,10 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "s.yaml").write_text(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "images", lambda chart, *kinds: [b""] * len(kinds))
-        for loop, name in (("sync", "a"), ("async", "b")):
-            words = ["run", str(folder / "s.yaml"), "--loop", loop, "--out", str(folder / "out"), "--quiet"]
-            assert simulator.main(words) == 0
-            next((folder / "out").iterdir()).rename(folder / name)
+        made = simulated(folder / "out", str(folder / "s.yaml"), "loop.mode=both")
+        for path, name in zip(made, "ab", strict=True):
+            path.rename(folder / name)
     return folder
 
 
@@ -75,9 +60,9 @@ def readers(run: Path, other: Path, out: Path) -> dict[str, Callable[[], Said]]:
     """Who reads a run directory, and how."""
     return {
         "read": lambda: opened(run),
-        "replan": lambda: command(simulator.main, "replan", run),
-        "compare": lambda: command(reports.main, "compare", run, other),
-        "report": lambda: command(reports.main, "report", run, "--out", out),
+        "replan": lambda: call("replan", run),
+        "compare": lambda: call("compare", run, other, of=reports.main),
+        "report": lambda: call("report", run, "--out", out, of=reports.main),
     }
 
 

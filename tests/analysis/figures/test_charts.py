@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,37 +10,33 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.calls import simulated
 
 from analysis.figures import requests, side_by_side, steps
 from analysis.figures.axis import Frames, valid
 from analysis.page import report
 from analysis.statistics.loading import LoadedRun, read, request_frame
-from cbsim.cli.parser import main
 from cbsim.draw import lane_chart, render
 from cbsim.draw.chart import Area, Bars, Chart, Level, Line, Panel, Points, Spans, pipelined, unit
 from cbsim.record.record import LANES, PHASES, STEP_COLUMNS, RequestRow
 from cbsim.record.tables import Steps, token_times
 
 CASES = {
-    "example": ["worked_example", "--set", "workload.output_tokens=30"],
-    "tight": ["landscape", "--set", "workload.requests=60", "--set", "kv_cache.num_blocks=400"],
-    "sparse": [
-        *("tiny_cpu", "--set", "workload.arrivals={kind: poisson, rate_per_s: 8}"),
-        *("--set", "workload.requests=30", "--window", "1:3"),
-    ],
-    "static": ["landscape", "--set", "workload.requests=40", "--set", "scheduler={name: static, batch_size: 8}"],
+    "example": ["worked_example", "workload.output_tokens=30"],
+    "tight": ["landscape", "workload.requests=60", "kv_cache.num_blocks=400"],
+    "sparse": ["tiny_cpu", "workload.arrivals={kind: poisson, rate_per_s: 8}", "workload.requests=30"],
+    "static": ["landscape", "workload.requests=40", "scheduler={name: static, batch_size: 8}"],
 }
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[LoadedRun]]:
     """Async, then sync run of several scenarios."""
-    return {name: _runs(tmp_path_factory.mktemp(name), *words) for name, words in CASES.items()}
-
-
-def _runs(out: Path, *words: str) -> list[LoadedRun]:
-    assert main(["run", *words, "--quiet", "--out", str(out)]) == 0
-    return read(sorted(out.iterdir(), key=lambda path: "-sync-" in path.name))
+    more = {"sparse": ["--window", "1:3"]}
+    return {
+        name: read(simulated(tmp_path_factory.mktemp(name), *words, more=more.get(name, ()))[::-1])
+        for name, words in CASES.items()
+    }
 
 
 def _steps(runs: Sequence[LoadedRun]) -> dict[str, pd.DataFrame]:

@@ -6,22 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.calls import simulated
 
 from analysis.figures import axis
 from analysis.figures.side_by_side import side_by_side
 from analysis.statistics.loading import LoadedRun, read
-from cbsim.cli.parser import main
 from cbsim.draw.chart import Edge, Level, Panel, Points, Spans
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     """Two schedulers, both loops, one workload."""
-    out = tmp_path_factory.mktemp("runs")
-    for scheduler in ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}"):
-        words = ["run", "landscape", "--quiet", "--out", str(out), "--set", "workload.requests=24"]
-        assert main([*words, "--set", f"scheduler={scheduler}"]) == 0
-    return read(sorted(out.iterdir()))
+    out, words = tmp_path_factory.mktemp("runs"), ("landscape", "workload.requests=24")
+    schedulers = ("{name: vllm, max_num_seqs: 16}", "{name: static, batch_size: 16}")
+    return read([path for each in schedulers for path in simulated(out, *words, f"scheduler={each}")])
 
 
 def panel(runs: list[LoadedRun], title: str) -> Panel:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.browser import chromium, needs_browser, show, window
+from support.calls import simulated
 
 from analysis.cli.parser import main as analysis
 from analysis.page import report
 from analysis.statistics import loading
-from cbsim.cli.parser import main as cbsim
 from cbsim.draw.chart import series
 
 BUDGETS = {"vllm": "max_num_batched_tokens", "transformers_fifo": "max_batch_tokens"}
@@ -25,10 +25,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made: list[Path] = []
     for name, budget in BUDGETS.items():
         for tokens in TOKENS:
-            words = ["run", "rates", "--quiet", "--out", str(out), "--set", "workload.requests=40"]
-            words += ["--set", "slo={ttft_s: 0.02}", "--set", f"scheduler={{name: {name}, {budget}: {tokens}}}"]
-            assert cbsim(words) == 0
-            made += sorted({*out.iterdir()} - {*made}, key=lambda path: "-async-" in path.name)
+            fields = ["workload.requests=40", "slo={ttft_s: 0.02}", f"scheduler={{name: {name}, {budget}: {tokens}}}"]
+            made += simulated(out, "rates", *fields)
     return made
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.calls import simulated
 from support.scripts import script
 
 from analysis.cli import parser
 from analysis.page import report, webpage
 from analysis.statistics import loading
 from analysis.statistics.compare import Incomparable
-from cbsim.cli.parser import main
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart
 from cbsim.draw.report import Report
@@ -30,10 +30,7 @@ Simulate = Callable[..., list[Path]]
 @pytest.fixture(scope="module")
 def simulate(tmp_path_factory: pytest.TempPathFactory) -> Simulate:
     def run(*overrides: str) -> list[Path]:
-        out = tmp_path_factory.mktemp("runs")
-        words = [word for field in (*FIELDS, *overrides) for word in ("--set", field)]
-        assert main(["run", "worked_example", "--quiet", *words, "--out", str(out)]) == 0
-        return sorted(out.iterdir(), key=lambda path: "-async-" in path.name)
+        return simulated(tmp_path_factory.mktemp("runs"), "worked_example", *FIELDS, *overrides)
 
     return run
 

@@ -18,7 +18,7 @@ from support.sweep_tables import RATE, REASON, rates, row, written
 
 from analysis.cli.parser import main
 from analysis.figures import sweeps
-from analysis.page import explorer, sweep_report, webpage
+from analysis.page import sweep_report, webpage
 from analysis.statistics import sweep_table
 from cbsim.metrics import checks
 
@@ -307,7 +307,7 @@ def test_a_page_whose_library_does_not_start_says_so_and_names_the_file(
     table = sweep_table.read(file)
     shown = sweep_report.look(table)
     made = replace(sweep_report.build(table, shown, "c"), charts=())
-    (tmp_path / "report.html").write_text(webpage.html(made, "1", explorer.explorer(table, shown)))
+    (tmp_path / "report.html").write_text(webpage.html(made, "1", sweep_report.explorer(table, shown)))
     opened(browser, tmp_path)
     text = show(browser, "pareto").text
     assert "cannot be drawn: the drawing library did not start" in text and "figures/pareto.png" in text

@@ -6,30 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.calls import simulated
 
 from analysis.statistics import compare, intervals
 from analysis.statistics.compare import MARK, NOT_SEEN, ONE_VALUE, SHOWN, TOO_FEW, Incomparable, MetricDifference
 from analysis.statistics.intervals import Interval
 from analysis.statistics.loading import LoadedRun, read
-from cbsim.cli.parser import main
 from cbsim.metrics.catalogue import METRICS
 from cbsim.metrics.terminal import lookup
 
 
-def _runs(out: Path, *words: str) -> list[LoadedRun]:
-    """Sync, then async."""
-    assert main(["run", *words, "--quiet", "--out", str(out)]) == 0
-    return read(sorted(out.iterdir(), key=lambda path: "-async-" in path.name))
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
-    return _runs(tmp_path_factory.mktemp("example"), "worked_example", "--set", "workload.output_tokens=50")
+    return read(simulated(tmp_path_factory.mktemp("example"), "worked_example", "workload.output_tokens=50"))
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
-    return _runs(tmp_path_factory.mktemp("mixed"), "tiny_cpu", "--set", "workload.requests=80")
+    return read(simulated(tmp_path_factory.mktemp("mixed"), "tiny_cpu", "workload.requests=80"))
 
 
 def _by_name(found: list[MetricDifference]) -> dict[str, MetricDifference]:
@@ -72,11 +66,6 @@ def test_a_run_does_not_differ_from_itself(mixed: list[LoadedRun]) -> None:
         if one.interval:
             assert one.seen is False
             assert compare.range_text(one).endswith(NOT_SEEN)
-
-
-def test_runs_of_other_workloads_have_no_differences(mixed: list[LoadedRun], example: list[LoadedRun]) -> None:
-    with pytest.raises(Incomparable):
-        compare.differences(mixed[0], example[0])
 
 
 def test_totals_are_one_value_a_run(mixed: list[LoadedRun]) -> None:
@@ -198,8 +187,8 @@ def test_runs_with_next_to_nothing_in_them_can_be_compared(
     tmp_path: Path, overrides: list[str], latencies: bool
 ) -> None:
     """All requests refused, or two of one token: no interval, and a reason; never an error."""
-    words = [word for field in ("workload.requests=2", *overrides) for word in ("--set", field)]
-    found = _by_name(compare.differences(*_runs(tmp_path, "tiny_cpu", *words)))
+    runs = read(simulated(tmp_path, "tiny_cpu", "workload.requests=2", *overrides))
+    found = _by_name(compare.differences(*runs))
     assert all(one.interval is None for one in found.values())
     assert ("ttft_s.p50" in found) is latencies
     assert "tpot_s.p50" not in found
@@ -207,3 +196,62 @@ def test_runs_with_next_to_nothing_in_them_can_be_compared(
     assert compare.range_text(found["makespan_s"]) == ONE_VALUE
     assert compare.verdict(list(found.values()))
     assert compare.table(list(found.values()), "A", "B").rows
+
+
+# -- which runs may be compared ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
+    """Both loops of one workload, and one of another."""
+    out, small = tmp_path_factory.mktemp("runs"), ("tiny_cpu", "workload.requests=12")
+    other = simulated(out, *small, "seed=3", "workload.shared_prefix_tokens=0", "loop.mode=sync")
+    return read([*simulated(out, *small), *other])
+
+
+def test_runs_of_one_workload_may_be_compared(runs: list[LoadedRun]) -> None:
+    compare.check(runs[:2])
+    compare.check(runs[:1])
+    compare.check([])
+
+
+def test_another_workload_is_refused_with_the_fields_that_differ(runs: list[LoadedRun]) -> None:
+    with pytest.raises(Incomparable) as caught:
+        compare.differences(runs[0], runs[2])
+    text = str(caught.value)
+    assert runs[0].label in text
+    assert runs[2].label in text
+    assert "seed is 0 and 3" in text
+    assert "workload.shared_prefix_tokens is 16 and 0" in text
+    assert "scheduler" not in text
+
+
+def test_all_reasons_are_said_at_once(runs: list[LoadedRun]) -> None:
+    cut = replace(
+        runs[1], incomplete="interrupted, after 7 steps", summary={**runs[1].summary, "window_s": [2.0, None]}
+    )
+    with pytest.raises(Incomparable) as caught:
+        compare.check([runs[0], cut, runs[2]])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert any("interrupted, after 7 steps" in line and str(cut.path) in line for line in lines)
+    assert any("window_s is null and [2.0, None]" in line for line in lines)
+
+
+@pytest.mark.parametrize("key", ["schema_version", "percentile_method", "window_s"])
+def test_what_is_counted_otherwise_is_refused(runs: list[LoadedRun], key: str) -> None:
+    other = replace(runs[1], summary={**runs[1].summary, key: "other"})
+    with pytest.raises(Incomparable, match=f"{key} is .* and other"):
+        compare.check([runs[0], other])
+
+
+def test_a_run_that_does_not_say_its_workload_is_not_taken_for_the_same(runs: list[LoadedRun]) -> None:
+    unknown = [replace(run, environment={**run.environment, "workload_hash": None}) for run in runs[:2]]
+    with pytest.raises(Incomparable, match="no workload_hash"):
+        compare.check(unknown)
+
+
+def test_equal_fields_with_another_hash_point_to_data_or_code(runs: list[LoadedRun]) -> None:
+    changed = replace(runs[1], environment={**runs[1].environment, "workload_hash": "0" * 64})
+    with pytest.raises(Incomparable, match="the data that it was made from or the code"):
+        compare.check([runs[0], changed])

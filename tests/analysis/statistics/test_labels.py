@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,8 +85,3 @@ def test_every_label_is_there_once(facts: list[dict[str, Any]]) -> None:
     made = told(*facts)
     assert len(set(made)) == len(made) == len(facts)
     assert all(made)
-
-
-@pytest.mark.parametrize("repeated", range(1, 4))
-def test_numbers_of_repeats_count_up(repeated: int) -> None:
-    assert told(*[VLLM] * repeated, FIFO)[:repeated] == ["vllm", "vllm #2", "vllm #3"][:repeated]

@@ -6,25 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.calls import simulated
 
 from analysis.page import report
 from analysis.statistics import sweeps
 from analysis.statistics.loading import LoadedRun, read
-from cbsim.cli.parser import main
 from cbsim.draw.chart import Edge, Line, Points
 from cbsim.metrics.terminal import lookup
 
-SERVICE_S = {
-    "sync": 10 * 0.042,
-    "async": 10 * 0.032,
-}  # ten tokens, one seat; planning takes 10 ms of 42
+SERVICE_S = {"sync": 10 * 0.042, "async": 10 * 0.032}  # ten tokens, one seat; planning takes 10 ms of 42
 RATES = (1, 2, 2.7, 4)
-
-
-def _run(out: Path, *settings: str) -> list[LoadedRun]:
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["run", "worked_example", "--quiet", "--out", str(out), *words]) == 0
-    return read(sorted(out.iterdir(), key=lambda path: "-async-" in path.name))
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +23,9 @@ def rated(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     """A server that can bear 1 / SERVICE_S requests a second, under constant arrivals of several rates, both loops."""
     paths = []
     for rate in RATES:
-        out = tmp_path_factory.mktemp("rate")
-        settings = ["workload.requests=60", "workload.output_tokens=10", "scheduler={name: vllm, max_num_seqs: 1}"]
-        _run(out, *settings, f"workload.arrivals={{kind: constant, rate_per_s: {rate}}}")
-        paths += list(out.iterdir())
+        fields = ["workload.requests=60", "workload.output_tokens=10", "scheduler={name: vllm, max_num_seqs: 1}"]
+        fields += [f"workload.arrivals={{kind: constant, rate_per_s: {rate}}}"]
+        paths += simulated(tmp_path_factory.mktemp("rate"), "worked_example", *fields)
     return read(paths)
 
 
@@ -43,9 +33,8 @@ def rated(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
 def seats(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedRun]:
     paths = []
     for count in (4, 8, 16):
-        out = tmp_path_factory.mktemp("seats")
-        _run(out, "workload.output_tokens=10", f"scheduler={{name: vllm, max_num_seqs: {count}}}", "loop.mode=sync")
-        paths += list(out.iterdir())
+        fields = ["workload.output_tokens=10", f"scheduler={{name: vllm, max_num_seqs: {count}}}", "loop.mode=sync"]
+        paths += simulated(tmp_path_factory.mktemp("seats"), "worked_example", *fields)
     return read(paths)
 
 
@@ -106,7 +95,7 @@ def test_any_number_can_be_swept(seats: list[LoadedRun]) -> None:
 def test_what_is_no_sweep_is_none(rated: list[LoadedRun], seats: list[LoadedRun], tmp_path: Path) -> None:
     """Two values are none, nor are runs that differ in more than one field, nor the loops of one scenario."""
     assert sweeps.sweep(seats[:2]) is None
-    assert sweeps.sweep(_run(tmp_path, "workload.output_tokens=5")) is None
+    assert sweeps.sweep(read(simulated(tmp_path, "worked_example", "workload.output_tokens=5"))) is None
     assert sweeps.sweep([*seats, rated[0]]) is None
     assert sweeps.sweep(seats[:1]) is None
 

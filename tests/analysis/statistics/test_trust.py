@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.calls import simulated
 
 from analysis.statistics import trust
 from analysis.statistics.loading import LoadedRun, read
-from cbsim.cli.parser import main
 from cbsim.draw.report import Caveat
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
@@ -27,11 +27,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """A run of requests of ten tokens, in eight seats, with fields as given."""
 
     def run(*overrides: str) -> LoadedRun:
-        out = tmp_path_factory.mktemp("runs")
         fields = (*SMALL, "workload.output_tokens=10", "workload.prompt_tokens=16", "workload.requests=400", *overrides)
-        words = [word for field in fields for word in ("--set", field)]
-        assert main(["run", "tiny_cpu", "--quiet", *words, "--out", str(out)]) == 0
-        (one,) = read(list(out.iterdir()))
+        (one,) = read(simulated(tmp_path_factory.mktemp("runs"), "tiny_cpu", *fields))
         return replace(one, environment={**one.environment, "git": {"commit": "c" * 40, "dirty": False}})
 
     return run

@@ -163,27 +163,15 @@ def _of(chart: Chart, kind: type, name: str, panel: int = 0) -> Any:
     return next(mark for mark in chart.panels[panel].marks if isinstance(mark, kind) and mark.name == name)
 
 
-def test_predicted_points_are_on_the_line_alone() -> None:
-    """Between two measured cases the line has the points that were only simulated."""
-    chart = figures.speed_up(
-        {
-            "tiny": [
-                SpeedUpPoint("a", 0.0, 0.05, [0.04]),
-                SpeedUpPoint("a", 3.0, 0.2, ()),
-                SpeedUpPoint("b", 8.0, 0.1, [0.1]),
-            ]
-        }
-    )
-    line, measured = _of(chart, Line, "tiny: simulated"), _of(chart, Points, "tiny: measured")
-    assert line.x.tolist() == [0, 3, 8] and measured.x.tolist() == [0, 8]
-
-
 def test_speed_up_is_drawn_over_the_injected_time_with_every_repeat() -> None:
-    """In percent over milliseconds; the line, simulated, goes from left to right in any order of the cases."""
+    """In percent over milliseconds; the line, simulated, goes from left to right in any order of the cases, and it
+    alone has the points between two measured cases that were only simulated.
+    """
     points = [SpeedUpPoint("b", 8.0, 0.2, [0.21, 0.25]), SpeedUpPoint("a", 0.0, 0.05, [0.04])]
+    points.append(SpeedUpPoint("a", 3.0, 0.1, ()))
     chart = figures.speed_up({"tiny": points, "large": [SpeedUpPoint("c", 1.0, 0.1, [0.1])]})
     line, measured = _of(chart, Line, "tiny: simulated"), _of(chart, Points, "tiny: measured")
-    assert (list(line.x), list(line.y)) == ([0, 8], pytest.approx([5, 20]))
+    assert (list(line.x), list(line.y)) == ([0, 3, 8], pytest.approx([5, 10, 20]))
     assert (list(measured.x), list(measured.y)) == ([0, 8, 8], pytest.approx([4, 21, 25]))
     colours = {mark.name.partition(":")[0]: mark.style.colour for mark in chart.panels[0].marks}
     assert len(set(colours.values())) == 2

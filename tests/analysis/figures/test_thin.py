@@ -46,14 +46,6 @@ def test_bins_keep_the_integral_and_the_extremes(drawn: list[tuple[int, int, int
     assert ((made.low <= made.mean) & (made.mean <= made.high)).all()
 
 
-@given(PIECES)
-def test_what_has_room_is_drawn_as_it_is(drawn: list[tuple[int, int, int]]) -> None:
-    edges, y = filled(*_pieces(drawn))
-    made = binned(edges, y, 200)
-    assert made.x is edges
-    assert made.mean[:-1].tolist() == made.low[:-1].tolist() == made.high[:-1].tolist() == y.tolist()
-
-
 @given(PIECES.filter(len), st.integers(1, 20))
 def test_each_bin_has_the_extremes_of_what_holds_in_it(drawn: list[tuple[int, int, int]], bins: int) -> None:
     edges, y = filled(*_pieces(drawn))
