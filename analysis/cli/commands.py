@@ -65,11 +65,9 @@ def _kind(paths: Sequence[Path]) -> str:
 
 def _check_options(arguments: argparse.Namespace, kind: str) -> None:
     """Raise UserError for an option of another kind of report."""
-    for name in ("metric", "slo", "x", "check"):
-        owner, what = "sweep", "the table of a sweep, NAME.parquet"
-        if name == "check":
-            owner, what = "predictions", "a folder of predictions"
+    for name, owner in {"metric": "sweep", "slo": "sweep", "x": "sweep", "check": "predictions"}.items():
         if getattr(arguments, name) and owner != kind:
+            what = "a folder of predictions" if name == "check" else "the table of a sweep, NAME.parquet"
             raise UserError(f"--{name}: {arguments.paths[0]} is not {what}", field=f"--{name}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from analysis.figures.axis import (
     valid,
 )
 from cbsim.draw import chart
-from cbsim.draw.chart import Area, Chart, Columns, Floats, Level, Line, Mark, Panel, Points, Style, Unit, series, unit
+from cbsim.draw.chart import Area, Chart, Columns, Level, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.errors import ScenarioError
 from cbsim.record.columns import NS
 from cbsim.scenario.scenario import parse
@@ -50,7 +50,12 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
     drawn = {label: _parts(frame, time) if len(frame) else [] for label, frame in steps.items()}
     panels, far = [], []
     for label, parts in drawn.items():
-        bound, marks = budgets.get(label), _stacked(parts)
+        bound, marks = budgets.get(label), list[Mark]()
+        if parts:  # stacked, the largest steps behind them
+            whole = parts[-1]
+            behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(chart.PALE), step=True)
+            marks += [] if whole.exact else [behind]
+            marks += stack([(*named, part) for named, part in zip(PARTS, parts[:-1], strict=True)])
         most = float(steps[label]["padded_tokens"].max()) if parts else 0.0
         if bound is not None and most >= SEEN * bound:
             marks.append(Level("budget", bound, Style(chart.BLACK, "dashed")))
@@ -64,15 +69,6 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
     caption += thinned(chain(*drawn.values()), "the largest step of a bin and the range of decode rows are shaded")
     caption = " ".join([caption, *far]) + chart.without(steps)
     return Chart("tokens", "Tokens a step", caption, panels, columns=2, share_x=True)
-
-
-def _stacked(parts: Sequence[Binned]) -> list[Mark]:
-    """Return the parts stacked, the largest steps behind them."""
-    if not parts:
-        return []
-    whole, marks = parts[-1], stack([(*named, part) for named, part in zip(PARTS, parts[:-1], strict=True)])
-    behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(chart.PALE), step=True)
-    return marks if whole.exact else [behind, *marks]
 
 
 def _parts(steps: Columns, time: Unit) -> list[Binned]:
@@ -131,7 +127,9 @@ def gpu_active(steps: Frames) -> Chart:
     shade = len(steps) <= AT_MOST_SHADED
     for index, (label, frame) in enumerate(busy.items()):
         if len(frame):
-            start, end, share = _shares(frame)
+            end, computed = seconds(frame, "compute_end_ns"), frame["compute_end_ns"] - frame["compute_start_ns"]
+            start = np.append(seconds(frame, "schedule_start_ns")[:1], end[:-1])
+            share = np.clip(np.asarray(computed) / NS / np.where(end > start, end - start, 1.0), 0.0, 1.0)
             active, waited = over_time(start, end, (share, gaps[label] / gap.seconds), time)
             shares += band(label, active, series(index), shade=shade)
             waits += band(label, waited, series(index), shade=shade)
@@ -143,14 +141,6 @@ def gpu_active(steps: Frames) -> Chart:
     panels = [Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03))]
     panels.append(Panel(waits, time.name, gap.name, title="Bubble before each step"))
     return Chart("gpu_active", "GPU active, and the bubbles between steps", caption, panels, share_x=True)
-
-
-def _shares(steps: Columns) -> tuple[Floats, Floats, Floats]:
-    """Return start and end (s) of each step's period, and its share of compute."""
-    end, busy = seconds(steps, "compute_end_ns"), steps["compute_end_ns"] - steps["compute_start_ns"]
-    start = np.append(seconds(steps, "schedule_start_ns")[:1], end[:-1])
-    length = np.where(end > start, end - start, 1.0)
-    return start, end, np.clip(np.asarray(busy) / NS / length, 0.0, 1.0)
 
 
 LINES = (("running", Style(chart.BLUE)), ("waiting", Style(chart.RED, "dashed")))

@@ -201,7 +201,11 @@ FIGURES = (
 def explorer(table: SweepTable, shown: Look) -> Explorer:
     """Return the explorer of a table, with the choices that it opens with."""
     figures = [figure for figure in FIGURES if figure[0] != "heat_map" or len(table.axes) > 1]
-    section = "".join(_figure(*figure, table) for figure in figures) + _listed(table)
+    section = ""
+    for key, title, caption in figures:
+        parts = {"key": key, "title": title, "caption": caption, "table": table.name}
+        section += template("explored.html", {name: escape(part) for name, part in parts.items()})
+    section += _listed(table)
     columns = [*(axis.codes for axis in table.axes), table.seeds, table.status, *table.metrics.values()]
     values = np.stack([np.asarray(column, dtype="<f4") for column in columns])
     packed = base64.b64encode(gzip.compress(values.tobytes(), 6, mtime=0)).decode()
@@ -216,10 +220,11 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
     start: dict[str, Any] = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
     start |= {"series": [names[axis.name] for axis in shown.view.series], "pareto": shown.pareto}
     start |= {"cells": [names[axis.name] for axis in sweep_table.longest_two(table.axes)]}
+    metrics = map(catalogue.metric, table.metrics)
     return {
         "rows": len(table),
         "axes": [_axis(axis) for axis in table.axes],
-        "metrics": [_metric(name) for name in table.metrics],
+        "metrics": [{"name": m.name, "label": m.label, "unit": m.form, "sign": m.sign} for m in metrics],
         "main": list(dict.fromkeys((*shown.metrics, *shown.pareto))),
         "constants": [f"{name} = {value}" for name, value in table.constants.items()],
         "slo": [{"text": limit.rule, **asdict(limit)} for limit in shown.limits],
@@ -240,16 +245,6 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "log": sweeps.log_spaced(axis.numbers),
         "ticks": sweeps.ticks(axis.numbers),
     }
-
-
-def _metric(name: str) -> dict[str, Any]:
-    what = catalogue.metric(name)
-    return {"name": name, "label": what.label, "unit": what.form, "sign": what.sign}
-
-
-def _figure(key: str, title: str, caption: str, table: SweepTable) -> str:
-    parts = {"key": key, "title": title, "caption": caption, "table": table.name}
-    return template("explored.html", {name: escape(part) for name, part in parts.items()})
 
 
 def _listed(table: SweepTable) -> str:

@@ -23,6 +23,7 @@ ONE_VALUE, TOO_FEW = "one value a run", "too few samples"
 NOT_SEEN, MARK = "no difference seen", "*"
 LEVEL = f"{CONFIDENCE * 100:.0f} %"
 COUNTED_ALIKE = ("schema_version", "percentile_method", "window_s")
+RESAMPLED = {*SHARES, *(name for name in METRICS if name not in SINGLE and name.rpartition(".")[2] in STATISTICS)}
 AT_MOST_NAMED = 5  # fields of a workload
 ABSENT = object()
 
@@ -151,14 +152,13 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
             of_requests = metric not in SINGLE and not metric.startswith("step_time_s")
             source, how = (requests, paired) if of_requests else (steps, in_blocks)
             interval = source.by_metric.get(metric)
-            resampled = metric in SHARES if metric in SINGLE else metric.rpartition(".")[2] in STATISTICS
-            method = how if interval else TOO_FEW if resampled else ONE_VALUE
+            method = how if interval else TOO_FEW if metric in RESAMPLED else ONE_VALUE
             if metric in SINGLE:
                 n, few = source.units if interval else 1, False
             else:  # gaps of few requests are few samples, however many they are
                 distribution, _, statistic = metric.partition(".")
                 n = min(int(lookup(run.summary, f"{distribution}.n")) for run in (a, b))
-                few = statistic != "n" and min(n, source.units) < SAMPLES_NEEDED.get(statistic, FEW)
+                few = min(n, source.units) < {"n": 0, **SAMPLES_NEEDED}.get(statistic, FEW)
             compared.append(MetricDifference(metric, what.label, what.form, before, after, interval, n, method, few))
     return compared
 

@@ -70,13 +70,10 @@ def _by(
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
     first = [rows[0] for rows in groups.values()]
-    names = labels.labels(_apart(rest, [flats[i] for i in first]), [runs[i].loop for i in first])
+    apart = [{name: flats[i].get(name) for name in rest} for i in first]
+    names = labels.labels(apart, [runs[i].loop for i in first])
     made = [_group(*named, values, runs) for named in zip(names, groups.values(), strict=True)]
     return Sweep(field, sorted(set(values)), made)
-
-
-def _apart(names: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [{name: facts.get(name) for name in names} for facts in flats]
 
 
 def _group(label: str, rows: Sequence[int], values: Sequence[Any], runs: Sequence[LoadedRun]) -> SweepGroup:

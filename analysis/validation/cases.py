@@ -179,9 +179,6 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
     for loop in LOOPS:
         theirs, ours = ([run for run in runs[kind] if run.loop == loop] for kind in KINDS)
         if ours and theirs:
-            if len(ours) > 1:
-                names = ", ".join(run.path.name for run in ours)
-                raise RunError(f"{ours[0].path.parent}: {names} are of the {loop} loop, expected one run of it")
             loops[loop] = Pair(ours[0], theirs)
     if not loops:
         return None, left_out
@@ -225,6 +222,9 @@ def _runs(folder: Path, kind: str) -> list[LoadedRun]:
     named = []
     for run in runs:
         alike = [other for other in runs if other.loop == run.loop]
+        if len(alike) > 1 and kind == SIMULATED:
+            names = ", ".join(other.path.name for other in alike)
+            raise RunError(f"{run.path.parent}: {names} are of the {run.loop} loop, expected one run of it")
         number = f" #{alike.index(run) + 1}" if len(alike) > 1 else ""
         named.append(replace(run, label=f"{folder.name} {run.loop} {kind}{number}"))
     return named

@@ -85,13 +85,17 @@ def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
     whole = [case for case in cases if case.whole]
+
+    def known(case: ValidationCase) -> tuple[bool, bool]:  # the lanes are of a well-known case, or of one on a curve
+        return case.name != DRAWN_IF_THERE, case.curve is None
+
     pairs = {loop: [case.loops[loop] for case in whole if loop in case.loops] for loop in LOOPS}
     requests = {loop: [matched(p.middle.counted, p.simulated.counted) for p in own] for loop, own in pairs.items()}
     return [
         errors({case.name: case.scores for case in cases}),
         *([speed_up(curves)] if curves else []),
         scatter(requests),
-        *([case_lanes(chosen(whole))] if whole else []),
+        *([case_lanes(min(whole, key=known))] if whole else []),
     ]
 
 
@@ -106,12 +110,6 @@ def speed_ups(cases: Sequence[ValidationCase]) -> dict[str, list[SpeedUpPoint]]:
             points.append(SpeedUpPoint(case.name, case.injected_ms, simulated, measured))
             points += [SpeedUpPoint(case.name, float(at), gain, ()) for at, gain in case.predicted.items()]
     return curves
-
-
-def chosen(cases: Sequence[ValidationCase]) -> ValidationCase:
-    """Return the case whose lanes are drawn: a well-known one, else one on a curve, else the first."""
-    named = [case for case in cases if case.name == DRAWN_IF_THERE]
-    return [*named, *(case for case in cases if case.curve is not None), *cases][0]
 
 
 def case_lanes(case: ValidationCase) -> Chart:
@@ -147,15 +145,6 @@ REACH = 0.4  # the farthest dot from the middle of a metric's space of width 1
 LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
 EDGE = 5.0  # multiples of the bar; larger errors are drawn here
 MARGIN = 1.08
-
-
-class Dot(NamedTuple):
-    """A score's position in the figure, and its hover text."""
-
-    x: float
-    y: float
-    verdict: str
-    text: str
 
 
 class SpeedUpPoint(NamedTuple):
@@ -240,31 +229,24 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     """Draw the error of each metric in every case, as multiples of its bar: between the lines the bar is met."""
     bound = Style(chart.BLACK, "dashed")
     marks: list[Mark] = [Level("asked", 1.0, bound), Level("asked", -1.0, bound)]
-    dots = [dot for index, case in enumerate(cases) for dot in _dots(case, cases[case], index, len(cases))]
+    dots: list[tuple[str, float, float, str]] = []  # verdict, x, y, hover text
+    for index, (case, scores) in enumerate(cases.items()):  # cases and loops are beside each other in a metric's space
+        for score in (each for each in scores if each.counts and np.isfinite(each.error)):
+            at = REACH * (2 * (index + LOOP_PLACES[score.loop]) / len(cases) - 1)
+            simulated, measured, error = score.shown()
+            text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"
+            dots.append((score.verdict, BARS.index(score.bar) + at, score.error / score.bar.bound, text))
     for verdict, style in VERDICTS.items():
-        own = [dot for dot in dots if dot.verdict == verdict]
-        if own:
-            x, y = np.array([dot.x for dot in own]), np.array([dot.y for dot in own])
-            marks.append(Points(verdict, x, np.clip(y, -EDGE, EDGE), style, texts=[dot.text for dot in own]))
+        if own := [dot for dot in dots if dot[0] == verdict]:
+            _, x, y, texts = zip(*own, strict=True)
+            marks.append(Points(verdict, np.array(x), np.clip(y, -EDGE, EDGE), style, texts=texts))
     caption = "Error over what is asked of the metric, one point a workload and loop, in the order of the table. "
     caption += "1: as far above the measured run as the bar allows. "
     caption += "Where a bar is not asked nothing is drawn."
-    beyond = sum(abs(dot.y) > EDGE for dot in dots)
+    beyond = sum(abs(y) > EDGE for _, _, y, _ in dots)
     caption += f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""
     names = [bar.label.removeprefix("async ").removeprefix("output ") for bar in BARS]
     names = [f"{n} ±{b.bound * 100:g}{'pt' if b.points else '%'}" for n, b in zip(names, BARS, strict=True)]
-    reach = max(1.5, *(min(EDGE, abs(dot.y)) for dot in dots), 0.0) * MARGIN
+    reach = max(1.5, *(min(EDGE, abs(y)) for _, _, y, _ in dots), 0.0) * MARGIN
     panel = Panel(marks, "", "error / asked", categories=names, y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
-
-
-def _dots(case: str, scores: Sequence[Score], index: int, count: int) -> list[Dot]:
-    """Return the dots of numeric scores with a bar; cases and loops stand beside each other in a metric's space."""
-    dots = []
-    for score in scores:
-        if score.counts and np.isfinite(score.error):
-            at = REACH * (2 * (index + LOOP_PLACES[score.loop]) / count - 1)
-            simulated, measured, error = score.shown()
-            text = f"{case}, {score.loop}: {score.bar.label} {error} ({simulated} simulated, {measured} measured)"
-            dots.append(Dot(BARS.index(score.bar) + at, score.error / score.bar.bound, score.verdict, text))
-    return dots

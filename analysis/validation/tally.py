@@ -195,15 +195,14 @@ def case_table(cases: Sequence[ValidationCase]) -> Table:
     header = ("case", "model", "scheduler", "CPU work added", "arrivals", "requests", "runs of a loop", "about")
     note = "Runs of a loop: how often it was measured. "
     note += "Arrivals: their rate as a share of the synchronous loop's capacity."
-    return Table("Workloads", header, [_case_row(case) for case in cases], note)
-
-
-def _case_row(case: ValidationCase) -> tuple[str, ...]:
-    arrivals = "all at once" if case.load is None else f"{case.load:.0%} of capacity"
-    pairs = [case.loops[loop] for loop in LOOPS if loop in case.loops]
-    runs = ", ".join(dict.fromkeys(f"{len(pair.measured):,}" for pair in pairs))
-    requests = f"{pairs[0].simulated.summary['requests']:,}"
-    return (case.name, case.model, case.scheduler, f"{case.injected_ms:g} ms", arrivals, requests, runs, case.about)
+    rows = []
+    for case in cases:
+        arrivals = "all at once" if case.load is None else f"{case.load:.0%} of capacity"
+        pairs = [case.loops[loop] for loop in LOOPS if loop in case.loops]
+        runs = ", ".join(dict.fromkeys(f"{len(pair.measured):,}" for pair in pairs))
+        counts = (arrivals, f"{pairs[0].simulated.summary['requests']:,}", runs)
+        rows.append((case.name, case.model, case.scheduler, f"{case.injected_ms:g} ms", *counts, case.about))
+    return Table("Workloads", header, rows, note)
 
 
 # -- causes -----------------------------------------------------------------------------------------------------------

@@ -70,7 +70,12 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
     checks = [parse(condition, "--slo") for condition in slo]
     if goodput is not None:
-        checks.append(_goodput(goodput))
+        check = parse(f"{SHARE}>={goodput}", "--goodput")
+        if not 0 < check.bound < 1:  # no sample can prove a share of 1
+            bound = "must be > 0 and < 1, such as 99%"
+            text = f"--goodput {goodput}: got {check.bound:g}, {bound}"
+            raise CheckError(text, field=SHARE, value=goodput, bound=bound)
+        checks.append(check)
     bounds = scenario.slo.model_dump(exclude={"preset"}, exclude_none=True)
     needing = [check.rule for check in checks if check.metric.startswith("slo.")]
     if needing and not bounds:
@@ -80,15 +85,6 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
         bound = "a capacity is that of one loop, sync or async"
         raise ScenarioError(f"loop.mode: got both; {bound}", field="loop.mode", value="both", bound=bound)
     return Terms(tuple(checks), **precision)
-
-
-def _goodput(share: str) -> Check:
-    """Return a share of requests as a condition. A share of 1 is an error, as no sample can prove it."""
-    check = parse(f"{SHARE}>={share}", "--goodput")
-    if not 0 < check.bound < 1:
-        bound = "must be > 0 and < 1, such as 99%"
-        raise CheckError(f"--goodput {share}: got {check.bound:g}, {bound}", field=SHARE, value=share, bound=bound)
-    return check
 
 
 RATE = "workload.arrivals.rate_per_s"

@@ -7,56 +7,26 @@ import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 
 from cbsim.draw import render
-from cbsim.draw.chart import (
-    RED,
-    SERIES,
-    Area,
-    Bars,
-    Cells,
-    Chart,
-    Edge,
-    Level,
-    Line,
-    Panel,
-    Points,
-    Spans,
-    Style,
-    Whiskers,
-)
+from cbsim.draw.chart import SERIES, Area, Bars, Cells, Chart, Edge, Level, Line, Panel, Points, Spans, Whiskers
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
 X = np.linspace(0.0, 4.0, 5)
-SPANS = Spans("compute", np.array([0, 2]), np.array([0.0, 1.0]), np.array([1.0, 4.0]), Style(RED), labels=("a", "b"))
-ALL = Chart(
-    "all",
-    "Every mark",
-    "Caption.",
-    [
-        Panel(
-            [
-                Line("line", X, X**2, SERIES[0]),
-                Area("area", X, X, 2 * X, SERIES[1], step=True),
-                Points("points", X, X, SERIES[2], labels=[f"p{i}" for i in range(5)]),
-                Level("level", 9.0, SERIES[3]),
-                Edge("edge", 2.0, SERIES[4]),
-            ],
-            "time, s",
-            "tokens",
-            "one",
-        ),
-        Panel([SPANS], "time, s", rows=("CPU", "H2D", "compute")),
-        Panel(
-            [
-                Bars("left", np.arange(2), np.array([1.0, 2.0]), SERIES[0], labels=("1", "2")),
-                Bars("right", np.arange(2), np.array([2.0, 1.0]), SERIES[1]),
-            ],
-            "",
-            "tokens/s",
-            categories=("sync", "async"),
-        ),
-    ],
-)
+SPANS = Spans("compute", np.array([0, 2]), np.array([0.0, 1.0]), np.array([1.0, 4.0]), SERIES[1], labels=("a", "b"))
+LINES = [
+    *(Line("line", X, X**2, SERIES[0]), Area("area", X, X, 2 * X, SERIES[1], step=True)),
+    Points("points", X, X, SERIES[2], labels=[f"p{i}" for i in range(5)]),
+    *(Level("level", 9.0, SERIES[3]), Edge("edge", 2.0, SERIES[4])),
+]
+BARS = [
+    Bars("left", np.arange(2), np.array([1.0, 2.0]), SERIES[0], labels=("1", "2")),
+    Bars("right", np.arange(2), np.array([2.0, 1.0]), SERIES[1]),
+]
+PANELS = [
+    *(Panel(LINES, "time, s", "tokens", "one"), Panel([SPANS], "time, s", rows=("CPU", "H2D", "compute"))),
+    Panel(BARS, "", "tokens/s", categories=("sync", "async")),
+]
+ALL = Chart("all", "Every mark", "Caption.", PANELS)
 
 
 def test_equal_charts_give_equal_bytes() -> None:
@@ -120,7 +90,7 @@ def test_numbers_of_an_axis_are_written_where_they_are_asked_for() -> None:
 
 def test_a_label_is_written_where_there_is_room() -> None:
     starts, ends = np.array([0.0, 1.0]), np.array([0.01, 9.0])
-    thin = Spans("thin", np.array([0, 0]), starts, ends, Style(RED), labels=("no", "yes"))
+    thin = Spans("thin", np.array([0, 0]), starts, ends, SERIES[1], labels=("no", "yes"))
     axes = render.figure(Chart("k", "t", "s", [Panel([thin], "s", rows=("r",))])).axes[0]
     assert [text.get_text() for text in axes.texts] == ["yes"]
 

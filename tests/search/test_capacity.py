@@ -49,13 +49,8 @@ class Known(Runs):
         ttft = {"n": 18, "mean": answer, "p99": answer, "too_few_for": ["p95", "p99"]}
         failed = 3 if value > self.lost else 0
         by_status = {"refused": 0, "failed": failed, "unfinished": 0, "waiting": 0, "length": 20 - failed}
-        summary = {
-            "requests": 20,
-            "requests_by_status": by_status,
-            "ttft_s": ttft,
-            "e2e_s": {"n": 18},
-            "slo": {"attainment": 1.0},
-        }
+        summary = {"requests": 20, "requests_by_status": by_status, "ttft_s": ttft, "e2e_s": {"n": 18}}
+        summary |= {"slo": {"attainment": 1.0}}
         return Run(summary, ["seats: all are taken", "GPU bandwidth: few tokens"])
 
 
@@ -102,17 +97,6 @@ def test_ends_are_decided_and_undecided_loads_lie_between(first: int, spread: fl
     assert found.width is not None
     if found.width > found.terms.width:
         assert any("undecided" in notice for notice in found.notices)
-
-
-def test_a_search_is_as_often_wrong_as_it_says_or_less() -> None:
-    """Independent normal noise of 20 % a run at every load, 80 searches at 95 %: at most 5 % of their intervals
-    miss the capacity, give or take three standard errors."""
-    missed = 0
-    for number in range(80):
-        at = np.random.default_rng(number)
-        found = sought(Known(lambda value, _, at=at: value / 20 * (1 + 0.2 * float(at.normal()))))  # type: ignore[misc]
-        missed += not (found.holds or 0) <= 20 <= (found.fails or 0)
-    assert missed <= 80 * 0.05 + 3 * math.sqrt(80 * 0.05 * 0.95)
 
 
 def test_replicates_have_the_same_seeds_at_all_loads_and_grow_by_looks() -> None:

@@ -101,11 +101,6 @@ def answer(
     return search(queue, RATE, limits, runs)
 
 
-def test_the_limit_is_pollaczek_and_khinchine_s() -> None:
-    """At the exact rate the mean wait of M/D/1 is the limit."""
-    assert pytest.approx(WAIT_S) == EXACT * SERVICE_S**2 / (2 * (1 - EXACT * SERVICE_S))
-
-
 def test_ttft_is_the_wait_and_the_service() -> None:
     """To the nanosecond: Lindley's recursion over the run's own arrivals. `queue_s` is not the wait: it begins with the
     poll that takes a request in, and the server polls between steps."""

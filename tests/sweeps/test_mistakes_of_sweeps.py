@@ -29,13 +29,8 @@ def test_a_whole_and_then_a_field_of_it_are_two_axes() -> None:
 def test_values_that_begin_alike_are_two_places(small: Path, tmp_path: Path) -> None:
     """Values of an axis may be long; what tells them apart is kept."""
     length = {"lognormal": {"mean": 5, "sigma": 0.5, "low": 1, "high": 9}}
-    load = {
-        "kind": "synthetic",
-        "requests": 2,
-        "prompt_tokens": length,
-        "output_tokens": length,
-        "shared_prefix_tokens": 0,
-    }
+    load = {"kind": "synthetic", "requests": 2, "shared_prefix_tokens": 0}
+    load |= {"prompt_tokens": length, "output_tokens": length}
     loads = [{**load, "arrivals": {"kind": "poisson", "rate_per_s": rate}} for rate in (1, 50)]
     fields = {"scenario": str(small), "axes": {"workload": loads}}
     swept = cbsim.sweep(fields, store=tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.browser import costs, lanes, latencies, report, tokens
+from support.browser import costs, lanes, latencies, tokens
 
 from analysis.page import interactive
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Panel, Points, Spans, Style, Whiskers
@@ -146,13 +146,6 @@ def test_panels_that_share_x_zoom_together_and_only_the_lowest_says_what_it_is()
     assert "matches" not in interactive.figure(latencies())["layout"]["xaxis2"]
 
 
-def test_long_arrays_are_packed_without_loss() -> None:
-    x = np.linspace(0, 1, 5000)
-    packed = drawn(Line("a", x, x, PLAIN))["data"][0]["y"]
-    assert packed["dtype"] == "f8"
-    assert np.array_equal(np.frombuffer(base64.b64decode(packed["bdata"]), "<f8"), x)
-
-
 def test_names_and_texts_are_shown_as_they_are() -> None:
     """plotly.js reads some HTML, and %{...} in what is shown on hovering."""
     trace = drawn(Points("<b>%{x}", X, X, PLAIN, ("a<br>", "b\nc", "&")))["data"][0]
@@ -201,8 +194,3 @@ def test_any_chart_is_strict_json_and_no_number_of_it_is_lost(
         expected = mark.y.tolist()
         assert [v for v in values if v is not None and math.isfinite(v)] == [v for v in expected if math.isfinite(v)]
         assert len(values) == len(expected)
-
-
-def test_equal_charts_are_equal_dicts() -> None:
-    first, second = (json.dumps([interactive.figure(chart) for chart in report(2).charts]) for _ in range(2))
-    assert first == second

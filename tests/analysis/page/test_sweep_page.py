@@ -62,15 +62,6 @@ def test_the_command_in_the_report_makes_it_again(out: Path, file: Path) -> None
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_without_plotly_the_report_is_whole_but_for_the_page(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(webpage, "plotly_script", lambda: None)
-    assert main(["report", str(file), "--out", str(tmp_path / "r")]) == 0
-    assert "page      none: needs `pip install plotly`" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.md", "report.json", "figures"}
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

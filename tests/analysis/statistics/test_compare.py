@@ -180,8 +180,7 @@ def test_the_verdict_prefers_percentiles_with_enough_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "latencies"),
-    [(["workload.prompt_tokens=3000"], False), (["workload.output_tokens=1"], True)],
+    ("overrides", "latencies"), [(["workload.prompt_tokens=3000"], False), (["workload.output_tokens=1"], True)]
 )
 def test_runs_with_next_to_nothing_in_them_can_be_compared(
     tmp_path: Path, overrides: list[str], latencies: bool

@@ -74,12 +74,10 @@ def test_no_knee_is_claimed_outside_the_range(rated: list[LoadedRun]) -> None:
         assert "no knee in this range" in knee.sentence and said in knee.sentence
 
 
-def test_the_offered_rate_is_that_of_the_arrivals(rated: list[LoadedRun]) -> None:
+def test_the_offered_rate_is_that_of_the_arrivals(rated: list[LoadedRun], seats: list[LoadedRun]) -> None:
+    """Runs that arrive at once have none."""
     for run in rated:
         assert sweeps.offered(run) == pytest.approx(run.scenario["workload"]["arrivals"]["rate_per_s"])
-
-
-def test_runs_that_arrive_at_once_have_no_rate(seats: list[LoadedRun]) -> None:
     assert sweeps.offered(seats[0]) is None
     assert sweeps.keeps_up(seats[0]) is None
 
