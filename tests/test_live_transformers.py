@@ -1,6 +1,5 @@
 """Our policy, and our sizes of a cache, against the transformers that is installed: workloads that no trace has
-recorded, and layers with windows.
-"""
+recorded, and layers with windows."""
 
 from __future__ import annotations
 

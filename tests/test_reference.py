@@ -1,6 +1,5 @@
 """The scenarios that come with the project, each against numbers that were known before it ran: published ones, or a
-calculation of our own. Every test says which. Those of public traces and of the landscape have files of their own.
-"""
+calculation of our own. Every test says which. Those of public traces and of the landscape have files of their own."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def test_every_scenario_has_a_test_here() -> None:
 
 def test_worked_example_sync() -> None:
     """The issue: CPU 10 ms, GPU 32 ms. Synchronous they add up: 42 ms an iteration, exactly, and the GPU is active
-    32 / 42 = 76.19 % of the time. 1,000 output tokens are 1,000 iterations: 42 s. No other cost is in the model.
-    """
+    32 / 42 = 76.19 % of the time. 1,000 output tokens are 1,000 iterations: 42 s. No other cost is in the model."""
     summary, steps = ran("worked_example", "sync").summary, ran("worked_example", "sync").steps
     assert summary["steps"] == 1000
     assert summary["makespan_s"] == 42.0
@@ -44,8 +42,7 @@ def test_worked_example_sync() -> None:
 
 def test_worked_example_async() -> None:
     """The issue: planned meanwhile, an iteration takes the longer of 10 and 32 ms, exactly, and the GPU is active at
-    least 99 % over a long run. What it is not: the first 10 ms, and the last step's surplus rows are computed too.
-    """
+    least 99 % over a long run. What it is not: the first 10 ms, and the last step's surplus rows are computed too."""
     summary, steps = ran("worked_example", "async").summary, ran("worked_example", "async").steps
     assert set(np.diff(steps["compute_start_ns"]).tolist()) == {32_000_000}
     assert summary["steps"] == 1001
@@ -92,8 +89,7 @@ def gpu_s(share: float) -> float:
 def test_8k_b32_constants_follow_from_the_synchronous_run() -> None:
     """Both calibrated constants, derived again: the idle time over the steps, 300.6 s x 0.24 / 8192 = 8.8066 ms, and
     the one share of the bandwidth at which our own sum of the bytes takes 300.6 s x 0.76 = 228.456 s, by bisection.
-    Nothing else is set.
-    """
+    Nothing else is set."""
     cost = scenario.load("8k_b32").cost
     assert isinstance(cost, RooflineSettings)
     assert cost.cpu.prepare.base_s == pytest.approx(SYNC_S * (1 - SYNC_ACTIVE) / OUTPUT, rel=1e-4)
@@ -124,8 +120,7 @@ def test_8k_b32_sync_reproduces_what_it_was_calibrated_on() -> None:
 
 def test_8k_b32_predicts_the_asynchronous_run() -> None:
     """The published asynchronous run was not used: 234.5 s within 3 %, 99.4 % within 1 point. The model's own limit is
-    the GPU's 228.456 s and one unhidden preparation, which is what it has to give, to 0.1 s and a surplus step.
-    """
+    the GPU's 228.456 s and one unhidden preparation, which is what it has to give, to 0.1 s and a surplus step."""
     summary = ran("8k_b32", "async").summary
     assert summary["makespan_s"] == pytest.approx(ASYNC_S, rel=0.03)
     assert summary["gpu_active"] == pytest.approx(ASYNC_ACTIVE, abs=0.01)
@@ -134,8 +129,7 @@ def test_8k_b32_predicts_the_asynchronous_run() -> None:
 
 def test_8k_b32_a_step_grows_with_context_as_kv_reads_do() -> None:
     """From one decode step to the next 32 requests have a token more each: 32 x 131,072 bytes over the calibrated
-    bandwidth, a constant 3.63 us, in every pair of the 8,191 steps to the nanosecond that times are rounded to.
-    """
+    bandwidth, a constant 3.63 us, in every pair of the 8,191 steps to the nanosecond that times are rounded to."""
     share = scenario.load("8k_b32").cost.memory_efficiency.kv  # type: ignore[union-attr]
     slope_ns = BATCH * Llama8B.kv / (share * H200_BYTES_S) * 1e9
     compute = ran("8k_b32", "sync").lane("compute")[1:]
@@ -151,8 +145,7 @@ def test_8k_b32_a_step_grows_with_context_as_kv_reads_do() -> None:
 
 def test_8k_prompt_b32_fills_the_token_budget() -> None:
     """8,192-token prompts under a budget of M tokens a step: each step takes what the decoding requests leave of M.
-    Counted here by hand, one prompt after the other; the last prompt's 255 further tokens follow.
-    """
+    Counted here by hand, one prompt after the other; the last prompt's 255 further tokens follow."""
     done = ran("8k_prompt_b32", "sync")
     budget = done.scenario.options("sync").max_batch_tokens  # type: ignore[union-attr]
     left, expected = 32 * 8192, []
@@ -169,8 +162,7 @@ def test_8k_prompt_b32_fills_the_token_budget() -> None:
 
 def test_8k_prompt_b32_saves_little() -> None:
     """Why the other reading is not the published one: with 8,192-token prompts the GPU computes long steps, and hiding
-    the same CPU work saves far less than the published 22 %.
-    """
+    the same CPU work saves far less than the published 22 %."""
     sync, asynchronous = (ran("8k_prompt_b32", loop).summary for loop in ("sync", "async"))
     assert 0.9 < asynchronous["makespan_s"] / sync["makespan_s"] < 1
     assert sync["gpu_active"] > 0.95
@@ -181,8 +173,7 @@ def test_8k_prompt_b32_saves_little() -> None:
 
 def test_rates_below_and_above_capacity() -> None:
     """Below capacity requests end as fast as they arrive and hardly wait; above it the server's own speed shows, which
-    is higher for the asynchronous loop, and the wait grows with the requests that have come.
-    """
+    is higher for the asynchronous loop, and the wait grows with the requests that have come."""
     low = ran("rates", "sync", "workload.arrivals.rate_per_s=8", "workload.requests=300")
     arrived_s = low.rows[-1].arrival_ns / 1e9
     assert low.summary["makespan_s"] < arrived_s * 1.1
@@ -210,8 +201,7 @@ def blocks_of_one(prompt: int, outputs: int, *overrides: str) -> int:
 def test_windows_hold_what_they_see(prompt: int) -> None:
     """A calculation: 48 layers, five with a window of 1,024 tokens to one without, are six groups of eight layers. Once
     n tokens are computed the next one sees the last 1,023 of them in five of the groups. A block is of eight layers;
-    where every layer sees all it is of 48, so the same memory has a sixth of them.
-    """
+    where every layer sees all it is of 48, so the same memory has a sixth of them."""
     last = prompt + 19  # the last output is never computed
     gone = max(0, last - 1 - 1023) // 16
     assert blocks_of_one(prompt, 20) == 6 * ceil(last / 16) - 5 * gone
@@ -221,8 +211,7 @@ def test_windows_hold_what_they_see(prompt: int) -> None:
 
 def test_windows_let_more_requests_in_and_read_less() -> None:
     """Six groups share the memory, so blocks are six times as many. What is given up in time seats more requests; what
-    is not read takes no time, even if it is kept. Each alone makes the run shorter.
-    """
+    is not read takes no time, even if it is kept. Each alone makes the run shorter."""
     runs = [
         ran("windows", "async", *more)
         for more in ((), ("scheduler.disable_hybrid_kv_cache_manager=true",), ("model.attention=[full]",))
@@ -242,8 +231,7 @@ def test_windows_let_more_requests_in_and_read_less() -> None:
 def test_sglang_prefills_go_first() -> None:
     """A calculation: a prompt of 5,000 tokens that comes while another request decodes goes through a budget of 2,048
     in three batches, of 2,048, 2,048 and 904 tokens. Each row of the other one waits for all three, in either loop; if
-    it rides along, for one, and takes a token of the first two.
-    """
+    it rides along, for one, and takes a token of the first two."""
     two = (
         "workload.requests=2",
         "workload.prompt_tokens=5000",
@@ -267,8 +255,7 @@ def test_sglang_prefills_go_first() -> None:
 
 def test_tiny_cpu_simulates_what_the_engine_replays() -> None:
     """The engine's first scenario is one of the simulator's, too: every request ends, prefixes are shared, and both
-    loops serve the same tokens.
-    """
+    loops serve the same tokens."""
     summaries = [ran("tiny_cpu", loop).summary for loop in ("sync", "async")]
     for summary in summaries:
         assert summary["requests_by_status"]["length"] == summary["requests"] == 48
@@ -281,8 +268,7 @@ def test_tiny_cpu_simulates_what_the_engine_replays() -> None:
 
 def test_validation_runs_at_the_sizes_that_the_engine_captures() -> None:
     """Steps that only decode are computed at a captured batch size that holds them; the others at their own, and they
-    cost the CPU 32 layers of 50 us to launch.
-    """
+    cost the CPU 32 layers of 50 us to launch."""
     steps = ran("validation", "async").steps
     decoding = steps["prefill_tokens"] == 0
     assert 0 < decoding.sum() < len(steps)
@@ -299,8 +285,7 @@ def test_validation_runs_at_the_sizes_that_the_engine_captures() -> None:
 
 def test_fragmentation() -> None:
     """Every request reserves 2,048 tokens in a piece of that size: 15,728 tokens hold seven of them, and what cannot
-    hold an eighth, 1,392 tokens, stays free. Of the rest a share holds tokens that the published 20.4 % is near.
-    """
+    hold an eighth, 1,392 tokens, stays free. Of the rest a share holds tokens that the published 20.4 % is near."""
     occupancy = cbsim.run(cbsim.load("fragmentation", "workload.requests=200")).occupancy
     shares, most = occupancy.shares(occupancy.waited), occupancy.table[:, 4:].sum(axis=1).min()
     assert occupancy.tokens == 15728

@@ -1,6 +1,5 @@
 """The scenarios that compare schedulers or show what one of its own does, each against a count of our own, and what the
-papers of Orca, vLLM and Sarathi say of themselves.
-"""
+papers of Orca, vLLM and Sarathi say of themselves."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def test_landscape_is_one_workload() -> None:
 
 def test_landscape_static_pays_for_padding() -> None:
     """A static batch computes rows that have ended until its longest is done, and its prompts padded to the longest:
-    by our own count from the drawn lengths, batches of 64 in order of arrival. Continuous batching has next to none.
-    """
+    by our own count from the drawn lengths, batches of 64 in order of arrival. Continuous batching has next to none."""
     done = landscape("static", "sync")
     computed = useful = steps = 0
     for first in range(0, 512, 64):
@@ -71,8 +69,7 @@ def test_landscape_static_pays_for_padding() -> None:
 def test_agents_read_what_their_turns_and_groups_have_written() -> None:
     """Counted from the file alone. A turn finds the whole blocks of 16 tokens of all that its session has computed,
     which is all but its last output token; a session's first turn finds the pieces of 512 tokens, from the first on,
-    that a session before it began with. The cache is large enough to keep them all.
-    """
+    that a session before it began with. The cache is large enough to keep them all."""
     found, context, known = 0, dict[str, int](), set[int]()
     trace = catalog.scenario("agents").parent / "traces" / "agents.jsonl"
     for line in trace.read_text(encoding="utf-8").splitlines():
@@ -95,8 +92,7 @@ def test_agents_read_what_their_turns_and_groups_have_written() -> None:
 
 def test_padded_inserts_are_rectangles() -> None:
     """A step is as wide as the longest prompt that joins in it, and one token if nobody does. A prompt that joins
-    seven rows that decode by itself therefore costs seven times its length less one.
-    """
+    seven rows that decode by itself therefore costs seven times its length less one."""
     done = ran("padded_inserts", "sync")
     joins: dict[int, list[int]] = {}
     for row in done.rows:
@@ -111,8 +107,7 @@ def test_padded_inserts_are_rectangles() -> None:
 
 def test_padded_inserts_cost_more_than_rows_without_padding_and_less_than_waiting() -> None:
     """What the file shows beside it: with the same eight seats a batch of packed rows ends first, though it stops for
-    prompts; and what pads its prompts still beats the batch that waits for its longest request.
-    """
+    prompts; and what pads its prompts still beats the batch that waits for its longest request."""
     others = ("scheduler={name: tgi, max_batch_size: 8}", "scheduler={name: static, batch_size: 8}")
     tgi, padded, static = (ran("padded_inserts", "sync", *more).summary for more in ((others[0],), (), (others[1],)))
     assert tgi["makespan_s"] < padded["makespan_s"] < static["makespan_s"]
@@ -124,8 +119,7 @@ def test_padded_inserts_cost_more_than_rows_without_padding_and_less_than_waitin
 
 def test_turns_prompts_have_their_steps_for_themselves() -> None:
     """A step with a prompt has no row but those of the requests that begin in it; and the more readily the batch
-    stops, the sooner a first token comes and the later the others.
-    """
+    stops, the sooner a first token comes and the later the others."""
     rules = (
         ("scheduler.waiting_served_ratio=0",),
         (),
@@ -147,8 +141,7 @@ def test_turns_prompts_have_their_steps_for_themselves() -> None:
 
 def test_pauses_are_paid_only_where_more_is_let_in_than_fits() -> None:
     """Who is let in by what it may need at most is never paused. MAX_UTILIZATION looks at what it needs now: limits do
-    not matter to it, more requests run, and some of their tokens are computed again.
-    """
+    not matter to it, more requests run, and some of their tokens are computed again."""
     kinds = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH")
     known, unknown = (
         [ran("pauses", "sync", f"scheduler.capacity_scheduler_policy={kind}", *more).summary for kind in kinds]

@@ -25,8 +25,7 @@ TRACES = {"azure_conv": CONV, "azure_code": CODE, "mooncake_conversation": MOONC
 @pytest.mark.parametrize(("name", "path"), [("azure_conv", CONV), ("azure_code", CODE)])
 def test_azure_requests_are_the_trace_s_rows(name: str, path: str) -> None:
     """Request counts and token sums equal those of the file's first rows, read with the csv module alone; the first
-    arrives at 0 and the last as many seconds later as the timestamps say.
-    """
+    arrives at 0 and the last as many seconds later as the timestamps say."""
     limit = 100
     with data(path).open(newline="") as file:
         rows = [row for _, row in zip(range(limit), csv.DictReader(file), strict=False)]
@@ -41,8 +40,7 @@ def test_azure_requests_are_the_trace_s_rows(name: str, path: str) -> None:
 
 def test_mooncake_requests_are_the_trace_s_rows_and_hit_the_cache() -> None:
     """Counts and sums equal those of the file's first lines, read with the json module alone. Conversations come back,
-    so prefixes are found again; never more than all earlier prompts hold of them.
-    """
+    so prefixes are found again; never more than all earlier prompts hold of them."""
     limit = 50
     with data(MOONCAKE).open() as file:
         rows = [json.loads(line) for _, line in zip(range(limit), file, strict=False)]
@@ -63,8 +61,7 @@ def test_mooncake_requests_are_the_trace_s_rows_and_hit_the_cache() -> None:
 def test_mooncake_infinite_cache_is_the_paper_s() -> None:
     """External check: the paper's infinite cache hits 0.4006 of the conversation trace's tokens (FAST'25, Figure 9, at
     100 M tokens and more). Read with our reader and counted by hash ids, whole 512-token blocks alone give less, and
-    counting the next, partly equal block too gives more: 0.373 and 0.414 (notes/metrics_and_reports.md).
-    """
+    counting the next, partly equal block too gives more: 0.373 and 0.414 (notes/metrics_and_reports.md)."""
     rows = traces.mooncake(data(MOONCAKE))
     seen: set[int] = set()
     asked = whole = next_too = 0
@@ -84,8 +81,7 @@ def test_mooncake_infinite_cache_is_the_paper_s() -> None:
 
 def test_mooncake_cache_as_simulated_is_the_infinite_one_where_it_fits() -> None:
     """The block pool against the same count: 60 requests one after the other, a cache that never evicts and blocks of
-    512 tokens hit exactly the leading blocks seen before, but for the one token that has to be computed again.
-    """
+    512 tokens hit exactly the leading blocks seen before, but for the one token that has to be computed again."""
     limit = 60
     rows = traces.mooncake(data(MOONCAKE), limit)
     words = (
@@ -105,8 +101,7 @@ def test_mooncake_cache_as_simulated_is_the_infinite_one_where_it_fits() -> None
 
 def test_agentic_turns_follow_each_other() -> None:
     """Sessions read with the json module alone: a turn's prompt is everything said before and its new tokens, it
-    arrives its delay after the turn before it ended, and only prompts beyond the model's 131,072 tokens are refused.
-    """
+    arrives its delay after the turn before it ended, and only prompts beyond the model's 131,072 tokens are refused."""
     sessions: dict[str, list[dict[str, Any]]] = {}
     with data(AGENTIC).open() as file:
         for line in map(json.loads, file):

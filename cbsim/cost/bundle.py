@@ -54,9 +54,7 @@ class Experts(NamedTuple):
 
 
 class Bundle:
-    """The tables in `folder` of one tensor-parallel degree, for a model of `layers` layers, with `kv_heads` on each GPU
-    if known. Raises ScenarioError.
-    """
+    """The tables of a tensor-parallel degree, with `kv_heads` on each GPU if known. Raises ScenarioError."""
 
     def __init__(
         self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None

@@ -57,9 +57,7 @@ class BlockPool:
         self.fresh = 0  # with groups: blocks that the newest plan hands out
         self._free = free
         self._observer = observer
-        self._index: dict[
-            int, int | dict[int, None]
-        ] = {}  # key -> block, or the blocks that duplicate it, oldest first
+        self._index: dict[int, int | dict[int, None]] = {}  # key -> block, or the blocks that have it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other block in use has one owner
         self._read: dict[int, None] = {}  # blocks with a key that a transfer reads
@@ -132,9 +130,7 @@ class BlockPool:
         return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
-        """Return the free blocks that a request needs, beside those found in the cache, to hold its first `tokens`
-        tokens, or `whole` tokens if that is more.
-        """
+        """Return the free blocks that the first `tokens` or `whole` tokens need, whatever is more, beside the hits."""
         return max(self.missing(request, max(whole, tokens)) - len(hits), 0) + self.idle(hits)
 
     def most_blocks(self, tokens: int) -> int:
@@ -142,9 +138,7 @@ class BlockPool:
         return self.blocks_for(tokens)
 
     def fill(self, request: Request, tokens: int) -> list[int]:
-        """Add the fresh blocks that a request lacks to hold its first `tokens` tokens. Return those that its row is to
-        list.
-        """
+        """Add the blocks that a request lacks for its first `tokens` tokens. Return those that its row is to list."""
         return self.grow(request, self.missing(request, tokens))
 
     def grow(self, request: Request, count: int) -> list[int]:

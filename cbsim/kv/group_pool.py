@@ -160,9 +160,7 @@ class GroupPool(TablePool):
         return []
 
     def _pass(self, request: Request, completed: int) -> None:
-        """Free the blocks that no token behind the `completed` ones sees, those in flight included: group by group, the
-        last block first.
-        """
+        """Free the blocks that no token behind the `completed` ones sees, group by group, the last block first."""
         tables = self._tables[request]
         for g, table in enumerate(tables.groups):
             gone = min(self.rules[g].gone(completed), len(table.blocks))

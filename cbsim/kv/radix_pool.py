@@ -136,9 +136,7 @@ class RadixPool(BlockPool):
         return list(enumerate(inserted.shared, first))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """Insert what a request has computed into the tree; if it `returns`, free its own blocks instead. Return the
-        number of its blocks.
-        """
+        """Insert what is computed into the tree; if the request `returns`, free its own blocks instead."""
         if request not in self.positions:
             return 0
         kv_tokens = min(request.computed, request.known)

@@ -129,12 +129,6 @@ class KindSectors:
         """True if `counts[k]` blocks of each kind k are there."""
         return sum([kind.short(counts[k]) for k, kind in enumerate(self.kinds)]) <= len(self.stack)
 
-    def take_of(self, kind: int, count: int) -> list[int]:
-        return self.kinds[kind].take(count)
-
-    def give_to(self, kind: int, blocks: list[int]) -> None:
-        self.kinds[kind].give(blocks, 0)
-
     def pages(self, kind: int, blocks: list[int]) -> list[int]:
         """Return the pages of these blocks of a kind, in the same order."""
         count = self.pages_of[kind]
@@ -245,8 +239,8 @@ class HostSectors(KindSectors):
             self.reclaim()
             if not self.fits(counts):
                 return None
-        return [sorted(self.take_of(k, count)) for k, count in enumerate(counts)]
+        return [sorted(self.kinds[k].take(count)) for k, count in enumerate(counts)]
 
     def give(self, tables: list[list[int]]) -> None:
         for k, blocks in enumerate(tables):
-            self.give_to(k, blocks)
+            self.kinds[k].give(blocks, 0)

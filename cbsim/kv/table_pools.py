@@ -201,7 +201,7 @@ class KindPool(FilledPool):
         tables = self._growing(request)
         for g, count in enumerate(counts):
             self._observer.growing(request, count)
-            self._add(request, tables, g, self.sectors.take_of(g, count), fresh=True)
+            self._add(request, tables, g, self.sectors.kinds[g].take(count), fresh=True)
 
     def own_blocks(self, request: Request, whole: int) -> list[int]:
         """Return each group's blocks for a sample, beside the first `whole` shared in groups that see all."""
@@ -223,7 +223,7 @@ class KindPool(FilledPool):
         tables = self._close(request)
         for g, table in enumerate(tables.groups):
             ring = self.groups[g].ring > 0
-            self.sectors.give_to(g, table.blocks if ring else [b for b in table.blocks if self._drop(b)])
+            self.sectors.kinds[g].give(table.blocks if ring else [b for b in table.blocks if self._drop(b)], 0)
             self._observer.released(request, table.blocks)
         return tables.count
 

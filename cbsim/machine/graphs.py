@@ -50,9 +50,7 @@ def unpadded(plan: StepPlan) -> Bucket:
 
 
 def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, plan: StepPlan) -> Bucket:
-    """Return the graph by transformers 5.17's rule: powers of two in fast decode, else queries to 64s and KV reads to
-    16,384s.
-    """
+    """Return transformers 5.17's graph: powers of two in fast decode, else queries to 64s and KV reads to 16,384s."""
     work = plan.work
     if work.fast_decode:
         tokens = up_to_power(work.tokens, max_requests)
@@ -63,9 +61,7 @@ def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, p
 
 
 def vllm_bucket(sizes: Sequence[int], plan: StepPlan) -> Bucket:
-    """Return the graph by vLLM's rule: the smallest captured size, of increasing `sizes`, that holds the step's tokens;
-    larger steps run eagerly.
-    """
+    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens; larger steps run eagerly."""
     at = bisect_left(sizes, plan.work.computed_tokens)
     return (sizes[at], sizes[at]) if at < len(sizes) else None
 

@@ -48,9 +48,8 @@ class Completion:
         self.order: Final = request.order if order < 0 else order  # in the admission order, when it was noted
 
 
-Completions = tuple[
-    list[Completion], list[Completion], list[Completion]
-]  # of the chunks before the members, of them, and after
+Noted = list[Completion]
+Completions = tuple[Noted, Noted, Noted]  # of the chunks before the members, of them, and after
 
 
 def in_order(notes: Completions, late: list[Completion], stopped: list[Request]) -> list[Completion]:
@@ -134,16 +133,12 @@ class DecodeBatch(Pace):
         self._note(self._grow_at, since + blocks * size - computed, request)
         if fills:
             self._note(self._fill_at, since + size - 1 - computed % size, request)
-        if self.long_tokens:
-            self._watch_length(request)
+        if self.long_tokens and computed >= self.long_tokens:
+            self.long += 1
+        elif self.long_tokens:
+            self._note(self._long_at, since + self.long_tokens - computed, request)
         if request.last > request.scheduled:
             self._note(self._end_at, since + request.last - request.scheduled - 1, request)
-
-    def _watch_length(self, request: Request) -> None:
-        if request.computed >= self.long_tokens:
-            self.long += 1
-        else:
-            self._note(self._long_at, self.pace + self.long_tokens - request.computed, request)
 
     def leave(self, request: Request, blocks: int) -> None:
         """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""

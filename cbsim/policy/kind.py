@@ -26,12 +26,11 @@ Share = Annotated[float, AtLeast(0), Below(1)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The scheduler's part of a scenario. A kind's settings are a frozen dataclass that inherits this one: fields of
-    plain types with defaults, bounds in the annotation, a docstring under each field. `__post_init__` may raise
-    SettingsError for values that contradict each other.
+    plain types with defaults, bounds in the annotation, a text for each field (`#:` behind it or a docstring under it).
+    `__post_init__` may raise SettingsError for values that contradict each other.
     """
 
-    name: str
-    """Which scheduler."""
+    name: str  #: Which scheduler.
 
 
 class SettingsError(ValueError):
@@ -65,20 +64,14 @@ class Options(Protocol):
 class Model(Protocol):
     """The shape of a model, as far as memory rules use it."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
     @property
     def dtype_bytes(self) -> int: ...
     @property
@@ -100,28 +93,21 @@ class Site(Protocol):
     it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit.
     """
 
-    @property
-    def depth(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def max_position(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
+    depth: int
+    block_size: int
+    gpus: int
+    block_bytes: int
+    max_position: int
+    layers: int
+
     @property
     def attention(self) -> Sequence[Attention]: ...
-    @property
-    def gpu(self) -> str: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def memory_fraction(self) -> float: ...
-    @property
-    def num_blocks(self) -> int | None: ...
+
+    gpu: str
+    memory_bytes: int
+    memory_fraction: float
+    num_blocks: int | None
+
     @property
     def model(self) -> Model: ...
 
@@ -183,7 +169,8 @@ def for_probe(settings: S, slots: int, tokens: int) -> S:
 def sources(settings: Settings, site: Site) -> dict[str, str]:
     """Return, for each setting that may be left open, the rule that solves it."""
     marks = {name: mark.source for name, mark in _marked(settings, Solved)}
-    return {name: source if isinstance(source, str) else source(settings, site) for name, source in marks.items()}
+    names = {"gpu": site.gpu, "name": settings.name}
+    return {at: one.format(**names) if isinstance(one, str) else one(settings, site) for at, one in marks.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ class AsText(NamedTuple):
 
 class Solved(NamedTuple):
     """A mark in the annotation of a setting that may be null: the rule by which it is then solved, as a sentence's end
-    or a function of settings and site. A `pinned` one keeps its value if the scenario gets a smaller cache afterwards.
+    where {gpu} and {name} are those of site and settings, or a function of both. A `pinned` one keeps its value if the
+    scenario gets a smaller cache afterwards.
     """
 
     source: str | Callable[[Any, Any], str]
@@ -42,9 +43,7 @@ class ProbeSize(Enum):
 
 
 class InProbe(NamedTuple):
-    """A mark in the annotation of a setting: its value in a calibration's probe, which bounds slots and query tokens
-    and in which requests share nothing.
-    """
+    """A setting's value in a calibration's probe, which bounds slots and query tokens; its requests share nothing."""
 
     value: Any
 

@@ -300,9 +300,7 @@ class Underway:
         self._block_size = block_size
 
     def planned(self, plan: StepPlan) -> None:
-        """Record a plan's transfers. Raise AssertionError if the plan hands out a block of a transfer that is under
-        way, or reads what one writes.
-        """
+        """Record transfers. Raise AssertionError if a plan hands out a block of one under way, or reads its target."""
         for job in plan.awaited:
             self.jobs.pop(job, None)
         if self.jobs:
@@ -333,6 +331,4 @@ class Underway:
     def _blocks(self) -> tuple[set[Place], set[Place]]:
         """Return the places that the transfers under way read, and those that they write."""
         transfers = [transfer for group in self.jobs.values() for transfer in group]
-        return {block for transfer in transfers for block in transfer.read}, {
-            block for transfer in transfers for block in transfer.written
-        }
+        return {at for one in transfers for at in one.read}, {at for one in transfers for at in one.written}

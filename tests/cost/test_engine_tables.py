@@ -32,8 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_products_of_a_layer_are_those_of_a_gpus_share(folder: Path) -> None:
     """QKV, output, gate with up, down; a GPU of two has half of each. Times are linear in n k here, so that
-    interpolation on a logarithmic scale is off by what it has to be off: between neighbours, never outside them.
-    """
+    interpolation on a logarithmic scale is off by what it has to be off: between neighbours, never outside them."""
     tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
     shapes_ = [(3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)]
     exact = 32 * sum(gemm_ms(256, n, k) for n, k in shapes_)
@@ -101,8 +100,7 @@ def test_the_fastest_of_the_cards_engines_counts_for_products(folder: Path) -> N
 
 def test_fewer_bits_take_no_longer_than_sixteen(folder: Path) -> None:
     """Block-quantised products that the host launched take 0.2 ms whatever their size; in 16 bits they take what they
-    are worth. Of an engine's own tables alone nothing is doubted.
-    """
+    are worth. Of an engine's own tables alone nothing is doubted."""
     engine_folder.make(folder, launched_ms=0.2)
     blocks = LLAMA.model_copy(update={"weights_dtype": "fp8_block"})
     wide, narrow, own = (
@@ -115,8 +113,7 @@ def test_fewer_bits_take_no_longer_than_sixteen(folder: Path) -> None:
 
 def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs; also for a
-    step of just the captured size.
-    """
+    step of just the captured size."""
     tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
     terms = Terms(7000.0, 300.0, 20.0, 1000.0, 2.0, 1.5, 1.1, 1.3, 1.0)
     plan = a_plan(64, 64 * 1023, ((0, 192),))

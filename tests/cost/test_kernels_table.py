@@ -90,8 +90,7 @@ def test_a_layer_is_four_products(place: Path) -> None:
 
 def test_tensor_parallel_gpus_share_every_product(tmp_path: Path, place: Path) -> None:
     """Columns of QKV, gate, up and the head, rows of the other two: with times in proportion to n k, half of each. The
-    heads a GPU has must have been measured: two of them with 2 / 1 here.
-    """
+    heads a GPU has must have been measured: two of them with 2 / 1 here."""
     write(tmp_path, GENERATION, HEADER, [(1, 1, 9, 2, 1, 32, 0.5)])
     write(tmp_path, CONTEXT, HEADER, [(1, 9, 0, 2, 1, 32, 0.25)])
     half = Kernels(place, 2, TINY)
@@ -105,8 +104,7 @@ def test_tensor_parallel_gpus_share_every_product(tmp_path: Path, place: Path) -
 def test_a_decoding_row_attends_to_its_cache_and_itself(place: Path) -> None:
     """The table counts isl + step tokens, 1 + 99: that is a row with 99 cached tokens. Between points the lines of the
     plane meet; beyond the last length the line goes on (64 rows were measured to 100 tokens, from where it is that of
-    the plane as well), and beyond the last number of rows too.
-    """
+    the plane as well), and beyond the last number of rows too."""
     tables = Kernels(place, 1, TINY)
     assert ms(tables, decoding(8, 99)) == pytest.approx(decode_ms(8, 100), rel=1e-12)
     for rows, context in ((1, 0), (1, 549), (8, 3000), (36, 99), (64, 500), (100, 99)):
@@ -117,8 +115,7 @@ def test_a_decoding_row_attends_to_its_cache_and_itself(place: Path) -> None:
 def test_a_chunk_is_the_rest_of_its_prompt(place: Path) -> None:
     """Linear in query-key pairs. A chunk of 300 behind 700 takes what 1,000 take above 700. By that two tokens behind
     two would take nearly nothing, but no chunk takes less than without a cache, or than a row that reads as much. Other
-    batch sizes, cached lengths and heads in the table say nothing about it.
-    """
+    batch sizes, cached lengths and heads in the table say nothing about it."""
     tables = Kernels(place, 1, TINY)
     for tokens in (1, 100, 500, 2000):
         assert ms(tables, prefill(tokens)) == pytest.approx(prompt_ms(tokens), rel=1e-9)
@@ -155,8 +152,7 @@ def test_a_larger_product_takes_no_less(
     grid: tuple[list[int], ...], at: tuple[int, int, int], more: tuple[int, int, int]
 ) -> None:
     """Where the measured times never fall with m, n and k, neither do those between and beyond them; and a time inside
-    the grid lies between the measured corners around it, and on a point is that point's.
-    """
+    the grid lies between the measured corners around it, and on a point is that point's."""
 
     def measured(m: int, n: int, k: int) -> float:
         return 0.003 + 1e-9 * m * n * k + 1e-5 * n
@@ -181,8 +177,7 @@ def test_a_larger_product_takes_no_less(
 def test_more_to_read_takes_no_less(hopper: Callable[[str], Kernels], tokens: int, cached: int, more: int) -> None:
     """Chunks of an H100, over the whole measured range and beyond it: with a cache no less than without, nor than one
     row that reads as much; longer prompts no less than shorter ones, but for the 4 % by which 64 tokens were measured
-    to be faster than 32.
-    """
+    to be faster than 32."""
     tables = hopper("h100_sxm")
     alone, behind = (ms(tables, prefill(tokens, before)) for before in (0, cached))
     assert 0 < alone <= behind
@@ -228,8 +223,7 @@ def test_sums_are_those_of_whole_runs(
 ) -> None:
     """What a row means, checked by known sums over the layers: 8,192 steps of 32 requests take 97 to 99 s on an H100
     and 69 to 74 s on an H200, an 8K prefill 183 ms on an H100. A row counted for all heads, layers or GPUs, or per
-    request, would be off by factors.
-    """
+    request, would be off by factors."""
     tables = hopper(gpu)
     attention = sum(tables.attention_ns(decoding(32, 16 + step), skew=True) for step in range(0, 8192, 16)) * 16
     linear = 8192 * (tables.linear_ns(32) + tables.head_ns(32))

@@ -194,13 +194,6 @@ def test_chunks_together_have_as_many_query_key_pairs(chunks: list[tuple[int, in
     assert cached == 0 or prefill == sum(tokens for _, tokens in chunks)
 
 
-def test_two_chunks_cost_less_than_one_of_both(tmp_path: Path) -> None:
-    """Two prompts of 64 do not read each other; one of 128 reads its first half."""
-    model = cost(tmp_path)
-    two, one = plan(chunks=((0, 64), (0, 64))), plan(chunks=((0, 128),))
-    assert model.gpu_ns(plan(chunks=((0, 64),)), 128) < model.gpu_ns(two, 128) < model.gpu_ns(one, 128)
-
-
 def test_padding_of_static_batches_is_computed(tmp_path: Path) -> None:
     """A prompt of 24 padded to 32 is a chunk of 32; rows that have ended decode and read on."""
     assert attention_work(padded(plan(chunks=((0, 24),)), 8)) == Attention(32, 0, 0, 0, 0)
@@ -266,22 +259,12 @@ def test_a_grid_that_is_not_full_by_hand() -> None:
     assert ladder(10, 30) == 500
 
 
-def test_a_point_twice_is_our_own_mistake() -> None:
-    """Readers merge rows of equal coordinates before."""
-    with pytest.raises(AssertionError):
-        Ladder([((1, 2), 3.0), ((1, 2), 4.0)])
-
-
 # -- skew -------------------------------------------------------------------------------------------------------------
 
 
 def skewed(longest: int, together: int = 256) -> StepPlan:
     """Four rows."""
     return plan(decodes=4, context=together, longest_context=longest)
-
-
-def test_equal_contexts_wait_for_nobody(tmp_path: Path) -> None:
-    assert cost(tmp_path / "a", skew=True).gpu_ns(skewed(64), 4) == cost(tmp_path / "b").gpu_ns(skewed(64), 4)
 
 
 def test_a_longest_row_of_twice_the_mean_by_hand(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def test_kinds_of_layers_add_up_by_their_shares(rows: list[tuple[int, int]]) -> 
 
 def test_decoding_rows_read_their_window() -> None:
     """Four rows behind 10,000 tokens with a window of 100: 400 tokens of 100,000 bytes at 20 GB/s is 2 ms, and the
-    linear layers are read once.
-    """
+    linear layers are read once."""
     ns = WindowedRoofline([Attention(Sight.SLIDING, 100)], *PARTS).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
     assert ns == pytest.approx(2_000_000 + 2000 / 10, abs=1)

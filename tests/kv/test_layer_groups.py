@@ -1,6 +1,5 @@
 """vLLM's cache of several layer groups: layers to groups, rules in closed form, and, by plans alone, what lies in every
-block: each row finds its own tokens wherever a group sees any.
-"""
+block: each row finds its own tokens wherever a group sees any."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def group_layers(layers: Sequence[Attention], **given: Any) -> list[tuple[int, .
 
 def test_kinds_make_groups_of_one_size() -> None:
     """As many layers as the rarer kind has; kinds that are about as frequent make one group each, and pages stay
-    unused. Every layer is in exactly one group.
-    """
+    unused. Every layer is in exactly one group."""
     five_to_one = [sliding(64)] * 5 + [FULL]
     assert group_layers(five_to_one * 2) == [(0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11)]
     assert group_layers([FULL] * 2 + [sliding(64)] * 3) == [(0, 1), (2, 4), (3,)]
@@ -199,8 +197,7 @@ def options(depth: int, **given: Any) -> VllmOptions:
 @DEPTHS
 def test_the_second_sibling_pins_what_the_third_finds(depth: int) -> None:
     """Three prompts with 20 tokens in common and a window of 8: the first keeps the window's blocks at its end only, so
-    the second finds nothing but learns where texts part; its own pass keeps the run before that, and the third hits.
-    """
+    the second finds nothing but learns where texts part; its own pass keeps the run before that, and the third hits."""
     texts = [[*range(20), *range(100 * (i + 1), 100 * (i + 1) + 13)] for i in range(3)]
     workload = [told(i, text, 3, 12 * i) for i, text in enumerate(texts)]
     drive = GroupDrive(VllmScheduler(options(depth)), workload, depth)
@@ -212,8 +209,7 @@ def test_the_second_sibling_pins_what_the_third_finds(depth: int) -> None:
 @DEPTHS
 def test_a_window_is_all_that_a_long_answer_holds(depth: int) -> None:
     """40 tokens on, the full group has all 20 blocks of it and the sliding group those of its window; kept as one full
-    group, nothing leaves.
-    """
+    group, nothing leaves."""
     scheduler = VllmScheduler(options(depth))
     pool = scheduler.pool
     assert isinstance(pool, GroupPool)

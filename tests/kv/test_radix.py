@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,11 +14,10 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from support.naive_radix import NaiveRadix, Words, specs, written
 
-from cbsim.kv.radix import RANKS, Inserted, Node, RadixKey, RadixTree
+from cbsim.kv.radix import RANKS, Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.request import Request, RequestSpec
 
@@ -189,104 +188,6 @@ TestRadix.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # -- faults that must be noticed --------------------------------------------------------------------------------------
-
-
-class EvictsWhatIsRead(RadixTree):
-    def evict(self) -> list[int]:
-        leaves = [node for node in self.nodes() if not node.children and node.lock]
-        for node in leaves[:1]:
-            self.unlock(node)
-        return super().evict()
-
-
-class LosesTheLock(RadixTree):
-    def split(self, node: Node, at: int) -> Node:
-        upper = super().split(node, at)
-        upper.lock = 0
-        return upper
-
-
-class LosesTheHits(RadixTree):
-    def split(self, node: Node, at: int) -> Node:
-        upper = super().split(node, at)
-        upper.hits = 1
-        return upper
-
-
-class SplitsInAnotherPlace(RadixTree):
-    def match(self, key: RadixKey, tokens: int) -> Node:
-        return super().match(key, tokens - self.page_size)
-
-
-class ForgetsParents(RadixTree):
-    def evict(self) -> list[int]:
-        pages = super().evict()
-        for node in self.nodes():
-            if node.evictable and node.hits > 1:
-                node.queued = None
-        return pages
-
-
-class ForgetsDuplicates(RadixTree):
-    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
-        inserted = super().insert(key, own, first=first, priority=priority, counted=counted)
-        return Inserted(inserted.node, [], inserted.shared)
-
-
-class CountsTwice(RadixTree):
-    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
-        return super().insert(key, own, first=first, priority=priority, counted=0)
-
-
-TREES = (
-    EvictsWhatIsRead,
-    LosesTheLock,
-    LosesTheHits,
-    SplitsInAnotherPlace,
-    ForgetsParents,
-    ForgetsDuplicates,
-    CountsTwice,
-)
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_a_broken_tree_is_noticed(tree: type[RadixTree]) -> None:
-    """The comparison can fail: locks, counts, splits, evictions, duplicates."""
-
-    class Pool(RadixPool):
-        def __init__(self, block_size: int, num_blocks: int, strategy: str) -> None:
-            super().__init__(block_size, num_blocks, strategy)
-            self.tree = tree(block_size, strategy)
-
-    noticed(Pool)
-
-
-def test_another_order_of_free_pages_is_noticed() -> None:
-    class Pool(RadixPool):
-        def _give(self, blocks: list[int]) -> None:
-            super()._give(blocks[::-1])
-
-    noticed(Pool)
-
-
-def test_pages_that_come_free_during_a_result_and_are_not_kept_together_are_noticed() -> None:
-    class Pool(RadixPool):
-        def collect(self) -> None:
-            pass
-
-        def put_back(self) -> None:
-            pass
-
-    noticed(Pool)
-
-
-def noticed(pool: type[RadixPool]) -> None:
-    class Broken(Radix):
-        make = staticmethod(pool)
-
-    few = settings(max_examples=400, stateful_step_count=40, database=None, derandomize=True, phases=[Phase.generate])
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(Broken, settings=few)
 
 
 @pytest.mark.parametrize(

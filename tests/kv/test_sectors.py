@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cbsim.kv.sectors import HostSectors, SectorPool, Sectors
+from cbsim.kv.sectors import SectorPool, Sectors
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.schedulers.transformers.scheduler_523 import Transformers523
 from cbsim.schedulers.transformers.settings import TransformersOptions
@@ -118,14 +118,6 @@ TwoKinds.TestCase.settings = settings(max_examples=150)
 TestTwoKinds = TwoKinds.TestCase
 
 
-def test_blocks_come_from_the_oldest_sector_and_whole_lists_keep_their_order() -> None:
-    sectors = Sectors([0, 1, 2], 3)
-    assert sectors.take(4) == [8, 7, 6, 3]  # a list with more than is wanted gives its last ones
-    sectors.give([7, 8], 0)
-    assert sectors.take(2) == [5, 4]  # sector 1 has been in the dict for longer
-    assert sectors.take(1) == [8]
-
-
 def _lost(sectors: Sectors) -> None:
     sectors.trees[next(iter(sectors.trees))].pop()
 
@@ -152,16 +144,6 @@ def test_the_check_finds_each_fault(fault: Callable[[Sectors], None]) -> None:
     fault(sectors)
     with pytest.raises(AssertionError):
         sectors.check()
-
-
-def test_a_victim_that_does_not_fit_the_host_is_turned_away() -> None:
-    """Also after blocks came back, where the original counts its sectors before it reclaims them, and dies."""
-    host = HostSectors(4, [1], 1)
-    assert host.take([3]) == [[1, 2, 3]]
-    host.give([[1, 2]])
-    assert host.take([4]) is None
-    assert host.take([3]) == [[0, 1, 2]]
-    host.check()
 
 
 # -- the pool ---------------------------------------------------------------------------------------------------------

@@ -87,8 +87,7 @@ def test_a_graph_is_captured_once_for_each_bucket() -> None:
 
 def test_kernels_of_two_steps_keep_a_gap() -> None:
     """Asynchronous, the GPU always has work: without a gap a step of 30 follows the last, with one of 7 it starts 7
-    later; a synchronous step, which comes later anyway, is not moved.
-    """
+    later; a synchronous step, which comes later anyway, is not moved."""
     cost = Fixed((1, 1, 1, 1), (2, 30, 2), 0)
     for depth, gaps in ((2, (0, 7)), (1, (8, 8))):
         for gap_ns, wanted in zip((0, 7), gaps, strict=True):

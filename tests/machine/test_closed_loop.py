@@ -1,8 +1,7 @@
 """Closed loops: the interactive response time law, think times that are a user's own, and the end by the clock.
 
 N users, each with one request at a time that takes R, who think for Z between their requests: in a time T they send
-N T / (R + Z) requests, so with X = requests / T, N = X (R + Z), whatever the server does.
-"""
+N T / (R + Z) requests, so with X = requests / T, N = X (R + Z), whatever the server does."""
 
 from __future__ import annotations
 

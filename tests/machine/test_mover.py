@@ -151,8 +151,7 @@ def test_nothing_is_handed_out_under_a_move(fault: str) -> None:
 
 def test_a_wait_for_transfers_ends_with_an_arrival() -> None:
     """The KV of a prompt is on its way for 4 blocks of 1,000 ns, and nothing can be computed. A request that arrives at
-    50 ns is not kept waiting: the step that computes it starts then.
-    """
+    50 ns is not kept waiting: the step that computes it starts then."""
     options = replace(vllm_options(), kv_connector="hand_off", kv_role="kv_consumer")
     workload = load(spec(0, 16, 2, computed_elsewhere=True), spec(1, 8, 2, at=50))
     steps = run(server(workload, STEP, options=options, copies=Copies(1000, 1e9, 5e11)))

@@ -16,10 +16,8 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
 from cbsim.record.tables import Steps
-from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import shapes
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 SECOND = 1_000_000_000
@@ -87,8 +85,7 @@ def test_one_seat_is_an_m_d_1_queue(load: float, outputs: int) -> None:
     Steps add nothing to it: a server with one seat looks at its queue when a request ends, or when one arrives at an
     idle server, and starts the next one there and then. So every single wait equals Lindley's recursion, and the mean
     lies in the 99.9 % interval of 20 batch means (Student's t with 19 degrees of freedom: 3.883); the interval is
-    narrow enough to tell M/D/1 from M/M/1, which waits twice as long.
-    """
+    narrow enough to tell M/D/1 from M/M/1, which waits twice as long."""
     count, service = 12_000, outputs * SECOND
     gaps = np.random.default_rng(2024).exponential(service / load, count)
     arrivals = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
@@ -139,28 +136,6 @@ def test_tokens_are_conserved(scheduler: dict[str, Any], loop: str) -> None:
 # -- padding ----------------------------------------------------------------------------------------------------------
 
 
-def insertion_padding(prompt_tokens: int, batch: int) -> int:
-    """Tokens computed for nothing when a batch of `batch` rows, all but one of which decode, is padded to a rectangle
-    that is as wide as the prompt of the last: each decoding row has one token and is given the width of the prompt."""
-    return (prompt_tokens - 1) * (batch - 1)
-
-
-@given(prompt=st.integers(1, 200), batch=st.integers(1, 16))
-@settings(max_examples=30)
-def test_inserting_a_prompt_into_a_padded_batch(prompt: int, batch: int) -> None:
-    """(n - 1)(B - 1): the rectangle of B rows and n columns less what is in it, n tokens of the prompt and one of every
-    other row. It is what a static batch of such prompts pads on the left, and what its first step pays for. 693 for
-    n = 100 and B = 8 is the example of the July 2025 post on continuous batching."""
-    assert insertion_padding(100, 8) == 693
-    padding = insertion_padding(prompt, batch)
-    assert padding == batch * prompt - (prompt + batch - 1)
-    asked = [spec(0, prompt, 2), *(spec(i, 1, 2) for i in range(1, batch))]
-    question = scenario({"name": "static", "batch_size": 16}, {"step_s": 0.0, "per_token_s": 0.001})
-    _, steps = run(question, "sync", asked)
-    assert int(steps["padded_tokens"][0] - steps["tokens"][0]) == padding
-    assert int(steps.lane("compute")[0]) == (prompt + batch - 1 + padding) * SECOND // 1000
-
-
 @pytest.mark.parametrize("loop", ["sync", "async"])
 def test_padding_of_a_static_batch_by_hand(loop: str) -> None:
     """Prompts of 2, 5 and 3 tokens, outputs of 4, 1 and 2. The first step computes 3 x 5 tokens, 10 of them asked for.
@@ -204,23 +179,3 @@ def test_a_prompt_takes_ceil_n_over_m_chunks(name: str, prompt: int, budget: int
 
 
 # -- the worked example -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loop", ["sync", "async"])
-def test_the_worked_example(loop: str) -> None:
-    """Steps compute 32 ms and take 10 ms to plan. One after the other: 42 ms an iteration, the GPU is active for
-    32/42 = 76.19 % of the run. Planned ahead: 32 ms an iteration, and idle only while the first step is planned, so
-    the n steps of the run take 10 + 32 n ms and the share is over 99 %."""
-    question = scenarios.load("worked_example")
-    server, steps = ran(question, loop, generators.build(question))
-    summary = summarise(server.record.requests(), steps, total_blocks=server.record.total_blocks)
-    period, count = (42, len(steps)) if loop == "sync" else (32, len(steps))
-    assert count >= 1000
-    assert set(np.diff(steps["update_end_ns"]).tolist()) == {period * 1_000_000}
-    if loop == "sync":
-        assert summary["makespan_s"] == pytest.approx(0.042 * count, abs=1e-12)
-        assert round(100 * summary["gpu_active"], 2) == 76.19
-    else:
-        assert summary["makespan_s"] == pytest.approx(0.010 + 0.032 * count, abs=1e-12)
-        assert summary["gpu_active"] == pytest.approx(32 * count / (10 + 32 * count))
-        assert summary["gpu_active"] > 0.99

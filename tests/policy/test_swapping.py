@@ -78,8 +78,7 @@ def check_moves(plan: StepPlan, swapping: Any) -> None:
 @st.composite
 def swapping_cases(draw: st.DrawFn) -> Case:
     """A vLLM scheduler that swaps, with a cache for one long request or a little more, a host tier of nothing to twice
-    that, and a workload that comes all at once.
-    """
+    that, and a workload that comes all at once."""
     build, workload = draw(vllm_cases())
     scheduler = build()
     assert isinstance(scheduler, VllmScheduler)

@@ -22,8 +22,7 @@ Text = tuple[object, ...]
 
 class Memory:
     """A device that holds texts: every place of a block says which token of which text lies there. Rows read all of
-    their text through their tables, as attention does, and find it, or the test fails.
-    """
+    their text through their tables, as attention does, and find it, or the test fails."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, int], Text] = {}  # (block, place) -> the text up to and with the token there

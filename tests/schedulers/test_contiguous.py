@@ -86,8 +86,7 @@ class Pieces(RuleBasedStateMachine):
 
 class BuddyPieces(Pieces):
     """The buddy system: its pieces are the aligned powers of two, free if all of their blocks are. One is taken from
-    the front of the smallest free one that will do, the lowest of these.
-    """
+    the front of the smallest free one that will do, the lowest of these."""
 
     @initialize(blocks=st.integers(1, MOST), best=st.just(True))
     def start(self, blocks: int, best: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, asks, ran
 from support.helpers import Ask, Drive, ask
@@ -38,35 +38,12 @@ def test_a_prompt_that_joins_costs_its_others_its_length(batch: int, prompt: int
     assert sum(padding(plan) for plan in plans) == cost
 
 
-@settings(max_examples=30)
-@given(data=st.data(), seats=st.integers(1, 9))
-def test_random_insertions_cost_the_sum(data: st.DataObject, seats: int) -> None:
-    """Requests that come one by one: each costs (n - 1)(B - 1), with B the rows of its step."""
-    count = data.draw(st.integers(1, 20))
-    drawn = [data.draw(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 4))) for _ in range(count)]
-    at, workload = 0, list[Ask]()
-    for i, (prompt, outputs, gap) in enumerate(drawn):
-        at += 2 + gap  # two polls a step: nobody comes together
-        workload.append(ask(i, prompt, outputs, at))
-    plans, expected = served(workload, seats), 0
-    for plan in plans:
-        joins = [chunk for chunk in plan.work.chunks if chunk.admitted]
-        if len(joins) == 1:
-            expected += (joins[0].tokens - 1) * (plan.work.rows - 1)
-        else:  # several places came free at once, or none
-            width = max((chunk.tokens for chunk in plan.work.chunks), default=1)
-            expected += sum(width - chunk.tokens for chunk in plan.work.chunks)
-        assert joins or not padding(plan)
-    assert sum(padding(plan) for plan in plans) == expected
-
-
 @DEPTHS
 @given(data=st.data(), seats=st.integers(1, 8))
 def test_any_run_is_a_rectangle_and_nobody_is_passed_over(depth: int, data: st.DataObject, seats: int) -> None:
     """Random requests, equal arrivals, cancels at any moment, tiny caches: all rows of a step have one width, places
     and cache are not exceeded, tables do not grow, and requests are let in in the order of their arrival: with room
-    for the first of the queue it is let in at once, so nobody starves.
-    """
+    for the first of the queue it is let in at once, so nobody starves."""
     size = data.draw(st.sampled_from([1, 2, 4]))
     blocks = data.draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size))
     scheduler = DYNAMIC_PADDED.make(

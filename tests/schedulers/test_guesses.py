@@ -24,8 +24,7 @@ SIZE, BLOCKS, SEATS = 4, 14, 3
 class Guessing(SchedulerBase):
     """First come, first served. Rows bring `guesses[step]` guesses each; with none, everybody decodes together.
 
-    A request that finds no block takes those of the request admitted last.
-    """
+    A request that finds no block takes those of the request admitted last."""
 
     def __init__(self, guesses: list[int]) -> None:
         options = PaddedOptions(name="guessing", batch_size=SEATS, block_size=SIZE, num_blocks=BLOCKS)

@@ -1,6 +1,5 @@
 """Sarathi-Serve's schedulers: what their pipelines keep to, who waits for whom, small cases by hand, and where ours
-part from the originals.
-"""
+part from the originals."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def loads(draw: st.DrawFn) -> list[Ask]:
 @given(load=loads(), stages=st.integers(1, 4), size=st.sampled_from([1, 2, 4]), more=st.integers(0, 30))
 def test_pipelines(name: str, load: list[Ask], stages: int, size: int, more: int) -> None:
     """As many batches in flight as stages: nobody has rows in two of them, the queue is let in in order, everybody ends
-    once with all tokens, and the cache is free. The pool is checked after every step.
-    """
+    once with all tokens, and the cache is free. The pool is checked after every step."""
     scheduler = server(name, blocks=LONGEST // size + more, size=size, stages=stages)
     run = Drive(scheduler, load, stages)
     last: dict[RequestSpec, int] = {}
@@ -126,8 +124,7 @@ def test_nobody_who_decodes_is_passed_over(name: str, load: list[Ask], more: int
 def test_a_stream_of_prompts(name: str, longest_gap: int | None, prompts: int) -> None:
     """A request of 12 outputs, then new prompts in every step, each with one output: from one token of the first to the
     next there are so many steps, however long the stream. With vllm_v0 it waits as long as the stream lasts, at two
-    prompts a step: that is its design.
-    """
+    prompts a step: that is its design."""
     specs = [spec(0, 4, 12), *(spec(1 + i, 8, 1, 1 + i) for i in range(prompts))]
     run = drive(server(name, blocks=60), specs, every=1)
     run.run()
@@ -155,21 +152,6 @@ def shown(run: Drive) -> list[list[tuple[str, int]]]:
     run.on_step = lambda plan, rows: steps.append([(row.spec.id, row.tokens) for row in rows])
     run.run()
     return steps
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("sarathi", [[("r0", 5), ("r1", 3)], [("r1", 7), ("r0", 1)], [("r1", 1), ("r0", 1)], [("r1", 1)]]),
-        ("orca", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
-        ("faster_transformer", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
-        ("vllm_v0", [[("r0", 5), ("r1", 11)], [("r0", 1), ("r1", 1)], [("r0", 1)]]),
-        ("simple_chunking", [[("r0", 5), ("r1", 3)], [("r0", 1)], [("r1", 8)], [("r0", 1), ("r1", 1)]]),
-    ],
-)
-def test_two_prompts(name: str, steps: list[list[tuple[str, int]]]) -> None:
-    """Prompts of 5 and 11 tokens with 3 and 2 outputs, chunks of 8."""
-    assert shown(drive(server(name, blocks=40), [spec(0, 5, 3), spec(1, 11, 2)])) == steps
 
 
 def test_admission_leaves_the_watermark_free() -> None:
@@ -208,8 +190,7 @@ def test_chunks_shrink_as_a_prompt_is_read() -> None:
 )
 def test_what_the_originals_get_wrong(name: str) -> None:
     """Alone and out of blocks the originals wait for ever; under pressure they say more than they were asked for. Ours
-    says what it was asked for, and ends; who could never fit is refused.
-    """
+    says what it was asked for, and ends; who could never fit is refused."""
     workload = json.loads(gzip.decompress((GOLDEN / "workloads" / f"{name}.json.gz").read_bytes()))
     *_, summary = gzip.decompress((GOLDEN / "96f9911" / f"{name}.jsonl.gz").read_bytes()).splitlines()
     theirs = {one: said["n_out"] for one, said in json.loads(summary)["requests"].items()}

@@ -28,8 +28,7 @@ def test_every_request_ends_once_and_nothing_is_left(
 ) -> None:
     """Budgets and seats are kept, rows continue where the last one ended and read the tokens of their own requests,
     tokens come from the rows that sampled them, plans know their longest decoding row, and the cache is free in
-    the end; whatever was shared, forked, preempted, stopped or cancelled on the way.
-    """
+    the end; whatever was shared, forked, preempted, stopped or cancelled on the way."""
     build, workload = data.draw(cases)
     drive = Drive(build(), workload, depth)
     ran(drive, Watch(drive).step)
@@ -124,8 +123,7 @@ UNNAMED = {"counts": None, "preempted": None}  # of a step: name requests by the
 @given(case=contiguous_cases())
 def test_nobody_grows_out_of_a_reservation(depth: int, case: Case) -> None:
     """A request has one piece from its admission on, large enough by its rule to the end: no block is added, nobody is
-    preempted, and the queue is taken in order.
-    """
+    preempted, and the queue is taken in order."""
     build, workload = case
     drive = Drive(build(), workload, depth)
     pieces: dict[RequestSpec, tuple[int, ...]] = {}

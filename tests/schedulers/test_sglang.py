@@ -59,8 +59,7 @@ SHARED: dict[str, Any] = {"prefix": tuple(range(40)), "prefix_block_tokens": 1, 
 )
 def test_who_is_overtaken_for_ever(victim: RequestSpec, other: RequestSpec, more: dict[str, Any]) -> None:
     """As long as better ones come, faster than they are served, it does not begin; first come, first served it would
-    be among the first.
-    """
+    be among the first."""
     others = [replace(other, index=i, id=f"r{i:03}") for i in range(1, OTHERS)]
     assert overtaken(victim, others, **more) == OTHERS - 1
     assert overtaken(victim, others) <= 3
@@ -88,19 +87,6 @@ def test_first_come_first_served(depth: int, case: Case) -> None:
 
 
 @DEPTHS
-def test_prefills_and_decodes_do_not_mix(depth: int) -> None:
-    """Decoding requests sit prefill batches out, and go on where they were; with mixed chunks they ride along."""
-    asks = [Ask(spec(i, 30, 20), 4 * i, None, None) for i in range(4)]
-    mixed = []
-    for mixes in (False, True):
-        more = {"max_running_requests": 4, "chunked_prefill_size": 8, "enable_mixed_chunk": mixes}
-        kinds: list[list[int]] = []
-        ran(Drive(scheduler(**more), asks, depth), lambda p, rows, kinds=kinds: kinds.append([r.start for r in rows]))
-        mixed.append(any(min(starts) < 30 <= max(starts) for starts in kinds))
-    assert mixed == [False, True]
-
-
-@DEPTHS
 def test_a_cancelled_request_ends_with_its_next_token(depth: int) -> None:
     """Its client is gone, so nobody is told of that end; its KV stays in the tree."""
     request = spec(0, 10, 20)
@@ -114,8 +100,7 @@ def test_a_cancelled_request_ends_with_its_next_token(depth: int) -> None:
 @DEPTHS
 def test_a_prompt_in_the_middle_and_a_decode_in_its_way(depth: int) -> None:
     """Decode rounds between the chunks of a long prompt fill the cache: the original aborts the one that decodes, here
-    it gives way and ends later.
-    """
+    it gives way and ends later."""
     more = {"num_blocks": 60, "chunked_prefill_size": 8, "prefill_decode_interval": 6}
     asks = [Ask(spec(0, 8, 40), 0, None, None), Ask(spec(1, 36, 2), 0, None, None)]
     drive = ran(Drive(scheduler(**more, schedule_conservativeness=0.02), asks, depth))

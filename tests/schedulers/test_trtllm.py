@@ -17,7 +17,7 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Request, Status
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
-from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler, equal_progress, first_come_first_served
+from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 
 NO_EVICT, MAX_UTILIZATION, STATIC = POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH")
@@ -49,23 +49,6 @@ class Told:
         self.paused.append([paused.spec.index for paused in plan.changes.preempted])
 
 
-@pytest.mark.parametrize(("two_steps", "step"), [(False, 5), (True, 4)])
-def test_the_last_started_is_paused_and_read_again(two_steps: bool, step: int) -> None:
-    """Three texts of 4 tokens on six blocks: the step in which each would need a third block finds none, so the last
-    gives its two up; with a look ahead that is seen a step earlier. It keeps its place before those that wait, comes
-    back when the first has ended, reads all it had, and says no more than it was asked for.
-    """
-    options = replace(PLAIN, capacity_scheduler_policy=MAX_UTILIZATION, num_blocks=6, two_step_lookahead=two_steps)
-    told = Told(options, [ask(0, 4, 9), ask(1, 4, 9), ask(2, 4, 9), ask(3, 4, 1, arrives=12)])
-    paused = {i: who for i, who in enumerate(told.paused) if who}
-    assert paused == {step: [2]}
-    again = next(i for i, reads in enumerate(told.reads) if i and 2 in reads)
-    assert again == 9
-    assert told.reads[again] == {2: 4 + step, 3: 4}
-    assert sum(2 in who for who in told.generates) + 2 == 9
-    assert told.generates[again - 1] == [0, 1]
-
-
 def test_who_lacks_a_block_may_have_to_go_himself() -> None:
     """The second needs a block that only he could give up."""
     options = replace(PLAIN, capacity_scheduler_policy=MAX_UTILIZATION, num_blocks=3)
@@ -91,8 +74,7 @@ def fair(case: Case) -> Case:
 def test_nobody_passes_the_first_in_line(depth: int, case: Case) -> None:
     """If anybody's prompt is read in a step, so is that of the first whose prompt is not; and the first of all has a
     row in every step, unless those that generate go before him, or blocks of one whose last token is in flight are not
-    free yet. So everybody's turn comes, whoever arrives behind.
-    """
+    free yet. So everybody's turn comes, whoever arrives behind."""
     build, workload = case
     drive = Drive(build(), workload, depth)
     scheduler = drive.scheduler
@@ -126,8 +108,7 @@ def test_nobody_passes_the_first_in_line(depth: int, case: Case) -> None:
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
 def test_a_long_prompt_starves_if_a_unit_is_never_left(policy: str, chunking: str) -> None:
     """By design: 8 tokens a step, of which one or two generate, are never a unit of 8, so a prompt of 12 tokens waits
-    while short ones pass, as long as such come. With a unit of 4 it is begun at once.
-    """
+    while short ones pass, as long as such come. With a unit of 4 it is begun at once."""
     options = replace(
         PLAIN,
         capacity_scheduler_policy=policy,
@@ -144,20 +125,13 @@ def test_a_long_prompt_starves_if_a_unit_is_never_left(policy: str, chunking: st
         assert (first > begun, len(passed) > 50) == ((True, True) if unit == 8 else (False, False))
 
 
-def test_parts_by_hand() -> None:
-    assert equal_progress([128, 185, 57, 53], 255, 32) == [64, 64, 57, 53]
-    assert equal_progress([100, 3, 100], 20, 8) == [8, 3, 8]
-    assert first_come_first_served([100, 3, 100], 20, 8) == [16, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("iterations", "ratio", "read_at"),
     [(0, 1.0, [2, 4]), (5, 0.0, [2, 4]), (5, 1.0, [7, 7]), (5, 0.3, [2, 4]), (5, 0.5, [4, 4]), (1, 1.0, [3, 5])],
 )
 def test_prompts_wait_for_more_of_them(iterations: int, ratio: float, read_at: list[int]) -> None:
     """One generates; prompts of 8 tokens come in steps 2 and 4. They wait while a step of 20 tokens would have fewer
-    than the share asked for, so many steps at most; both of them together have 17.
-    """
+    than the share asked for, so many steps at most; both of them together have 17."""
     options = replace(PLAIN, max_num_tokens=20, batch_wait_timeout_iters=iterations, batch_wait_max_tokens_ratio=ratio)
     told = Told(options, [ask(0, 4, 30), ask(1, 8, 2, arrives=5), ask(2, 8, 2, arrives=9)])
     assert [next(i for i, reads in enumerate(told.reads) if who in reads) for who in (1, 2)] == read_at
@@ -165,8 +139,7 @@ def test_prompts_wait_for_more_of_them(iterations: int, ratio: float, read_at: l
 
 def test_a_last_token_in_flight_takes_no_place_in_the_batch() -> None:
     """Two places, three requests that may have cache: when the last token of the first is out, the third has its place,
-    a step before the first has ended.
-    """
+    a step before the first has ended."""
     options = replace(PLAIN, max_batch_size=2, max_num_requests=3, max_active_requests=3)
     told = Told(options, [ask(0, 4, 3), ask(1, 4, 6), ask(2, 4, 2)], depth=2)
     assert told.reads[3] == {2: 4}

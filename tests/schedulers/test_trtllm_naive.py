@@ -1,7 +1,6 @@
 """TensorRT-LLM's rules once more, as plainly as they can be written, against the policy: same rows, same pauses.
 
-The model looks at every request in every step and counts blocks from scratch; it knows one step in flight.
-"""
+The model looks at every request in every step and counts blocks from scratch; it knows one step in flight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """vLLM with a connector that keeps KV on the host: what a block holds is what its reader expects, whatever is evicted,
-preempted or cancelled on the way; no block is handed out under a move; nothing is lost or left.
-"""
+preempted or cancelled on the way; no block is handed out under a move; nothing is lost or left."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def run(made: VllmOptions, workload: list[Ask], depth: int, latency: Callable[[]
 @given(seed=st.integers(0, 2**32))
 def test_long_runs_on_tight_caches(depth: int, seed: int) -> None:
     """The same as below where nearly every request loads something, since three texts come back after the device has
-    lost them, and many are cancelled while they do.
-    """
+    lost them, and many are cancelled while they do."""
     dice = random.Random(seed)
     made = tight(dice.choice, depth, least=8)
     run(made, [_turn(dice, index) for index in range(30)], depth, lambda: dice.randint(0, 6))
@@ -176,21 +174,6 @@ def test_a_lazy_connector_comes_to_rest(depth: int) -> None:
     given = {"kv_connector": "simple_cpu", "lazy_offload": True, "host_blocks": 9, "max_num_batched_tokens": 4}
     drive = ran(OffloadDrive(VllmScheduler(options(depth, **given)), workload, depth, lambda: 2))
     assert drive.tiers.contents.moved[HOST] > 24
-
-
-def test_lru_evicts_the_tail_of_the_oldest_request_first() -> None:
-    """Chunks of a request leave from its end; what another request has asked for since stays longer."""
-    cache, first, second = HostCache(6, Lru()), Visitor(), Visitor()
-    assert cache.store(first, 0, [10, 11, 12]) == [10, 11, 12]
-    assert cache.store(second, 0, [20, 21]) == [20, 21]
-    assert cache.places([10, 11, 12, 20, 21]) == [0, 1, 2, 3, 4]
-    cache.has_written([10, 11, 12, 20, 21])
-    third = Visitor()
-    assert cache.read(third, 0, [10]) == [0]
-    assert cache.store(third, 1, [31, 32, 33]) == [31, 32, 33]
-    assert [cache.has(key) for key in (10, 11, 12, 20, 21)] == [True, False, False, True, True]
-    assert cache.places([31, 32, 33]) == [5, 1, 2]
-    cache.check()
 
 
 def test_what_is_read_or_written_is_not_evicted() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cbsim.policy.captures import vllm_sizes
 from cbsim.policy.kind import SettingsError, for_probe, pinned, sources
 from cbsim.scenario import shapes
 from cbsim.scenario.sizing import Place
@@ -47,12 +46,6 @@ def test_defaults_follow_gpu_and_version(gpu: str, gib: float, new: tuple[int, .
     assert sizes(place(gpu, gib), version="0.19") == old
 
 
-def test_shipped_gpus_have_the_documented_defaults() -> None:
-    for name, seats in (("a100-80gb", 256), ("l40s", 256), ("rtx-4090", 256), ("h100-sxm", 1024), ("h200-sxm", 1024)):
-        gpu = shapes.hardware(name)
-        assert sizes(place(gpu.name, gpu.memory_bytes / GIB))[0] == seats, name
-
-
 def test_a_default_gives_way_to_what_is_given() -> None:
     """Both ways round, as vLLM does; without chunked prefill a step must hold the longest prompt."""
     h100 = place("NVIDIA H100", 79.1)
@@ -77,13 +70,6 @@ def test_pinned_sizes_are_those_of_the_scenario_s_gpu() -> None:
 def test_sources_name_the_rule() -> None:
     rules = sources(VllmSettings(version="0.19"), place("NVIDIA A100", 79.1))
     assert rules["max_num_seqs"] == "vLLM 0.19 on a GPU with less than 70 GiB, or an A100"
-
-
-def test_captured_sizes() -> None:
-    """1, 2, 4, eights to 256, sixteens up to the bound: 51 sizes by default, and none above the bound."""
-    assert len(vllm_sizes(512)) == 51
-    assert vllm_sizes(14) == [1, 2, 4, 8]
-    assert vllm_sizes(512)[-17:] == list(range(256, 513, 16))
 
 
 def test_memory_of_the_host_becomes_blocks() -> None:

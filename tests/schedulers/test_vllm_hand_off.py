@@ -1,6 +1,5 @@
 """vLLM as one side of a hand-off: what came from elsewhere is read where it was put, broken blocks are computed here,
-who is fetched later keeps what it computed until it is; whatever is cancelled, preempted or late.
-"""
+who is fetched later keeps what it computed until it is; whatever is cancelled, preempted or late."""
 
 from __future__ import annotations
 
@@ -132,8 +131,7 @@ def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
 @given(data=st.data())
 def test_rows_read_what_came_and_fetches_what_was_computed(depth: int, data: st.DataObject) -> None:
     """Slow and broken transfers, cancellations at any moment, tiny caches: every row reads the tokens of its request,
-    every request gets its tokens, who is to be fetched is, once, and all blocks come back.
-    """
+    every request gets its tokens, who is to be fetched is, once, and all blocks come back."""
     made, workload = data.draw(cases(depth))
     scheduler = VllmScheduler(made)
     drive = HandOffDrive(scheduler, workload, depth, data)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
@@ -55,11 +56,7 @@ class Step:
         return not (self.prompts or self.decodes or self.batched)
 
 
-class Policy(Protocol):
-    """A rule that chooses the requests that run, and their tokens."""
-
-    def choose(self, serve: SarathiServe, step: Step) -> None:
-        """Add rows to the step."""
+Policy = Callable[["SarathiServe", Step], None]  # adds the rows of the requests that it chooses to run to a step
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -100,7 +97,7 @@ class SarathiServe(SchedulerBase):
     def attempt(self) -> Step:
         """Return a step that the policy has filled; it may be without rows."""
         step = Step()
-        self.policy.choose(self, step)
+        self.policy(self, step)
         return step
 
     def commit(self, step: Step) -> StepPlan:
@@ -263,7 +260,7 @@ class Sarathi:
         self._sizes = settings.chunk_sizes
         self._stage_tokens = settings.stage_tokens
 
-    def choose(self, serve: SarathiServe, step: Step) -> None:
+    def __call__(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
         read_begun(self.chunk, serve, step)
         if not step.preempts:
@@ -275,54 +272,44 @@ class Sarathi:
         return max(0, min(serve.left(request), self._sizes[stage] - step.tokens))
 
 
-class Orca:
-    """The policy of iteration-level batching: whole prompts beside decoding requests, longest sequence reserved.
+def orca(serve: SarathiServe, step: Step) -> None:
+    """Iteration-level batching: whole prompts beside decoding requests, longest sequence reserved.
 
     Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI 2022). No table grows,
     so no request is preempted.
     """
-
-    def choose(self, serve: SarathiServe, step: Step) -> None:
-        serve.decode(step)
-        while request := serve.head(step):
-            serve.admit(request, serve.left(request), step)
+    serve.decode(step)
+    while request := serve.head(step):
+        serve.admit(request, serve.left(request), step)
 
 
-class FasterTransformer:
-    """The policy by which a batch decodes until its last request has ended, or the next one is admitted.
+def faster_transformer(serve: SarathiServe, step: Step) -> None:
+    """A batch decodes until its last request has ended, or the next one is admitted.
 
     The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
     computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
     """
-
-    def choose(self, serve: SarathiServe, step: Step) -> None:
-        serve.decode(step)
-        if not step.empty or (serve.running and not serve.staged):
-            return
-        while request := serve.head(step):
-            serve.admit(request, serve.left(request), step)
+    serve.decode(step)
+    if not step.empty or (serve.running and not serve.staged):
+        return
+    while request := serve.head(step):
+        serve.admit(request, serve.left(request), step)
 
 
-class VllmV0:
-    """The first vLLM: steps of whole prompts go before steps that decode.
+def vllm_v0(step_tokens: int, serve: SarathiServe, step: Step) -> None:
+    """The first vLLM: steps of whole prompts, of at most `step_tokens` tokens, go before steps that decode.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023): blocks
-    are taken as they are needed, preemption is by recompute. While prompts fit, no request decodes. Prompts have
-    `step_tokens` tokens in a step at most.
+    are taken as they are needed, preemption is by recompute. While prompts fit, no request decodes.
     """
-
-    def __init__(self, step_tokens: int) -> None:
-        self._most = step_tokens
-
-    def choose(self, serve: SarathiServe, step: Step) -> None:
-        tokens = 0
-        while request := serve.head(step):
-            tokens += request.target
-            if tokens > self._most:
-                break
-            serve.admit(request, serve.left(request), step)
-        if not step.taken:
-            serve.decode(step)
+    tokens = 0
+    while request := serve.head(step):
+        tokens += request.target
+        if tokens > step_tokens:
+            break
+        serve.admit(request, serve.left(request), step)
+    if not step.taken:
+        serve.decode(step)
 
 
 class SimpleChunking:
@@ -332,7 +319,7 @@ class SimpleChunking:
         self._size = settings.chunk_size
         self.decodes = False
 
-    def choose(self, serve: SarathiServe, step: Step) -> None:
+    def __call__(self, serve: SarathiServe, step: Step) -> None:
         if not self.decodes:
             read_begun(self.chunk, serve, step)  # if none is partly computed, the queue is admitted from
             if not step.prompts:
@@ -360,21 +347,21 @@ ORCA = SchedulerKind(
     about="Orca (Sarathi-Serve's): iteration-level batching, the longest sequence reserved for each",
     settings=OrcaSettings,
     resolve=resolve,
-    make=lambda options: SarathiServe(options, Orca()),
+    make=lambda options: SarathiServe(options, orca),
 )
 FASTER_TRANSFORMER = SchedulerKind(
     name="faster_transformer",
     about="FasterTransformer (Sarathi-Serve's): nobody is admitted until the last of the batch has ended, unpadded",
     settings=FasterTransformerSettings,
     resolve=resolve,
-    make=lambda options: SarathiServe(options, FasterTransformer()),
+    make=lambda options: SarathiServe(options, faster_transformer),
 )
 VLLM_V0 = SchedulerKind(
     name="vllm_v0",
     about="vLLM V0 (Sarathi-Serve's): steps of whole prompts before steps that decode, preemption by recompute",
     settings=VllmV0Settings,
     resolve=resolve_vllm_v0,
-    make=lambda options: SarathiServe(options, VllmV0(options.max_batched_tokens or options.max_model_len)),
+    make=lambda options: SarathiServe(options, partial(vllm_v0, options.max_batched_tokens or options.max_model_len)),
 )
 SIMPLE_CHUNKING = SchedulerKind(
     name="simple_chunking",

@@ -24,8 +24,7 @@ class ServeSettings(Settings):
     """What all schedulers of Sarathi-Serve have in common."""
 
     grows: ClassVar[bool] = True  # blocks are taken as they are needed; else the longest sequence is reserved for each
-    max_num_seqs: Annotated[Count, SLOTS] = 128
-    """Requests that may run."""
+    max_num_seqs: Annotated[Count, SLOTS] = 128  #: Requests that may run.
     max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's, capped by what the cache holds of one."""
     pipeline_stages: Count = 1
@@ -76,8 +75,7 @@ class SimpleChunkingSettings(ServeSettings):
     """Simple chunking: steps of prompt chunks and steps that decode, by turns."""
 
     name: str = "simple_chunking"
-    chunk_size: Annotated[Count, STEP_TOKENS] = 512
-    """Prompt tokens in a step."""
+    chunk_size: Annotated[Count, STEP_TOKENS] = 512  #: Prompt tokens in a step.
 
     @property
     def step_tokens(self) -> int:
@@ -93,14 +91,11 @@ class SarathiSettings(ServeSettings):
     """Tokens up to which chunks of prompts fill a step, decoding rows included."""
     enable_dynamic_chunking_schedule: Annotated[bool, InProbe(False)] = False
     """Chunks that become smaller the further a prompt has been read, in place of chunk_size."""
-    low_chunk_size: ProbeCount = None
-    """With the schedule: the last chunk size."""
-    high_chunk_size: ProbeCount = None
-    """With the schedule: the first chunk size."""
+    low_chunk_size: ProbeCount = None  #: With the schedule: the last chunk size.
+    high_chunk_size: ProbeCount = None  #: With the schedule: the first chunk size.
     chunk_schedule_max_tokens: ProbeCount = None
     """With the schedule: prompt tokens over which its stages stretch; what lies beyond belongs to the last."""
-    chunk_schedule_stages: ProbeCount = None
-    """With the schedule: how many chunk sizes it has."""
+    chunk_schedule_stages: ProbeCount = None  #: With the schedule: how many chunk sizes it has.
 
     def __post_init__(self) -> None:
         scheduled = self.enable_dynamic_chunking_schedule

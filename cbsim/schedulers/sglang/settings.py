@@ -16,11 +16,6 @@ CHUNKS = ((20, 2048), (60, 4096), (160, 8192))  # (GiB, chunk): the chunk on a G
 LARGEST_CHUNK = 16384
 
 
-def _chunk_source(settings: SglangSettings, site: Site) -> str:
-    del settings
-    return f"SGLang 0.5.23 on {site.gpu}, by its memory"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangSettings(Settings):
     """SGLang 0.5.23. Names and defaults are those of its server's arguments."""
@@ -40,32 +35,26 @@ class SglangSettings(Settings):
     max_prefill_tokens: Annotated[Count, STEP_TOKENS] = 16384
     """Query tokens in a prefill batch; a first request may have more."""
     chunked_prefill_size: Annotated[
-        Annotated[int, AtLeast(-1)] | None, Solved(_chunk_source, pinned=True), InProbe(-1)
+        Annotated[int, AtLeast(-1)] | None, Solved("SGLang 0.5.23 on {gpu}, by its memory", pinned=True), InProbe(-1)
     ] = None
     """Query tokens in a prefill batch beyond which a prompt is cut; -1: prompts are not cut; null: by the GPU's memory,
     2048 to 16384."""
-    enable_mixed_chunk: bool = False
-    """With chunks: decoding requests ride with prefill batches."""
+    enable_mixed_chunk: bool = False  #: With chunks: decoding requests ride with prefill batches.
     context_length: Annotated[Count | None, Solved("the model's"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's."""
-    disable_radix_cache: Annotated[bool, InProbe(True)] = False
-    """Keep nothing of requests that are over."""
+    disable_radix_cache: Annotated[bool, InProbe(True)] = False  #: Keep nothing of requests that are over.
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = "lru"
     """Who leaves the cache first."""
-    enable_priority_scheduling: bool = False
-    """Requests have priorities; with fcfs and lof only."""
-    disable_priority_preemption: bool = False
-    """With priorities: nobody loses its place to a more urgent request."""
-    schedule_low_priority_values_first: bool = False
-    """With priorities: low values are urgent; else high ones."""
+    enable_priority_scheduling: bool = False  #: Requests have priorities; with fcfs and lof only.
+    disable_priority_preemption: bool = False  #: With priorities: nobody loses its place to a more urgent request.
+    schedule_low_priority_values_first: bool = False  #: With priorities: low values are urgent; else high ones.
     priority_scheduling_preemption_threshold: Natural = 10
     """With priorities: by how much a request must be more urgent than those that it preempts."""
     retraction_policy: Literal["length", "priority"] = "length"
     """Who keeps its place when decoding runs out of memory: those with most outputs, or the most urgent before them."""
     prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
     """Requests in a prefill batch; null: no limit of its own."""
-    prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0
-    """Passes without a prefill after each prefill."""
+    prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0  #: Passes without a prefill after each prefill.
     max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
     """Requests that may wait; whoever comes then is refused. null: no limit."""
     ignore_eos: bool = False
@@ -133,20 +122,13 @@ class SglangOptions(SglangSettings):
         return Limits(slots, tokens=max(most, slots), longest=self.longest + 1)
 
 
-def _chunk(settings: SglangSettings, site: Site) -> int:
-    if settings.chunked_prefill_size is not None:
-        return settings.chunked_prefill_size
-    for gib, chunk in CHUNKS:
-        if site.memory_bytes < gib * GIB:
-            return chunk
-    return LARGEST_CHUNK
-
-
 def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
     """Return the options: chunk by the GPU, the cache beside a full step, slots by the cache. The cache is sized by
     vLLM's rule in place of mem_fraction_static, for a step of the largest prefill batch.
     """
-    chunk, size = _chunk(settings, site), site.block_size
+    chunk, size = settings.chunked_prefill_size, site.block_size
+    if chunk is None:
+        chunk = next((chunk for gib, chunk in CHUNKS if site.memory_bytes < gib * GIB), LARGEST_CHUNK)
     message = f"got {chunk}, must be a multiple of the page, kv_cache.block_size ({size})"
     require(chunk < 0 or not chunk % size, "chunked_prefill_size", message)
     context = settings.context_length or site.max_position

@@ -103,10 +103,8 @@ class Fcfs(SchedulerBase):
 
     def prefill(self, joining: list[Request]) -> dict[Request, Chunk]:
         """Admit the head of the queue with all blocks that it may write to. Return rows of its whole prompts."""
-        rows: dict[Request, Chunk] = {}
-        for request in joining:
-            rows[request] = self.admit(request.target, self.pool.grow(request, blocks_to_end(self.pool, request.spec)))
-        return rows
+        pool = self.pool
+        return {r: self.admit(r.target, pool.grow(r, blocks_to_end(pool, r.spec))) for r in joining}
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:
@@ -193,7 +191,8 @@ class Tgi:
         if fcfs.waiting and not (self._joined and decodes):
             o, reserved = self.options, sum([tokens_at_end(request.spec) for request in fcfs.running])
             fitting = fcfs.head(o.max_batch_size, o.max_batch_prefill_tokens, o.max_batch_total_tokens - reserved)
-            if len(fitting) >= max(1, self._least(len(fcfs.running))):
+            least = 0 if self._steps >= o.max_waiting_tokens else int(len(fcfs.running) * o.waiting_served_ratio)
+            if len(fitting) >= max(1, least):
                 self._joined, self._steps = bool(fcfs.running), 1
                 decoding.split()
                 return fcfs.prefill(fitting)  # alone: no other request has a row
@@ -203,11 +202,6 @@ class Tgi:
         self._steps += 1
         fcfs.go_on()
         return {request: decoding.row(request, 1, ()) for request in stopped}
-
-    def _least(self, running: int) -> int:
-        """Return the number of prompts for which the batch stops."""
-        o = self.options
-        return 0 if self._steps >= o.max_waiting_tokens else int(running * o.waiting_served_ratio)
 
 
 TGI = SchedulerKind(

@@ -21,8 +21,7 @@ class StaticSettings(Settings):
     """Static batching: a batch is formed, padded and run until its last request has ended."""
 
     name: str = "static"
-    batch_size: Annotated[Count, SLOTS] = 32
-    """Requests in a batch."""
+    batch_size: Annotated[Count, SLOTS] = 32  #: Requests in a batch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,7 @@ class DynamicPaddedSettings(Settings):
     """Dynamic batching: who waits takes the place of who has ended; all rows of a step are padded to the longest."""
 
     name: str = "dynamic_padded"
-    batch_size: Annotated[Count, SLOTS] = 32
-    """Requests in the batch."""
+    batch_size: Annotated[Count, SLOTS] = 32  #: Requests in the batch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +69,8 @@ class TgiSettings(Settings):
     """Tokens of all that run, prompts and limits together; null: as many as the cache holds."""
     waiting_served_ratio: Annotated[float, AtLeast(0), InProbe(0.0)] = 0.3
     """The batch stops for prompts if they are at least so many for each request in it, rounded down."""
-    max_waiting_tokens: Natural = 20
-    """Or for any, once it has taken so many steps since the last prompts."""
-    max_batch_size: Annotated[Count, SLOTS] = 256
-    """Requests that may run."""
+    max_waiting_tokens: Natural = 20  #: Or for any, once it has taken so many steps since the last prompts.
+    max_batch_size: Annotated[Count, SLOTS] = 256  #: Requests that may run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +103,8 @@ class BeamSettings(Settings):
     name: str = "beam"
     num_beams: Annotated[Count, InProbe(1)] = 4
     """Texts of a request; each is a request of the workload, with a row of its own."""
-    max_num_seqs: Annotated[Count, SLOTS] = 256
-    """Texts that may run, all beams counted."""
-    max_num_batched_tokens: Annotated[Count, STEP_TOKENS] = 2048
-    """Query tokens in a step."""
+    max_num_seqs: Annotated[Count, SLOTS] = 256  #: Texts that may run, all beams counted.
+    max_num_batched_tokens: Annotated[Count, STEP_TOKENS] = 2048  #: Query tokens in a step.
 
     def __post_init__(self) -> None:
         for field in ("max_num_seqs", "max_num_batched_tokens"):
@@ -147,8 +141,7 @@ class ContiguousSettings(Settings):
     placement: Placement = "first_fit"
     """Where: in the first free run that is long enough, in the shortest such (best_fit), or in a power of two of blocks
     (buddy)."""
-    max_num_seqs: Annotated[Count, SLOTS] = 256
-    """Requests that may run."""
+    max_num_seqs: Annotated[Count, SLOTS] = 256  #: Requests that may run.
     max_num_batched_tokens: Annotated[Count | None, Solved("this scheduler's default", pinned=True), STEP_TOKENS] = None
     """Query tokens in a step; null: 2048, but at least max_num_seqs, and without chunks max_model_len."""
     max_model_len: Annotated[

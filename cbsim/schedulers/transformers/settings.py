@@ -28,28 +28,20 @@ def _tokens_source(settings: TransformersSettings, site: Site) -> str:
     return "transformers 5.23's" if settings.version == "5.23" else MEMORY.format(gpu=site.gpu)
 
 
-def _margin_source(settings: TransformersSettings, site: Site) -> str:
-    del site
-    return f"that of {settings.name}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSettings(Settings):
     """Hugging Face transformers' ContinuousBatchingConfig."""
 
-    version: Annotated[Literal["5.17", "5.23"], AsText()] = "5.17"
-    """Whose rules: 5.17 or 5.23."""
+    version: Annotated[Literal["5.17", "5.23"], AsText()] = "5.17"  #: Whose rules: 5.17 or 5.23.
     max_batch_tokens: Annotated[Count | None, Solved(_tokens_source, pinned=True), STEP_TOKENS] = None
     """Query tokens in a step; null: 5.17 solves them from memory, between 256 and 8192 if num_blocks is solved too;
     5.23: 8192."""
-    max_requests_per_batch: Annotated[Count, SLOTS] = 1024
-    """Requests in a step."""
+    max_requests_per_batch: Annotated[Count, SLOTS] = 1024  #: Requests in a step.
     max_blocks_per_request: Natural = 32
     """Blocks of a request up to which a decode step takes the fast path; 0: no fast path, as with any window."""
-    safety_margin: Annotated[Share | None, Solved(_margin_source)] = None
+    safety_margin: Annotated[Share | None, Solved("that of {name}")] = None
     """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
-    allow_block_sharing: bool = True
-    """Share the blocks of common prefixes."""
+    allow_block_sharing: bool = True  #: Share the blocks of common prefixes.
     cpu_offload_gib: Gib = 0.0
     """Memory of the host for the KV of requests that lost their blocks, GiB; their cpu_offload_space."""
 

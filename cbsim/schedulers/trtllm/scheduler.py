@@ -12,7 +12,6 @@ one window, one beam, no drafts.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
@@ -25,8 +24,7 @@ from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 
 Part = tuple[Request, int]  # a request, tokens of its prompt
-
-
+Rows = tuple[list[Part], list[Request]]  # of a step: parts of prompts, in order; requests that generate a token each
 Fit = tuple[list[Request], list[Request]]  # those that have cache, in the order of their rows; those that lose it
 
 
@@ -139,13 +137,6 @@ class MaxUtilization(Capacity):
         return fits, paused
 
 
-class Rows(NamedTuple):
-    """The rows of a step: parts of prompts, in order, and requests that generate a token each."""
-
-    contexts: list[Part]
-    generating: list[Request]
-
-
 class MicroBatch:
     """The rows of a step: which requests that have cache get one, and how many tokens of their prompts."""
 
@@ -179,7 +170,7 @@ class MicroBatch:
             contexts = self._cut(contexts, o.max_num_tokens - tokens)
         if contexts and self._waits(contexts, decodes + len(generating)):
             contexts = []
-        return Rows(contexts, generating)
+        return contexts, generating
 
     def _cut(self, contexts: list[Part], capacity: int) -> list[Part]:
         """Return the parts that fit what is left of the step; prompts that go on after it come first."""
@@ -280,11 +271,11 @@ class TrtllmScheduler(SchedulerBase):
         chunks = self._chunks(rows)
         if not (chunks or decodes or self.decoding.preempted):
             return None
-        for request, _ in rows.contexts:
+        for request, _ in rows[0]:
             if chunks[request].outputs:
                 del self.contexts[request]
         waiting = len(self.requests) - len(self.running)
-        return self.decoding.plan(chunks, running=len(self.running), waiting=waiting, lead=len(rows.contexts))
+        return self.decoding.plan(chunks, running=len(self.running), waiting=waiting, lead=len(rows[0]))
 
     def _undisturbed(self) -> bool:
         """True if every generating request gets a row, whatever happens to the others."""
@@ -326,12 +317,13 @@ class TrtllmScheduler(SchedulerBase):
     def _chunks(self, rows: Rows) -> dict[Request, Chunk]:
         """Return the rows: prompts first, then generating requests, which get blocks before them."""
         pool, decoding = self.pool, self.decoding
+        contexts, generates = rows
         generating: dict[Request, Chunk] = {}
-        for request in rows.generating:
+        for request in generates:
             blocks = pool.grow(request, missing) if (missing := pool.missing(request, request.computed + 1)) else ()
             generating[request] = decoding.row(request, 1, blocks)
         chunks: dict[Request, Chunk] = {}
-        for request, tokens in rows.contexts:
+        for request, tokens in contexts:
             blocks = ()
             if request.status is Status.WAITING:
                 self.capacity.reserved += self.capacity.whole(request)

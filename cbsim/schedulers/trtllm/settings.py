@@ -20,18 +20,15 @@ class TrtllmSettings(Settings):
     ] = "GUARANTEED_NO_EVICT"
     """Who gets cache. GUARANTEED_NO_EVICT: whoever can be kept to the end. MAX_UTILIZATION: whoever has room for a
     step; the last started is paused and computed again. STATIC_BATCH: nobody while somebody generates."""
-    max_batch_size: Annotated[Count, SLOTS] = 2048
-    """Requests in a step."""
-    max_num_tokens: Annotated[Count, STEP_TOKENS] = 8192
-    """Query tokens in a step."""
+    max_batch_size: Annotated[Count, SLOTS] = 2048  #: Requests in a step.
+    max_num_tokens: Annotated[Count, STEP_TOKENS] = 8192  #: Query tokens in a step.
     max_num_requests: Annotated[Count | None, Solved("max_batch_size"), DEFAULT_IN_PROBE] = None
     """Requests that may have cache at a time; null: max_batch_size."""
     max_active_requests: Annotated[Count | None, Solved("max_num_requests"), DEFAULT_IN_PROBE] = None
     """Requests taken from the queue at a time, with cache or without; null: max_num_requests."""
     max_seq_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's, capped by the cache."""
-    enable_chunked_prefill: Annotated[bool, InProbe(True)] = False
-    """May a prompt be prefilled over several steps?"""
+    enable_chunked_prefill: Annotated[bool, InProbe(True)] = False  #: May a prompt be prefilled over several steps?
     context_chunking_policy: Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"] = "FIRST_COME_FIRST_SERVED"
     """With chunks: the tokens of a step go to the prompts in order, or a unit to each in turn."""
     chunk_unit_size: Annotated[Count | None, Solved("kv_cache.block_size"), InProbe(1)] = None

@@ -40,10 +40,8 @@ class VllmSettings(Settings):
     """vLLM V1. Defaults are those of its server on the scenario's GPU."""
 
     name: str = "vllm"
-    version: Annotated[Literal["0.33", "0.19"], AsText()] = "0.33"
-    """Whose rules: 0.33 or 0.19."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the queue."""
+    version: Annotated[Literal["0.33", "0.19"], AsText()] = "0.33"  #: Whose rules: 0.33 or 0.19.
+    policy: Literal["fcfs", "priority"] = "fcfs"  #: Order of the queue.
     max_num_seqs: Annotated[Count | None, Solved(_server, pinned=True), SLOTS] = None
     """Requests that may run; null: 1024, or 256 on a GPU with less than 70 GiB and on an A100."""
     max_num_batched_tokens: Annotated[Count | None, Solved(_server, pinned=True), STEP_TOKENS] = None
@@ -51,20 +49,13 @@ class VllmSettings(Settings):
     with 160 GiB or more."""
     max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's, capped by the cache."""
-    enable_chunked_prefill: Annotated[bool, DEFAULT_IN_PROBE] = True
-    """May a prompt be prefilled over several steps?"""
-    enable_prefix_caching: Annotated[bool, InProbe(False)] = True
-    """Reuse the blocks of known prefixes."""
-    long_prefill_token_threshold: Natural = 0
-    """Most tokens of one prompt in a step; 0: no limit of its own."""
-    adaptive_long_prefill_threshold: bool = False
-    """0.33: raise that limit when few requests are present."""
-    scheduler_reserve_full_isl: bool = True
-    """Admit a request only if its whole prompt fits the cache."""
-    watermark: Share = 0.0
-    """0.33: share of the blocks kept free when the queue is admitted from."""
-    prefill_schedule_interval: Count = 1
-    """0.33: executed steps from one prefill to the next."""
+    enable_chunked_prefill: Annotated[bool, DEFAULT_IN_PROBE] = True  #: May a prompt be prefilled over several steps?
+    enable_prefix_caching: Annotated[bool, InProbe(False)] = True  #: Reuse the blocks of known prefixes.
+    long_prefill_token_threshold: Natural = 0  #: Most tokens of one prompt in a step; 0: no limit of its own.
+    adaptive_long_prefill_threshold: bool = False  #: 0.33: raise that limit when few requests are present.
+    scheduler_reserve_full_isl: bool = True  #: Admit a request only if its whole prompt fits the cache.
+    watermark: Share = 0.0  #: 0.33: share of the blocks kept free when the queue is admitted from.
+    prefill_schedule_interval: Count = 1  #: 0.33: executed steps from one prefill to the next.
     max_cudagraph_capture_size: Annotated[Count | None, Solved("twice the seats, up to vLLM's bound on this GPU")] = (
         None
     )
@@ -86,8 +77,7 @@ class VllmSettings(Settings):
     """offloading: blocks that are stored, found and evicted together."""
     eviction_policy: Annotated[Literal["lru", "arc"], DEFAULT_IN_PROBE] = "lru"
     """offloading: who leaves the host first."""
-    offload_prompt_only: Annotated[bool, DEFAULT_IN_PROBE] = True
-    """offloading: outputs are not stored."""
+    offload_prompt_only: Annotated[bool, DEFAULT_IN_PROBE] = True  #: offloading: outputs are not stored.
     reserve_output: bool = False
     """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
