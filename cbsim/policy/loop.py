@@ -149,7 +149,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     in_flight: InFlight = deque()
     stalled = False
     while True:
-        polled: Polled = yield WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
+        polled: Polled = yield _poll(scheduler, in_flight, stalled)
         if polled.arrivals or polled.cancels:
             yield from _admit(scheduler, polled)
         if polled.closed and _must_wait(scheduler, in_flight):
@@ -158,14 +158,14 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         plan = None if idle else scheduler.schedule()
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
-            if len(in_flight) < depth and scheduler.runs_ahead(plan):
-                continue  # another step is planned before this one's result is taken
+            if _may_go_on(scheduler, in_flight, depth):
+                continue
         elif not idle:
             yield IDLE
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
             raise DeadlockError("no step can be planned for the requests that are left")
-        if in_flight and (not idle or scheduler.awaits_when_idle):
+        if _must_await(scheduler, in_flight, idle):
             yield from _complete(scheduler, *in_flight.popleft())
     while in_flight:
         yield from _complete(scheduler, *in_flight.popleft())
@@ -174,6 +174,20 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
     """True if there is nothing to plan and nothing to await until something arrives."""
     return scheduler.idle and not (in_flight and scheduler.awaits_when_idle)
+
+
+def _poll(scheduler: Scheduler, in_flight: InFlight, stalled: bool) -> Poll:
+    return WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
+
+
+def _must_await(scheduler: Scheduler, in_flight: InFlight, idle: bool) -> bool:
+    """True if the oldest step in flight has to be awaited before the next poll."""
+    return bool(in_flight) and (not idle or scheduler.awaits_when_idle)
+
+
+def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
+    """True if another step may be planned before the result of the one just launched is taken."""
+    return len(in_flight) < depth and scheduler.runs_ahead(in_flight[-1][0])
 
 
 def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]:

@@ -1,4 +1,4 @@
-"""The radix tree and its pool against texts that are written out, in random calls; and faults that must be noticed."""
+"""The radix tree and its pool against texts that are written out, in random calls; and faults that are noticed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ class Live:
 class Radix(RuleBasedStateMachine):
     """Random legal calls, in any order, on the pool and on the simplest cache."""
 
-    make: Callable[[int, int, str], RadixPool] = staticmethod(RadixPool)
-
     @initialize(size=st.sampled_from(SIZES), strategy=st.sampled_from(list(RANKS)))
     def start(self, size: int, strategy: str) -> None:
         self.size = size
-        self.pool, self.naive = self.make(size, PAGES, strategy), NaiveRadix(size, PAGES, strategy)
+        self.pool, self.naive = RadixPool(size, PAGES, strategy), NaiveRadix(size, PAGES, strategy)
         self.live: dict[Request, Live] = {}
         self.specs: list[RequestSpec] = []
         self.words: dict[RadixKey, Words] = {}
@@ -187,7 +185,7 @@ TestRadix = Radix.TestCase
 TestRadix.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-# -- faults that must be noticed --------------------------------------------------------------------------------------
+# -- faults that the check notices -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
 
-from cbsim.cost.base import CpuCost, PhaseCost
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded, vllm_bucket
@@ -23,7 +22,7 @@ from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
-from cbsim.record.record import PHASES, STEP_COLUMNS, Record
+from cbsim.record.record import STEP_COLUMNS, Record
 from cbsim.record.tables import Steps
 from cbsim.runs.inbox import Inbox
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
@@ -34,19 +33,20 @@ CAPTURED, EAGER = Graphs(unpadded, 0), Graphs(None, 0)
 
 @dataclass(frozen=True)
 class Waves:
-    """A wave takes `base`, `token` a token of the longest step, `rank` a rank; the CPU a fixed time a phase. `seen` are
-    the tokens of the ranks of every wave."""
+    """A wave takes `base`, `token` a token of the longest step, `rank` a rank; the CPU a fixed time a phase and `row` a
+    row, by which ranks drift apart between waves. `seen` are the tokens of the ranks of every wave."""
 
     base: int = 100
     token: int = 0
     rank: int = 0
     cpu: tuple[int, int, int, int] = (0, 0, 0, 0)
     kernels: int = 0
+    row: int = 0
     seen: list[list[int]] = field(default_factory=list)
 
     def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-        del plan
-        return self.cpu
+        schedule, prepare, launch, update = self.cpu
+        return schedule, prepare + (self.row * plan.work.rows if plan else 0), launch, update
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         return 0, self.lockstep_ns([plan], [tokens]) if plan.work.rows else 0, 0
@@ -206,7 +206,8 @@ def requests(draw: st.DrawFn) -> list[RequestSpec]:
 @st.composite
 def costs(draw: st.DrawFn) -> Waves:
     ns = st.integers(0, 60)
-    return Waves(draw(ns), draw(st.integers(0, 5)), draw(ns), draw(st.tuples(ns, ns, ns, ns)), draw(ns))
+    cpu = draw(st.tuples(ns, ns, ns, ns))
+    return Waves(draw(ns), draw(st.integers(0, 5)), draw(ns), cpu, draw(ns), draw(st.sampled_from([0, 0, 15])))
 
 
 def check_waves(steps: Sequence[Steps]) -> None:
@@ -270,17 +271,3 @@ def test_one_rank_is_one_gpu(depth: int, specs: list[RequestSpec], cost: Waves, 
     first, *others = (table(machine.record).table for machine in (own, rank, fed))
     for other in others:
         assert np.array_equal(first, other)
-
-
-@given(specs=requests(), term=st.floats(0, 30), ranks=st.integers(2, 3))
-def test_cpu_cost_by_rows_changes_nothing_about_that(specs: list[RequestSpec], term: float, ranks: int) -> None:
-    """Ranks whose CPUs take as long as their own rows demand drift apart between waves, and still nobody is lost."""
-    rows = CpuCost({phase: PhaseCost(term, term / 2) for phase in PHASES if phase != "await"})
-
-    class Drifting(Waves):
-        def cpu_ns(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
-            return rows(plan)
-
-    machines = serve(specs, Drifting(40, 2), ranks, depth=2)
-    check_served(machines, specs)
-    check_waves(tables(machines))

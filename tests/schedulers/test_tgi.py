@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, asks, ran
-from support.helpers import Ask, Drive
+from support.helpers import Ask, Drive, ask
 
 from cbsim.policy.plan import Outcome, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -164,6 +164,19 @@ def test_bounds_hold_and_nobody_is_passed_over(depth: int, case: tuple[TgiOption
 usual = partial(
     TgiOptions, block_size=4, num_blocks=100, max_batch_size=16, max_batch_prefill_tokens=64, max_batch_total_tokens=400
 )
+
+
+@pytest.mark.parametrize(("waits", "decodes"), [(1, 0), (4, 3), (8, 7), (40, 17)])
+def test_a_single_request_waits_no_longer_than_said(waits: int, decodes: int) -> None:
+    """Four run and one comes, fewer than the ratio wants: the batch goes on until `max_waiting_tokens` steps have gone
+    since its last stop, that stop counted, or until it is over. So nobody starves."""
+    workload = [*[ask(i, 4, 18, 0) for i in range(4)], ask(4, 4, 2, 2)]
+    steps: list[str] = []  # p or d, and how many rows
+    ran(
+        Drive(TGI.make(usual(waiting_served_ratio=1.2, max_waiting_tokens=waits)), workload, 1),
+        lambda plan, rows: steps.append(f"{'p' if plan.work.prefill_tokens else 'd'}{len(rows)}"),
+    )
+    assert steps[: decodes + 2] == ["p4", *["d4"] * decodes, "p1"]
 
 
 @pytest.mark.parametrize(

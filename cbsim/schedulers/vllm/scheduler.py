@@ -230,7 +230,6 @@ class VllmScheduler(SchedulerBase):
         return True
 
     def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
-        """True if there are blocks for the first `tokens` tokens of a request."""
         o, pool = self.options, self.pool
         whole = min(request.target, o.max_model_len) if o.scheduler_reserve_full_isl else 0
         needed = pool.needed(request, tokens, whole, hits)

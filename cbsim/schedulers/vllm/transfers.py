@@ -9,7 +9,7 @@ until then an ended request keeps them, and nothing is preempted.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.observer import Observer
@@ -17,9 +17,7 @@ from cbsim.policy.plan import Chunk, StepPlan, StepResult
 from cbsim.policy.queues import Queue
 from cbsim.policy.request import Finish, Request, Status
 from cbsim.policy.transfers import Direction, Transfer
-
-if TYPE_CHECKING:
-    from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.schedulers.vllm.settings import VllmOptions
 
 Rows = list[tuple[Request, int]]  # requests, each with its query tokens
 
@@ -33,6 +31,28 @@ class Step:
         self.defer_prefill = defer_prefill
         self.rows: dict[Request, Chunk] = {}
         self.prefill = False
+
+
+class Admission(Protocol):
+    """A scheduler as `Transfers` admits requests to it; no admitted request may take its last `kept_free` blocks."""
+
+    @property
+    def options(self) -> VllmOptions: ...
+    @property
+    def running(self) -> dict[Request, None]: ...
+    @property
+    def waiting(self) -> Queue: ...
+    @property
+    def kept_free(self) -> int: ...
+
+    def hits(self, request: Request) -> list[int]:
+        """Return the cached blocks of a waiting request."""
+
+    def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
+        """True if there are blocks for the first `tokens` tokens of a request."""
+
+    def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
+        """Give the head of a queue its first row; return False if it does not fit."""
 
 
 class Ahead:
@@ -116,7 +136,7 @@ class Transfers:
     def busy(self) -> bool:
         return bool(self.loads) or self.connector.busy
 
-    def admit(self, scheduler: VllmScheduler, step: Step) -> None:
+    def admit(self, scheduler: Admission, step: Step) -> None:
         """Admit holding requests, then the queue. A request that waits for a load or a lookup is passed over."""
         skipped: list[Request] = []
         while step.budget and len(scheduler.running) < scheduler.options.max_num_seqs:
@@ -131,7 +151,7 @@ class Transfers:
         for request in reversed(skipped):
             (self.holding if request in self.loads else scheduler.waiting).push_front(request)
 
-    def _consider(self, scheduler: VllmScheduler, queue: Queue, step: Step) -> Verdict:
+    def _consider(self, scheduler: Admission, queue: Queue, step: Step) -> Verdict:
         request = queue.head()
         load = self.loads.get(request)
         if load is not None:
@@ -150,7 +170,7 @@ class Transfers:
             return self._load(scheduler, request, hits, local, external)
         return self._start(scheduler, queue, local, hits, step)
 
-    def _start(self, scheduler: VllmScheduler, queue: Queue, computed: int, hits: list[int], step: Step) -> Verdict:
+    def _start(self, scheduler: Admission, queue: Queue, computed: int, hits: list[int], step: Step) -> Verdict:
         request = queue.head()
         if not scheduler.start(queue, computed, hits, step):
             return Verdict.MISFIT
@@ -170,7 +190,7 @@ class Transfers:
         pool.publish(request, load.computed // pool.block_size)
         load.computed = min(load.computed, request.target - 1)
 
-    def _load(self, scheduler: VllmScheduler, request: Request, hits: list[int], local: int, external: int) -> Verdict:
+    def _load(self, scheduler: Admission, request: Request, hits: list[int], local: int, external: int) -> Verdict:
         """Allocate blocks for the tokens found and fetched, if requests under way leave enough, and start the load."""
         pool, tokens = self._decoding.pool, local + external
         needed = pool.blocks_for(tokens) - len(hits) + pool.idle(hits) + self._reserved(scheduler)
@@ -185,7 +205,7 @@ class Transfers:
         self._observer.loading(request, external, pool.tables[request])
         return Verdict.SKIPPED
 
-    def _reserved(self, scheduler: VllmScheduler) -> int:
+    def _reserved(self, scheduler: Admission) -> int:
         """Return the blocks that loading requests and those in prefill still need for the tokens they have."""
         loading = [request for request, load in self.loads.items() if not (load.reported or load.dead)]
         prefilling = [request for request in scheduler.running if request.status is Status.PREFILL]
