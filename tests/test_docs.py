@@ -94,9 +94,7 @@ def test_every_command_shown_is_a_command(page: str, words: list[str]) -> None:
         checks.parse(condition)
     if arguments.command == "run" and (not arguments.scenario.endswith(".yaml") or "scenarios/" in arguments.scenario):
         own = ROOT / arguments.scenario
-        overrides = [
-            override for override in arguments.set if ".fitted.yaml" not in override and "shortest:" not in override
-        ]
+        overrides = [each for each in arguments.set if ".fitted.yaml" not in each and "shortest:" not in each]
         scenario.load(own if own.is_file() else arguments.scenario, overrides)
     if arguments.command == "conformance":
         assert all((ROOT / path).exists() for path in arguments.paths)
@@ -116,20 +114,15 @@ def mentioned(page: Path) -> set[str]:
     return paths | {str((page.parent / link).resolve().relative_to(ROOT)) for link in links}
 
 
-MODULES = {
-    path.name
-    for folder in ("cbsim", "cbengine", "analysis", "reports", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-}
+FOLDERS = ("cbsim", "cbengine", "analysis", "reports", "tests")
+MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {"shortest.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_mentioned_exists(page: Path) -> None:
     """A star stands for anything, but for something."""
     missing = [path for path in sorted(mentioned(page)) if not any(ROOT.glob(path.rstrip("/")))]
-    missing += [
-        name for name in re.findall(r"`(\w+\.py)`", page.read_text()) if name not in MODULES and name != "shortest.py"
-    ]
+    missing += [name for name in re.findall(r"`(\w+\.py)`", page.read_text()) if name not in MODULES]
     assert not missing
 
 
@@ -143,30 +136,19 @@ def test_the_tables_are_the_code_s(name: str) -> None:
     assert page == reference_tables.page(name), "run `python -m reports.reference_tables`"
 
 
-def test_every_part_has_one_table() -> None:
+def test_all_parts_names_and_options_are_documented() -> None:
+    """Every part has one table; every name that a scenario can use, and every setting of every scheduler, is named."""
     marks = [mark for name in reference_tables.PAGES for mark in MARK.findall((ROOT / "docs" / name).read_text())]
     assert sorted(marks) == sorted(reference_tables.tables())
-
-
-def test_names_that_a_scenario_can_use_are_documented() -> None:
     text = SCENARIOS.read_text() + REFERENCE.read_text()
     names = [
         *PRESETS,
-        *catalog.names("lengths"),
-        *catalog.names("models"),
-        *catalog.names("hardware"),
-        *catalog.names(),
         *OURS,
+        *(name for folder in ("", "lengths", "models", "hardware") for name in catalog.names(folder)),
     ]
     assert not [name for name in names if f"`{name}`" not in text]
-
-
-def test_policy_options_are_documented() -> None:
-    """Every setting of every scheduler is named in docs/policies.md."""
-    text = POLICIES.read_text()
-    for kind in OURS.values():
-        names = {field.name for field in fields(kind.settings)} - {"name"}
-        assert not [name for name in names if f"`{name}`" not in text]
+    options = {field.name for kind in OURS.values() for field in fields(kind.settings)} - {"name"}
+    assert not [name for name in options if f"`{name}`" not in POLICIES.read_text()]
 
 
 def recorded(family: str) -> tuple[int, int]:
@@ -291,9 +273,8 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    assert sorted(listed("Files", DIRECTORY)) == sorted(
-        {*given, "INCOMPLETE", optional_tables.TRANSFERS, optional_tables.PARENTS}
-    )
+    given |= {"INCOMPLETE", optional_tables.TRANSFERS, optional_tables.PARENTS}
+    assert sorted(listed("Files", DIRECTORY)) == sorted(given)
 
 
 def test_the_facts_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:

@@ -30,11 +30,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("shortest", None)
 
 
-def spoiled(module: Path, before: str, after: str) -> None:
-    assert before in TEXT
-    module.write_text(TEXT.replace(before, after))
-
-
 def test_it_is_short() -> None:
     assert len(TEXT.splitlines()) < 120
     assert len([line for line in TEXT.splitlines() if line.strip()]) < 100
@@ -74,37 +69,36 @@ def test_its_settings_are_checked(small: Path, out: Path) -> None:
         refused(call("run", small, "--set", f"scheduler={{{fields}}}", "--out", out), 2, *words)
 
 
-BREAKS = {
-    "forgets": ("        self.waiting.sort(", "        self.requests.pop(spec)\n        self.waiting.sort("),
+LINE, ROW, CHUNK = "        self.waiting.sort(", "if left and request.scheduled", "min(request.uncomputed, left), ())"
+BREAKS = {  # what the text becomes another text in, and what is said of it
+    "forgets": (LINE, f"        self.requests.pop(spec)\n{LINE}", "step 0, idle", "has not ended"),
     "no-request": (
-        "if left and request.scheduled",
-        "self.requests.pop(request.spec, None)\n            if left and request.scheduled",
+        *(ROW, f"self.requests.pop(request.spec, None)\n            {ROW}"),
+        *("step", "which is not one of the requests"),
     ),
-    "a-block-twice": ("min(request.uncomputed, left), ())", "min(request.uncomputed, left), (0,))"),
-    "over-budget": ("slots=self.seats, tokens=self.step_tokens", "slots=self.seats, tokens=10"),
-    "raises": ("        self.waiting.sort(", "        raise OSError('no file is read')\n        self.waiting.sort("),
-    "a-stolen-table": (".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
-    "guesses": ("min(request.uncomputed, left), ())", "min(request.uncomputed, left) + 1, (), guesses=1)"),
-    "not-made": ("        self.options, self", "        1 / 0\n        self.options, self"),
-}
-SAID = {
-    "forgets": ("step 0, idle", "has not ended"),
-    "no-request": ("step", "which is not one of the requests"),
-    "a-block-twice": ("step", "in the pool"),
-    "over-budget": ("step 0", "query tokens, 10 are allowed"),
-    "raises": ("step 0, add", "OSError: no file is read"),
-    "a-stolen-table": ("step", "breaks a rule"),
-    "guesses": ("schedule", "may yield several tokens"),
-    "not-made": ("cannot be made", "ZeroDivisionError"),
+    "a-block-twice": (CHUNK, CHUNK.replace("()", "(0,)"), "step", "in the pool"),
+    "over-budget": ("tokens=self.step_tokens", "tokens=10", "step 0", "query tokens, 10 are allowed"),
+    "raises": (LINE, f"        raise OSError('no file is read')\n{LINE}", "step 0, add", "OSError: no file is read"),
+    "a-stolen-table": (
+        *(".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
+        *("step", "breaks a rule"),
+    ),
+    "guesses": (CHUNK, CHUNK.replace(", ()", " + 1, (), guesses=1"), "schedule", "may yield several tokens"),
+    "not-made": (
+        *("        self.options, self", "        1 / 0\n        self.options, self"),
+        *("cannot be made", "ZeroDivisionError"),
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", BREAKS)
 def test_what_it_breaks_is_said_in_a_line(module: Path, small: Path, out: Path, fault: str) -> None:
     """Exit 1, one line with the scheduler's name: it is the policy's error, not ours."""
-    spoiled(module, *BREAKS[fault])
+    before, after, *words = BREAKS[fault]
+    assert before in TEXT
+    module.write_text(TEXT.replace(before, after))
     said = call("run", small, "--set", NAME, "--out", out, "--quiet")
-    refused(said, 1, "shortest:SHORTEST", *SAID[fault])
+    refused(said, 1, "shortest:SHORTEST", *words)
 
 
 def test_an_entry_point_is_listed_and_in_the_schema(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,19 +25,13 @@ def steps(**columns: list[int]) -> Steps:
 
 def scenario(**changes: Any) -> dict[str, Any]:
     model = {"name": "Tiny", "dtype": "float32"} | changes.pop("model", {})
-    return {
-        "model": model,
-        "scheduler": {"name": "vllm"},
-        "cost": {"kind": "fitted", "calibrated": CALIBRATED},
-    } | changes
+    cost = {"kind": "fitted", "calibrated": CALIBRATED}
+    return {"model": model, "scheduler": {"name": "vllm"}, "cost": cost} | changes
 
 
-def test_within_the_range_nothing_is_said() -> None:
+def test_within_the_range_or_without_a_calibration_nothing_is_said() -> None:
     """The bounds themselves were measured."""
     assert coverage.warnings(scenario(), steps(rows=[8, 1, 1], tokens=[128, 1, 1], context_tokens=[900, 0, 0])) == []
-
-
-def test_without_a_calibration_nothing_is_said() -> None:
     for cost in ({"kind": "constant"}, {"kind": "fitted", "calibrated": None}):
         assert coverage.warnings(scenario(cost=cost), steps(rows=[10**6, 1, 1])) == []
 
@@ -69,18 +63,8 @@ def test_a_simulation_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = [f"{name}: {value!r}" for name, value in facts.items()]
     (tmp_path / "c.yaml").write_text(f"base_s: 0.01\ncalibrated: {{{', '.join(words)}}}\n")
     cost = f"cost={{kind: fitted, path: {tmp_path / 'c.yaml'}}}"
-    words = [
-        "run",
-        "tiny_cpu",
-        "--set",
-        cost,
-        "--set",
-        "workload.requests=4",
-        "--out",
-        str(tmp_path / "runs"),
-        "--quiet",
-    ]
-    assert parser.main(words) == 0
+    few = ["--set", cost, "--set", "workload.requests=4"]
+    assert parser.main(["run", "tiny_cpu", *few, "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1] for line in said] == [" sync", " async"]
     assert "beyond the calibration: " in said[0] and "more than the 3 rows measured, up to 4" in said[0]

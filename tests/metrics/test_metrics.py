@@ -41,25 +41,9 @@ def steps_of(*rows: dict[str, Any]) -> Steps:
 
 def request(index: int, runs: Sequence[int], at: int = 0, **more: Any) -> RequestRow:
     """A request that arrived at `at` ms and got a token from each step of `runs`: first step, steps, ..."""
-    fields: dict[str, Any] = {
-        "index": index,
-        "id": str(index),
-        "arrival_ns": at * MS,
-        "queued_poll": 1,
-        "queued_ns": at * MS,
-        "prompt_tokens": 10,
-        "output_tokens": max(sum(runs[1::2]), 1),
-        "max_tokens": max(sum(runs[1::2]), 1),
-        "priority": 0,
-        "first_step": runs[0] if runs else -1,
-        "status": "length" if runs else "waiting",
-        "reason": "",
-        "cancelled_poll": -1,
-        "preemptions": 0,
-        "cached_tokens": 0,
-        "token_runs": list(runs),
-    }
-    return RequestRow(**(fields | more))
+    outputs, first, status = max(sum(runs[1::2]), 1), runs[0] if runs else -1, "length" if runs else "waiting"
+    came, lengths = (index, str(index), at * MS, 1, at * MS), (10, outputs, outputs)
+    return RequestRow(*came, *lengths, 0, first, status, "", -1, 0, 0, list(runs))._replace(**more)
 
 
 def summary_of(rows: Sequence[RequestRow], steps: Steps, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.calls import ROOT, SMALL, call, environment, refused
+from support.calls import ROOT, SMALL, call, environment
 from support.recordings import replayed
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -36,26 +36,6 @@ def test_numbers_beyond_any_run(small: Path, out: Path, override: str) -> None:
     said = call("run", small, *words, "--set", override, "--out", out, "--quiet")
     assert said.status in (1, 2)
     assert len(said.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "text"),
-    [
-        ("azure", "a.csv", 'TIMESTAMP,ContextTokens,GeneratedTokens\n"' + "x" * 200000 + '",1,2\n'),
-        ("azure", "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{'9' * 30},4\n"),
-        ("azure", "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,{'9' * 5000},4\n"),
-        ("csv", "a.csv", "id,arrival_s,prefill_tokens,decode_tokens\na,1e300,3,4\n"),
-        ("mooncake", "a.jsonl", '{"timestamp":1e300,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n'),
-        ("mooncake", "a.jsonl", "[" * 100000 + "\n"),
-        ("golden", "a.json", "[" * 100000),
-    ],
-    ids=["cell", "digits", "more-digits", "seconds", "milliseconds", "deep", "deep-golden"],
-)
-def test_rows_beyond_any_run(small: Path, out: Path, kind: str, name: str, text: str) -> None:
-    """A row that cannot be used is named by file and line, whatever is wrong with it."""
-    (small.parent / name).write_text(text)
-    said = call("run", small, "--set", f"workload={{kind: {kind}, path: {name}}}", "--out", out)
-    refused(said, 2, str(small.parent / name))
 
 
 @pytest.mark.parametrize("name", ["my scenario.yaml", "größe.yaml", "_x.yaml"])
@@ -118,10 +98,3 @@ def test_a_run_in_which_nothing_was_computed_is_bound_by_nothing(small: Path, ou
     said = call("run", small, "--set", "workload={kind: golden, path: a.json}", "--out", out)
     assert said.status == 0
     assert "binds" not in said.out and "would hide it" not in said.out
-
-
-def test_ids_are_unique(small: Path, out: Path) -> None:
-    """An empty id is no id: today it silently becomes the row's number, which another row may have as its id."""
-    (small.parent / "a.csv").write_text("id,arrival_s,prefill_tokens,decode_tokens\n1,0,3,4\n,0,3,4\n")
-    said = call("run", small, "--set", "workload={kind: csv, path: a.csv}", "--out", out, "--quiet")
-    assert said.status == 2

@@ -205,13 +205,6 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path) -> None:
     assert (status, out, err) == (0, f"{run}: {said}\n", "")
 
 
-def test_a_broken_directory(run: Path) -> None:
-    """A file that is broken is named with what is wrong with it, in one line (tests/record has every file)."""
-    (run / "env.json").write_bytes(b"\xff\xfe")
-    status, out, err = replayed(run)
-    assert (status, out, err) == (1, "", f"cbsim: {run / 'env.json'}: is not UTF-8 text\n")
-
-
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
     alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)

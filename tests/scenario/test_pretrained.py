@@ -14,39 +14,17 @@ import pytest
 from cbsim.errors import ScenarioError
 from cbsim.scenario import pretrained, scenario, shapes
 
-LLAMA: dict[str, Any] = {  # meta-llama/Llama-3.1-8B, and what does not bear on a simulation
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-QWEN3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "vocab_size": 151936,
-}
+SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "vocab_size": 128256}
+HEADS = {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8}
+OTHER = {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"factor": 8.0, "rope_type": "llama3"}}
+FLAGS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+# meta-llama/Llama-3.1-8B, and what does not bear on a simulation
+LLAMA: dict[str, Any] = {**SHAPE, **HEADS, **OTHER, **FLAGS, "model_type": "llama"}
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+SMALLER = {"hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "vocab_size": 151936}
+QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_hidden_layers": 48, "num_key_value_heads": 4}
+QWEN3_MOE = {**LLAMA, **SMALLER, **EXPERTS, **QWEN3, "mlp_only_layers": []}
+QWEN3_MOE |= {"use_sliding_window": False, "sliding_window": None}
 
 
 def written(folder: Path, config: dict[str, Any] | str, **fields: Any) -> Path:

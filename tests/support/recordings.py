@@ -24,14 +24,10 @@ scheduler: {name: vllm, max_num_seqs: 8, max_num_batched_tokens: 64}
 kv_cache: {block_size: 16, num_blocks: 40}
 workload:
 """
+LENGTHS = "prompt_tokens: {uniform: {low: 5, high: 100}}, output_tokens: {uniform: {low: 1, high: 40}}"
 WORKLOADS = {
     # 39 usable blocks of 16 for 8 seats of up to 200 tokens: requests are preempted
-    "tight": """\
-  kind: synthetic
-  requests: 30
-  prompt_tokens: {uniform: {low: 5, high: 100}}
-  output_tokens: {uniform: {low: 1, high: 100}}
-""",
+    "tight": f"  {{kind: synthetic, requests: 30, {LENGTHS.replace('40', '100')}}}\n",
     "poisson": """\
   kind: synthetic
   requests: 40
@@ -41,12 +37,8 @@ WORKLOADS = {
   shared_prefix_tokens: 40
   stop_early: true
 """,
-    "closed_loop": """\
-  kind: synthetic
-  requests: 40
-  prompt_tokens: {uniform: {low: 5, high: 100}}
-  output_tokens: {uniform: {low: 1, high: 40}}
-  arrivals: {kind: closed_loop, users: 6, think_s: 0.02}
+    "closed_loop": f"""\
+  {{kind: synthetic, requests: 40, {LENGTHS}, arrivals: {{kind: closed_loop, users: 6, think_s: 0.02}}}}
 """,
     "samples": """\
   kind: synthetic

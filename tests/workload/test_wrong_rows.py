@@ -72,6 +72,9 @@ SOUND: list[tuple[Callable[[Path], Any], str]] = [
 ]
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (azure, AZURE + "2023-11-16 18:17:03.97,5,1\n2023-11-16 18:17:04,5.5,1\n", ":3: ContextTokens: got '5.5'"),
+    (azure, AZURE + '"' + "x" * 200_000 + '",1,2\n', ": cannot be read: field larger than field limit"),
+    (azure, f"{AZURE}2023-11-16 18:17:03.97,{'9' * 30},4\n", ":2: ContextTokens: got '9999"),
+    (azure, f"{AZURE}2023-11-16 18:17:03.97,{'9' * 5000},4\n", ":2: ContextTokens: got '9999"),
     (azure, AZURE + "2023-11-16 18:17:03,5,0\n", ":2: GeneratedTokens: got '0', expected a whole number >= 1"),
     (azure, AZURE + "2023-11-16 18:17:03,5\n", ":2: got 2 cells, expected 3"),
     (azure, AZURE + "2023-13-16 18:17:03,5,1\n", ":2: TIMESTAMP: got '2023-13-16 18:17:03', expected seconds"),
@@ -99,6 +102,7 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (mooncake, "\n[1]", ":2: row: got [1], expected a JSON object"),
     (mooncake, '{"timestamp": 0}', ":1: input_length: is required"),
     (mooncake, lines(TURN, timestamp=float("nan")), ":1: timestamp: got nan, expected a finite number"),
+    (mooncake, lines(TURN, timestamp=1e300), ":1: timestamp: got 1e+300, must be < 1000000000000.0"),
     (mooncake, lines(TURN, timestamp=True), ":1: timestamp: got true"),
     (mooncake, lines(TURN, input_length=0), ":1: input_length: got 0"),
     (mooncake, lines(TURN, input_length=513), ":1: hash_ids: got 1 ids, expected 2 ids, one for every 512 of 513"),
@@ -128,6 +132,7 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (series, SERIES + "2,2,3,4\n1,2,3,4\n", ": t: goes back, expected rows in order of time"),
     (golden, "{}", ": expected `requests`, and `config`"),
     (golden, "x", ": not valid JSON"),
+    (golden, "[" * 100_000, ": not valid JSON"),
     (golden, vllm({"config": {}}), ": config.block_size: is required"),
     (golden, vllm({"requests": 3}), ": requests: got 3, expected a list"),
     (golden, vllm(arrival_us=float("nan")), ": requests.1.arrival_us: got nan, expected a whole number"),
