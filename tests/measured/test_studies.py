@@ -57,17 +57,12 @@ def test_the_agents_are_those_of_the_seed() -> None:
     assert (catalog.ROOT / "scenarios" / "traces" / "agents.jsonl").read_text() == landscape.agents()
 
 
-def test_orca_is_above_batches_that_end_together() -> None:
-    """Iteration-level scheduling, with the same reservation for all."""
+def test_orca_paged_blocks_and_chunks_gain_what_their_papers_say() -> None:
+    """Iteration-level scheduling is above batches that end together, with the same reservation for all; paged blocks
+    above reserved sequences. Prompts of thousands of tokens stop all who decode; in chunks they do not.
+    """
     assert ran(MIXED, "orca").tokens_per_s > 1.5 * ran(MIXED, "faster_transformer").tokens_per_s
-
-
-def test_paged_blocks_are_above_reserved_sequences() -> None:
     assert ran(MIXED, "vllm_v0").tokens_per_s > 2 * ran(MIXED, "orca").tokens_per_s
-
-
-def test_chunks_remove_stalls() -> None:
-    """Prompts of thousands of tokens stop all who decode; in chunks they do not."""
     assert ran(AGENTS, "sarathi").stall < ran(AGENTS, "vllm_v0").stall / 20
 
 
@@ -108,14 +103,8 @@ def test_the_page_quotes_the_landscape() -> None:
     page = (catalog.ROOT / "docs" / "landscape.md").read_text()
     for name in ("static", "orca", "sarathi", "trtllm", "transformers_fifo", "vllm", "sglang"):
         mixed, agents = runs[MIXED, name], runs[AGENTS, name]
-        cells = [
-            f"`{name}`",
-            f"{mixed['tokens_per_s']:,.0f}",
-            f"{mixed['ttft_p99']:.1f}",
-            f"{agents['tokens_per_s']:,.0f}",
-            f"{1e3 * agents['stall']:,.0f}",
-            f"{agents['hits']:.0%}",
-        ]
+        cells = [f"`{name}`", f"{mixed['tokens_per_s']:,.0f}", f"{mixed['ttft_p99']:.1f}"]
+        cells += [f"{agents['tokens_per_s']:,.0f}", f"{1e3 * agents['stall']:,.0f}", f"{agents['hits']:.0%}"]
         assert "| " + " | ".join(cells) + " |" in page, cells
 
 

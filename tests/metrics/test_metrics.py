@@ -349,9 +349,10 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     load = generators.build(asked)
     server = simulate.machine(asked, "async", load)
     simulate.run(server)
-    table = np.frombuffer(bytes(server.record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
     slo = {"ttft_s": 1.0, "tpot_s": 1.0, "e2e_s": 9.0}
-    summary = summarise(server.record.requests(), Steps(table), total_blocks=100, slo=slo, price_usd_hour=5.0)
+    summary = summarise(
+        server.record.requests(), Steps.of(server.record), total_blocks=100, slo=slo, price_usd_hour=5.0
+    )
     summary["kv_moves"] = optional_tables.summarise_transfers(TransferLog(), 1.0)  # of runs that move KV
     found = leaves(summary)
     assert set(METRICS) - set(found) == set()

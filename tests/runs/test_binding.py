@@ -27,30 +27,26 @@ def binds(*overrides: str, **parts: Any) -> list[str]:
     return result.binding
 
 
+LAST = {"empirical": {"values": [2, 2, 2, 200]}}
+BUDGET = "scheduler={name: vllm, max_num_batched_tokens: 64, max_num_seqs: 64}"
+
+
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("override", "outputs", "text"),
     [
-        ("scheduler.max_num_seqs=4", "seats: requests wait 90% of the time, 90% because all 4 are taken"),
-        ("kv_cache.num_blocks=21", "cache: "),
-        ("scheduler={name: transformers_fifo, max_requests_per_batch: 4}", "seats: "),
+        ("scheduler.max_num_seqs=4", 50, "seats: requests wait 90% of the time, 90% because all 4 are taken"),
+        ("kv_cache.num_blocks=21", 50, "cache: "),
+        ("scheduler={name: transformers_fifo, max_requests_per_batch: 4}", 50, "seats: "),
+        ("scheduler={name: static, batch_size: 20}", LAST, "batch: "),
+        (BUDGET, 1, "tokens: requests wait 95% of the time, 95% because a step's 64 are used up"),
     ],
 )
-def test_why_requests_wait(override: str, text: str) -> None:
-    assert binds(override)[0].startswith(text)
-
-
-def test_a_static_batch_ends_with_its_last_request() -> None:
-    """Seats are free long before, and nobody may take them."""
-    workload = BASE["workload"] | {"output_tokens": {"empirical": {"values": [2, 2, 2, 200]}}}
-    (said, _) = binds("scheduler={name: static, batch_size: 20}", workload=workload)
-    assert said.startswith("batch: ")
-
-
-def test_the_budget_of_a_step() -> None:
-    """A token each: prefill alone fills the steps."""
-    workload = BASE["workload"] | {"output_tokens": 1}
-    (said, _) = binds("scheduler={name: vllm, max_num_batched_tokens: 64, max_num_seqs: 64}", workload=workload)
-    assert said.startswith("tokens: requests wait 95% of the time, 95% because a step's 64 are used up")
+def test_why_requests_wait(override: str, outputs: Any, text: str) -> None:
+    """Seats of a static batch are free long before its last request ends, and nobody may take them. With a token each
+    prefill alone fills the steps.
+    """
+    (said, _) = binds(override, workload=BASE["workload"] | {"output_tokens": outputs})
+    assert said.startswith(text)
 
 
 def test_arrivals_bind_a_server_that_keeps_up() -> None:

@@ -231,10 +231,8 @@ def test_an_error_carries_what_it_says(small: Path) -> None:
     small.write_text(SMALL)
     with pytest.raises(cbsim.ScenarioError) as caught:
         cbsim.load(small, "scheduler.max_num_seqs=100000")
-    assert (caught.value.field, caught.value.bound) == (
-        "scheduler.max_num_batched_tokens",
-        "must be >= max_num_seqs (100000)",
-    )
+    assert caught.value.field == "scheduler.max_num_batched_tokens"
+    assert caught.value.bound == "must be >= max_num_seqs (100000)"
     with pytest.raises(cbsim.ScenarioError, match="did you mean 8k_b32") as caught:
         cbsim.load("8k_b23")
     assert (caught.value.field, caught.value.value) == ("scenario", "8k_b23")

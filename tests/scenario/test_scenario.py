@@ -63,12 +63,8 @@ def test_defaults(small: Path) -> None:
     assert isinstance(options, VllmOptions)
     assert (options.max_num_seqs, options.max_num_batched_tokens, options.version) == (1024, 8192, "0.33")
     assert options.max_model_len == 131_072
-
-
-def test_max_model_len_is_capped_by_the_cache(small: Path) -> None:
-    """vLLM cannot serve a sequence longer than its cache; the null block holds no token."""
-    options = scenario.load(small, ["kv_cache.num_blocks=101"]).options("async")
-    assert isinstance(options, VllmOptions) and options.max_model_len == 1600
+    capped = scenario.load(small, ["kv_cache.num_blocks=101"]).options("async")
+    assert capped.max_model_len == 1600, "no longer than the cache, whose null block holds no token"
 
 
 @pytest.mark.parametrize(("name", "margin"), [("transformers_fifo", 0.15), ("transformers_prefill_first", 0.0)])
@@ -77,7 +73,7 @@ def test_transformers_defaults_depend_on_the_scheduler(small: Path, name: str, m
     options = s.options("async")
     assert isinstance(options, TransformersOptions)
     assert (options.block_size, options.safety_margin, options.max_batch_tokens) == (256, margin, 8192)
-    assert s.graph_padding == "transformers"
+    assert s.graph_padding == "transformers" and options.version == "5.17"
 
 
 def test_transformers_523_defaults(small: Path) -> None:
@@ -87,8 +83,6 @@ def test_transformers_523_defaults(small: Path) -> None:
     assert isinstance(options, TransformersOptions)
     assert (options.version, options.num_blocks, options.blocks_per_sector) == ("5.23", 100, 1)
     assert (options.max_batch_tokens, options.safety_margin) == (8192, 0.15)
-    old = scenario.load(small, ["scheduler.name=transformers_fifo"]).options("async")
-    assert isinstance(old, TransformersOptions) and old.version == "5.17"
 
 
 def test_blocks_of_odd_sizes_share_sectors(small: Path) -> None:
@@ -223,22 +217,15 @@ costs = st.one_of(
     st.builds(lambda s: {"kind": "roofline", "step_overhead_s": s, "cpu": {"update": {"per_block_s": s}}}, seconds),
     st.builds(lambda s: {"kind": "fitted", "base_s": s}, st.floats(1e-9, 1e3)),
 )
+STAGED = {"name": "sarathi", "enable_dynamic_chunking_schedule": True, "chunk_schedule_max_tokens": 4096}
+CHUNKS = ("low_chunk_size", "high_chunk_size", "chunk_schedule_stages")
 schedulers = st.one_of(
     st.builds(lambda b: {"name": "static", "batch_size": b}, st.integers(1, 999)),
     st.builds(lambda r: {"name": "contiguous", "reserve": r}, st.sampled_from(["max_tokens", "exact"])),
     st.builds(lambda n, s: {"name": n, "max_num_seqs": s}, st.sampled_from(["orca", "vllm_v0"]), st.integers(1, 99)),
     st.builds(
-        lambda low, more, stages: {
-            "name": "sarathi",
-            "enable_dynamic_chunking_schedule": True,
-            "low_chunk_size": low,
-            "high_chunk_size": low + more,
-            "chunk_schedule_max_tokens": 4096,
-            "chunk_schedule_stages": stages,
-        },
-        st.integers(1, 999),
-        st.integers(0, 999),
-        st.integers(1, 9),
+        lambda low, more, stages: STAGED | dict(zip(CHUNKS, (low, low + more, stages), strict=True)),
+        *(st.integers(1, 999), st.integers(0, 999), st.integers(1, 9)),
     ),
     st.builds(
         lambda p, r: {"name": "trtllm", "capacity_scheduler_policy": p, "batch_wait_max_tokens_ratio": r},
@@ -261,13 +248,8 @@ def test_dump_and_load_are_inverse(
     tmp_path_factory: Any, prompt: Any, output: Any, arrival: Any, cost: Any, scheduler: Any, question: str, seed: int
 ) -> None:
     """A run directory's resolved scenario is the scenario: what a file says, dump writes a file that says it too."""
-    workload = {
-        "kind": "synthetic",
-        "requests": 3,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "arrivals": arrival,
-    }
+    lengths = {"prompt_tokens": prompt, "output_tokens": output}
+    workload = {"kind": "synthetic", "requests": 3, "arrivals": arrival, **lengths}
     values = {"question": question, "seed": seed, "model": "qwen3-8b", "hardware": "h200-sxm", "workload": workload}
     s = Scenario.model_validate(values | {"cost": cost, "scheduler": scheduler})
     assert reload(s, tmp_path_factory.getbasetemp()) == s
@@ -335,6 +317,9 @@ def test_override_of_a_list_entry(small: Path) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+FIFO = "scheduler: {name: transformers_fifo}"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -351,20 +336,11 @@ def test_override_of_a_list_entry(small: Path) -> None:
         ("scheduler: {name: vllm, max_num_seqs: 9000}", "got 8192, must be >= max_num_seqs (9000)"),
         ("scheduler: {name: vllm, version: 0.19, watermark: 0.1}", "scheduler.watermark: vLLM 0.19 has no such option"),
         ("scheduler: {name: vllm, version: 0.2}", "scheduler.version: got '0.2', expected one of 0.33, 0.19"),
-        (
-            "scheduler: {name: vllm, enable_chunked_prefill: false, max_num_batched_tokens: 9000}",
-            ">= max_model_len (131",
-        ),
+        ("scheduler: {name: vllm, enable_chunked_prefill: false, max_num_batched_tokens: 9000}", ">= max_model_len (1"),
         ("scheduler: {name: vllm, max_model_len: 9, long_prefill_token_threshold: 10}", "must be <= max_model_len (9)"),
         ("scheduler: {name: transformers_fifo, version: 5.2}", "got '5.2', expected one of 5.17, 5.23"),
-        (
-            "scheduler: {name: transformers_fifo}\nkv_cache: {num_blocks: 9e5}",
-            ":10: kv_cache.num_blocks: got 900000, wh",
-        ),
-        (
-            "scheduler: {name: transformers_fifo}\nkv_cache: {block_size: 2}",
-            "block_size: got 2, must be >= 4 for trans",
-        ),
+        (f"{FIFO}\nkv_cache: {{num_blocks: 9e5}}", ":10: kv_cache.num_blocks: got 900000, wh"),
+        (f"{FIFO}\nkv_cache: {{block_size: 2}}", "block_size: got 2, must be >= 4 for trans"),
         ("cost: {kind: constant}", ":9: cost.step_s: is required"),
         ("slo: {ttft_s: 0}", "slo.ttft_s: got 0, must be > 0"),
         ("slo: {preset: llama3.1-8b}", "slo.preset: got 'llama3.1-8b', expected one of llama3.1-8b-server"),

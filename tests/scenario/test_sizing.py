@@ -69,24 +69,16 @@ def test_quantized_weights_are_as_large_as_published_files(name: str, weights: s
     assert model.shard_bytes(1) == model.weight_bytes
 
 
-def test_int4_weights_take_half_a_byte_and_their_scales() -> None:
-    """A group of 128: 64 bytes, a scale of 2 and a zero point of half a byte."""
-    model = LLAMA.model_copy(update={"weights_dtype": "int4"})
-    saved = LLAMA.layers * LLAMA.layer_parameters * (2 - 66.5 / 128)
-    assert LLAMA.weight_bytes - model.weight_bytes == saved
-
-
-def test_an_fp8_cache_holds_twice_as_many_tokens() -> None:
-    """Half the bytes a token; what the weights leave is the same, so vLLM has twice the blocks, within one."""
+def test_narrow_types_leave_what_they_save_to_the_cache() -> None:
+    """A group of 128 weights in int4: 64 bytes, a scale of 2 and a zero point of half a byte. An fp8 cache takes half
+    the bytes a token, so vLLM has twice the blocks, within one. In fp8 7 GB less of weights are 7e9 bytes more cache.
+    """
+    weights = LLAMA.layers * LLAMA.layer_parameters
+    int4, small = (LLAMA.model_copy(update={"weights_dtype": dtype}) for dtype in ("int4", "fp8"))
     half = LLAMA.model_copy(update={"kv_dtype": "fp8"})
+    assert LLAMA.weight_bytes - int4.weight_bytes == weights * (2 - 66.5 / 128)
     assert half.kv_bytes_per_token == 65_536 and blocks_of(half) - 2 * blocks_of(LLAMA) in (0, 1)
-
-
-def test_fp8_weights_leave_what_they_save_to_the_cache() -> None:
-    """7 GB less of weights for Llama-3.1-8B are 7e9 bytes more of cache."""
-    small = LLAMA.model_copy(update={"weights_dtype": "fp8"})
-    saved = LLAMA.layers * LLAMA.layer_parameters
-    assert blocks_of(small) - blocks_of(LLAMA) == pytest.approx(saved / (16 * 131_072), abs=1)
+    assert blocks_of(small) - blocks_of(LLAMA) == pytest.approx(weights / (16 * 131_072), abs=1)
 
 
 def test_transformers_has_no_fp8_cache() -> None:
@@ -161,24 +153,15 @@ ONE_KIND = memory.Sectors(pages=1, layers=32, tokens=256, kinds=1)
 
 def test_transformers_523_golden_8b() -> None:
     """Golden, with 68.25 GB free."""
-    blocks = 1751
     costs = memory.sector_costs(LLAMA, ONE_KIND, 256, depth=2, max_blocks_per_request=32, max_requests=1024)
-    size = sectors(68_250_000_000, costs)
-    assert size == memory.Size(8192, blocks)
-    available = int(68_250_000_000 * 0.9)
-    assert costs.needed(8192, blocks) <= available < costs.needed(8192, blocks + 1)
+    assert sectors(68_250_000_000, costs) == memory.Size(8192, 1751)
+    assert costs.needed(8192, 1751) <= int(68_250_000_000 * 0.9) < costs.needed(8192, 1752)
 
 
 def sectors(
-    free: int,
-    costs: memory.SectorCosts,
-    *,
-    of: memory.Sectors = ONE_KIND,
-    tokens: int = 8192,
-    blocks: int | None = None,
+    free: int, costs: memory.SectorCosts, of: memory.Sectors = ONE_KIND, blocks: int | None = None
 ) -> memory.Size:
-    site = sizing.Place(LLAMA, with_free_bytes(free), 2, 256, 0.9, blocks)
-    return memory.fit_5_23(site, costs, of, tokens)
+    return memory.fit_5_23(sizing.Place(LLAMA, with_free_bytes(free), 2, 256, 0.9, blocks), costs, of, 8192)
 
 
 COSTS = memory.sector_costs(LLAMA, ONE_KIND, 256, depth=1, max_blocks_per_request=0, max_requests=4)

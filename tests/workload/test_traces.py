@@ -35,16 +35,13 @@ def test_azure_counts_and_published_medians(
 
 
 def test_mooncake_is_table_2_of_the_paper() -> None:
+    """An id always follows the same id, so equal ids mean equal content up to there: what RequestSpec.prefix says."""
     trace = traces.mooncake(data("traces/mooncake/conversation_trace.jsonl"))
     assert len(trace) == 12_031
     assert round(mean(r.prompt_tokens for r in trace)) == 12_035
     assert round(mean(r.output_tokens for r in trace)) == 343
-
-
-def test_mooncake_hash_ids_are_chained() -> None:
-    """An id always follows the same id, so equal ids mean equal content up to there: what RequestSpec.prefix says."""
     before: dict[int, int] = {}
-    for row in traces.mooncake(data("traces/mooncake/conversation_trace.jsonl")):
+    for row in trace:
         for parent, own in zip((-1, *row.hash_ids), row.hash_ids, strict=False):
             assert before.setdefault(own, parent) == parent
 
