@@ -16,7 +16,7 @@ import pytest
 from cbsim.conformance.check import compare
 from cbsim.conformance.transformers_traces import TOKEN_BYTES, Line
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.transformers.settings import FIFO, GIB, VERSIONS, TransformersSettings, layer_groups, resolve
 
 

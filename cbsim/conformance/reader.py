@@ -180,10 +180,9 @@ def due(coming: list[T], now: int, at: Callable[[T], int]) -> list[T]:
 class Case:
     """The content of a trace's header, and the replay of its workload unless there is a reason to skip it.
 
-    `name` is its workload's; `version` may add a word on how the trace was made.
+    `version` may add a word on how the trace was made.
     """
 
-    name: str
     scheduler: str
     version: str
     mode: str = ""
@@ -204,9 +203,9 @@ def case_of(
     """
     name = stem(trace).removesuffix(f".{mode}")
     if skipped := guarded(trace, outside):
-        return Case(name, scheduler, version, mode, skipped=skipped)
+        return Case(scheduler, version, mode, skipped=skipped)
     recorded = workload(trace, name)
-    return Case(name, scheduler, version, mode, guarded(trace, lambda: replay(recorded)))
+    return Case(scheduler, version, mode, guarded(trace, lambda: replay(recorded)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
-from cbsim.scenario import catalog, documents, sizing
+from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
@@ -39,7 +39,7 @@ from cbsim.scenario.fields import (
 )
 from cbsim.scenario.overrides import apply
 from cbsim.scenario.schedulers import Scheduler, plain
-from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel
+from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel, Place
 from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind
 from cbsim.schedulers.vllm.settings import VllmSettings
@@ -285,10 +285,10 @@ def dump(scenario: Scenario) -> str:
 # -- what follows from it ---------------------------------------------------------------------------------------------
 
 
-def site(scenario: Scenario, loop: str) -> sizing.Place:
+def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
-    return sizing.Place(model, gpu, depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus)
+    return Place(model, gpu, depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus)
 
 
 def _solved_options(scenario: Scenario, loop: str) -> Options:

@@ -13,7 +13,7 @@ from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import Experts, Rates, RooflineCost, Weights
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
-from cbsim.scenario import shapes, sizing
+from cbsim.scenario import shapes
 from cbsim.scenario.scenario import load
 
 FREE = CpuCost({})
@@ -236,7 +236,7 @@ def test_gpus_that_share_every_layer_share_weights_and_cache() -> None:
         load("worked_example", asked)
     shared = load("worked_example", [*asked, "cost.tensor_parallel=4"])
     h100, llama = shapes.hardware("h100-sxm"), shapes.model("llama-3.1-70b")
-    blocks = sizing.Place(llama, h100, 2, 16, 0.9, None, 4).blocks(8192, 1024)
+    blocks = shapes.Place(llama, h100, 2, 16, 0.9, None, 4).blocks(8192, 1024)
     assert shared.options("sync").num_blocks == pytest.approx(blocks, rel=0.1) and blocks > 10_000
     with pytest.raises(
         ScenarioError, match=r"cost\.tensor_parallel: got 3, must divide heads \(64\) and kv_heads \(8\)"

@@ -20,7 +20,7 @@ from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, least_blocks, longest_sequence, resolve
 from cbsim.workload.scheduler_tests import ChainedKeys

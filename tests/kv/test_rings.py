@@ -22,7 +22,7 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import Direction
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.transformers.scheduler import TransformersScheduler
 from cbsim.schedulers.transformers.scheduler_523 import KindsOfLayers
 from cbsim.schedulers.transformers.settings import (

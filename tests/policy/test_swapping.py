@@ -19,7 +19,7 @@ from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.transfers import DEVICE, HOST, IN_ORDER, Direction, Transfer
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.vllm.scheduler import VLLM, VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, resolve
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cbsim.errors import ScenarioError
-from cbsim.scenario import catalog, scenario, shapes, sizing
+from cbsim.scenario import catalog, scenario, shapes
 from cbsim.schedulers.transformers import settings as memory
 
 LLAMA = shapes.model("llama-3.1-8b")
@@ -14,7 +14,7 @@ def blocks_of(
     model: shapes.ModelShape, tokens: int = 2048, requests: int = 256, gpus: int = 1, card: shapes.Hardware = H100
 ) -> int:
     """The blocks of 16 that fit by vLLM's rule."""
-    return sizing.Place(model, card, 2, 16, 0.9, None, gpus).blocks(tokens, requests)
+    return shapes.Place(model, card, 2, 16, 0.9, None, gpus).blocks(tokens, requests)
 
 
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
@@ -93,7 +93,7 @@ def with_free_bytes(free: int) -> shapes.Hardware:
 def transformers(
     free: int, *, max_batch_tokens: int | None = None, num_blocks: int | None = None, depth: int = 2
 ) -> memory.Size:
-    site = sizing.Place(LLAMA, with_free_bytes(free), depth, 256, 0.9, num_blocks)
+    site = shapes.Place(LLAMA, with_free_bytes(free), depth, 256, 0.9, num_blocks)
     return memory.fit_5_17(site, 32, max_batch_tokens)
 
 
@@ -161,7 +161,7 @@ def test_transformers_523_golden_8b() -> None:
 def sectors(
     free: int, costs: memory.SectorCosts, of: memory.Sectors = ONE_KIND, blocks: int | None = None
 ) -> memory.Size:
-    return memory.fit_5_23(sizing.Place(LLAMA, with_free_bytes(free), 2, 256, 0.9, blocks), costs, of, 8192)
+    return memory.fit_5_23(shapes.Place(LLAMA, with_free_bytes(free), 2, 256, 0.9, blocks), costs, of, 8192)
 
 
 COSTS = memory.sector_costs(LLAMA, ONE_KIND, 256, depth=1, max_blocks_per_request=0, max_requests=4)
@@ -199,7 +199,7 @@ def test_gpus_that_share_weights_have_more_cache() -> None:
     """Two GPUs hold half of the weights and half of every token's keys and values each: with half the model and the
     same peak beside it, a block of the whole cache takes half a block of one GPU's memory."""
     one, two = (blocks_of(LLAMA, gpus=gpus) for gpus in (1, 2))
-    left = int(H100.memory_bytes * 0.9) - sizing.activation_bytes(LLAMA, 2048, 256) - sizing.VLLM_RUNTIME_BYTES
+    left = int(H100.memory_bytes * 0.9) - shapes.activation_bytes(LLAMA, 2048, 256) - shapes.VLLM_RUNTIME_BYTES
     block = 16 * LLAMA.kv_bytes_per_token
     assert one == (left - LLAMA.weight_bytes) // block
     assert two == (left - LLAMA.weight_bytes // 2) * 2 // block

@@ -16,7 +16,7 @@ from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Request, Status
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.trtllm.scheduler import TrtllmScheduler
 from cbsim.schedulers.trtllm.settings import TrtllmOptions, TrtllmSettings, resolve
 

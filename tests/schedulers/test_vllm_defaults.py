@@ -8,7 +8,7 @@ import pytest
 
 from cbsim.policy.kind import SettingsError, for_probe, pinned, sources
 from cbsim.scenario import shapes
-from cbsim.scenario.sizing import Place
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmSettings, resolve
 

@@ -18,8 +18,7 @@ from cbsim.measured.points.published import Point
 from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.shapes import Hardware, ModelShape
-from cbsim.scenario.sizing import VLLM_RUNTIME_BYTES, activation_bytes
+from cbsim.scenario.shapes import VLLM_RUNTIME_BYTES, Hardware, ModelShape, activation_bytes
 
 TABLES = "public_measured/aiconfigurator"
 REQUESTS_A_USER = 10
