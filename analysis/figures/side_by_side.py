@@ -15,7 +15,7 @@ import numpy as np
 from analysis.figures import axis
 from analysis.figures.axis import Ints, spread
 from analysis.statistics.loading import LoadedRun, flat
-from analysis.statistics.sweeps import Sweep, SweepGroup, knee, rates
+from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
 from cbsim.draw.chart import GREY, Bars, Chart, Edge, Floats, Line, Mark, Panel, Points, Spans, Style, series, unit
 from cbsim.draw.report import Table
 from cbsim.metrics.metrics import SAMPLES_NEEDED
@@ -192,6 +192,10 @@ def curves(swept: Sweep) -> Chart:
     ]
     common: Any = {"x": "requests/s offered" if swept.by_rate else swept.field, "x_log": spread(xs.values())}
     panels = [replace(panel, marks=[*edges, *panel.marks], **common) for panel in panels]
+    return Chart("sweep", f"Sweep of {swept.field}", _caption(swept, knees), panels, columns=2)
+
+
+def _caption(swept: Sweep, knees: Mapping[str, Knee]) -> str:
     caption = "Solid p50, dashed p95" + (", dotted p99." if _quotable(swept, "p99") else ".")
     if not _quotable(swept, "p95"):
         caption += " Some runs have too few requests for p95 to be quoted."
@@ -200,7 +204,7 @@ def curves(swept: Sweep) -> Chart:
         caption += "highest rate up to which requests end at least 95 % as fast as they arrive, from the middle "
         caption += "arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95. "
         caption += " ".join(known.sentence for known in knees.values())
-    return Chart("sweep", f"Sweep of {swept.field}", caption, panels, columns=2)
+    return caption
 
 
 def _quotable(swept: Sweep, percentile: str) -> bool:

@@ -69,9 +69,8 @@ def _by(
     distinct = [len({values[i] for i in rows}) for rows in groups.values()]
     if min(distinct) < 2 or max(distinct) < FEWEST:
         return None
-    first = [rows[0] for rows in groups.values()]
-    apart = [{name: flats[i].get(name) for name in rest} for i in first]
-    names = labels.labels(apart, [runs[i].loop for i in first])
+    first = next(zip(*groups.values(), strict=False))
+    names = labels.labels([{name: flats[i].get(name) for name in rest} for i in first], [runs[i].loop for i in first])
     made = [_group(*named, values, runs) for named in zip(names, groups.values(), strict=True)]
     return Sweep(field, sorted(set(values)), made)
 

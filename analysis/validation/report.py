@@ -145,6 +145,10 @@ REACH = 0.4  # the farthest dot from the middle of a metric's space of width 1
 LOOP_PLACES = {"sync": 0.25, BOTH: 0.5, "async": 0.75}  # position in the space of a case
 EDGE = 5.0  # multiples of the bar; larger errors are drawn here
 MARGIN = 1.08
+CATEGORIES = [
+    f"{bar.label.removeprefix('async ').removeprefix('output ')} ±{bar.bound * 100:g}{'pt' if bar.points else '%'}"
+    for bar in BARS
+]
 
 
 class SpeedUpPoint(NamedTuple):
@@ -245,8 +249,6 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     caption += "Where a bar is not asked nothing is drawn."
     beyond = sum(abs(y) > EDGE for _, _, y, _ in dots)
     caption += f" Drawn at the edge, as they lie beyond {EDGE:g}: {beyond:,}." if beyond else ""
-    names = [bar.label.removeprefix("async ").removeprefix("output ") for bar in BARS]
-    names = [f"{n} ±{b.bound * 100:g}{'pt' if b.points else '%'}" for n, b in zip(names, BARS, strict=True)]
     reach = max(1.5, *(min(EDGE, abs(y)) for _, _, y, _ in dots), 0.0) * MARGIN
-    panel = Panel(marks, "", "error / asked", categories=names, y_range=(-reach, reach))
+    panel = Panel(marks, "", "error / asked", categories=CATEGORIES, y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])

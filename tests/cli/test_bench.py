@@ -114,22 +114,3 @@ def test_the_python_core_is_read_from_its_sources() -> None:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert said[0] == "python"
     assert said[1].endswith("request.py")
-
-
-def test_times_are_what_each_prints() -> None:
-    assert peers._dynosims("a table\nWall Time (ms): 1,500.25\nSaved") == 1.50025
-    assert peers._ours('{"us_per_step": 50.0, "steps": 20000}') == 1.0
-
-
-def test_ratios_are_against_the_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"a": 2.0, "b": 3.0}
-    made = [peers.Peer(name, [], float) for name in times]
-    monkeypatch.setattr(peers, "_peers", lambda folder: made)
-    monkeypatch.setattr(peers, "_timed", lambda peer: {"whole process": times[peer.name]})
-    peers.compare_peers(as_json=False)
-    said = capsys.readouterr()
-    assert [line.split() for line in said.out.splitlines()[1:]] == [
-        ["a", "whole", "process", "2.00", "(1.00)"],
-        ["b", "whole", "process", "3.00", "(1.50)"],
-    ]
-    assert "DynoSim is not installed" in said.err

@@ -101,6 +101,7 @@ def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkey
         ["conformance"],
         ["replan"],
         ["bench", "--yaml"],
+        *(["sweep", "sweep.yaml", *words] for words in (["--shard", "3/2"], ["--shard", "x"], ["--jobs", "0"])),
     ],
     ids=" ".join,
 )

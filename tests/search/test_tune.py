@@ -70,11 +70,8 @@ question: A step takes as long whatever is in it, so more seats are more tokens;
 model: llama-3.1-8b
 hardware: h200-sxm
 workload:
-  kind: synthetic
-  requests: 12
-  prompt_tokens: 16
-  output_tokens: {uniform: {low: 8, high: 16}}
-  arrivals: {kind: at_once}
+  {kind: synthetic, requests: 12, prompt_tokens: 16, output_tokens: {uniform: {low: 8, high: 16}},
+  arrivals: {kind: at_once}}
 scheduler: {name: vllm}
 loop: {mode: sync}
 cost: {kind: constant, step_s: 0.01}

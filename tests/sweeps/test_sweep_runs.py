@@ -182,21 +182,6 @@ def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_pa
     refused(call("sweep", sweep, "--store", tmp_path / "store"), 2, "nowhere.csv")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--shard", "3/2"], "expected I/N with 1 <= I <= N"),
-        (["--shard", "x"], "expected I/N"),
-        (["--jobs", "0"], "expected a whole number from 1 to 1,024"),
-        (["--jobs", "-3"], "expected a whole number"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(sweep: Path, words: list[str], said: str) -> None:
-    wrong = call("sweep", sweep, *words)
-    assert wrong.status == 2
-    assert said in wrong.err
-
-
 def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 1, "file", "cannot be written")

@@ -73,17 +73,10 @@ def tables(draw: Any) -> pd.DataFrame:
 
 
 def _all(frames: Frames) -> list[Chart]:
-    nothing = dict.fromkeys(frames)
-    return [
-        *(
-            lane_chart.lanes(frames),
-            lane_chart.lanes(frames, (1, 2)),
-            steps.gpu_active(frames),
-            steps.step_time(frames),
-        ),
-        *(steps.tokens(frames, nothing), steps.tokens(frames, dict.fromkeys(frames, 32)), steps.queues(frames)),
-        *(steps.preemptions(frames), steps.blocks(frames, nothing), steps.blocks(frames, dict.fromkeys(frames, 99))),
-    ]
+    nothing, bounds = dict.fromkeys(frames), dict.fromkeys(frames, 99)
+    made = [lane_chart.lanes(frames), lane_chart.lanes(frames, (1, 2))]
+    made += [draw(frames) for draw in (steps.gpu_active, steps.step_time, steps.queues, steps.preemptions)]
+    return made + [draw(frames, given) for draw in (steps.tokens, steps.blocks) for given in (nothing, bounds)]
 
 
 def _valid(chart: Chart) -> None:
@@ -359,10 +352,7 @@ def test_cost_and_pareto_show_the_summaries(runs: list[LoadedRun]) -> None:
     assert points.y == pytest.approx([run.summary["output_tokens_per_s"] for run in runs])
     assert list(points.labels) == [run.label for run in runs]
     priced = [run for run in runs if "cost" in run.summary]
-    bars = [
-        mark
-        for mark in side_by_side.cost({run.label: run.summary for run in runs}).panels[0].marks
-        if isinstance(mark, Bars)
-    ]
+    (panel,) = side_by_side.cost({run.label: run.summary for run in runs}).panels
+    bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     for mark, key in zip(bars, ("usd_per_million_output_tokens", "usd_per_million_tokens"), strict=bool(priced)):
         assert mark.height == pytest.approx([run.summary["cost"][key] for run in priced])

@@ -120,43 +120,14 @@ def test_a_scenario_that_is_none_is_refused(paths: list[Path], tmp_path: Path, t
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["summary.json", "env.json", "scenario.resolved.yaml", "steps.parquet", "requests.parquet"]
-)
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00garbage"])
-def test_a_broken_file_is_named(paths: list[Path], tmp_path: Path, name: str, content: bytes | None) -> None:
-    file = _copy(paths[0], tmp_path) / name
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(RunError) as error:
-        loading.read([file.parent])
-    assert str(error.value).startswith(str(file))
-
-
 Harm = Callable[[pd.DataFrame], pd.DataFrame]
-
-
-def _first(column: str, value: int) -> Harm:
-    return lambda table: table.assign(**{column: [value, *table[column][1:]]})
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
         (lambda table: table.iloc[::-1], "steps are numbered 0, 1, 2 ...: row 0 has "),
-        (_first("schedule_start_ns", -(2**63)), "steps begin at or after the run: row 0 has 0 against -9223372036854"),
-        (_first("update_end_ns", 0), "update ends at or after its start: row 0 has "),
-        (_first("compute_end_ns", 0), "compute ends at or after its start: row 0 has "),
-        (_first("tokens", 7777), "tokens = prefill_tokens + decode_rows: row 0 has 7777 against "),
-        (_first("running", 0), "only running requests have rows: row 0 has "),
-        (
-            lambda table: table.assign(
-                schedule_start_ns=[*table.schedule_start_ns[:1], 0, *table.schedule_start_ns[2:]]
-            ),
-            "schedule + prepare + launch + await + update: one thing at a time, in order of start: row ",
-        ),
-        (_first("used_blocks", 2**40), "blocks in use and cached blocks exist: row 0 has "),
+        (lambda table: table.assign(used_blocks=2**40), "blocks in use and cached blocks exist: row 0 has "),
     ],
 )
 def test_steps_that_no_machine_can_run_are_refused(paths: list[Path], tmp_path: Path, harm: Harm, said: str) -> None:
