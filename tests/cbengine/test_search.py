@@ -5,7 +5,6 @@ a worker, and the one that computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,12 +22,23 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.engine.oracle import toy_run, toy_search
-from support.engine.served import INLINE, LOOPS, MS, VOCAB, Case, Run, asked, check_texts, spec, transformers_model
+from support.engine.served import (
+    INLINE,
+    LOOPS,
+    MS,
+    VOCAB,
+    Case,
+    Run,
+    asked,
+    check_texts,
+    server,
+    spec,
+    transformers_model,
+)
 
 from cbengine import build
 from cbengine.batch import Batcher, Capacity
 from cbengine.build import Setup
-from cbengine.device.base import Inline
 from cbengine.driver import choices, go_on
 from cbengine.errors import UsageError
 from cbengine.sampling import Sampling, SamplingSettings, rank
@@ -37,7 +47,6 @@ from cbengine.sequence import Sequence as Text
 from cbsim.machine import simulate
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.transfers import Direction, Transfer
 from cbsim.record import optional_tables
 from cbsim.runs import assemble, replan
 from cbsim.scenario.scenario import Scenario
@@ -264,12 +273,11 @@ def test_what_a_search_does_not_do_is_refused(setup: Setup, said: str) -> None:
     build.adapted(searching(1, 40), setup)
 
 
-# -- several samples of one request, by hand --------------------------------------------------------------------------
+# -- several samples of one request ----------------------------------------------------------------------------------
 
 
 SAMPLED = Sampling(temperature=1.0, top_k=50, seed=5)
-SIZES = Capacity(slots=4, width=8, rows=4, tokens=80)
-PROMPT, OUTPUTS, BLOCK = 14, 8, 4  # three blocks and a half
+PROMPT, OUTPUTS = 14, 8  # three blocks and a half
 
 
 def samples(count: int) -> list[RequestSpec]:
@@ -278,81 +286,18 @@ def samples(count: int) -> list[RequestSpec]:
     return [first, *(replace(spec(i, PROMPT, OUTPUTS), sample_of=first) for i in range(1, count))]
 
 
-def texts_of(specs: Sequence[RequestSpec], prompts: Callable[[RequestSpec], Any]) -> dict[RequestSpec, Text]:
-    return {one: Text(one, prompts(one), SAMPLED) for one in specs}
-
-
-class Bench:
-    """Runs plans made by hand on the tiny model, one after the other."""
-
-    def __init__(self, texts: dict[RequestSpec, Text]) -> None:
-        plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
-        plan = replace(plan, num_blocks=40, block_size=BLOCK, positions=32, capacity=SIZES, random=True, host_blocks=8)
-        self.device, self.texts = Inline(plan(), SIZES, 1), texts
-        self._batcher = Batcher(SIZES, padded=False, random=True)
-        self._batcher.sequences.update(texts)
-        self._steps = 0
-
-    def step(self, chunks: tuple[Chunk, ...], moves: tuple[Transfer, ...] = (), **changes: Any) -> None:
-        work = StepWork(chunks, prefill_tokens=sum(chunk.tokens for chunk in chunks))
-        made = StepPlan(self._steps, work, StepChanges(**changes), transfers=moves)
-        self._steps += 1
-        header, readers = self._batcher.build(made, self.device.staging[0], self.device.bucket)
-        self.device.launch(0, header, made)
-        for text, token in zip(readers, self.device.wait(0)[0].tolist(), strict=True):
-            text.outputs.append(token)
-
-    def decode(self, tables: dict[RequestSpec, list[int]], until: int, free: list[int]) -> None:
-        """A row of a token for each, listed, until it has said so much."""
-        while any(len(self.texts[one].outputs) < until for one in tables):
-            chunks = []
-            for one, table in tables.items():
-                start = PROMPT + len(self.texts[one].outputs) - 1
-                more = (free.pop(),) if start >= len(table) * BLOCK else ()
-                table.extend(more)
-                chunks.append(Chunk(one, one.index, start, 1, more, 1))
-            self.step(tuple(chunks))
-
-
-def alone(one: RequestSpec, prompt: Any) -> list[int]:
-    """What a request says that is not a sample of any other, in the same place of the workload."""
-    own = replace(one, sample_of=None)
-    bench, table, free = Bench({own: Text(own, prompt, SAMPLED)}), [5, 6, 7, 8], list(range(12, 40))
-    bench.step((Chunk(own, 0, 0, PROMPT, tuple(table), 1, admitted=True),))
-    bench.decode({own: table}, OUTPUTS, free)
-    return bench.texts[own].outputs
-
-
-@pytest.mark.parametrize("how", ["copy of the last block", "copy of all blocks", "by the host"])
-def test_samples_say_what_separate_requests_would(how: str) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", ["transformers_fifo", "transformers_fifo 5.23"])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_samples_say_what_separate_requests_would(sharing: bool, scheduler: str, loop: str) -> None:
     """Full blocks of the prompt are shared, or copied as well; the one that will be written is each sample's own."""
-    specs = samples(3)
-    texts = texts_of(specs, Prompts(0, VOCAB).of)
-    bench, free = Bench(texts), list(range(12, 40))
-    table = [0, 1, 2, 3]
-    bench.step((Chunk(specs[0], 0, 0, PROMPT, tuple(table), 1, admitted=True),))
-    bench.decode({specs[0]: table}, 3, free)  # the parent's last block holds tokens of its own by now
-    tables, moves, chunks = {specs[0]: table}, [], []
-    for child in specs[1:]:
-        shared = [] if how == "copy of all blocks" else table[:3]
-        own = [free.pop() for _ in range(4 - len(shared))]
-        tables[child] = [*shared, *own]
-        old = tuple(table[len(shared) : 4])
-        if how == "by the host":
-            moves += [
-                Transfer(Direction.OUT, old, (child.index,), child),
-                Transfer(Direction.IN, (child.index,), tuple(own), child),
-            ]
-        else:
-            moves.append(Transfer(Direction.COPY, old, tuple(own), child))
-        start = PROMPT - 1
-        chunks.append(Chunk(child, child.index, start, 1, tuple(tables[child]), 1, admitted=True, cached=start))
-    bench.step(tuple(chunks), tuple(moves))
-    bench.decode({one: tables[one] for one in specs[1:]}, 3, free)
-    bench.decode(tables, OUTPUTS, free)
-    wanted = [alone(one, texts[specs[0]].prompt) for one in specs]
-    assert [texts[one].outputs for one in specs] == wanted
-    assert len({tuple(said) for said in wanted}) == 3, "seeds make a difference"
+    setup, sizes = replace(INLINE, sampling=SAMPLED), server(scheduler, 4, 60, 64, 4, sharing=sharing)
+    run = Case(sizes, load(samples(3))).run(loop, setup)
+    separate = Case(server("vllm", 4, 60, 64, 1, sharing=False), load(samples(3))).run("sync", setup)
+    assert run.texts == separate.texts
+    assert len({tuple(said) for said in run.texts.values()}) == 3, "seeds make a difference"
+    blocks = run.engine.record.transfers.rows[4::8]
+    assert sum(blocks) == 2 * (1 if sharing else 4), "copied, not computed again"
 
 
 def test_a_sample_has_its_parents_prompt_and_settings() -> None:
@@ -376,11 +321,12 @@ def test_a_token_in_flight_is_not_left_in_another_slot() -> None:
     cannot come back before that.
     """
     (one,) = samples(1)
-    texts = texts_of([one], Prompts(0, VOCAB).of)
-    bench = Bench(texts)
-    bench.step((Chunk(one, 0, 0, PROMPT, (0, 1, 2, 3), 1, admitted=True),))
-    texts[one].outputs.clear()  # it has not landed
-    lost = (Preempted(one, PROMPT, 4),)
+    sizes = Capacity(slots=4, width=8, rows=4, tokens=80)
+    batcher, into = Batcher(sizes, padded=False, random=False), np.zeros(sizes.staging, dtype=np.int32)
+    batcher.sequences[one] = Text(one, Prompts(0, VOCAB).of(one), Sampling())
+    begun = Chunk(one, 0, 0, PROMPT, (0, 1, 2, 3), 1, admitted=True)
+    batcher.build(StepPlan(0, StepWork((begun,), prefill_tokens=PROMPT)), into, int)
     back = Chunk(one, 1, PROMPT, 1, (4, 5, 6, 7), 1, admitted=True, resumed=True, cached=PROMPT)
+    changes = StepChanges(preempted=(Preempted(one, PROMPT, 4),))
     with pytest.raises(AssertionError, match="left in another slot"):
-        bench.step((back,), preempted=lost)
+        batcher.build(StepPlan(1, StepWork((back,), prefill_tokens=1), changes), into, int)
