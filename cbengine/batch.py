@@ -70,9 +70,7 @@ class Capacity(NamedTuple):
 
 
 class DecodingRows:
-    """The decode batch: a row for each request that goes on decoding, in no particular order, held in a few arrays. The
-    arrays that determine how tokens are drawn are kept only if `random`.
-    """
+    """The decode batch: a row for each request that goes on decoding, unordered. Only if `random` it keeps settings."""
 
     def __init__(self, capacity: int, *, random: bool) -> None:
         self.slots = np.zeros(capacity, dtype=np.int32)
@@ -282,9 +280,7 @@ class Batcher:
             sequence.expect(end)
 
     def _write_draws(self, header: Header, step: Arrays[Ints], going: int, listed: list[Chunk]) -> None:
-        """Write how every sampling row's token is drawn: its request's settings, and a random number from the request's
-        seed and the position of the token. Padding rows are greedy.
-        """
+        """Write each sampling row's settings, and a number by its seed and the token's position. Padding is greedy."""
         decoding, live, decodes = self._decoding, header.live, header.decodes
         seeds, positions = np.zeros(header.sampling, dtype=np.uint64), np.zeros(header.sampling, dtype=np.int64)
         temperature, top_k, top_p = step.temperature.view(np.float32), step.top_k, step.top_p.view(np.float64)

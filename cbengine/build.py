@@ -44,9 +44,7 @@ ACTIVATION_SHARE = 0.1  # share of a GPU's memory kept free for a step's own ten
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A run's options besides the scenario. `requests` are settings of single requests that replace `sampling`;
-    `injected` is extra CPU work in nanoseconds a step, by phase.
-    """
+    """Options beside the scenario. `requests` replace `sampling` for some; `injected`: CPU ns a step, by phase."""
 
     device: DeviceName
     weights: Path | None = None
@@ -119,9 +117,7 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
 
 
 def check_windows(scenario: Scenario) -> None:
-    """Refuse weights whose layers attend to fewer tokens than the scheduler assumes, and rings, because a row's keys
-    and values are written before any are read. Raises UsageError.
-    """
+    """Refuse layers that see less than the scheduler assumes, and rings: KV is written before reads. UsageError."""
     kind = scenario.kind
     if not scenario.model.sees_all and (kind.rings or not kind.windows):
         reason = f"layers see less than the whole sequence, must be full with scheduler {scenario.scheduler.name}"
@@ -179,9 +175,7 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
-    """An executor's ingredients, small enough to be sent to a worker process. `random`: whether some request draws its
-    tokens. `host_blocks`: blocks of a host tier behind the cache.
-    """
+    """An executor's ingredients, for a worker, too. `random`: some request draws. `host_blocks`: of a host tier."""
 
     architecture: Architecture
     weights: Path | None
@@ -279,9 +273,7 @@ def host_memory() -> int | None:
 def executor_plan(
     scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup, load: Load | None = None
 ) -> ExecutorPlan:
-    """Return the plan of an executor for these requests, or for a load of requests not known yet, which may draw their
-    tokens. Raises ScenarioError if the model does not support prompts of this length.
-    """
+    """Return the plan for these requests, or a load that may draw. ScenarioError for prompts beyond the model."""
     options = scenario.options(loop)
     sizes = (load or Load.of(specs)).capacity(options)._replace(beams=beams(scenario))
     architecture = architecture_of(scenario, setup)

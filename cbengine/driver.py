@@ -50,9 +50,7 @@ class Hooks(NamedTuple):
 
 
 class Engine:
-    """A server with one device. The tokens of every request stay readable after the run, in `sequences`. `injected` is
-    extra CPU work in nanoseconds a step, by phase.
-    """
+    """A server with one device. `sequences` keep the tokens after a run. `injected`: CPU ns a step, by phase."""
 
     def __init__(
         self,

@@ -448,9 +448,7 @@ class Graph(NamedTuple):
 
 @cache
 def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """Return streams for kernels, copies in and copies out. They are the same in every run of a process, because cuBLAS
-    keeps a workspace for each stream that it has ever computed on.
-    """
+    """Return streams for kernels, copies in and out: one set, as cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
 
 

@@ -26,9 +26,7 @@ class Moved(NamedTuple):
 
 
 class InPlace:
-    """Transfers on the processor that computes the steps, which does one thing at a time: those in order precede the
-    rows of their plan, jobs follow the rows' result. `over` are the transfers that were not reported yet.
-    """
+    """Transfers on the steps' processor: in order before a plan's rows, jobs after. `over`: not reported yet."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.over: list[Moved] = []
@@ -57,9 +55,7 @@ class InPlace:
 
 
 class ModelledMoves:
-    """Transfers that take the time of a cost model: a lane for each direction of the host's link, beside those of the
-    steps' own copies, as on the simulated machine. Copies on the device are time of their step on the compute lane.
-    """
+    """Transfers that take a cost's time, on a lane for each way of the host's link; copies take the compute lane's."""
 
     def __init__(self, copy_ns: CopyNs) -> None:
         self._copy_ns = copy_ns

@@ -194,9 +194,7 @@ class Waits:
 
 
 def _demand(pid: int) -> tuple[int, int] | None:
-    """Return the nanoseconds that a process's main thread has computed, and has waited for a core that something else
-    used; None if the system does not report them.
-    """
+    """Return the ns that a process's main thread computed, and waited for a core; None if not reported."""
     with suppress(OSError, ValueError, TypeError):
         computed, waited, _ = map(int, (PROC / str(pid) / "schedstat").read_bytes().split())
         return computed, waited

@@ -120,9 +120,7 @@ def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
 
 
 def kinds(tokens: Floats, context: Floats, chunks: Floats) -> Floats:
-    """Return a weight for each step, such that every kind of step counts alike, however often it came: kinds are
-    octaves of query tokens and of context, with chunks or without.
-    """
+    """Return weights that make each kind of step count alike: octaves of tokens and context, chunks or none."""
     cells = np.column_stack([np.log2(tokens + 1).round(), np.log2(context + 1).round(), chunks > 0])
     _, which, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
     weights: Floats = 1.0 / counts[which.ravel()]
@@ -240,9 +238,7 @@ def check_writable(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The `coefficients` of a linear form through `used` of `steps` measured steps. Errors are shares of the measured
-    time: the median and the 95th percentile over all steps, and that of the sum.
-    """
+    """A linear form through `used` of `steps` steps. Errors are shares of the time: median, p95, of the sum."""
 
     coefficients: tuple[float, ...]
     steps: int

@@ -76,9 +76,7 @@ class ScoredCase:
 
 
 def again(names: Sequence[str], folder: Path, progress: Progress) -> list[ScoredCase]:
-    """Predict again the cases that were measured into this folder, from its files alone. Raises UsageError for a folder
-    without cases, and for a name that is none of its cases or groups.
-    """
+    """Predict again the cases (names, groups or all) of this folder, from its files alone. Raises UsageError."""
     scored = []
     for name, case in _measured_cases(names, folder).items():
         progress(name)

@@ -117,9 +117,7 @@ class EqualStepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ProbeTable:
-    """A table with a line for each step of all probes, the gap between consecutive steps, how long a graph took to
-    capture, and how equal steps of both loops compare.
-    """
+    """The steps of all probes, the gap between two, a graph's time to capture, and how both loops compare."""
 
     lines: list[ProbeStep] = field(default_factory=list)
     gap_s: float = 0.0
@@ -262,9 +260,7 @@ def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
 
 
 def _scenario(base: Scenario, probe: Probe) -> Scenario:
-    """Return the probe as a scenario on `base`'s model, device and kind of scheduler, with a cache that always
-    suffices. Raises UsageError for a probe beyond what a scenario may be.
-    """
+    """Return the probe as a scenario like `base`, with a cache that suffices. UsageError beyond its bounds."""
     size = base.block_size
     blocks = probe.slots * (-(-(probe.prompt + probe.output) // size) + 2) + 2
     data = base.model_dump(mode="json")

@@ -45,9 +45,7 @@ class Model:
         self.rotation = rotation(architecture, positions).to(self.embedding.device)
 
     def forward(self, tokens: Tensor, cache: KvCache, *by_group: Rows) -> Tensor:
-        """Map ids [T] to the output layer's input, [T, hidden], after the final norm. Writes `cache`. There are rows
-        for each group of layers; they differ in tables and cache slots.
-        """
+        """Map ids [T] to normed hidden [T, hidden]; writes `cache`. Groups' rows differ in tables and slots."""
         eps, ops, residual = self.architecture.norm_eps, self.ops, embedding(tokens, self.embedding)
         norms_after = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)

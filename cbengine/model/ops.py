@@ -59,9 +59,7 @@ class TorchOps:
         values: Tensor,
         rows: Rows,
     ) -> Tensor:
-        """Norm and rotate queries and keys (halves rotated, as transformers does), write keys and values to the cache.
-        Returns the queries [T, Hq, D].
-        """
+        """Norm and rotate queries and keys by halves, write KV to the cache; return the queries [T, Hq, D]."""
         kv_heads, width = keys.shape[2], keys.shape[3]
         heads = qkv.shape[1] // width - 2 * kv_heads
         q, k, v = qkv.view(len(qkv), -1, width).split((heads, kv_heads, kv_heads), dim=1)

@@ -136,9 +136,7 @@ def _fits(architecture: Architecture, dtype: torch.dtype, device: torch.device) 
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, dict[str, Tensor]]:
-    """Load a model as transformers saves it: config.json and safetensors, in one file or many. Raises WeightsError for
-    what is broken or not modelled, DeviceMemoryError if it does not fit.
-    """
+    """Load a folder as transformers saves it, one file or many. Raises WeightsError, DeviceMemoryError."""
     described = architecture(folder)
     shapes, tensors = expected(described), {}
     files = _files(folder, described, shapes)

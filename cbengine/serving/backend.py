@@ -207,9 +207,7 @@ class EngineBackend(Backend):
 def serve(
     scenario: Scenario, setup: Setup, options: ServeOptions, line: str, name: str | None, tokenizer: Path | None
 ) -> int:
-    """Serve clients until a signal and return the exit status; `line` is the command that does it again, the others are
-    those of `opened`. Raises the errors of building an engine, EndpointError, RunError.
-    """
+    """Serve what `opened` opens until a signal; return the exit status. Raises its errors, RunError."""
     listen.check_host(options.host, options.settings)  # before a model is loaded
     backend = opened(scenario, setup, line, name, tokenizer)
     try:

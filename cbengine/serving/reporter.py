@@ -25,9 +25,7 @@ class Left(NamedTuple):
 
 
 class Post:
-    """A queue of messages from one thread to another, in order, without a lock: one appends, the other takes. A thread
-    that waits for messages sleeps until there are some.
-    """
+    """A queue from one thread to another, in order, without a lock; a reader that waits sleeps until then."""
 
     def __init__(self) -> None:
         self.closed = False  # no request follows the messages in the queue
@@ -167,9 +165,7 @@ class Reporter:
     # -- reports
 
     def _new(self, spec: RequestSpec) -> list[int]:
-        """Return a request's emitted tokens that were not reported. While it runs, those after the last one seen may be
-        dropped; a cancelled request has no more.
-        """
+        """Return a request's new tokens: until its end only those that policy has seen; a cancelled one has no more."""
         if spec not in self._emitted:
             return []
         request, outputs = self._engine.scheduler.requests.get(spec), self._engine.sequences[spec].outputs

@@ -217,9 +217,7 @@ def event(value: Any) -> bytes:
 
 
 class Chunks:
-    """The server-sent events of one choice. All bytes of a chunk but its text are encoded once per request: `base` has
-    the fields that all chunks of an answer repeat: id, object, created, model.
-    """
+    """The events of one choice. `base` are the fields of every chunk (id, object, created, model), encoded once."""
 
     __slots__ = ("_choice", "_close", "_continuous", "_head", "_next", "_prompt_tokens", "_role")
 

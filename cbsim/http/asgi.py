@@ -88,9 +88,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 async def read_json(request: Request, most_bytes: int) -> bytes:
-    """Read a JSON body. Raises ApiError 415 if the content type is not JSON or the body is compressed, 413 if it is
-    longer than `most_bytes`, whatever its content-length header states; ClientDisconnect.
-    """
+    """Read a JSON body. Raises ApiError: 415 if not plain JSON, 413 beyond `most_bytes`; ClientDisconnect."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != JSON:
         raise ApiError(415, "Unsupported Media Type: only 'application/json' is allowed")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":

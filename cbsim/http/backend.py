@@ -163,9 +163,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The timeliness of a session. Lags are seconds of this machine; `scale` simulated seconds pass in one of its
-    seconds. `late_steps` of `steps` were later than the bound.
-    """
+    """A session's timeliness: lags in real seconds, of which one is `scale` simulated; steps beyond the bound."""
 
     scale: float
     lag_s: float
@@ -243,9 +241,7 @@ class Backend(ABC):
         """Submit a request now. If it is invalid, its stream ends with the error."""
 
     def cancel(self, stream: Stream) -> None:
-        """Cancel a request: the scheduler receives this at its next poll, and the stream ends now, as aborted. Does
-        nothing if it has ended.
-        """
+        """Cancel a request, unless it has ended: its stream aborts now, the scheduler hears at its next poll."""
         if (spec := self._specs.get(stream)) is not None:
             at_ns = self._stamp()
             self.log.left(spec, at_ns)
@@ -258,9 +254,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Serve until `close` was called and every request has ended. Raises nothing: a server that cannot continue is
-        `dead`, and has ended its streams with that error.
-        """
+        """Serve until `close` and the last end. Raises nothing: a failed server ends its streams, and is `dead`."""
 
     @abstractmethod
     def close(self) -> None:

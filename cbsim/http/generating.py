@@ -115,9 +115,7 @@ class Generating:
         ]
 
     def _names(self, client_id: str | None, number: int) -> tuple[str, list[str]]:
-        """Return the request's id for its client, and those of its prompts in the record. The latter end with a number
-        of the session, so they are unique whatever ids clients choose.
-        """
+        """Return the id for the client, and the prompts' in the record, which end with a number of the session."""
         serials = [next(self._admission.serials) for _ in range(number)]
         if client_id is None:
             return str(serials[0]), [f"{self._prefix}{serial}" for serial in serials]

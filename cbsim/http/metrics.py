@@ -67,9 +67,7 @@ Family = tuple[str, str, Labels, Value]  # (name, documentation, labels, value)
 
 
 class VllmMeter(Meter, Collector):
-    """A meter that counts events of requests and steps; Prometheus families are made when they are read. No label takes
-    a value from a client.
-    """
+    """A meter of requests and steps; families are made when they are read. No label has a value from a client."""
 
     def __init__(self, server: Backend, wall_s: Callable[[], float] = time.time) -> None:
         lengths = tokens_up_to(server.max_model_len)

@@ -15,9 +15,7 @@ from cbsim.files import read_text
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """An endpoint's settings; times are seconds of the loop's clock. `keys` are SHA-256 digests; if empty, no request
-    needs a key.
-    """
+    """An endpoint's settings; seconds of the loop's clock. `keys` are SHA-256 digests; empty: none is needed."""
 
     keys: tuple[bytes, ...] = ()
     insecure: bool = False  # whether to be open to other machines without a key

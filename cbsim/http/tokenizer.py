@@ -60,16 +60,12 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(token) or "" for token in ids]
 
     def chat(self, messages: Messages) -> list[int]:
-        """Return the prompt of a conversation (`role`, `content`) by the chat template. Raises ConversationError if the
-        template refuses it.
-        """
+        """Return the prompt of turns (`role`, `content`). ConversationError if the chat template refuses them."""
         ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
         return ids
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a decoder of one answer, token by token: the text that a token completes, empty while a character is
-        incomplete. Special tokens have no text.
-        """
+        """Return a decoder, token by token: the text it completes, empty within a character and for special tokens."""
         step, tokenizer = DecodeStream(skip_special_tokens=True).step, self._tokenizer
         return lambda token: step(tokenizer, token) or ""
 

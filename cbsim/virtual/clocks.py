@@ -174,9 +174,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise VirtualTimeError(self.deadlock)
 
     def stray_sleep(self, seconds: float) -> None:
-        """Replace time.sleep: that time passes for the whole loop. Other threads do sleep, as it is unknown whether the
-        loop waits for them.
-        """
+        """Replace time.sleep: the whole loop sleeps. Other threads really do, as the loop may not wait for them."""
         if threading.get_ident() != self._thread_id:  # type: ignore[attr-defined]
             self.strays.append(f"a thread slept for {seconds:g} s of real time, which took no virtual time")
             REAL["sleep"](seconds)
@@ -261,9 +259,7 @@ NAP_S = 2.5e-4
 
 
 class Clock:
-    """A clock of simulated nanoseconds since `start`: those of a virtual loop, or `scale` in one of this machine.
-    Deadlines count from the start: no lag adds up.
-    """
+    """Simulated ns since `start`: a virtual loop's, or `scale` in one of this machine's. No lag adds up."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -284,9 +280,7 @@ class Clock:
         return max(0.0, self._loop.time() - self._start_s - at_ns / self.scale / NS)
 
     async def until(self, at_ns: int, news: Future[None]) -> None:
-        """Return at `at_ns`, or soon after `news` is resolved. In virtual time events due at a moment happen after
-        everything that clients do at that moment.
-        """
+        """Return at `at_ns`, or soon after `news`; in virtual time after all that clients do at that moment."""
         loop, at_s = self._loop, self._start_s + at_ns / self.scale / NS
         assert loop is not None
         if isinstance(loop, VirtualLoop):

@@ -74,9 +74,7 @@ class VirtualServer:
         self._result: Result | None = None
 
     def transport(self, http: Any) -> Any:
-        """Return a transport for an AsyncClient of `http`, the module httpx or httpx2. It passes every request to this
-        server and streams its answer; httpx's own ASGI transport waits for whole ones.
-        """
+        """Return a streaming transport to this server for an AsyncClient of `http`, the module httpx or httpx2."""
         app = self.app
 
         class Parts(Exchange, http.AsyncByteStream):  # type: ignore[misc]
@@ -99,9 +97,7 @@ class VirtualServer:
         return openai.AsyncOpenAI(http_client=http.AsyncClient(transport=self.transport(http), timeout=None), **options)
 
     def run(self, client: Coroutine[Any, Any, T]) -> T:
-        """Run `client` and return its value. Requests that it leaves behind are cancelled. Raises VirtualTimeError for
-        operations that virtual time does not support, and whatever the client raises.
-        """
+        """Run `client`, return its value, cancel what it leaves. Raises VirtualTimeError, and what it raises."""
         if self._used:
             client.close()
             raise VirtualTimeError("a virtual server is good for one run: make another")
@@ -153,9 +149,7 @@ async def serve_while(backend: SimulatedBackend, client: Awaitable[T]) -> T:
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, or all others than this one, and wait until they have cleaned up. One that cannot be cancelled is
-    left.
-    """
+    """Cancel tasks, or all but this one, and wait until they have cleaned up; one that resists is left."""
     rest = {*tasks} or asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()

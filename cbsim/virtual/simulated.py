@@ -293,9 +293,7 @@ MOST_LENGTHS = 10_000
 
 
 class Speech:
-    """The answers of a simulated server: the same text, repeated. An answer's length is drawn from those of the
-    scenario's workload, by the request's number and the scenario's seed.
-    """
+    """The answers: one text, repeated, of a length drawn from the workload's by the request's number and the seed."""
 
     def __init__(self, scenario: Scenario, tokenizer: Tokenizer) -> None:
         requests = islice(generators.build(scenario).arriving(), MOST_LENGTHS)

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.engine.oracle import toy_run, toy_text
+from support.engine.oracle import check_toy_text, toy_run
 from support.engine.served import (
     INLINE,
     LOOPS,
@@ -36,7 +36,6 @@ from cbengine import build
 from cbengine.batch import Capacity
 from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling, SamplingSettings
-from cbengine.sequence import Sequence
 from cbsim.workload.requests import Workload
 
 HOWS = (
@@ -45,10 +44,6 @@ HOWS = (
     Sampling(temperature=1.3, top_p=0.05, seed=1),
     Sampling(temperature=2.0, top_k=1, seed=9),
 )
-
-
-def check_toy_text(text: Sequence) -> None:
-    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
 
 
 VLLM = {
@@ -124,18 +119,6 @@ def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, da
         assert row.status == "aborted" or len(text.outputs) == sum(row.token_runs[1::2]) > 0
     check_derived(run, loop)
     event(f"stops: {run.statuses['stop'] > 0}")
-
-
-@pytest.mark.parametrize("rows", [1, 4, 5])
-def test_a_decode_step_is_padded_to_a_captured_size(rows: int) -> None:
-    """Rows that only fill it up belong to the scratch slot and deliver nothing; steps with chunks are not padded."""
-    sizes = server("vllm", 4, 100, 64, 8, sharing=False)
-    run, checked = toy_run(Case(sizes, Workload([spec(i, 5, 6) for i in range(rows)], rows)), "sync")
-    check_texts(run, check_toy_text)
-    decodes = run.steps["decode_rows"] > 0
-    assert set(run.steps["padded_tokens"][decodes].tolist()) == {-(-rows // 4) * 4}
-    assert set(run.steps["padded_tokens"][~decodes].tolist()) <= {5 * rows, 0}
-    assert checked.padded_rows == (-rows % 4) * int(decodes.sum())
 
 
 CROWD = [spec(i, 8, 2, arrival_ns=(100 * MS if i else 0), **shared(0, 8)) for i in range(20)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
-from support.engine.oracle import toy_run, toy_text
+from support.engine.oracle import check_toy_text, toy_run
 from support.engine.served import (
     LOOPS,
     MS,
@@ -27,7 +27,7 @@ from support.engine.served import (
     with_load,
 )
 
-from cbengine.sequence import Prompts, Sequence
+from cbengine.sequence import Prompts
 from cbsim.policy.request import RequestSpec
 from cbsim.workload import generators
 from cbsim.workload.requests import Sessions, Workload
@@ -122,10 +122,6 @@ def test_undeclared_outputs_are_nobodys_prompt() -> None:
 
 
 # -- served -----------------------------------------------------------------------------------------------------------
-
-
-def check_toy_text(text: Sequence) -> None:
-    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
 
 
 TURNS = [

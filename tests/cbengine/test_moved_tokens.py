@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.engine.oracle import Toy, toy_run, toy_text
+from support.engine.oracle import Toy, check_toy_text, toy_run, toy_text
 from support.engine.restless import Late, Restless
 from support.engine.served import INLINE, LOOPS, MS, PROMPTS, Case, Run, check_texts, requests, server, spec
 
@@ -28,7 +28,6 @@ from cbengine.device.base import Inline, Modelled
 from cbengine.device.moves import ModelledMoves, Moved
 from cbengine.device.process import Process
 from cbengine.model.kvcache import Carrier
-from cbengine.sequence import Sequence as Text
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record import invariants
@@ -59,10 +58,6 @@ def load(cancels: bool = False) -> Workload:
 
 def case(blocks: int = 24, cancels: bool = False) -> Case:
     return Case(server("vllm", 4, blocks, 64, 4, sharing=False), load(cancels))
-
-
-def check_toy_text(text: Text) -> None:
-    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
 
 
 # -- nothing shows ----------------------------------------------------------------------------------------------------
@@ -174,17 +169,6 @@ def test_a_scheduler_that_does_not_wait_is_found() -> None:
     handed_out = pytest.raises(AssertionError, match="handed out under a transfer")
     with mock.patch("test_moved_tokens.Restless", Hasty), handed_out:
         restless(lambda: [toy_run(case(13, cancels=True), "sync", lag=6) for _ in range(20)], 0)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_job_named_twice_is_found(loop: str) -> None:
-    class Twice(Toy):
-        def moved(self, until_ns: int | None) -> Any:
-            found = super().moved(until_ns)
-            return found + found
-
-    with pytest.raises(KeyError):
-        restless(lambda: toy_run(case(), loop, toy=Twice), 1)
 
 
 def test_a_job_of_several_moves_is_over_with_the_last() -> None:

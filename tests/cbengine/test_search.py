@@ -39,10 +39,10 @@ from support.engine.served import (
 from cbengine import build
 from cbengine.batch import Batcher, Capacity
 from cbengine.build import Setup
-from cbengine.driver import choices, go_on
+from cbengine.driver import choices
 from cbengine.errors import UsageError
 from cbengine.sampling import Sampling, SamplingSettings, rank
-from cbengine.sequence import FIRST_SCORE, OTHER_SCORE, Prompts
+from cbengine.sequence import Prompts
 from cbengine.sequence import Sequence as Text
 from cbsim.machine import simulate
 from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepPlan, StepWork
@@ -102,14 +102,6 @@ def test_the_best_continuations_of_all_texts(beams: int) -> None:
         assert found == pytest.approx([continued[place].item() for place in best], abs=1e-4)
 
 
-def test_before_the_first_output_one_text_counts() -> None:
-    """All are the prompt: its best continuations are different tokens."""
-    logits, scores = torch.randn(1, 9).expand(3, 9), torch.tensor([FIRST_SCORE, OTHER_SCORE, OTHER_SCORE])
-    [(tokens, parents, _)] = choices(rank(logits, scores, 3).numpy(), 3)
-    assert parents == [0, 0, 0]
-    assert tokens == logits[0].topk(3).indices.tolist()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_no_text_of_a_search_without_numbers_goes_on(value: float) -> None:
     """... and those of another one do."""
@@ -118,19 +110,6 @@ def test_no_text_of_a_search_without_numbers_goes_on(value: float) -> None:
     (broken, *_), (whole, *_) = choices(rank(logits, torch.zeros(4), 2).numpy(), 2)
     assert broken == [-1, -1]
     assert min(whole) >= 0
-
-
-def test_texts_are_taken_over_with_their_scores() -> None:
-    """Two go on with the same text, and what one of them says later is not the other's."""
-    specs = requests(3, (2, 4, 0))
-    texts = [Text(one, np.zeros(2, dtype=np.int32), Sampling()) for one in specs]
-    assert [text.score for text in texts] == [FIRST_SCORE, OTHER_SCORE, OTHER_SCORE]
-    told = np.array([7, 8, 9, 0, 0, 0], dtype=np.int32), np.array([-1, -2, -3], dtype=np.float32).view(np.int32)
-    go_on(texts, choices(np.concatenate(told), 3)[0])
-    told = np.array([1, 2, 3, 1, 1, 0], dtype=np.int32), np.array([-4, -5, -6.5], dtype=np.float32).view(np.int32)
-    go_on(texts, choices(np.concatenate(told), 3)[0])
-    assert [text.outputs for text in texts] == [[8, 1], [8, 2], [7, 3]]
-    assert [text.score for text in texts] == [-4, -5, -6.5]
 
 
 # -- steps and tables -------------------------------------------------------------------------------------------------

@@ -222,9 +222,7 @@ class TritonOps(TorchOps):
         return self._given_splits or min(triton.next_power_of_2(triton.cdiv(self._parts, programs)), MOST_SPLITS)
 
     def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
-        """Return partial outputs and log-sums for any split batch of this group and head width, never freed since
-        captured graphs write to them. Only an explicit number of splits needs more `programs` than twice the target.
-        """
+        """Return outputs and log-sums for any split batch of this shape, never freed: captured graphs write to them."""
         _, heads, width = queries.shape
         vectors = max(2 * self._parts, programs) * (heads // kv_heads)
         key = (queries.device, heads // kv_heads, width, vectors)

@@ -190,6 +190,10 @@ def toy_text(prompt: Ints, count: int, groups: Sequence[Attention] = (FULL,)) ->
     return text[len(prompt) :]
 
 
+def check_toy_text(text: Text) -> None:
+    assert text.outputs == toy_text(text.prompt, len(text.outputs)), text.spec
+
+
 class Checked:
     """A device around another: every step is checked against its plan before it is computed.
 
