@@ -16,7 +16,7 @@ from analysis.page.webpage import Explorer
 from analysis.statistics import compare as comparing
 from analysis.statistics import loading, sweep_table
 from analysis.statistics.trust import caveats
-from analysis.validation import cases, tally
+from analysis.validation import cases
 from analysis.validation import report as predictions
 from cbsim.cli.arguments import check_out
 from cbsim.draw.report import Caveat, Report, Table
@@ -42,7 +42,7 @@ def report(arguments: argparse.Namespace) -> int:
     elif kind == "predictions":
         validation = cases.read(path)
         made = predictions.build(validation, arguments.line)
-        status = CHECK_FAILED if arguments.check and not tally.holds(validation.cases) else OK
+        status = CHECK_FAILED if arguments.check and not predictions.holds(validation.cases) else OK
     else:
         made = reports.build(loading.read(arguments.paths), arguments.line, draw=out is not None)
     made = replace(made, title=arguments.title or made.title)

@@ -119,16 +119,12 @@ def _folders(parent: Path) -> list[Path]:
     """Return the folders in a folder, those with numbers in their names by number; none if it does not exist."""
     try:
         folders = [path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
-        return sorted(folders, key=_natural)
+        words = re.compile("([0-9]+)")  # between numbers, so that 8k comes before 32k
+        return sorted(folders, key=lambda p: [int(x) if at % 2 else x for at, x in enumerate(words.split(p.name))])
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"{parent}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
-
-
-def _natural(path: Path) -> list[str | int]:
-    """Return words and numbers in turn, so that 8k comes before 32k."""
-    return [int(part) if at % 2 else part for at, part in enumerate(re.split("([0-9]+)", path.name))]
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
