@@ -14,12 +14,11 @@ after the embedding.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 from cbsim.cost import bundle, engine_tables, kernels
-from cbsim.cost.base import NS, Cost, CpuCost, cpu_cost, nanoseconds
+from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.table import Added, Group, Link, TableCost, Tables, attention_work
+from cbsim.cost.table import TableCost, Tables, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog, documents
@@ -28,24 +27,9 @@ from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
 
-FACTORS = ("elementwise", "decode_attention", "products", "large_products", "experts")  # of Terms
 LARGEST_CAPTURED = 512
 """Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
 With few slots vLLM captures less, as in simulate.graphs."""
-
-
-class Terms(NamedTuple):
-    """The terms that no table holds: nanoseconds, and factors without a unit."""
-
-    step_ns: float = 0.0
-    layer_ns: float = 0.0
-    row_ns: float = 0.0
-    reduce_ns: float = 0.0
-    elementwise: float = 1.0
-    decode_attention: float = 1.0
-    products: float = 1.0
-    large_products: float = 1.0
-    experts: float = 1.0
 
 
 def elementwise_bytes(model: ModelShape, tensor: int) -> float:
@@ -61,25 +45,22 @@ def elementwise_bytes(model: ModelShape, tensor: int) -> float:
 
 
 class EngineCost:
-    """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one."""
+    """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one;
+    memory moves `bytes_ns` bytes a nanosecond.
+    """
 
     def __init__(
-        self,
-        cpu: CpuCost,
-        tables: EngineTables,
-        terms: Terms,
-        model: ModelShape,
-        *,
-        tensor: int,
-        bytes_ns: float,
-        captured: int,
-        launch_ns: float,
+        self, tables: EngineTables, settings: TableSettings, model: ModelShape, *, bytes_ns: float, captured: int
     ) -> None:
-        self.cpu_ns = cpu
-        self._tables, self._terms, self._captured, self.launch_ns = tables, terms, captured, round(launch_ns)
-        self._token_ns = terms.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
+        self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
+        self._tables, self._captured = tables, captured
+        self._products, self._large_products = settings.products, settings.large_products
+        self._experts, self._decode_attention = settings.experts, settings.decode_attention
+        step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
+        tensor = settings.tensor_parallel
+        self._token_ns = settings.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
-        self._step_ns = terms.step_ns + model.layers * terms.layer_ns + self._reduces * terms.reduce_ns
+        self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
@@ -89,19 +70,19 @@ class EngineCost:
             return 0, 0, 0
         time = self._of_tokens(tokens) + self._of_rows(rows)
         if work.decodes:
-            time += self._terms.decode_attention * self._tables.decode_ns(work.decodes, work.context + 1)
+            time += self._decode_attention * self._tables.decode_ns(work.decodes, work.context + 1)
         if work.prefill:
             time += self._tables.prompt_ns(work)
         return 0, round(time), 0
 
     def _all_tokens(self, tokens: int) -> float:
         tables, graph = self._tables, tokens <= self._captured
-        factor = self._terms.products if graph else self._terms.large_products
-        time = factor * (tables.linear_ns(tokens) + self._terms.experts * tables.experts_ns(tokens))
+        factor = self._products if graph else self._large_products
+        time = factor * (tables.linear_ns(tokens) + self._experts * tables.experts_ns(tokens))
         return time + (self._reduces * tables.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:
-        return self._tables.head_ns(rows) + rows * self._terms.row_ns
+        return self._tables.head_ns(rows) + rows * self._row_ns
 
 
 def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
@@ -113,14 +94,11 @@ def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
     share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
     engine = engine_tables.meant(folder, settings.engine or "")
     return EngineCost(
-        cpu_cost(settings.cpu),
         EngineTables(folder, engine, model, share, fastest=settings.fastest),
-        Terms(*nanoseconds(settings, "step", "layer", "row", "reduce"), *(getattr(settings, name) for name in FACTORS)),
+        settings,
         model,
-        tensor=share.tensor,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
         captured=_captured(scenario),
-        launch_ns=settings.launch_s_per_layer * model.layers * NS,
     )
 
 
@@ -144,21 +122,7 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
 
 def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
     """Build a cost model from the measured tables that `settings` name. Raises ScenarioError."""
-    link = settings.link
-    group = Group(
-        tensor=settings.tensor_parallel,
-        layers=model.layers,
-        row_bytes=model.hidden * model.dtype_bytes,
-        link=Link(link.latency_s * NS, link.bytes_s / NS) if link else None,
-    )
-    return TableCost(
-        cpu_cost(settings.cpu),
-        _tables(model, settings),
-        group,
-        Added((settings.step_s + settings.layer_s * model.layers) * NS, settings.row_s * NS),
-        skew=settings.skew,
-        launch_ns=settings.launch_s_per_layer * model.layers * NS,
-    )
+    return TableCost(_tables(model, settings), settings, model.layers, model.hidden * model.dtype_bytes)
 
 
 def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:

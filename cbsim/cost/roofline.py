@@ -60,16 +60,10 @@ class Experts(NamedTuple):
     bytes: float
 
 
-class AllReduces(NamedTuple):
-    """The all-reduces of a step: seconds whatever its size, and seconds a query token."""
-
-    step_s: float = 0.0
-    token_s: float = 0.0
-
-
 class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
+    `reduces_s`: seconds of a step's all-reduces whatever its size, and for each query token.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class RooflineCost:
         launch_s: float,
         *,
         experts: Experts | None = None,
-        reduces: AllReduces | None = None,
+        reduces_s: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.cpu_ns = cpu
         self._overhead_s = overhead_s
@@ -96,7 +90,7 @@ class RooflineCost:
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
-        self._reduces = reduces
+        self._reduces_s, self._reduce_token_s = reduces_s
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
@@ -115,8 +109,7 @@ class RooflineCost:
         read = self._linear_s
         if self._experts is not None:
             read += self._experts_s * (1 - (1 - self._experts.share) ** tokens)
-        if self._reduces is not None:
-            time += self._reduces.step_s + tokens * self._reduces.token_s
+        time += self._reduces_s + tokens * self._reduce_token_s
         time += max(tokens * self._linear_flop / flops, read)
         if sampled:
             time += max(sampled * self._head_flop / flops, self._head_s)
@@ -200,12 +193,12 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
         settings.step_overhead_s,
         settings.launch_s_per_layer * model.layers,
         experts=Experts(share, model.expert_bytes / ranks) if experts else None,
-        reduces=_all_reduces(scenario, settings) if ranks > 1 else None,
+        reduces_s=_all_reduces_s(scenario, settings) if ranks > 1 else (0.0, 0.0),
     )
 
 
-def _all_reduces(scenario: Scenario, settings: RooflineSettings) -> AllReduces:
-    """Return the all-reduces of a step: two a layer, each of the residual stream of the step's tokens."""
+def _all_reduces_s(scenario: Scenario, settings: RooflineSettings) -> tuple[float, float]:
+    """Return the seconds of a step's all-reduces and of a token in them: two a layer, of the residual stream."""
     model, gpu, ranks = scenario.model, scenario.hardware, settings.tensor_parallel
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
-    return AllReduces(2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s)
+    return 2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s

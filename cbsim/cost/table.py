@@ -22,8 +22,9 @@ from functools import cache
 from math import sqrt
 from typing import NamedTuple, Protocol
 
-from cbsim.cost.base import CpuCost
+from cbsim.cost.base import NS, cpu_cost
 from cbsim.policy.plan import StepPlan
+from cbsim.scenario.costs import TableSettings
 
 
 class Link(NamedTuple):
@@ -42,22 +43,6 @@ class Link(NamedTuple):
         """
         ranks = len(sizes_bytes)
         return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
-
-
-class Group(NamedTuple):
-    """The GPUs that compute together: `tensor` share every layer, of `layers` layers and a residual of `row_bytes`."""
-
-    tensor: int
-    layers: int
-    row_bytes: int  # of the residual stream, a token
-    link: Link | None
-
-
-class Added(NamedTuple):
-    """The nanoseconds that no table holds: of a step (those of its layers included), and of each of its rows."""
-
-    step_ns: float = 0.0
-    row_ns: float = 0.0
 
 
 def attention_work(plan: StepPlan) -> Attention:
@@ -83,15 +68,15 @@ def attention_work(plan: StepPlan) -> Attention:
 
 
 class TableCost:
-    """A table cost model. `launch_ns`: CPU time to launch kernels one by one; `skew`: wait for the longest row."""
+    """A table cost model of `layers` layers, and of `row_bytes` bytes of residual stream a token."""
 
-    def __init__(
-        self, cpu: CpuCost, tables: Tables, group: Group, added: Added, *, skew: bool, launch_ns: float
-    ) -> None:
-        self.cpu_ns = cpu
-        self._tables, self._group, self._added = tables, group, added
-        self._linear_ns, self._head_ns = cache(tables.linear_ns), cache(tables.head_ns)
-        self._skew, self.launch_ns = skew, round(launch_ns)
+    def __init__(self, tables: Tables, settings: TableSettings, layers: int, row_bytes: int) -> None:
+        self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * layers * NS)
+        self._tables, self._tensor, self._layers, self._row_bytes = tables, settings.tensor_parallel, layers, row_bytes
+        link = settings.link
+        self._link = Link(link.latency_s * NS, link.bytes_s / NS) if link else None
+        self._step_ns, self._row_ns = (settings.step_s + settings.layer_s * layers) * NS, settings.row_s * NS
+        self._linear_ns, self._head_ns, self._skew = cache(tables.linear_ns), cache(tables.head_ns), settings.skew
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         return 0, self.lockstep_ns([plan], [tokens]), 0
@@ -107,23 +92,23 @@ class TableCost:
             return 0
         ranks = len(tokens)
         experts = self._tables.experts_ns(-(-sum(tokens) // ranks), ranks)
-        return round(own + experts + self._exchange_ns(tokens) + self._added.step_ns)
+        return round(own + experts + self._exchange_ns(tokens) + self._step_ns)
 
     def _own_ns(self, plan: StepPlan, tokens: int) -> float:
         work = plan.work
         rows = work.rows + work.padding_rows
         attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
-        return self._linear_ns(tokens) + attention + self._head_ns(rows) + rows * self._added.row_ns
+        return self._linear_ns(tokens) + attention + self._head_ns(rows) + rows * self._row_ns
 
     def _exchange_ns(self, tokens: Sequence[int]) -> float:
         """Return the ns of two all-reduces a layer (tensor-parallel), a gather and a scatter (expert-parallel)."""
-        tensor, layers, row_bytes, link = self._group
+        link = self._link
         if link is None:
             return 0.0
-        sizes = [count * row_bytes for count in tokens]
-        reduced = 2 * link.all_reduce_ns(max(sizes), tensor) if tensor > 1 else 0.0
+        sizes = [count * self._row_bytes for count in tokens]
+        reduced = 2 * link.all_reduce_ns(max(sizes), self._tensor) if self._tensor > 1 else 0.0
         gathered = 2 * link.gather_ns(sizes) if len(sizes) > 1 else 0.0
-        return layers * (reduced + gathered)
+        return self._layers * (reduced + gathered)
 
 
 class Attention(NamedTuple):

@@ -62,8 +62,6 @@ class GroupPool(TablePool):
             counts[key % len(counts)] += 1
         return counts
 
-    # -- what is needed -----------------------------------------------------------------------------------------------
-
     def most_blocks(self, tokens: int) -> int:
         return sum([rule.capped(tokens) for rule in self.rules])
 
@@ -93,8 +91,6 @@ class GroupPool(TablePool):
             at_most += max(0, rule.capped(whole) - have)
             idle += sum([not self._refs[block] for block in entries[gone:] if block != NULL_BLOCK])
         return (max(now, at_most) if whole else now) + idle
-
-    # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> list[int]:
         hit = self._hit = self._finder.find(request.spec, request.target - 1)
@@ -140,8 +136,6 @@ class GroupPool(TablePool):
             if block != NULL_BLOCK and rule.retains(i, spec.prompt_tokens, junction):
                 self._register(block, self._finder.key(spec, group, i, rule.block_size))
         table.named = max(table.named, full)
-
-    # -- blocks come and go -------------------------------------------------------------------------------------------
 
     def fill(self, request: Request, tokens: int) -> list[int]:
         tables = self._tables[request]
@@ -192,8 +186,6 @@ class GroupPool(TablePool):
             if self._drop(block):
                 (keyed if block in self._key_of else plain).append(block)
         self._free.give(keyed + plain, len(keyed))
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     def table_changes(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
         in_flight = self._in_flight

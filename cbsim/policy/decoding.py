@@ -93,7 +93,7 @@ class Decoding:
         """Register a request that has arrived. After `limit` output tokens its end is known in advance."""
         request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
         if self._by_arrival:
-            request.set_order(self._next_order())
+            request.renew(self._next_order())
         return request
 
     def admit(self, request: Request, cached_tokens: int = 0) -> None:

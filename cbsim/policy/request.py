@@ -213,11 +213,6 @@ class Request:
         """Whether no row of it has been planned since it was last admitted."""
         return self.status is Status.PREFILL and self._computed == self.entered
 
-    def set_order(self, order: int) -> None:
-        """Set its place in the order of arrival, for schedulers that never give it another."""
-        assert self.order < 0
-        self.order = order
-
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
         assert self.status is Status.WAITING
@@ -229,7 +224,7 @@ class Request:
             self.cached = cached_tokens
 
     def renew(self, order: int) -> None:
-        """Set another place in the admission order, for a request outside any decode batch."""
+        """Set its place in the order of admission or arrival, for a request outside any decode batch."""
         assert self.batch is None
         self.order = order
 

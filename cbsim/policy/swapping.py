@@ -35,8 +35,6 @@ class Swapping:
         self._queue = queue
         self.push, self.push_front, self.head, self.pop = queue.push, queue.push_front, queue.head, queue.pop
 
-    # -- out and in ---------------------------------------------------------------------------------------------------
-
     def has_room(self, request: Request, tokens: int, spare: int) -> bool:
         """True if `spare` blocks would stay free if a request were swapped in and computed `tokens` tokens."""
         pool = self._decoding.pool
@@ -48,8 +46,6 @@ class Swapping:
         self._decoding.resume(request)
         pool.grow(request, pool.blocks_for(request.computed))
         self.host.restore(request)
-
-    # -- the queue ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.out) + len(self._queue)

@@ -11,13 +11,13 @@ from support.engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_
 from support.plans import plan as a_plan
 
 from cbsim.cost import engine_tables
-from cbsim.cost.base import CpuCost
-from cbsim.cost.engine_cost import EngineCost, Terms, elementwise_bytes
+from cbsim.cost.engine_cost import EngineCost, elementwise_bytes
 from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.table import Attention
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
 from cbsim.scenario import scenario, shapes
+from cbsim.scenario.costs import TableSettings
 
 LLAMA = shapes.model("llama-3.1-8b")
 EXPERTS = shapes.model("qwen3-30b-a3b")
@@ -115,9 +115,11 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     """The formula of the module, term by term, for 64 decoding rows and a chunk of 192 tokens on two GPUs; also for a
     step of just the captured size."""
     tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
-    terms = Terms(7000.0, 300.0, 20.0, 1000.0, 2.0, 1.5, 1.1, 1.3, 1.0)
+    times = {"step_s": 7e-6, "layer_s": 3e-7, "row_s": 2e-8, "reduce_s": 1e-6, "elementwise": 2.0}
+    factors = {"decode_attention": 1.5, "products": 1.1, "large_products": 1.3, "tensor_parallel": 2}
+    settings = TableSettings.model_validate({"kind": "table", "path": str(folder), "engine": ENGINE} | times | factors)
     plan = a_plan(64, 64 * 1023, ((0, 192),))
-    cost = EngineCost(CpuCost({}), tables, terms, LLAMA, tensor=2, bytes_ns=4000.0, captured=512, launch_ns=0.0)
+    cost = EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=512)
     reduces = 2 * 32 + 1
     for tokens in (256, 512):
         kernels = 1.1 * tables.linear_ns(tokens) + 1.5 * tables.decode_ns(64, 1024)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from support import packs
 from support.plans import padded, plan
 
-from cbsim.cost.base import CpuCost
 from cbsim.cost.bundle import Bundle, Experts
-from cbsim.cost.table import Added, Attention, Group, Ladder, Link, TableCost, attention_work
+from cbsim.cost.table import Attention, Ladder, Link, TableCost, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.runs import assemble
 from cbsim.scenario import catalog, scenario
+from cbsim.scenario.costs import TableSettings
 
 LAYERS, ROW_BYTES = packs.LAYERS, packs.HIDDEN * packs.BYTES
 EXPERTS = Experts(packs.EXPERTS, packs.PER_TOKEN, packs.HIDDEN, packs.MOE["moe_intermediate_size"])
@@ -29,15 +29,12 @@ LINK = Link(latency_ns=2000, bytes_ns=17.0)
 DECODING: dict[str, Any] = {"decodes": 4, "context": 4 * 64, "longest_context": 64}
 
 
-def cost(
-    folder: Path, *, tensor: int = 1, moe: bool = False, skew: bool = False, added: Added | None = None, **more: Any
-) -> TableCost:
+def cost(folder: Path, *, tensor: int = 1, moe: bool = False, skew: bool = False, **added: float) -> TableCost:
     """A cost model over a bundle of the closed forms of `packs`."""
-    packs.bundle(folder, tensor=tensor, moe=moe, skew=skew, **more)
-    experts = EXPERTS if moe else None
-    tables = Bundle(folder, tensor, LAYERS, experts)
-    group = Group(tensor, LAYERS, ROW_BYTES, LINK)
-    return TableCost(CpuCost({}), tables, group, added or Added(), skew=True, launch_ns=7.4)
+    tables = Bundle(packs.bundle(folder, tensor=tensor, moe=moe, skew=skew), tensor, LAYERS, EXPERTS if moe else None)
+    link, launch_s = {"latency_s": 2e-6, "bytes_s": 17e9}, 7.4e-9 / LAYERS
+    given = {"path": str(folder), "tensor_parallel": tensor, "link": link, "launch_s_per_layer": launch_s} | added
+    return TableCost(tables, TableSettings.model_validate({"kind": "table"} | given), LAYERS, ROW_BYTES)
 
 
 def linear_us(tokens: int, *without: str) -> float:
@@ -89,7 +86,7 @@ def test_a_decode_row_is_a_chunk_of_one_token(tmp_path: Path) -> None:
 
 def test_what_no_table_holds_is_added(tmp_path: Path) -> None:
     """`step` once a step and `row` for every row, padding rows of a static batch included; an empty step is free."""
-    bare, more = cost(tmp_path), cost(tmp_path, added=Added(step_ns=5000, row_ns=300))
+    bare, more = cost(tmp_path), cost(tmp_path, step_s=5e-6, row_s=3e-7)
     assert more.gpu_ns(plan(**DECODING), 4)[1] - bare.gpu_ns(plan(**DECODING), 4)[1] == 5000 + 4 * 300
     padded = plan(**DECODING, padding_rows=2, padding_context=128)
     assert more.gpu_ns(padded, 6)[1] - bare.gpu_ns(padded, 6)[1] == 5000 + 6 * 300

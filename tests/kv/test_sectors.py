@@ -165,32 +165,6 @@ def holder(pool: SectorPool, index: int, blocks: int) -> Request:
     return request
 
 
-def test_cached_blocks_are_free_but_not_ready() -> None:
-    pool = pool_of(6)
-    request = holder(pool, 0, 4)
-    pool.merge(request, 3)
-    pool.release(request)
-    assert (pool.free, pool.ready, pool.cached, pool.keyed) == (6, 3, 3, 3)
-    assert pool.evict_all() and not pool.evict_all()
-    assert (pool.free, pool.ready, pool.cached, pool.keyed) == (6, 6, 0, 0)
-    pool.check()
-
-
-def test_who_comes_back_does_not_find_its_blocks_but_those_of_others() -> None:
-    """Set back, a request forgets what it had named, except the blocks that another one has, too."""
-    pool = pool_of(8)
-    first = holder(pool, 0, 3)
-    pool.merge(first, 3)
-    other = Request(named(1, 8, 1), 1, SIZE)
-    pool.adopt(other, pool.longest_prefix(other.spec, 2))
-    pool.release(first, returns=True)
-    assert len(pool.longest_prefix(first.spec, 3)) == 2
-    pool.release(other, returns=True)
-    assert pool.longest_prefix(first.spec, 3) == []
-    assert (pool.ready, pool.saved) == (8, 0)
-    pool.check()
-
-
 def test_blocks_without_keys_are_shared_and_named_once() -> None:
     """A fork before its parent's row has landed: whichever lands first names the blocks, the others pass them over."""
     pool = pool_of(8)

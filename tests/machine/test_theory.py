@@ -16,7 +16,6 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
 from cbsim.record.tables import Steps
-from cbsim.scenario import shapes
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
@@ -154,15 +153,6 @@ def test_padding_of_a_static_batch_by_hand(loop: str) -> None:
 
 
 # -- memory and chunks ------------------------------------------------------------------------------------------------
-
-
-def test_kv_bytes_of_a_token() -> None:
-    """Two vectors of kv_heads x head_dim numbers a layer. Llama-2-7B: 2 x 32 x 128 x 2 bytes = 16 KiB a layer, 512 KiB
-    in 32 layers; Llama-3.1-8B has a quarter of the KV heads: 4 KiB a layer."""
-    for name, heads, kib in (("llama-2-7b", 32, 16), ("llama-3.1-8b", 8, 4)):
-        model = shapes.model(name)
-        assert (model.kv_heads, model.head_dim, model.dtype_bytes) == (heads, 128, 2)
-        assert model.kv_bytes_per_token == model.layers * kib * 1024
 
 
 @pytest.mark.parametrize("name", ["vllm", "transformers_fifo", "transformers_prefill_first"])

@@ -21,7 +21,7 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.scenario import scenario
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.sarathi.scheduler import SarathiServe
-from cbsim.schedulers.sarathi.settings import SarathiSettings, ServeOptions, watermark_blocks
+from cbsim.schedulers.sarathi.settings import SarathiSettings, ServeOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sarathi"
 LONGEST = 24  # tokens of a request
@@ -152,29 +152,6 @@ def shown(run: Drive) -> list[list[tuple[str, int]]]:
     run.on_step = lambda plan, rows: steps.append([(row.spec.id, row.tokens) for row in rows])
     run.run()
     return steps
-
-
-def test_admission_leaves_the_watermark_free() -> None:
-    """204 blocks hold 34 sequences of 6 blocks; a hundredth is kept back, where sequences grow."""
-    assert [watermark_blocks(n) for n in (99, 100, 200, 1999)] == [0, 1, 2, 19]
-    for name, most in (("orca", 34), ("sarathi", 33), ("simple_chunking", 33)):
-        run = drive(server(name, blocks=204, seats=99, chunk=999), [spec(i, 23, 1) for i in range(40)])
-        assert len(shown(run)[0]) == most
-
-
-def test_chunk_sizes_of_a_schedule() -> None:
-    """From high to low, multiples of 32 or of the low one, half to even; as recorded, and by hand."""
-
-    def sizes(low: int, high: int, tokens: int, stages: int) -> tuple[tuple[int, ...], int]:
-        schedule = {"low_chunk_size": low, "high_chunk_size": high, "chunk_schedule_stages": stages}
-        settings = SarathiSettings(**schedule, enable_dynamic_chunking_schedule=True, chunk_schedule_max_tokens=tokens)
-        return settings.chunk_sizes, settings.stage_tokens
-
-    assert sizes(64, 512, 1200, 4) == ((512, 352, 224, 64), 300)
-    assert sizes(10, 25, 7, 2) == ((20, 10), 4)
-    assert sizes(16, 16, 100, 3) == ((16, 16, 16), 34)
-    assert sizes(48, 80, 100, 2) == ((64, 64), 50)
-    assert sizes(32, 64, 100, 1) == ((32,), 100)
 
 
 def test_chunks_shrink_as_a_prompt_is_read() -> None:

@@ -87,17 +87,6 @@ def test_first_come_first_served(depth: int, case: Case) -> None:
 
 
 @DEPTHS
-def test_a_cancelled_request_ends_with_its_next_token(depth: int) -> None:
-    """Its client is gone, so nobody is told of that end; its KV stays in the tree."""
-    request = spec(0, 10, 20)
-    drive = ran(Drive(scheduler(), [Ask(request, 0, 5, None), Ask(spec(1, 5, 30), 0, None, None)], depth))
-    assert drive.finished == [(next(s for s in drive.asks if s.index == 1), Finish.LENGTH)]
-    assert drive.requests[request].finish is Finish.ABORTED
-    assert 0 < drive.requests[request].seen < 20
-    assert drive.scheduler.pool.keyed >= 10
-
-
-@DEPTHS
 def test_a_prompt_in_the_middle_and_a_decode_in_its_way(depth: int) -> None:
     """Decode rounds between the chunks of a long prompt fill the cache: the original aborts the one that decodes, here
     it gives way and ends later."""

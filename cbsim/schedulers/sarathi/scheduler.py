@@ -26,17 +26,7 @@ from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase, plain_pool
-from cbsim.schedulers.sarathi.settings import (
-    FasterTransformerSettings,
-    OrcaSettings,
-    SarathiSettings,
-    ServeOptions,
-    SimpleChunkingSettings,
-    VllmV0Settings,
-    resolve,
-    resolve_vllm_v0,
-    watermark_blocks,
-)
+from cbsim.schedulers.sarathi import settings
 
 
 class Step:
@@ -63,7 +53,7 @@ Policy = Callable[["SarathiServe", Step], None]  # adds the rows of the requests
 class SarathiServe(SchedulerBase):
     """A scheduler of Sarathi-Serve."""
 
-    def __init__(self, options: ServeOptions[Any], policy: Policy, observer: Observer = NULL_OBSERVER) -> None:
+    def __init__(self, options: settings.ServeOptions[Any], policy: Policy, observer: Observer = NULL_OBSERVER) -> None:
         self.pool = plain_pool(options, observer)
         self.staged = options.settings.pipeline_stages > 1
         super().__init__(options, Decoding(self.pool, together=not self.staged, observer=observer))
@@ -72,7 +62,7 @@ class SarathiServe(SchedulerBase):
         self._grows = o.settings.grows
         self.running: dict[Request, None] = {}
         self.waiting: deque[Request] = deque()
-        self._watermark = watermark_blocks(o.num_blocks) if self._grows else 0
+        self._watermark = settings.watermark_blocks(o.num_blocks) if self._grows else 0
         self._in_line = True  # running requests are in order of arrival and of admission
         self._rows: dict[Request, int] = {}  # with stages: the step of a request's last row
 
@@ -256,9 +246,8 @@ class Sarathi:
     queue. So no decoding request ever waits for a prompt.
     """
 
-    def __init__(self, settings: SarathiSettings) -> None:
-        self._sizes = settings.chunk_sizes
-        self._stage_tokens = settings.stage_tokens
+    def __init__(self, chosen: settings.SarathiSettings) -> None:
+        self._sizes, self._stage_tokens = chosen.chunk_sizes, chosen.stage_tokens
 
     def __call__(self, serve: SarathiServe, step: Step) -> None:
         serve.decode(step)
@@ -315,8 +304,8 @@ def vllm_v0(step_tokens: int, serve: SarathiServe, step: Step) -> None:
 class SimpleChunking:
     """The policy of prompt chunks alone, in steps that alternate with decode steps. `decodes`: the next one decodes."""
 
-    def __init__(self, settings: SimpleChunkingSettings) -> None:
-        self._size = settings.chunk_size
+    def __init__(self, chosen: settings.SimpleChunkingSettings) -> None:
+        self._size = chosen.chunk_size
         self.decodes = False
 
     def __call__(self, serve: SarathiServe, step: Step) -> None:
@@ -338,35 +327,35 @@ class SimpleChunking:
 SARATHI = SchedulerKind(
     name="sarathi",
     about="Sarathi-Serve: every request decodes in every step, chunks of prompts fill it up",
-    settings=SarathiSettings,
-    resolve=resolve,
+    settings=settings.SarathiSettings,
+    resolve=settings.resolve,
     make=lambda options: SarathiServe(options, Sarathi(options.settings)),
 )
 ORCA = SchedulerKind(
     name="orca",
     about="Orca (Sarathi-Serve's): iteration-level batching, the longest sequence reserved for each",
-    settings=OrcaSettings,
-    resolve=resolve,
+    settings=settings.OrcaSettings,
+    resolve=settings.resolve,
     make=lambda options: SarathiServe(options, orca),
 )
 FASTER_TRANSFORMER = SchedulerKind(
     name="faster_transformer",
     about="FasterTransformer (Sarathi-Serve's): nobody is admitted until the last of the batch has ended, unpadded",
-    settings=FasterTransformerSettings,
-    resolve=resolve,
+    settings=settings.FasterTransformerSettings,
+    resolve=settings.resolve,
     make=lambda options: SarathiServe(options, faster_transformer),
 )
 VLLM_V0 = SchedulerKind(
     name="vllm_v0",
     about="vLLM V0 (Sarathi-Serve's): steps of whole prompts before steps that decode, preemption by recompute",
-    settings=VllmV0Settings,
-    resolve=resolve_vllm_v0,
+    settings=settings.VllmV0Settings,
+    resolve=settings.resolve_vllm_v0,
     make=lambda options: SarathiServe(options, partial(vllm_v0, options.max_batched_tokens or options.max_model_len)),
 )
 SIMPLE_CHUNKING = SchedulerKind(
     name="simple_chunking",
     about="simple chunking (Sarathi-Serve's): steps of prompt chunks and steps that decode, by turns",
-    settings=SimpleChunkingSettings,
-    resolve=resolve,
+    settings=settings.SimpleChunkingSettings,
+    resolve=settings.resolve,
     make=lambda options: SarathiServe(options, SimpleChunking(options.settings)),
 )

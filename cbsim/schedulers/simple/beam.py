@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.decoding import Decoding
@@ -25,13 +24,8 @@ from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.simple.settings import BeamOptions, BeamSettings, resolve_beam
 
-
-class Exchanged(NamedTuple):
-    """A beam with another text: the entries of its table that changed, and the block of which its last is a copy."""
-
-    request: Request
-    entries: list[tuple[int, int]]  # (index, block)
-    copied: int | None
+Exchanged = tuple[Request, list[tuple[int, int]], int | None]
+"""A beam with another text: its table's changed entries (index, block), the block of which its last is a copy."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -77,7 +71,7 @@ class BeamPool(BlockPool):
             own, now = before[beam], self.tables[beam]
             entries = [(at, block) for at, block in enumerate(now) if block != own[at]]
             if entries or copied is not None:  # the target of the copy may be the block that it had
-                exchanged.append(Exchanged(beam, entries, copied))
+                exchanged.append((beam, entries, copied))
         return exchanged
 
     def _shared(self, blocks: list[int]) -> list[int]:
@@ -223,10 +217,10 @@ class BeamScheduler(SchedulerBase):
                 continue  # no text changed, or some have ended
             beams = [self.requests[spec] for spec in group]
             origins = [self.requests[parents.get(spec, spec)] for spec in group]
-            for exchanged in self.pool.exchange(beams, origins, beams[0].computed):
-                self.decoding.exchange(exchanged.request, exchanged.entries)
-                if exchanged.copied is not None:
-                    self._copy(exchanged.copied, exchanged.request)
+            for beam, entries, copied in self.pool.exchange(beams, origins, beams[0].computed):
+                self.decoding.exchange(beam, entries)
+                if copied is not None:
+                    self._copy(copied, beam)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         search = self._search.pop(request)

@@ -18,18 +18,7 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase, plain_pool, too_large
-from cbsim.schedulers.simple.settings import (
-    ContiguousOptions,
-    ContiguousSettings,
-    DynamicPaddedSettings,
-    PaddedOptions,
-    StaticSettings,
-    TgiOptions,
-    TgiSettings,
-    resolve_contiguous,
-    resolve_padded,
-    resolve_tgi,
-)
+from cbsim.schedulers.simple import settings
 
 NO_LIMIT = 1 << 60
 
@@ -133,7 +122,7 @@ class DynamicPadded:
     write is reserved, so none grows and none is preempted.
     """
 
-    def __init__(self, options: PaddedOptions) -> None:
+    def __init__(self, options: settings.PaddedOptions) -> None:
         self._slots = options.batch_size
         self.pool = plain_pool(options)
 
@@ -155,8 +144,8 @@ class DynamicPadded:
 DYNAMIC_PADDED = SchedulerKind(
     name="dynamic_padded",
     about="dynamic batching: who waits joins at once, every row padded to the longest of its step",
-    settings=DynamicPaddedSettings,
-    resolve=resolve_padded,
+    settings=settings.DynamicPaddedSettings,
+    resolve=settings.resolve_padded,
     make=lambda options: Fcfs(options, DynamicPadded(options)),
 )
 
@@ -170,7 +159,7 @@ class Tgi:
     (`max_waiting_tokens`); then they are prefilled by themselves.
     """
 
-    def __init__(self, options: TgiOptions) -> None:
+    def __init__(self, options: settings.TgiOptions) -> None:
         self.options = options
         self.pool = plain_pool(options)
         self._steps = 0  # since the batch stopped for prompts last, that stop included
@@ -207,8 +196,8 @@ class Tgi:
 TGI = SchedulerKind(
     name="tgi",
     about="text-generation-inference v3: prompts by themselves, then joined to the batch; all reserved",
-    settings=TgiSettings,
-    resolve=resolve_tgi,
+    settings=settings.TgiSettings,
+    resolve=settings.resolve_tgi,
     make=lambda options: Fcfs(options, Tgi(options)),
 )
 
@@ -222,7 +211,7 @@ class Contiguous:
     tokens of the step and a piece are there. A request that does not fit stops those behind it. Nothing is shared.
     """
 
-    def __init__(self, options: ContiguousOptions) -> None:
+    def __init__(self, options: settings.ContiguousOptions) -> None:
         self.options = o = options
         self.pool = PiecePool(o.block_size, o.num_blocks, free_pieces(o.placement, o.num_blocks))
 
@@ -269,8 +258,8 @@ class Contiguous:
 CONTIGUOUS = SchedulerKind(
     name="contiguous",
     about="iteration-level batching, all that a request may need reserved in one piece (Orca, FasterTransformer)",
-    settings=ContiguousSettings,
-    resolve=resolve_contiguous,
+    settings=settings.ContiguousSettings,
+    resolve=settings.resolve_contiguous,
     make=lambda options: Fcfs(options, Contiguous(options)),
 )
 
@@ -285,7 +274,7 @@ class StaticScheduler(SchedulerBase):
     output limit.
     """
 
-    def __init__(self, options: PaddedOptions) -> None:
+    def __init__(self, options: settings.PaddedOptions) -> None:
         self.pool = plain_pool(options)
         super().__init__(options, Decoding(self.pool, together=True))
         self.options = options
@@ -372,8 +361,8 @@ class StaticScheduler(SchedulerBase):
 STATIC = SchedulerKind(
     name="static",
     about="batched generation: padded, nobody is admitted until the last of the batch has ended",
-    settings=StaticSettings,
-    resolve=resolve_padded,
+    settings=settings.StaticSettings,
+    resolve=settings.resolve_padded,
     make=StaticScheduler,
     padded=True,
 )

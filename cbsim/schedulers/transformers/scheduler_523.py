@@ -22,22 +22,15 @@ from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.request import Request
 from cbsim.policy.swapping import Host
 from cbsim.policy.value import mypyc_attr
+from cbsim.schedulers.transformers import settings
 from cbsim.schedulers.transformers.scheduler import Step, TransformersScheduler
-from cbsim.schedulers.transformers.settings import (
-    FIFO,
-    MEMORY,
-    PREFILL_FIRST,
-    TransformersOptions,
-    TransformersSettings,
-    resolve,
-)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Transformers523(TransformersScheduler):
     """A policy with transformers 5.23's rules."""
 
-    def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
+    def __init__(self, options: settings.TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(options, observer)
         assert isinstance(self.pool, SectorPool | KindPool)
         self.cache: SectorPool | KindPool = self.pool
@@ -116,7 +109,7 @@ class Transformers523(TransformersScheduler):
 class KindsOfLayers(Transformers523):
     """A policy with a table for each kind of layers. `num_blocks` counts pages: the largest that make all blocks."""
 
-    def __init__(self, options: TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
+    def __init__(self, options: settings.TransformersOptions, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(options, observer)
         assert isinstance(self.pool, KindPool)
         self.kinds: KindPool = self.pool
@@ -167,27 +160,27 @@ class KindsOfLayers(Transformers523):
         return []
 
 
-def make(options: TransformersOptions) -> TransformersScheduler:
+def make(options: settings.TransformersOptions) -> TransformersScheduler:
     if options.version == "5.17":
         return TransformersScheduler(options)
     return KindsOfLayers(options) if options.groups else Transformers523(options)
 
 
-def _kind(name: str, about: str) -> SchedulerKind[TransformersSettings, TransformersOptions]:
+def _kind(name: str, about: str) -> SchedulerKind[settings.TransformersSettings, settings.TransformersOptions]:
     return SchedulerKind(
         name=name,
         about=f"Hugging Face transformers 5.17, 5.23: {about}",
-        settings=TransformersSettings,
-        resolve=resolve,
+        settings=settings.TransformersSettings,
+        resolve=settings.resolve,
         make=make,
         block_size=256,
         least_block_size=4,
         padding="transformers",
         windows=True,
         rings=True,
-        memory=MEMORY,
+        memory=settings.MEMORY,
     )
 
 
-TRANSFORMERS_FIFO = _kind(FIFO, "decoding requests first")
-TRANSFORMERS_PREFILL_FIRST = _kind(PREFILL_FIRST, "split prefills first")
+TRANSFORMERS_FIFO = _kind(settings.FIFO, "decoding requests first")
+TRANSFORMERS_PREFILL_FIRST = _kind(settings.PREFILL_FIRST, "split prefills first")
