@@ -10,11 +10,9 @@ If each token goes through k of E experts, t tokens are expected to read E (1 - 
 likely. Each of p GPUs that share every layer has a p-th of weights, heads and cache; twice a layer they add up their
 results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 
-`WindowedRoofline` is for models whose layers do not all see the whole sequence.
-
-Each kind of layer reads and computes what it sees, so its share of attention's time is that of its own pairs and
-tokens. Its schedulers list all rows one by one and none as a decode batch; rows of one token run at the rates of
-decoding.
+In `WindowedRoofline` each kind of layer reads and computes what it sees, so its share of attention's time is that of
+its own pairs and tokens. Its schedulers list all rows one by one, none as a decode batch; rows of one token run at the
+rates of decoding.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ until then an ended request keeps them, and nothing is preempted.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.observer import Observer
@@ -19,6 +18,7 @@ from cbsim.policy.request import Finish, Request, Status
 from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.vllm.settings import VllmOptions
 
+Verdict = Literal["admitted", "skipped", "misfit"]  # the result of considering the head of a queue
 Rows = list[tuple[Request, int]]  # requests, each with its query tokens
 
 
@@ -97,14 +97,6 @@ class Connector(Protocol):
         """Raise AssertionError unless every place of its tier is free or in use, exactly."""
 
 
-class Verdict(Enum):
-    """The result of considering the head of a queue for admission."""
-
-    ADMITTED = "admitted"
-    SKIPPED = "skipped"
-    MISFIT = "misfit"
-
-
 class Load:
     """A request that got blocks for `computed` tokens without computing them."""
 
@@ -144,9 +136,9 @@ class Transfers:
             if not len(queue):
                 break
             verdict = self._consider(scheduler, queue, step)
-            if verdict is Verdict.MISFIT:
+            if verdict == "misfit":
                 break
-            if verdict is Verdict.SKIPPED:
+            if verdict == "skipped":
                 skipped.append(queue.pop())
         for request in reversed(skipped):
             (self.holding if request in self.loads else scheduler.waiting).push_front(request)
@@ -156,7 +148,7 @@ class Transfers:
         load = self.loads.get(request)
         if load is not None:
             if not load.reported:
-                return Verdict.SKIPPED
+                return "skipped"
             self._loaded(request, load)
             if self._decoding.pool.allocated(request):  # with a prompt of one token, none of which counts as computed
                 return self._start(scheduler, queue, load.computed, [], step)
@@ -165,7 +157,7 @@ class Transfers:
         external = self.connector.match(request, local)
         self._observer.asked(request, local, external)
         if external is None:
-            return Verdict.SKIPPED
+            return "skipped"
         if external:
             return self._load(scheduler, request, hits, local, external)
         return self._start(scheduler, queue, local, hits, step)
@@ -173,10 +165,10 @@ class Transfers:
     def _start(self, scheduler: Admission, queue: Queue, computed: int, hits: list[int], step: Step) -> Verdict:
         request = queue.head()
         if not scheduler.start(queue, computed, hits, step):
-            return Verdict.MISFIT
+            return "misfit"
         self.connector.admitted(request)
         self.loads.pop(request, None)
-        return Verdict.ADMITTED
+        return "admitted"
 
     def _loaded(self, request: Request, load: Load) -> None:
         """Publish the blocks of a loaded request, whose last token is computed; without any it starts like others."""
@@ -195,7 +187,7 @@ class Transfers:
         pool, tokens = self._decoding.pool, local + external
         needed = pool.blocks_for(tokens) - len(hits) + pool.idle(hits) + self._reserved(scheduler)
         if needed > pool.free - scheduler.kept_free or not scheduler.has_room(request, tokens, hits):
-            return Verdict.MISFIT
+            return "misfit"
         pool.adopt(request, hits)
         blocks = pool.blocks_for(tokens) - len(hits)
         pool.grow(request, blocks)
@@ -203,7 +195,7 @@ class Transfers:
         self._loading.append(request)
         self.connector.load(request, local, external)
         self._observer.loading(request, external, pool.tables[request])
-        return Verdict.SKIPPED
+        return "skipped"
 
     def _reserved(self, scheduler: Admission) -> int:
         """Return the blocks that loading requests and those in prefill still need for the tokens they have."""
