@@ -30,9 +30,7 @@ class Sent(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The largest step and the most requests that a device must be ready for. `beams` is that of `Header`. `groups` are
-    groups of layers, each with a block table of its own for every slot; if empty, all layers share one table.
-    """
+    """A device's largest step and most requests. `beams` as in `Header`; each of `groups` has its own block tables."""
 
     slots: int
     width: int  # entries of a block table
@@ -138,7 +136,8 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        widths = self._widths(plan, chunks)
+        widths = [chunk.tokens + chunk.padding * self._padded for chunk in chunks]  # query tokens of all but decodes
+        widths += [c.padding for c in plan.work.chunks if c.padding and not self._padded]
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(widths),
@@ -226,12 +225,6 @@ class Batcher:
             return [], list(listed)
         singles = [chunk for chunk in listed if chunk.tokens == 1 and chunk.outputs]
         return singles, [chunk for chunk in listed if chunk.tokens > 1 or not chunk.outputs]
-
-    def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
-        """Return the query tokens of all rows but decodes."""
-        if self._padded:
-            return [chunk.tokens + chunk.padding for chunk in chunks]
-        return [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
 
     def _write(
         self,

@@ -37,7 +37,6 @@ MOST_TOP_K = np.iinfo(np.int32).max
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The settings by which tokens are chosen: temperature 0 is greedy; `top_k` 0 keeps all tokens, as `top_p` 1 does.
-
     `top_p` keeps the fewest likeliest of the `top_k` tokens that have that share of their probability, one at least.
     Among equally likely tokens the one with the lower id comes first. Raises UsageError.
     """
@@ -80,9 +79,8 @@ class Draws(NamedTuple):
 
 
 def sample(logits: Tensor, draws: Draws | None) -> Tensor:
-    """Map logits float32 [S, V] and each row's draw (None: all rows are greedy) to tokens int32 [S].
-
-    A row that holds a NaN gives -1; so does one without a finite largest logit, unless it is greedy.
+    """Map logits float32 [S, V] and each row's draw (None: all rows are greedy) to tokens int32 [S]. A row that holds a
+    NaN gives -1; so does one without a finite largest logit, unless it is greedy.
     """
     if draws is None:
         largest, tokens = logits.max(dim=-1)  # max returns a NaN if there is one
@@ -109,11 +107,9 @@ def _kept(reach: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def rank(logits: Tensor, scores: Tensor, beams: int) -> Tensor:
     """Rank logits float32 [S, V] with the beams' scores so far [S], of which every `beams` are a search; return the
-    arrays of `Ranked`, one after the other: int32 [3 S].
-
-    While no beam ends, the choice is that of `generate(num_beams=k)` of transformers: the likeliest continuations of a
-    search's beams by one token, as many as there are beams, where a beam's score is the sum of its tokens' log
-    probabilities.
+    arrays of `Ranked`, one after the other: int32 [3 S]. While no beam ends, the choice is that of
+    `generate(num_beams=k)` of transformers: the likeliest continuations of a search's beams by one token, as many as
+    there are beams, where a beam's score is the sum of its tokens' log probabilities.
     """
     vocab = logits.shape[1]
     scored = (logits.log_softmax(dim=-1) + scores[:, None]).view(-1, beams * vocab)

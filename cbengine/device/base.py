@@ -141,11 +141,10 @@ class Inline(EngineDevice):
 
 class Modelled:
     """A device that computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is
-    0, and the beams of a search replace each other as the workload declares.
-
-    It times the loop and the CPU's work without hardware: what the loop does is real, and on a `CpuClock` the time it
-    takes is the CPU's own. With `graphs` decode steps are padded to a captured size, and the CPU launches all others
-    kernel by kernel, as `Cuda` does; otherwise every step is launched in one go, at its own size.
+    0, and the beams of a search replace each other as the workload declares. It times the loop and the CPU's work
+    without hardware: what the loop does is real, and on a `CpuClock` the time it takes is the CPU's own. With `graphs`
+    decode steps are padded to a captured size, and the CPU launches all others kernel by kernel, as `Cuda` does;
+    otherwise every step is launched in one go, at its own size.
     """
 
     def __init__(

@@ -340,12 +340,11 @@ def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:
 
 
 class Timeline:
-    """A mapping of a step's events to times of its copies and kernels on the host's clock.
-
-    Events give distances in time, not times, and the two clocks drift. Two facts tie them: a step's first copy begins
-    after its launch has, and its last one ends before the host knows. The mapping is shifted when it would break one of
-    these, by the least amount, so its error never exceeds the time of launching and waking up. What drift within a step
-    then leaves out of order is clipped.
+    """A mapping of a step's events to times of its copies and kernels on the host's clock. Events give distances in
+    time, not times, and the two clocks drift. Two facts tie them: a step's first copy begins after its launch has, and
+    its last one ends before the host knows. The mapping is shifted when it would break one of these, by the least
+    amount, so its error never exceeds the time of launching and waking up. What drift within a step then leaves out of
+    order is clipped.
     """
 
     def __init__(self, anchor_ns: int, *, overlap: bool) -> None:
@@ -453,10 +452,9 @@ def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
 
 
 def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Capture `act` as a graph; return it and what `act` returned: tensors that every replay writes again.
-
-    `act` is run before on the same stream, so that what happens only once (compiling, loading, workspaces) is not
-    captured; the graph is replayed after, because its first launch uploads it. Raises what `act` raises.
+    """Capture `act` as a graph; return it and what `act` returned: tensors that every replay writes again. `act` is run
+    before on the same stream, so that what happens only once (compiling, loading, workspaces) is not captured; the
+    graph is replayed after, because its first launch uploads it. Raises what `act` raises.
     """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -49,22 +49,18 @@ def state() -> dict[str, float | str] | None:
 
 
 def _query(*fields: str) -> list[str] | None:
-    """Query nvidia-smi about the current CUDA device."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_identity()}"]
+    """Query nvidia-smi about the current CUDA device, by its id, since CUDA_VISIBLE_DEVICES may have renumbered it."""
+    try:
+        identity = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    except (RuntimeError, AssertionError, AttributeError):
+        identity = "0"
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={identity}"]
     try:
         answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     values = [word.strip() for word in answer.partition("\n")[0].split(",")]
     return values if len(values) == len(fields) else None
-
-
-def _identity() -> str:
-    """Return nvidia-smi's id of the current device, since CUDA_VISIBLE_DEVICES may have renumbered it."""
-    try:
-        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    except (RuntimeError, AssertionError, AttributeError):
-        return "0"
 
 
 def _number(word: str) -> float | str:

@@ -59,18 +59,17 @@ class ModelledMoves:
 
     def __init__(self, copy_ns: CopyNs) -> None:
         self._copy_ns = copy_ns
-        self._free = {Direction.OUT: 0, Direction.IN: 0}  # when each lane has finished its work
-        self._ends: dict[int, int] = {}  # job -> when its last move ends
-        self._moved: list[Moved] = []
+        self._free = dict.fromkeys(Direction, 0)  # when each lane has finished its work
+        self._moved: list[tuple[int, Moved]] = []  # with the job
 
     @property
     def next_ns(self) -> int:
         """The time at which the next transfer ends."""
-        return min((moved.end_ns for moved in self._moved), default=NEVER_NS)
+        return min((moved.end_ns for _, moved in self._moved), default=NEVER_NS)
 
     def before_rows(self, plan: StepPlan, at_ns: int) -> int:
         """Book the transfers before the rows of a plan that could run at `at_ns`; return when the rows can."""
-        ready = max([at_ns, *(self._ends.get(job, 0) for job in plan.awaited)])
+        ready = max([at_ns, *(moved.end_ns for job, moved in self._moved if job in plan.awaited)])
         for at, move in enumerate(plan.transfers):
             if move.job == IN_ORDER and move.direction is not Direction.COPY:
                 ready = self._book(plan, at, ready)
@@ -88,17 +87,14 @@ class ModelledMoves:
         """Record that a plan's copies and rows have the compute lane from `start_ns` to `end_ns`."""
         for at, move in enumerate(plan.transfers):
             if move.direction is Direction.COPY:
-                until_ns = start_ns + self._copy_ns(move.direction, len(move.sources))
-                self._note(plan, at, start_ns, until_ns)
-                start_ns = until_ns
+                start_ns = self._book(plan, at, start_ns)
             elif move.direction is Direction.OUT and move.job != IN_ORDER:
                 self._book(plan, at, end_ns)
 
     def finished(self, now_ns: int) -> list[Moved]:
         """Return the transfers that have ended by now and were not returned before."""
-        over = [moved for moved in self._moved if moved.end_ns <= now_ns]
-        self._moved = [moved for moved in self._moved if moved.end_ns > now_ns]
-        self._ends = {job: end_ns for job, end_ns in self._ends.items() if end_ns > now_ns}
+        over = [moved for _, moved in self._moved if moved.end_ns <= now_ns]
+        self._moved = [entry for entry in self._moved if entry[1].end_ns > now_ns]
         return over
 
     def _book(self, plan: StepPlan, at: int, ready_ns: int) -> int:
@@ -106,11 +102,5 @@ class ModelledMoves:
         move = plan.transfers[at]
         start = max(ready_ns, self._free[move.direction])
         end = self._free[move.direction] = start + self._copy_ns(move.direction, len(move.sources))
-        self._note(plan, at, start, end)
+        self._moved.append((move.job, Moved(plan.step, at, start, end)))
         return end
-
-    def _note(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
-        job = plan.transfers[at].job
-        if job != IN_ORDER:
-            self._ends[job] = max(end_ns, self._ends.get(job, 0))
-        self._moved.append(Moved(plan.step, at, start_ns, end_ns))

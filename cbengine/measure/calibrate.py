@@ -63,7 +63,8 @@ def calibrate(
             raise UsageError(f"{option}: got {tokens}, must be >= {probes.SHORTEST}: shorter steps all cost the same")
     if reach.longest > base.model.max_position:
         raise UsageError(f"--longest: got {reach.longest}, must be <= {base.model.max_position}, model.max_position")
-    room = probes.room(base)
+    whole = int(0.9 * base.options("sync").num_blocks)  # blocks, less what partly filled ones may waste
+    room = max(probes.SHORTEST, whole * base.block_size)
     if setup.device != "cuda" and room < reach.longest:
         short = f"holds {room:,} tokens, less than the longest sequence probed, {reach.longest:,}"
         progress(f"warning: the scenario's cache {short}: the probes have caches of their own")
@@ -255,12 +256,11 @@ class Fit:
 
 def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fit:
     """Return coefficients c >= 0 such that features @ c is about `measured`. Shapes: features [steps, terms], measured
-    [steps] > 0, weights [steps]: the weight of a step's squared error, 1 by default.
-
-    A step's error is relative to what the previous fit predicts, so that short steps matter as much as long ones and
-    the sum over many is unbiased (relative to the measured times, it would come out too small). A step that the
-    operating system disturbed is an outlier and left out: its error exceeds OUTLIER times the median error, and
-    SYSTEMATIC, below which the form itself may be at fault and the error is kept.
+    [steps] > 0, weights [steps]: the weight of a step's squared error, 1 by default. A step's error is relative to what
+    the previous fit predicts, so that short steps matter as much as long ones and the sum over many is unbiased
+    (relative to the measured times, it would come out too small). A step that the operating system disturbed is an
+    outlier and left out: its error exceeds OUTLIER times the median error, and SYSTEMATIC, below which the form itself
+    may be at fault and the error is kept.
     """
     assert len(features) == len(measured)
     root = np.ones(len(measured)) if weights is None else np.sqrt(weights)

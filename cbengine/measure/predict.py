@@ -243,7 +243,12 @@ class Session:
                 if len(_complete(out, loop, ready)) > turn:
                     continue
                 self.progress(f"  measuring {loop}")
-                options = _options(self.device, case, self.overrides, out)
+                base = suite.base(self.device)
+                sets = (part for override in (*case.overrides, *self.overrides) for part in ("--set", override))
+                injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
+                words = ("python", "-m", "cbengine", "replay", base, *sets, "--device", self.device, *injected)
+                overrides, line = (*case.overrides, *self.overrides), shlex.join(words)
+                options = RunOptions(base, overrides, out, window=(0, 1), quiet=True, line=line)
                 _trim(run_command.one_loop(ready, loop, options, servers.maker(setup)).folder)
 
 
@@ -251,21 +256,6 @@ def _coefficient_file(folder: Path, ready: Scenario) -> Path:
     """Return the coefficient file of a model and a family of schedulers."""
     parts = re.findall(r"[a-z0-9.]+", f"{ready.model.name} {ready.scheduler.name.partition('_')[0]}".lower())
     return folder / "calibration" / f"{'-'.join(parts)}.fitted.yaml"
-
-
-def _options(device: str, case: SuiteCase, overrides: Sequence[str], out: Path) -> RunOptions:
-    injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
-    sets = [part for override in (*case.overrides, *overrides) for part in ("--set", override)]
-    return RunOptions(
-        scenario=suite.base(device),
-        overrides=(*case.overrides, *overrides),
-        out=out,
-        window=(0, 1),
-        quiet=True,
-        line=shlex.join(
-            ["python", "-m", "cbengine", "replay", suite.base(device), *sets, "--device", device, *injected]
-        ),
-    )
 
 
 # -- recorded runs ----------------------------------------------------------------------------------------------------

@@ -95,9 +95,8 @@ class ProbeStep(NamedTuple):
 
 
 class EqualStepTimes(NamedTuple):
-    """A comparison of equal decode steps that both loops ran: the median kernel times in seconds over their kinds.
-
-    A step's time begins at an event before its kernels. If the GPU is idle there, as with one step in flight, it waits,
+    """A comparison of equal decode steps that both loops ran: the median kernel times in seconds over their kinds. A
+    step's time begins at an event before its kernels. If the GPU is idle there, as with one step in flight, it waits,
     within that time, for the CPU to issue the rest of the launch; a step launched while the one before it runs does not
     wait. The difference is therefore what synchronous kernel times are too long by.
     """
@@ -186,12 +185,6 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep
         d2h=at["await_end_ns"] - at["compute_end_ns"],
         ahead=False,
     )
-
-
-def room(base: Scenario) -> int:
-    """Return the tokens that a scenario's cache holds, less what partly filled blocks may waste."""
-    options = base.options("sync")
-    return max(SHORTEST, int(0.9 * options.num_blocks) * base.block_size)
 
 
 def probes(reach: Reach, *, quick: bool) -> list[Probe]:

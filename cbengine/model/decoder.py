@@ -29,10 +29,9 @@ class Layer:
 
 
 class Model:
-    """A decoder with its weights. Sequences are at most `positions` tokens long.
-
-    `tensors` has the names and shapes of `weights.expected` and is emptied, a layer at a time, so that the parts of a
-    joined matrix are freed before the next is made. Nothing requires a gradient.
+    """A decoder with its weights. Sequences are at most `positions` tokens long. `tensors` has the names and shapes of
+    `weights.expected` and is emptied, a layer at a time, so that the parts of a joined matrix are freed before the next
+    is made. Nothing requires a gradient.
     """
 
     def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], ops: TorchOps, positions: int) -> None:
@@ -66,7 +65,6 @@ class Model:
 
 def rotation(architecture: Architecture, positions: int) -> Tensor:
     """Return cosines and sines of every position and pair of a head: float32 [positions, 2, head_dim / 2], on the CPU.
-
     They are computed in float32 as in transformers, because models are trained with its rounding of the angles.
     """
     exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
@@ -78,10 +76,9 @@ def rotation(architecture: Architecture, positions: int) -> Tensor:
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`).
-
-    A wave that turns more than high_freq_factor times over the original context stays, one that turns less than
-    low_freq_factor times is stretched by `factor`; in between the two are mixed, linearly in the number of turns.
+    """Return Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`). A wave that turns more than
+    high_freq_factor times over the original context stays, one that turns less than low_freq_factor times is stretched
+    by `factor`; in between the two are mixed, linearly in the number of turns.
     """
     turns = scaling.original_max_position / (2 * math.pi / frequencies)
     unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

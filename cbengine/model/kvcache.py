@@ -35,9 +35,8 @@ def pages_of(architecture: ModelShape, groups: Sequence[LayerGroup]) -> int:
 class KvCache:
     """A KV cache, `keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with
     groups of layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], where a block has as many `pages` as
-    the largest group has layers, whichever group uses it.
-
-    The last block is scratch: rows that only pad a step read and write it. Raises DeviceMemoryError.
+    the largest group has layers, whichever group uses it. The last block is scratch: rows that only pad a step read and
+    write it. Raises DeviceMemoryError.
     """
 
     def __init__(
@@ -138,10 +137,9 @@ def too_large(host_blocks: int, size: int) -> str:
 class Carrier:
     """A carrier copies whole blocks, one after the other; between cache and host each passes through one staging block
     beside the cache. On a GPU everything is queued on the current stream, without waiting. Every block uses the same
-    staging block, so all work of one carrier has to be on one stream.
-
-    Between cache and host a block takes three copies, two of them beside the cache. The CPU queues each, and the link
-    is idle during those two. The cost of that has not been measured.
+    staging block, so all work of one carrier has to be on one stream. Between cache and host a block takes three
+    copies, two of them beside the cache. The CPU queues each, and the link is idle during those two. The cost of that
+    has not been measured.
     """
 
     def __init__(self, cache: KvCache, host: Tensor | None) -> None:

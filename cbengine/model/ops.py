@@ -14,12 +14,11 @@ from cbsim.policy.groups import FULL, Attention, Sight
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A step's ragged batch. Query tokens of all rows lie one after the other, T in all, R rows.
-
-    The first `decodes` rows have one query token each; the others have `longest` at most. Integer tensors are int32 on
-    the device unless noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys and
-    values included, so its query token i sees the cache up to position kv_tokens - queries + i. Entries of a table that
-    no query token of the layer sees may name any block.
+    """A step's ragged batch. Query tokens of all rows lie one after the other, T in all, R rows. The first `decodes`
+    rows have one query token each; the others have `longest` at most. Integer tensors are int32 on the device unless
+    noted. A row's query tokens are the last ones of its `kv_tokens` cached tokens, their own keys and values included,
+    so its query token i sees the cache up to position kv_tokens - queries + i. Entries of a table that no query token
+    of the layer sees may name any block.
     """
 
     tables: Tensor  # [slots, width]: block table of every slot

@@ -94,12 +94,10 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Draw the weights that `expected` lists; each follows from the seed, its name and shape, and the kind of device.
-    Raises DeviceMemoryError.
-
-    Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those that end a branch are
-    divided by the root of the number of branches, so that the residual stream ends at about 1 however deep the model
-    is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text follows from its context
-    more than from its last token and does not repeat itself.
+    Raises DeviceMemoryError. Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those
+    that end a branch are divided by the root of the number of branches, so that the residual stream ends at about 1
+    however deep the model is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text
+    follows from its context more than from its last token and does not repeat itself.
     """
     _fits(architecture, dtype, device)
     tensors = {}

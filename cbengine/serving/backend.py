@@ -59,10 +59,8 @@ class EngineServer(Measured):
 
 class EngineBackend(Backend):
     """A session of the engine (cbsim.http.backend.Backend). `ends` are the model's end tokens. Raises the errors of
-    building an engine.
-
-    A stop token among the first `min_tokens` tokens is an ordinary token: the engine masks no logits. A request's seed
-    fixes its draws: they are the same in any session.
+    building an engine. A stop token among the first `min_tokens` tokens is an ordinary token: the engine masks no
+    logits. A request's seed fixes its draws: they are the same in any session.
     """
 
     def __init__(

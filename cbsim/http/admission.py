@@ -19,10 +19,8 @@ Abort = Callable[[], None]
 
 class ClientStream(Stream):
     """A stream of this endpoint. It counts in the controller's sums: while it is queued, until it ends, until it is
-    released.
-
-    If `stopped`, a stop string has ended its text, and its end is not an abort. Once it is `cut`, none of its tokens
-    are stored.
+    released. If `stopped`, a stop string has ended its text, and its end is not an abort. Once it is `cut`, none of its
+    tokens are stored.
     """
 
     __slots__ = ("abort", "admission", "cut", "queued", "stopped")
@@ -81,7 +79,6 @@ class ClientStream(Stream):
 
 class AdmissionController:
     """A controller that accepts or rejects (503) requests, and cancels those whose client has gone; one per session.
-
     Limits: open streams, queued requests, queued prompt tokens. While `closing`, every request is rejected. Sums over
     streams: `open` have not ended, `queued` have not begun, `unread` tokens were not read; `slow` ones were cut,
     because their clients read too slowly.
@@ -129,9 +126,6 @@ class AdmissionController:
         self.abandon(streams)
         for stream in streams:
             stream.release()
-
-    def cancel_all(self) -> None:
-        self.abandon([*self.streams.values()])
 
     def bound(self, stream: ClientStream) -> None:
         """Cut this stream if it exceeds its bound; else the sum of all exceeds its own, and the stream with the most

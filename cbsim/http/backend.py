@@ -69,10 +69,9 @@ UNMETERED = Meter()
 
 
 class Stream:
-    """The tokens of a request: put by the server, taken by one reader, later or never.
-
-    Ids that were not taken are buffered, so a server is never blocked. `finish` is None until the end; then `stop`,
-    `length`, `abort` (cancelled) or `error`, whose message is in `error`.
+    """The tokens of a request: put by the server, taken by one reader, later or never. Ids that were not taken are
+    buffered, so a server is never blocked. `finish` is None until the end; then `stop`, `length`, `abort` (cancelled)
+    or `error`, whose message is in `error`.
     """
 
     __slots__ = (

@@ -18,10 +18,9 @@ LINGER_S, LINGER_BYTES = 1.0, 64 << 20
 
 class Connection(HttpToolsProtocol):
     """A connection with deadlines for a request's head and body to arrive and for a full socket to be read, and a bound
-    of the head's size. A connection that exceeds one is closed, with an error if no answer was under way.
-
-    A socket that is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to
-    an incomplete request the rest is read and dropped for a while, except for a connection above the limit.
+    of the head's size. A connection that exceeds one is closed, with an error if no answer was under way. A socket that
+    is closed while bytes are unread resets, and the client may lose its answer. So after a last answer to an incomplete
+    request the rest is read and dropped for a while, except for a connection above the limit.
     """
 
     def __init__(self, config: Config, state: ServerState, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:

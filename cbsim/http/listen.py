@@ -97,7 +97,7 @@ async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -
     door.close()
     await _first(work, stop.hurried, app.settings.grace_s)
     cut = app.admission.open
-    app.admission.cancel_all()
+    app.admission.abandon([*app.admission.streams.values()])
     try:
         await work
     finally:

@@ -152,9 +152,8 @@ def _fold(
 
 @triton.jit
 def _attend(q, cache, low, whole, clear, bounds, scale, sizes: tl.constexpr):
-    """Compute (outputs [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds.
-
-    `low` <= `whole` <= `clear` are multiples of n; every query sees everything from the second to the third.
+    """Compute (outputs [m, width], log-sums [m] in base 2) of the positions from `low` to the end of the bounds. `low`
+    <= `whole` <= `clear` are multiples of n; every query sees everything from the second to the third.
     """
     m: tl.constexpr = sizes.m
     width: tl.constexpr = sizes.width

@@ -128,11 +128,10 @@ def _silu_mul(gate_up, out, inner: tl.constexpr, span: tl.constexpr):
 
 
 class TritonOps(TorchOps):
-    """The operations as Triton kernels, for one stream: its scratch memory is shared by all calls.
-
-    A row of few heads is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are
-    busy. Kernels compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph.
-    Explicit tiles and numbers of splits, a power of two, are for measuring alternatives to the defaults.
+    """The operations as Triton kernels, for one stream: its scratch memory is shared by all calls. A row of few heads
+    is split over its cached tokens until the `multiprocessors` (None: the current CUDA device's) are busy. Kernels
+    compile, and scratch is allocated, on the first call of a shape: call once before capturing a graph. Explicit tiles
+    and numbers of splits, a power of two, are for measuring alternatives to the defaults.
     """
 
     def __init__(
