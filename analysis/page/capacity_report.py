@@ -114,13 +114,21 @@ def read(path: Path) -> Capacity:
 
 def build(capacity: Capacity, command: str) -> Report:
     """Return the report of one search."""
+    disorder = "A larger load does better than a smaller one: there is no single capacity."
+    caveats = [] if capacity.monotone else [Caveat("not monotone", "", disorder)]
+    header = (capacity.field, "verdict", "runs", "requests", *capacity.conditions, "why")
+    rows = []
+    for probe in capacity.probes:
+        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
+        rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
+    note = "Mean over the runs of a load, and the interval that decides."
     return Report(
         title=f"Capacity of {capacity.title}",
         question=f"Up to which {capacity.field} does {' and '.join(capacity.conditions)} hold?",
         sources=(),
-        caveats=_caveats(capacity),
+        caveats=[*caveats, *(Caveat("search", "", notice) for notice in capacity.notices)],
         findings=_findings(capacity),
-        tables=[_table(capacity)],
+        tables=[Table("Loads", header, rows, note)],
         charts=[figure(capacity)],
         command=command,
         data={"points": len(capacity.probes), "holds": capacity.holds, "fails": capacity.fails},
@@ -140,23 +148,6 @@ def _findings(capacity: Capacity) -> list[str]:
     if capacity.binds:
         sentences.append(f"What binds: {'; '.join((capacity.binds.word, *capacity.binds.sentences))}.")
     return sentences
-
-
-def _caveats(capacity: Capacity) -> list[Caveat]:
-    made = [Caveat("search", "", notice) for notice in capacity.notices]
-    if not capacity.monotone:
-        reason = "A larger load does better than a smaller one: there is no single capacity."
-        made.insert(0, Caveat("not monotone", "", reason))
-    return made
-
-
-def _table(capacity: Capacity) -> Table:
-    header = (capacity.field, "verdict", "runs", "requests", *capacity.conditions, "why")
-    rows = []
-    for probe in capacity.probes:
-        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
-        rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
-    return Table("Loads", header, rows, "Mean over the runs of a load, and the interval that decides.")
 
 
 def _cell(probe: Probe, check: Check) -> str:

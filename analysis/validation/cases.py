@@ -197,17 +197,13 @@ def _replay(run: LoadedRun) -> ReplayOutcome:
 
 
 def _cut_short(folder: Path) -> Iterator[Caveat]:
-    for path in (path for kind in KINDS for path in _folders(folder / kind)):
-        if (path / MARKER).exists():
-            where = path.relative_to(folder).as_posix()
-            yield Caveat("incomplete", folder.name, f"{where} is incomplete and left out: {_reason(path / MARKER)}")
-
-
-def _reason(marker: Path) -> str:
-    try:
-        return marker.read_text(errors="replace").strip() or "no reason was written"
-    except OSError:
-        return "its reason cannot be read"
+    for path in (path for kind in KINDS for path in _folders(folder / kind) if (path / MARKER).exists()):
+        try:
+            reason = (path / MARKER).read_text(errors="replace").strip() or "no reason was written"
+        except OSError:
+            reason = "its reason cannot be read"
+        where = path.relative_to(folder).as_posix()
+        yield Caveat("incomplete", folder.name, f"{where} is incomplete and left out: {reason}")
 
 
 def _runs(folder: Path, kind: str) -> list[LoadedRun]:

@@ -55,14 +55,14 @@ def build(validation: DeviceCases, command: str) -> Report:
 def sources(case: ValidationCase, validation: DeviceCases) -> list[Source]:
     """Return every run's source entry; what a case's runs share is in its first simulated and first measured one."""
     first = [next(run for run in case.runs if run.measured is measured) for measured in (True, False)]
-    return [_source(run, run.path.relative_to(validation.folder).as_posix(), whole=run in first) for run in case.runs]
-
-
-def _source(run: LoadedRun, folder: str, *, whole: bool) -> Source:
-    kind = f"measured on {run.environment.get('device')}" if run.measured else SIMULATED
-    scenario = documents.write(dict(run.scenario)) if whole and not run.measured else ""
-    environment = json.dumps(run.environment, indent=2) if whole and run.measured else ""
-    return Source(run.label, folder, kind, (), scenario, environment, str(run.environment.get("command", "")))
+    made = []
+    for run in case.runs:
+        kind = f"measured on {run.environment.get('device')}" if run.measured else SIMULATED
+        scenario = documents.write(dict(run.scenario)) if run in first and not run.measured else ""
+        environment = json.dumps(run.environment, indent=2) if run in first and run.measured else ""
+        folder, command = run.path.relative_to(validation.folder).as_posix(), str(run.environment.get("command", ""))
+        made.append(Source(run.label, folder, kind, (), scenario, environment, command))
+    return made
 
 
 def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:

@@ -27,7 +27,7 @@ from cbsim.sweeps.store import Runs, Store
 from cbsim.sweeps.work import Executor
 
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
-"""A word for the subject of a sentence of cbsim.runs.binding; any other cause of waiting is called the queue."""
+"""A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
 
 class Limit(NamedTuple):
@@ -265,22 +265,22 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
         steps.probes,
         None if fails is None else _limit(fails),
         tuple(_disorder(steps.probes, terms)),
-        (*steps.notices, *_equal(steps.probes), *_few(steps.probes)),
+        (*steps.notices, *_notices(steps.probes)),
     )
 
 
-def _few(probes: Sequence[Probe]) -> list[str]:
+def _notices(probes: Sequence[Probe]) -> list[str]:
+    """Return a notice if replicates are all the same, so that the confidence is meaningless, and one for each
+    percentile that runs are too short for.
+    """
+    known = [at for each in probes for at in each.intervals]
+    still = known and all(at.low == at.high for at in known)
+    equal = ["replicates are equal: nothing in them is random, another seed changes nothing"] if still else []
     names = dict.fromkeys(name for each in probes for name in each.few)
     least = min(each.requests // each.replicates for each in probes)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
-    return [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
-
-
-def _equal(probes: Sequence[Probe]) -> list[str]:
-    """Return a notice if replicates are all the same, so that the confidence is meaningless."""
-    known = [at for each in probes for at in each.intervals]
-    still = known and all(at.low == at.high for at in known)
-    return ["replicates are equal: nothing in them is random, another seed changes nothing"] if still else []
+    few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
+    return [*equal, *few]
 
 
 VERDICTS = {True: "holds", False: "fails", None: "undecided"}

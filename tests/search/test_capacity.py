@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.holding import base
 
-from cbsim.runs import binding
+from cbsim.runs import result
 from cbsim.scenario.scenario import Scenario
 from cbsim.search import capacity
 from cbsim.search import probe as terms
@@ -209,8 +209,8 @@ def test_short_runs_and_equal_ones_are_said() -> None:
 
 
 def test_words_for_what_binds_are_those_of_the_sentences() -> None:
-    """Every cause that binding.py can begin a sentence with is a key here, or one of the queue's."""
-    source = Path(binding.__file__).read_text()
+    """Every cause that result.py can begin a sentence with is a key here, or one of the queue's."""
+    source = Path(result.__file__).read_text()
     assert [cause for cause in CAUSES if f"{cause}: " not in source and f'"{cause}"' not in source] == []
     found = sought(Known(lambda value, _: value / 20))
     assert found.binds is not None
