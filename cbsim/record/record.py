@@ -99,7 +99,7 @@ class TransferLog:
 
 
 class Sink(Protocol):
-    """A receiver of the tables of a long run while it is under way (pieces.py)."""
+    """A receiver of the tables of a long run while it is under way (directory.Pieces)."""
 
     def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
         """Take the next steps, and requests as they are after them. A later row of a request replaces earlier ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,16 +60,8 @@ def test_latencies_by_hand() -> None:
     TTFT 35, TPOT (70 - 40) / 3, E2E 65, normalized 65 / 4; queue 20 - 10, prefill 40 - 20, decode 70 - 40."""
     row = request(0, [3, 4], at=5, queued_ns=10 * MS, first_step=2)
     summary = summary_of([row], TEN)
-    expected = {
-        "ttft_s": 0.035,
-        "tpot_s": 0.010,
-        "e2e_s": 0.065,
-        "normalized_latency_s": 0.065 / 4,
-        "queue_s": 0.010,
-        "prefill_s": 0.020,
-        "decode_s": 0.030,
-        "itl_s": 0.010,
-    }
+    expected = {"ttft_s": 0.035, "tpot_s": 0.010, "e2e_s": 0.065, "normalized_latency_s": 0.065 / 4}
+    expected |= {"queue_s": 0.010, "prefill_s": 0.020, "decode_s": 0.030, "itl_s": 0.010}
     assert {name: summary[name]["mean"] for name in expected} == pytest.approx(expected)
     assert summary["itl_s"]["n"] == 3
 
@@ -239,16 +230,8 @@ def test_waste_by_hand() -> None:
     )
     rows = [request(0, [0, 1], prompt_tokens=40, cached_tokens=30), request(1, [], prompt_tokens=99)]
     summary = summary_of(rows, steps)
-    expected = {
-        "computed_tokens": 64,
-        "padding_tokens": 14,
-        "padding_share": 14 / 64,
-        "recomputed_tokens": 8,
-        "wasted_rows": 2,
-        "preemptions": 1,
-        "prefix_hit_tokens": 30,
-        "prefix_hit_rate": 0.75,
-    }
+    expected = {"computed_tokens": 64, "padding_tokens": 14, "padding_share": 14 / 64, "recomputed_tokens": 8}
+    expected |= {"wasted_rows": 2, "preemptions": 1, "prefix_hit_tokens": 30, "prefix_hit_rate": 0.75}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
 
 
@@ -336,16 +319,9 @@ def leaves(value: Any, path: str = "") -> dict[str, float]:
 def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() -> None:
     """A real run with SLOs and a price: the names that --check knows and the numbers in its summary are the same, but
     for those left out on purpose."""
-    asked = Scenario.model_validate(
-        {
-            "question": "Is everything named?",
-            "model": "llama-3.1-8b",
-            "hardware": "h200-sxm",
-            "workload": {"kind": "synthetic", "requests": 20, "prompt_tokens": 50, "output_tokens": 8},
-            "cost": {"kind": "roofline"},
-        },
-        context={"base": Path()},
-    )
+    workload = {"kind": "synthetic", "requests": 20, "prompt_tokens": 50, "output_tokens": 8}
+    machine = {"model": "llama-3.1-8b", "hardware": "h200-sxm", "cost": {"kind": "roofline"}}
+    asked = Scenario.model_validate({"question": "Is everything named?", "workload": workload, **machine})
     load = generators.build(asked)
     server = simulate.machine(asked, "async", load)
     simulate.run(server)

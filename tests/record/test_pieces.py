@@ -24,17 +24,12 @@ from cbsim.scenario.scenario import Scenario
 TABLES = ("steps.parquet", "requests.parquet", "summary.json", "timeline.json.gz")
 FEW = {"workload": {"kind": "synthetic", "requests": 4, "prompt_tokens": 300, "output_tokens": 5}}
 LEFT_BEHIND = {"steps", "requests", "pieces.json"}
+PROMPTS, OUTPUTS = ({"uniform": {"low": low, "high": high}} for low, high in ((20, 400), (1, 60)))
+LENGTHS = {"prompt_tokens": PROMPTS, "output_tokens": OUTPUTS}
+CLOSED = {"kind": "synthetic", "requests": 40, "arrivals": {"kind": "closed_loop", "users": 9}, **LENGTHS}
 CALLS: Mapping[str, Any] = {  # preemptions and refusals; a closed loop that starts over at every end
     "open": {},
-    "closed": {
-        "workload": {
-            "kind": "synthetic",
-            "requests": 40,
-            "prompt_tokens": {"uniform": {"low": 20, "high": 400}},
-            "output_tokens": {"uniform": {"low": 1, "high": 60}},
-            "arrivals": {"kind": "closed_loop", "users": 9},
-        }
-    },
+    "closed": {"workload": CLOSED},
     "static": {"scheduler": {"name": "static", "batch_size": 5}},
 }
 

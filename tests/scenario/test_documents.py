@@ -89,9 +89,8 @@ def test_what_is_accepted_can_be_read_again(tmp_path: Path) -> None:
     assert result.status == 0, result.err
     (resolved,) = tmp_path.glob("out/*/scenario.resolved.yaml")
     assert len(documents.read(resolved).data["workload"]["prompt_tokens"]["empirical"]["values"]) == 5000
-    result = served(
-        tmp_path, SMALL.replace("{uniform: {low: 20, high: 90}}", f"{{empirical: {{values: [{'1, ' * 5001}]}}}}")
-    )
+    sample = f"{{empirical: {{values: [{'1, ' * 5001}]}}}}"
+    result = served(tmp_path, SMALL.replace("{uniform: {low: 20, high: 90}}", sample))
     assert "workload.prompt_tokens.empirical.values: got [1, 1" in result.err
     assert "needs at most 5000 entries" in result.err
 
@@ -139,14 +138,12 @@ def test_a_path_or_name_that_cannot_be_looked_up(tmp_path: Path, override: str, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_scenario_by_a_name_too_long() -> None:
-    """The argument is a path like any other."""
-    refused(call("run", LONG), 2, "cbsim: xxx", TOO_LONG)
-    refused(call("run", f"{LONG}.yaml"), 2, "cbsim: xxx", TOO_LONG)
-
-
 def test_a_long_file_name_still_names_its_run(tmp_path: Path) -> None:
-    """The default name is the file's, cut so that the run directory can carry it too."""
+    """The default name is the file's, cut so that the run directory can carry it too; a name too long is a path like
+    any other.
+    """
+    for name in (LONG, f"{LONG}.yaml"):
+        refused(call("run", name), 2, "cbsim: xxx", TOO_LONG)
     path = tmp_path / f"{'x' * 250}.yaml"
     path.write_text(SMALL)
     assert call("run", path, "--out", tmp_path / "out", "--quiet").status == 0

@@ -27,6 +27,9 @@ QWEN3_MOE = {**LLAMA, **SMALLER, **EXPERTS, **QWEN3, "mlp_only_layers": []}
 QWEN3_MOE |= {"use_sliding_window": False, "sliding_window": None}
 
 
+FIVE_OF_SIX = (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 2
+
+
 def written(folder: Path, config: dict[str, Any] | str, **fields: Any) -> Path:
     """A folder with this config.json, some fields of it changed; ... takes one away."""
     folder.mkdir(exist_ok=True)
@@ -87,12 +90,7 @@ def test_the_name_of_a_cached_model_is_that_of_its_repository(tmp_path: Path) ->
         ({"model_type": "mistral", "sliding_window": 131_072}, {"attention": ("full",)}),
         ({"model_type": "phi3", "sliding_window": 2047}, {"attention": ("sliding 2047",)}),
         (
-            {
-                "model_type": "qwen3",
-                "use_sliding_window": True,
-                "sliding_window": 1024,
-                "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 2,
-            },
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 1024, "layer_types": FIVE_OF_SIX},
             {"attention": ("sliding 1024",) * 5 + ("full",)},
         ),
     ],
@@ -181,13 +179,8 @@ def test_only_small_regular_files_are_read(tmp_path: Path) -> None:
 
 QWEN3_8B = LLAMA | {"model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
 QWEN3_8B |= {"max_position_embeddings": 40960, "head_dim": 128}
-FP8 = {  # Qwen/Qwen3-8B-FP8
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
-}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8["modules_to_not_convert"] = ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]  # Qwen3-8B-FP8
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.1}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": None}
 

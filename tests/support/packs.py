@@ -28,18 +28,9 @@ EXPERTS, PER_TOKEN = 8, 2
 BLOCK_BYTES = 16 * 2 * LAYERS * 2 * 16 * BYTES  # 16 tokens, keys and values, 2 heads of 16
 GIB = 2**30
 STARTED_S = 1000.0  # when the recorded engine's clock said so, its first request was queued
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
+WIDTHS = {"hidden_size": HIDDEN, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512}
+HEADS = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = {"model_type": "llama", "max_position_embeddings": 4096, "torch_dtype": "bfloat16", **WIDTHS, **HEADS}
 MOE = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": 32}
 SEQUENCE = {
     "prologue": ["embedding"],
