@@ -87,8 +87,7 @@ class SarathiSettings(ServeSettings):
     """Sarathi: everybody decodes in every step, and chunks of prompts fill it up."""
 
     name: str = "sarathi"
-    chunk_size: Annotated[Count, STEP_TOKENS] = 512
-    """Tokens up to which chunks of prompts fill a step, decoding rows included."""
+    chunk_size: Annotated[Count, STEP_TOKENS] = 512  #: Tokens of a step: decoding rows, then as many of prompt chunks.
     enable_dynamic_chunking_schedule: Annotated[bool, InProbe(False)] = False
     """Chunks that become smaller the further a prompt has been read, in place of chunk_size."""
     low_chunk_size: ProbeCount = None  #: With the schedule: the last chunk size.

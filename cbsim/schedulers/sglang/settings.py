@@ -43,8 +43,7 @@ class SglangSettings(Settings):
     context_length: Annotated[Count | None, Solved("the model's"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's."""
     disable_radix_cache: Annotated[bool, InProbe(True)] = False  #: Keep nothing of requests that are over.
-    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = "lru"
-    """Who leaves the cache first."""
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = "lru"  #: Eviction order.
     enable_priority_scheduling: bool = False  #: Requests have priorities; with fcfs and lof only.
     disable_priority_preemption: bool = False  #: With priorities: nobody loses its place to a more urgent request.
     schedule_low_priority_values_first: bool = False  #: With priorities: low values are urgent; else high ones.
@@ -52,8 +51,7 @@ class SglangSettings(Settings):
     """With priorities: by how much a request must be more urgent than those that it preempts."""
     retraction_policy: Literal["length", "priority"] = "length"
     """Who keeps its place when decoding runs out of memory: those with most outputs, or the most urgent before them."""
-    prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
-    """Requests in a prefill batch; null: no limit of its own."""
+    prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None  #: Requests in a prefill batch; null: any.
     prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0  #: Passes without a prefill after each prefill.
     max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
     """Requests that may wait; whoever comes then is refused. null: no limit."""

@@ -63,8 +63,7 @@ class TgiSettings(Settings):
     """text-generation-inference v3: prompts are prefilled alone and joined to the batch, all tokens reserved."""
 
     name: str = "tgi"
-    max_batch_prefill_tokens: Annotated[Count, PROMPT_TOKENS] = 4096
-    """Query tokens in a step of prompts; a longer prompt is refused."""
+    max_batch_prefill_tokens: Annotated[Count, PROMPT_TOKENS] = 4096  #: Prompt tokens a step; a longer one is refused.
     max_batch_total_tokens: Annotated[Count | None, Solved("tokens of the cache"), DEFAULT_IN_PROBE] = None
     """Tokens of all that run, prompts and limits together; null: as many as the cache holds."""
     waiting_served_ratio: Annotated[float, AtLeast(0), InProbe(0.0)] = 0.3
@@ -101,8 +100,7 @@ class BeamSettings(Settings):
     """Beam search: every request is answered by the best of several texts that grow side by side."""
 
     name: str = "beam"
-    num_beams: Annotated[Count, InProbe(1)] = 4
-    """Texts of a request; each is a request of the workload, with a row of its own."""
+    num_beams: Annotated[Count, InProbe(1)] = 4  #: Texts of a request, each a request of the workload with its own row.
     max_num_seqs: Annotated[Count, SLOTS] = 256  #: Texts that may run, all beams counted.
     max_num_batched_tokens: Annotated[Count, STEP_TOKENS] = 2048  #: Query tokens in a step.
 
@@ -148,8 +146,7 @@ class ContiguousSettings(Settings):
         Count | None, Solved("the model's, or the largest piece of the cache"), DEFAULT_IN_PROBE
     ] = None
     """Longest sequence, tokens; null: the model's, capped by the largest piece of the cache."""
-    enable_chunked_prefill: Annotated[bool, DEFAULT_IN_PROBE] = True
-    """May a prompt be prefilled over several steps? Orca's are not."""
+    enable_chunked_prefill: Annotated[bool, DEFAULT_IN_PROBE] = True  #: May prompts take several steps? Orca's do not.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

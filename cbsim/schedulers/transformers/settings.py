@@ -42,8 +42,7 @@ class TransformersSettings(Settings):
     safety_margin: Annotated[Share | None, Solved("that of {name}")] = None
     """Share of the blocks kept free from prefills; null: 0.15 for fifo, 0 for prefill_first."""
     allow_block_sharing: bool = True  #: Share the blocks of common prefixes.
-    cpu_offload_gib: Gib = 0.0
-    """Memory of the host for the KV of requests that lost their blocks, GiB; their cpu_offload_space."""
+    cpu_offload_gib: Gib = 0.0  #: Host memory, GiB, for KV of requests that lost their blocks; their cpu_offload_space.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,11 +72,9 @@ class VllmSettings(Settings):
     cpu_bytes_to_use: Annotated[Count | None, Solved("SimpleCPUOffloadConnector"), DEFAULT_IN_PROBE] = None
     """Memory of the host for it, bytes, all GPUs together; null: 8 GiB with simple_cpu; offloading has to be told."""
     lazy_offload: Annotated[bool, DEFAULT_IN_PROBE] = False
-    """simple_cpu: store blocks only when they are about to be handed out again."""
-    blocks_per_chunk: Annotated[Count, DEFAULT_IN_PROBE] = 1
-    """offloading: blocks that are stored, found and evicted together."""
-    eviction_policy: Annotated[Literal["lru", "arc"], DEFAULT_IN_PROBE] = "lru"
-    """offloading: who leaves the host first."""
+    """simple_cpu: store blocks just before they are handed out."""
+    blocks_per_chunk: Annotated[Count, DEFAULT_IN_PROBE] = 1  #: offloading: blocks stored, found and evicted together.
+    eviction_policy: Annotated[Literal["lru", "arc"], DEFAULT_IN_PROBE] = "lru"  #: offloading: who leaves first.
     offload_prompt_only: Annotated[bool, DEFAULT_IN_PROBE] = True  #: offloading: outputs are not stored.
     reserve_output: bool = False
     """Not vLLM's: admit a request only if the cache could hold all outputs to their limits, so nobody is preempted."""
