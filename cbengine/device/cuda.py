@@ -159,8 +159,6 @@ class Cuda:
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
         transfers = bool(plan.transfers or plan.awaited)
@@ -195,8 +193,6 @@ class Cuda:
             marks.done.record(self._d2h)
         if transfers:
             self._moves.after_rows(plan, marks.end)
-
-    # -- before the first step ----------------------------------------------------------------------------------------
 
     def _allocate(self, depth: int) -> None:
         torch.cuda.empty_cache()  # cached memory left over from building the weights
@@ -336,9 +332,6 @@ def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:
     return listed
 
 
-# -- times ------------------------------------------------------------------------------------------------------------
-
-
 class Timeline:
     """A mapping of a step's events to times of its copies and kernels on the host's clock. Events give distances in
     time, not times, and the two clocks drift. Two facts tie them: a step's first copy begins after its launch has, and
@@ -375,9 +368,6 @@ class Timeline:
         d2h_start = max(end, last.d2h_end_ns)
         self._last = Lanes(h2d_start, h2d_end, start, end, d2h_start, clipped(at[4], d2h_start))
         return self._last
-
-
-# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 class Watchdog:

@@ -160,9 +160,6 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-# -- cores ------------------------------------------------------------------------------------------------------------
-
-
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

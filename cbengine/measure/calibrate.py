@@ -234,9 +234,6 @@ def check_writable(path: Path) -> None:
             path.unlink()
 
 
-# -- the fit ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Fit:
     """A linear form through `used` of `steps` steps. Errors are shares of the time: median, p95, of the sum."""

@@ -258,9 +258,6 @@ def _coefficient_file(folder: Path, ready: Scenario) -> Path:
     return folder / "calibration" / f"{'-'.join(parts)}.fitted.yaml"
 
 
-# -- recorded runs ----------------------------------------------------------------------------------------------------
-
-
 def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
     """Return the complete runs of this loop. Raises UsageError for one of another scenario."""
     complete = [path for path, summary in _runs(out) if summary["loop"] == loop]
@@ -309,9 +306,6 @@ def _trim(path: Path) -> None:
         shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 
 
-# -- predicting -------------------------------------------------------------------------------------------------------
-
-
 def predictable(scenario: Scenario, coefficients: Mapping[str, Any], injected_ms: float) -> Scenario:
     """Return the scenario with the measured coefficients, and the injected work in the phase that was made longer."""
     cpu: dict[str, Any] = {name: dict(terms) for name, terms in coefficients["cpu"].items()}
@@ -336,9 +330,6 @@ def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, An
         _trim(path)
     summaries: dict[str, Any] = json.loads(done.stdout)
     return summaries
-
-
-# -- scores -----------------------------------------------------------------------------------------------------------
 
 
 def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[str, Score]]:

@@ -275,9 +275,6 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     return ready
 
 
-# -- equal steps of both loops ----------------------------------------------------------------------------------------
-
-
 def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
     """Compare runs of the same scenarios, (synchronous, asynchronous); None if they have no decode step in common."""
     of_sync: Kinds = {}

@@ -89,9 +89,6 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-# -- drawn ------------------------------------------------------------------------------------------------------------
-
-
 def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Draw the weights that `expected` lists; each follows from the seed, its name and shape, and the kind of device.
     Raises DeviceMemoryError. Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those
@@ -128,9 +125,6 @@ def _fits(architecture: Architecture, dtype: torch.dtype, device: torch.device) 
     if free is not None and needed > free:
         weights = f"its weights take {needed:,} bytes, {free:,} are free on {device}"
         raise DeviceMemoryError(f"model {architecture.name}: {weights}")
-
-
-# -- read -------------------------------------------------------------------------------------------------------------
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, dict[str, Tensor]]:
@@ -209,9 +203,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of such a folder. Raises WeightsError."""
     return files.read_json(path, WeightsError, MOST_JSON_BYTES)
-
-
-# -- config.json ------------------------------------------------------------------------------------------------------
 
 
 def architecture(folder: Path) -> Architecture:

@@ -97,8 +97,6 @@ class EngineBackend(Backend):
         load = self._reporter.load
         return replace(load, waiting=max(0, len(self._streams) - load.running))
 
-    # -- requests
-
     def submit(self, stream: Stream) -> None:
         at_ns = self._stamp()
         stream.arrive(at_ns / NS)
@@ -135,8 +133,6 @@ class EngineBackend(Backend):
             requested = f"{len(ids)} tokens of prompt and {tokens} of answer"
             raise UsageError(f"max_tokens: {requested} are asked for, expected at least 1 of answer and {most} in all")
         return np.array(ids, dtype=np.int32)
-
-    # -- the engine's thread
 
     async def run(self) -> None:
         """Run the engine's thread to its end; when cancelled, end it after the step under way, as a failed server."""

@@ -162,8 +162,6 @@ class Reporter:
             self._landed = []
             self._report(Happened(now_ns, over, tokens, self._ends()))
 
-    # -- reports
-
     def _new(self, spec: RequestSpec) -> list[int]:
         """Return a request's new tokens: until its end only those that policy has seen; a cancelled one has no more."""
         if spec not in self._emitted:

@@ -34,8 +34,6 @@ class Connection(HttpToolsProtocol):
         self._api_error: ApiError | None = None
         self._to_drop: int | None = None  # bytes left to drop, once it lingers
 
-    # -- from the transport
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
@@ -86,8 +84,6 @@ class Connection(HttpToolsProtocol):
             self._close(ApiError(503, "the server is shutting down", retry_s=self._settings.retry_s))
         else:
             super().shutdown()
-
-    # -- from the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -152,8 +148,6 @@ class Connection(HttpToolsProtocol):
         self._to_drop -= size
         if self._to_drop < 0:
             self.shut()
-
-    # -- bounds
 
     @property
     def _too_large(self) -> ApiError:

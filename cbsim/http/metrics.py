@@ -135,8 +135,6 @@ class VllmMeter(Meter, Collector):
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
-    # -- families, when they are read
-
     def collect(self) -> Iterator[Metric]:
         own = {"model_name": self._server.model, "engine": ENGINE}
         yield from (_family(GaugeMetricFamily, *gauge) for gauge in self._gauges(own))

@@ -145,8 +145,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._sound.send(b".")
         self._echo.recv(1)
 
-    # -- operations that virtual time does not support
-
     def _check_threads(self) -> None:
         """Raise VirtualTimeError if a thread has been working for longer than PATIENCE_S."""
         name, began = min(self._threads.values(), key=lambda thread: thread[1])

@@ -216,8 +216,6 @@ class Exchange:
     def abort(self) -> None:
         self._left.set()
 
-    # -- the application
-
     async def _answer(self, app: Asgi, scope: Message) -> None:
         try:
             await app(scope, self._receive, self._send)
@@ -239,9 +237,6 @@ class Exchange:
             return
         if body := message.get("body"):
             self._parts.put_nowait(bytes(body))
-
-
-# -- cbsim drive
 
 
 def drive(

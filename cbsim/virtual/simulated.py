@@ -107,8 +107,6 @@ class SimulatedBackend(Backend):
         self.machine.on_plan = self._planned
         return server
 
-    # -- the interface of the front end
-
     @property
     def load(self) -> Load:
         load = Load.of(self.machine.scheduler)
@@ -141,8 +139,6 @@ class SimulatedBackend(Backend):
     def close(self) -> None:
         if self._inbox.news is not None:
             self._announce(self._stamp(), last=True)
-
-    # -- the session
 
     async def run(self) -> None:
         self._clock.start()
@@ -186,8 +182,6 @@ class SimulatedBackend(Backend):
         env.schedule(news, delay=max(0, at_ns - env.now))
         if self._news is not None:
             resolve(self._news)
-
-    # -- reports of the machine
 
     def _planned(self, plan: StepPlan) -> None:
         self._plans.append((plan.work.tokens, len(plan.changes.preempted)))
