@@ -18,8 +18,7 @@ Ids = npt.NDArray[np.int32]
 SHARED, PRIVATE = 1, 2  # disjoint streams of random numbers
 FIRST_SCORE, OTHER_SCORE = 0.0, -1e9
 """The scores of beams before their first output: all are the prompt, and only one of them is to count."""
-CARRIED = -1
-"""The id that stands for a token that the device has sampled and the host has not seen yet."""
+CARRIED = -1  # the id that stands for a token that the device has sampled and the host has not seen yet
 
 
 class Sequence:

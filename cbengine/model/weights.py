@@ -55,8 +55,7 @@ class Architecture(ModelShape):
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
-    end_tokens: tuple[int, ...] = ()
-    """The ids that end a text."""
+    end_tokens: tuple[int, ...] = ()  # the ids that end a text
 
 
 class WeightsError(UsageError):

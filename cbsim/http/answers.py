@@ -17,8 +17,7 @@ from cbsim.http.admission import ClientStream
 from cbsim.http.asgi import ApiError, ResponseWriter
 from cbsim.http.backend import ABORT, ERROR, STOP
 
-BATCH = 256
-"""The most tokens written at once for a client that is behind."""
+BATCH = 256  # the most tokens written at once for a client that is behind
 DONE = b"data: [DONE]\n\n"
 
 

@@ -30,8 +30,7 @@ from cbsim.http.settings import VARIABLE, Settings
 from cbsim.runs.served import SessionDirectory
 
 BACKLOG = 2048
-LAST_WORDS_S = 1.0
-"""Seconds for written bytes to be sent, once all answers have ended."""
+LAST_WORDS_S = 1.0  # seconds for written bytes to be sent, once all answers have ended
 SPARE_FILES = 64
 
 

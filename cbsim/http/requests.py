@@ -242,8 +242,7 @@ def _api_error(error: ValidationError) -> ApiError:
     return ApiError(400, "; ".join(complaints[:MOST_COMPLAINTS] + more), fields[0])
 
 
-DEFAULT_TOKENS = 16
-"""The output limit of a completion without `max_tokens`; a chat may fill the context."""
+DEFAULT_TOKENS = 16  # the output limit of a completion without `max_tokens`; a chat may fill the context
 Done = TypeVar("Done")
 
 

@@ -29,12 +29,9 @@ from typing import Any
 
 from cbsim.errors import RunError
 
-EPOCH_S = 1_700_000_000
-"""The value of time.time() at the start, the same in every run."""
-SETTLING = 3
-"""The number of checks for bytes in transit over sockets before a jump."""
-PATIENCE_S = 10.0
-"""Real seconds that a call may block the loop, or a thread may work, before this counts as a deadlock."""
+EPOCH_S = 1_700_000_000  # the value of time.time() at the start, the same in every run
+SETTLING = 3  # the number of checks for bytes in transit over sockets before a jump
+PATIENCE_S = 10.0  # real seconds that a call may block the loop, or a thread may work, before this counts as a deadlock
 SHORT_S = 0.05
 RESOLUTION_S = 1e-9
 WATCH_S = 1.0

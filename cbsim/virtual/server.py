@@ -53,8 +53,7 @@ VLLM = ("vllm", "bench", "serve")
 FAILED = "client_error.txt"  # a file of the run directory
 Client = Callable[[str], Awaitable[Any]]
 HOST = "http://simulated"
-PATIENCE_S = 60.0
-"""Virtual seconds within which cancelled tasks have to end."""
+PATIENCE_S = 60.0  # virtual seconds within which cancelled tasks have to end
 IN_PROCESS = Settings(inline_characters=sys.maxsize)
 """Settings that encode all texts without threads, which would end in any order, and for which virtual time waits."""
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # to be run in the run directory
