@@ -153,7 +153,7 @@ def cdf(values: Floats, counts: Ints | None = None, most: int = 1000) -> tuple[F
 def over_time(start: Floats, end: Floats, values: Iterable[Floats], time: Unit) -> list[Binned]:
     """Return each of the values, which hold from `start` to `end` (s), binned over time in a unit, to be drawn."""
     parts = [binned(*filled(start, end, y)) for y in values]
-    return [part._replace(x=part.x / time.seconds) for part in parts]
+    return [part._replace(x=part.x / time.size) for part in parts]
 
 
 def band(name: str, drawn: Binned, style: Style, *, shade: bool = True) -> list[Mark]:

@@ -49,11 +49,11 @@ def _panel(label: str, requests: pd.DataFrame, time: Unit, most: int) -> Panel:
         start, end = ends[number], ends[number + 1]
         seen = np.flatnonzero(end > start)
         hover = [f"{texts[i]}; {name} {shown(float(end[i] - start[i]), 's')}" for i in seen]
-        marks.append(Spans(name, seen, start[seen] / time.seconds, end[seen] / time.seconds, style, texts=hover))
+        marks.append(Spans(name, seen, start[seen] / time.size, end[seen] / time.size, style, texts=hover))
     lost = np.flatnonzero(~drawn["done"].to_numpy(dtype=bool))
     if len(lost):
         style, hover = Style(chart.BLACK, marker="cross"), [texts[i] for i in lost]
-        marks.append(Points("not done", ends[3][lost] / time.seconds, lost.astype(np.float64), style, texts=hover))
+        marks.append(Points("not done", ends[3][lost] / time.size, lost.astype(np.float64), style, texts=hover))
     return Panel(marks, time.name, title=label, rows=_rows(drawn, places))
 
 
@@ -129,7 +129,7 @@ def _distributions(
     marks = [mark for label, sample in known.items() for mark in _curve(label, name, sample, scale, styles[label])]
     log = spread(sample.values for sample in known.values())
     panel = Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03))
-    return axis.with_slo(panel, limit, most, scale.seconds)
+    return axis.with_slo(panel, limit, most, scale.size)
 
 
 def _sample(requests: Any, times: Requests, key: str) -> LatencySample:
@@ -146,7 +146,7 @@ def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Sty
     x, share = np.append(x[:1], x), np.append(0.0, share)
     percentiles = metrics.distribution(*sample)
     quoted = [q for q in MARKED if f"p{q}" not in percentiles["too_few_for"]]
-    at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.seconds
+    at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.size
     texts = [f"{label}: {name} p{q} {shown(percentiles[f'p{q}'], 's')} of {percentiles['n']:,}" for q in quoted]
     points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
-    return [Line(label, x / scale.seconds, share, style, step=True), points]
+    return [Line(label, x / scale.size, share, style, step=True), points]

@@ -97,10 +97,10 @@ def _latency(
         low, high = (np.array([tails[i][end] for i in at], dtype=np.float64) for end in (0, 1))
         ends = zip(at, low, high, strict=True)
         texts = [f"{rows[i]}: {title} p50 {shown(a, 's')}, then up to {shown(b, 's')}" for i, a, b in ends]
-        low, high = low / scale.seconds, high / scale.seconds
+        low, high = low / scale.size, high / scale.size
         marks.append(Spans(LOOPS[index], at, low, high, series(index), texts=texts))
         marks.append(Points(LOOPS[index], low, at.astype(np.float64), series(index), texts=texts))
-    return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.seconds)
+    return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.size)
 
 
 Summaries = Mapping[str, Mapping[str, Any]]
@@ -227,10 +227,10 @@ def _percentiles(swept: Sweep, xs: Mapping[str, Floats], name: str, key: str) ->
     marks: list[Mark] = []
     for ((index, group), percentile), y in zip(pairs, values, strict=True):
         style = series(index)._replace(dash=DASHES[percentile])
-        marks += _curve(f"{group.label} {percentile}", xs[group.label], y / scale.seconds, style)
+        marks += _curve(f"{group.label} {percentile}", xs[group.label], y / scale.size, style)
     panel = Panel(marks, "", scale.name, title=name, y_log=spread(known))
     limit = axis.slo_limits([run.scenario for run in _runs(swept)]).get(key)
-    return axis.with_slo(panel, limit, most, scale.seconds, level=True)
+    return axis.with_slo(panel, limit, most, scale.size, level=True)
 
 
 def _single(swept: Sweep, xs: Mapping[str, Floats], title: str, metric: str) -> Panel:

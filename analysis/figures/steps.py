@@ -99,7 +99,7 @@ def step_time(steps: Frames) -> Chart:
                 shown = np.argsort(y)[chosen(len(y), MOST_POINTS)]
                 style = Style(series(index).colour, marker=marker)
                 if len(y):
-                    marks.append(Points(f"{label}, {kind}", x[rows][shown], y[shown] / scale.seconds, style))
+                    marks.append(Points(f"{label}, {kind}", x[rows][shown], y[shown] / scale.size, style))
                 most = max(most, len(y))
         xs, ys = ([getattr(mark, letter) for mark in marks] for letter in "xy")
         panels.append(Panel(marks, axis, scale.name, x_log=spread(xs), y_log=spread(ys)))
@@ -130,7 +130,7 @@ def gpu_active(steps: Frames) -> Chart:
             end, computed = seconds(frame, "compute_end_ns"), frame["compute_end_ns"] - frame["compute_start_ns"]
             start = np.append(seconds(frame, "schedule_start_ns")[:1], end[:-1])
             share = np.clip(np.asarray(computed) / NS / np.where(end > start, end - start, 1.0), 0.0, 1.0)
-            active, waited = over_time(start, end, (share, gaps[label] / gap.seconds), time)
+            active, waited = over_time(start, end, (share, gaps[label] / gap.size), time)
             shares += band(label, active, series(index), shade=shade)
             waits += band(label, waited, series(index), shade=shade)
             drawn.append(active)
@@ -172,7 +172,7 @@ def preemptions(steps: Frames) -> Chart:
             if len(frame):  # at some of the steps, the first and the last among them
                 shown = chosen(len(frame), MOST_SUMS)
                 total = np.cumsum(np.asarray(frame[name]))[shown].astype(np.float64)
-                x = seconds(frame, "schedule_start_ns")[shown] / time.seconds
+                x = seconds(frame, "schedule_start_ns")[shown] / time.size
                 marks.append(Line(label, x, total, series(index), step=True))
         panels.append(Panel(marks, time.name, "requests" if name == "preempted" else "tokens", title=title))
     preempted = [f"{label}: {totals[label, 'preempted']:,}" for label in steps if totals[label, "preempted"]]

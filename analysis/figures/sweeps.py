@@ -16,7 +16,7 @@ from analysis.figures.side_by_side import frontier
 from analysis.statistics import sweep_table
 from analysis.statistics.sweep_table import Axis, Bools, Ints, Means, Places, SweepTable, View
 from cbsim.draw import chart
-from cbsim.draw.chart import Cells, Chart, Floats, Line, Mark, Panel, Points, Scale, Style, Whiskers, scale_of, series
+from cbsim.draw.chart import Cells, Chart, Floats, Line, Mark, Panel, Points, Style, Unit, Whiskers, scale_of, series
 from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
@@ -162,7 +162,7 @@ MOST_LABELLED = 24  # places; labels of more would overlap
 MOST_WHISKERS = 60  # places; of more only the best ones' intervals are drawn
 PALE = 0.7  # share of white in the colour of dominated places
 MISSED = Style("#BBBBBB", "solid", "cross")
-Scales = Sequence[Scale]
+Scales = Sequence[Unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def _better(across: Metric, up: Metric) -> str:
     return f"Better is {sides[0]} and {sides[1]}. {marked} of another one lie beyond."
 
 
-def _named(what: Metric, scale: Scale) -> str:
+def _named(what: Metric, scale: Unit) -> str:
     return f"{what.label} ({scale.name})" if scale.name else what.label
 
 
@@ -251,7 +251,7 @@ def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Bools]]:
     return [(places.label(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
 
 
-def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
+def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Unit]) -> tuple[Floats, Floats]:
     return compared.x.mean[chosen] / scales[0].size, compared.y.mean[chosen] / scales[1].size
 
 
@@ -277,5 +277,5 @@ def _markers(
     ]
 
 
-def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Scale]) -> tuple[Floats, Floats, Floats]:
+def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Unit]) -> tuple[Floats, Floats, Floats]:
     return at.mean[chosen] / scales[0].size, of.low[chosen] / scales[1].size, of.high[chosen] / scales[1].size

@@ -359,11 +359,11 @@ def _distributions(compared: Beside, measure: Measure) -> Panel:
     else:
         texts = [f"client: {name} {shown(measure.client[name], 's')}" for name in names]
         heights = np.array([SHARES[name] for name in names])
-        marks.append(Points("client", quoted / drawn.seconds, heights, CLIENT, texts))
+        marks.append(Points("client", quoted / drawn.size, heights, CLIENT, texts))
     log = spread([server, client])
     return Panel(marks, drawn.name, "share", MEASURES[measure.name], x_log=log, y_range=(0.0, 1.03))
 
 
 def _curve(name: str, values: Floats, counts: Ints | None, drawn: Unit, style: Style) -> Line:
     x, share = cdf(values, counts)
-    return Line(name, np.append(x[:1], x) / drawn.seconds, np.append(0.0, share), style, step=True)
+    return Line(name, np.append(x[:1], x) / drawn.size, np.append(0.0, share), style, step=True)

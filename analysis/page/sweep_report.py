@@ -254,15 +254,13 @@ def _listed(table: SweepTable) -> str:
         return ""
     names = (*(axis.name for axis in table.axes), "status", "reason")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    body = "".join(f"<tr>{_cells(table, row)}</tr>" for row in rows[:MOST_LISTED])
+    body = ""
+    for row in rows[:MOST_LISTED]:
+        values = (*(axis.labels[axis.codes[row]] for axis in table.axes), sweep_table.STATUSES[table.status[row]])
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        body += f'<tr>{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td></tr>'
     more = f"<p>The first {MOST_LISTED:,} of {len(rows):,}.</p>" if len(rows) > MOST_LISTED else ""
     return f"""<details id="undone"><summary>{len(rows):,} points that are not done</summary>{more}
 <div class="scroll" role="region" tabindex="0" aria-label="Points that are not done"><table>
 <thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>
 """
-
-
-def _cells(table: SweepTable, row: int) -> str:
-    values = (*(axis.labels[axis.codes[row]] for axis in table.axes), sweep_table.STATUSES[table.status[row]])
-    cells = "".join(f"<td>{escape(value)}</td>" for value in values)
-    return f'{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td>'

@@ -221,10 +221,10 @@ def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
     if not len(values):
         return Panel([], "", title=f"{title}: no request has one in both runs")
     log, scale = spread([values]), unit(float(values.max()))
-    ends = np.array([values.min() / MARGIN if log else 0.0, max(values.max(), 1e-9) * MARGIN]) / scale.seconds
+    ends = np.array([values.min() / MARGIN if log else 0.0, max(values.max(), 1e-9) * MARGIN]) / scale.size
     marks: list[Mark] = [Line("simulated as measured", ends, ends, Style(chart.BLACK, "dashed"))]
     for index, (loop, (x, y)) in enumerate(pairs.items()):
-        marks.append(Points(loop, x / scale.seconds, y / scale.seconds, series(index)))
+        marks.append(Points(loop, x / scale.size, y / scale.size, series(index)))
     x_axis, y_axis = f"measured, {scale.name}", f"simulated, {scale.name}"
     whole = (float(ends[0]), float(ends[1]))
     return Panel(marks, x_axis, y_axis, title=title, x_log=log, y_log=log, x_range=whole, y_range=whole)

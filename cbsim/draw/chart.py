@@ -241,10 +241,10 @@ class Columns(Protocol):
 
 
 class Unit(NamedTuple):
-    """A unit of time and its length in seconds."""
+    """The unit of an axis, whose name may be "": values, of time in seconds, are divided by its `size`."""
 
     name: str
-    seconds: float
+    size: float
 
 
 UNITS = ((0.001, Unit("µs", 1e-6)), (1.0, Unit("ms", 1e-3)), (600.0, Unit("s", 1.0)), (10_800.0, Unit("min", 60.0)))
@@ -255,18 +255,11 @@ def unit(longest_s: float) -> Unit:
     return next((unit for below, unit in UNITS if longest_s < below), Unit("h", 3600.0))
 
 
-class Scale(NamedTuple):
-    """The scale of an axis: values are divided by `size`; the unit is called `name`, which may be ""."""
-
-    name: str
-    size: float
-
-
-def scale_of(unit_of_values: str, most: float) -> Scale:
-    """Return the scale on which values up to `most`, in seconds, shares or another unit, are read easily."""
+def scale_of(unit_of_values: str, most: float) -> Unit:
+    """Return the unit in which values up to `most`, in seconds, shares or another unit, are read easily."""
     if unit_of_values == "s":
-        return Scale(*unit(most))
-    return Scale("%", 0.01) if unit_of_values == "share" else Scale("", 1.0)
+        return unit(most)
+    return Unit("%", 0.01) if unit_of_values == "share" else Unit("", 1.0)
 
 
 def column(table: Columns, name: str) -> Floats:

@@ -39,7 +39,7 @@ class View(NamedTuple):
 
     def x(self, times_ns: Any) -> Floats:
         inside = np.clip(times_ns - self.origin_ns, 0, self.length_ns)
-        moved: Floats = inside / NS / self.unit.seconds
+        moved: Floats = inside / NS / self.unit.size
         return moved
 
 
@@ -61,7 +61,7 @@ def lanes(
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = chart.unit(length / NS)
     rows = (*ROWS, *HOST_LANES) if any(len(table["way"]) for table in (transfers or {}).values()) else ROWS
-    whole = (0.0, length / NS / scale.seconds) if length else None
+    whole = (0.0, length / NS / scale.size) if length else None
     panels = []
     for label, frame in runs.items():
         title, marks = f"{label}: no such step", list[Mark]()
@@ -115,7 +115,7 @@ def _marks(steps: Columns, view: View) -> tuple[list[Mark], float]:
         marks.append(_spans(name, row, ends_ns, view, partial(text, name), near["step"] if name == "compute" else None))
     marks += [_done(near, name, view) for name in ("h2d", "d2h")]
     busy = view.x(near["compute_end_ns"]) - view.x(near["compute_start_ns"])
-    return marks, float(busy.sum() / (view.length_ns / NS / view.unit.seconds))
+    return marks, float(busy.sum() / (view.length_ns / NS / view.unit.size))
 
 
 def _spans(

@@ -210,7 +210,7 @@ def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[Load
 def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[LoadedRun]) -> None:
     """The same weights as in cbsim.metrics.metrics: a count holds until the next plan, and an idle server has none."""
     for run in runs:
-        size = unit(run.steps["update_end_ns"].max() / 1e9).seconds
+        size = unit(run.steps["update_end_ns"].max() / 1e9).size
         span = run.summary["makespan_s"] / size
         (panel,) = steps.queues({"run": run.steps}).panels
         waiting = next(mark for mark in panel.marks if isinstance(mark, Line) and mark.name == "waiting")
