@@ -336,10 +336,8 @@ def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[st
     """Return the bars that were missed; on a CPU under real timing only an absurd makespan error."""
     scores = [(scored.case, score) for scored in cases for score in scored.scores]
     if absurd_only:
-        return [
-            (case, score) for case, score in scores if score.bar.label == "makespan" and not abs(score.error) <= ABSURD
-        ]
-    return [(case, score) for case, score in scores if score.verdict == "missed"]
+        return [(case, one) for case, one in scores if one.bar.label == "makespan" and not abs(one.error) <= ABSURD]
+    return [(case, one) for case, one in scores if one.verdict == "missed"]
 
 
 def table(cases: Sequence[ScoredCase]) -> str:

@@ -22,9 +22,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """A choice of an answer: the text of its stream, so far of `tokens` tokens. `finish` is None until the end, then
-    `stop`, `length`, `abort` or `error`; `stop_reason` is the stop string or token that ended it, if any.
-    """
+    """A choice: its stream's text of `tokens` so far; `finish` once over, `stop_reason` the stop string or token."""
 
     __slots__ = ("_decoder", "_stops", "finish", "index", "stop_reason", "stream", "tokens")
 

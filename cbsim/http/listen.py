@@ -36,9 +36,7 @@ SPARE_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a session: `why` is `asked`, a signal's name, or `dead` with the server's message. `cut` answers did
-    not end by themselves; `interrupted` if the session was stopped twice.
-    """
+    """A session's end: `why` (`asked`, a signal, `dead` and message), answers `cut`, `interrupted` if stopped twice."""
 
     why: str
     message: str = ""
