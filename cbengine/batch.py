@@ -136,8 +136,7 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        widths = [chunk.tokens + chunk.padding * self._padded for chunk in chunks]  # query tokens of all but decodes
-        widths += [c.padding for c in plan.work.chunks if c.padding and not self._padded]
+        widths = self._widths(plan, chunks)
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         header = Header(
             rows=decodes + len(widths),
@@ -158,6 +157,12 @@ class Batcher:
         sent = Sent(header, [*readers, *listed] if listed else readers)
         self._go_on(plan)
         return sent
+
+    def _widths(self, plan: StepPlan, chunks: list[Chunk]) -> list[int]:
+        """Return the query tokens of all rows but the decodes."""
+        if self._padded:
+            return [chunk.tokens + chunk.padding for chunk in chunks]
+        return [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
 
     def _forget(self, plan: StepPlan) -> None:
         """Free the rows and slots that are no longer used, then bring the block tables up to this step."""

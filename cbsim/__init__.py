@@ -79,7 +79,7 @@ def sweep(
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
-    from cbsim.sweeps.work import executor
+    from cbsim.sweeps.sweep import executor
 
     workers = executor(jobs, ray)
     return sweeps.Sweep(*sweep_file.load(source), Path(store)).run(workers)
@@ -104,7 +104,7 @@ def capacity(
 
     from cbsim.search import capacity, probe
     from cbsim.sweeps.store import Runs, Store
-    from cbsim.sweeps.work import executor
+    from cbsim.sweeps.sweep import executor
 
     loaded = load(scenario)
     required = probe.terms(loaded, slo, goodput, **terms)
@@ -133,7 +133,7 @@ def tune(
     from cbsim.scenario.fields import check_strings
     from cbsim.search import tune as tuning
     from cbsim.search.racing import Goal
-    from cbsim.sweeps.work import executor
+    from cbsim.sweeps.sweep import executor
 
     check_strings("slo", slo)
     check_strings("changes", changes)

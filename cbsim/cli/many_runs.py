@@ -27,9 +27,9 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
 
 def executor(arguments: argparse.Namespace) -> Executor:
     """Return the executor of runs: never this process, which a run may kill. Raises ScenarioError without a cluster."""
-    from cbsim.sweeps import work
+    from cbsim.sweeps import sweep
 
-    return work.executor(arguments.jobs or os.cpu_count() or 1, arguments.ray, apart=True)
+    return sweep.executor(arguments.jobs or os.cpu_count() or 1, arguments.ray, apart=True)
 
 
 COMPARED = ("throughput", "ttft.p99", "tpot.p99")

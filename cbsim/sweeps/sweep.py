@@ -24,11 +24,13 @@ from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
 from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
+from cbsim.scenario.fields import shown
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity, sweep_file
+from cbsim.sweeps.ray_cluster import RayCluster
 from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile, overrides
-from cbsim.sweeps.work import Executor, Made, Task
+from cbsim.sweeps.work import MOST_JOBS, Executor, Here, Made, Processes, Task
 from cbsim.workload import generators
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -273,3 +275,15 @@ def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: b
         labels = [", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points]
         print(f"failed    {_first([labels[0] or points[0].scenario.name, *labels[1:]])}: {reason}", file=sys.stderr)
     return ERROR if swept.failed else OK
+
+
+def executor(jobs: int, ray: str | None = None, *, apart: bool = False) -> Executor:
+    """Return the executor for `jobs` processes, or for the Ray cluster at address `ray`. One job runs in this process,
+    unless `apart` requires another. Raises ScenarioError, RunError.
+    """
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or not 1 <= jobs <= MOST_JOBS:
+        bound = f"expected a whole number from 1 to {MOST_JOBS}"
+        raise ScenarioError(f"jobs: got {shown(jobs)}, {bound}", field="jobs", value=jobs, bound=bound)
+    if ray is not None:
+        return RayCluster(ray)
+    return Processes(jobs) if apart or jobs > 1 else Here()

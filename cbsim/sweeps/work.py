@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.errors import DeadlockError, ScenarioError, UserError
+from cbsim.errors import DeadlockError, UserError
 from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
@@ -39,7 +39,6 @@ from cbsim.runs import running
 from cbsim.runs.assemble import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
-from cbsim.scenario.fields import shown
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
 
@@ -263,17 +262,3 @@ def _begin() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait_for([parent.sentinel]), os._exit(1)), daemon=True).start()
-
-
-def executor(jobs: int, ray: str | None = None, *, apart: bool = False) -> Executor:
-    """Return the executor for `jobs` processes, or for the Ray cluster at address `ray`. One job runs in this process,
-    unless `apart` requires another. Raises ScenarioError, RunError.
-    """
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or not 1 <= jobs <= MOST_JOBS:
-        bound = f"expected a whole number from 1 to {MOST_JOBS}"
-        raise ScenarioError(f"jobs: got {shown(jobs)}, {bound}", field="jobs", value=jobs, bound=bound)
-    if ray is not None:
-        from cbsim.sweeps.ray_cluster import RayCluster
-
-        return RayCluster(ray)
-    return Processes(jobs) if apart or jobs > 1 else Here()
