@@ -201,8 +201,6 @@ class SglangReplay(Replay):
     def check(self) -> None:
         self.scheduler.check()
 
-    # -- a pass -------------------------------------------------------------------------------------------------------
-
     def _poll(self, effect: Poll) -> Polled | None:
         del effect
         self._close()

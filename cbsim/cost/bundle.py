@@ -148,9 +148,6 @@ class _Skew:
         return min(1.0, max(0.0, self._share(*map(min, at, self._most)) * max(1.0, rows / decodes)))
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def _of_degree(folder: Path, tensor_parallel: int) -> Path:
     """Return the folder of the tables of one tensor-parallel degree. Raises ScenarioError."""
     tables = folder / f"tp{tensor_parallel}"

@@ -134,9 +134,6 @@ def _around(grid: Sequence[float], x: float) -> list[tuple[float, float]]:
     return [(low, 1 - share), (grid[index], share)]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def _file(path: Path, kernel: str) -> Path:
     return path.with_name(f"{path.name}_{kernel}_bf16.csv")
 

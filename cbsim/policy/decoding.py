@@ -87,8 +87,6 @@ class Decoding:
         self._replaced: list[Replaced] = []
         self._noted: dict[int, Completions] = {}  # by step
 
-    # -- one request --------------------------------------------------------------------------------------------------
-
     def add(self, spec: RequestSpec, limit: int) -> Request:
         """Register a request that has arrived. After `limit` output tokens its end is known in advance."""
         request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
@@ -172,8 +170,6 @@ class Decoding:
         del self.requests[request.spec]
         self.ended.append(request.spec)
 
-    # -- the members --------------------------------------------------------------------------------------------------
-
     def has_blocks(self, spare: int = 0) -> bool:
         """True if a block is ready for every member that needs one more in this step, and `spare` blocks beside."""
         return self.due_blocks() + spare <= self.pool.ready
@@ -212,8 +208,6 @@ class Decoding:
         self.batched.leave(request, self.pool.allocated(request))
         self._left.append(request.spec)
         self.unbatched[request] = None
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def plan(
         self, rows: dict[Request, Chunk], *, running: int, waiting: int, lead: int = 0, fast_decode: bool = False

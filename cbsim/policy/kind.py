@@ -47,9 +47,6 @@ def require(holds: bool, field: str, message: str) -> None:
         raise SettingsError(field, message)
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
 class Options(Protocol):
     """A scheduler's settings with all sizes solved. `num_blocks` counts every block of the cache."""
 
@@ -129,9 +126,6 @@ def resolved(settings: Settings, options: type[O], **solved: Any) -> O:
     """Return `options`, a dataclass that inherits that of `settings`, with the same values but for those solved."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return options(**(values | solved))
-
-
-# -- what the annotations of settings tell ----------------------------------------------------------------------------
 
 
 @cache

@@ -75,9 +75,6 @@ def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Grou
     return findings
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def _cells(errors: Errors) -> list[str]:
     return [f"{errors.median:+.1%}", f"{errors.mape:.1%}", f"{errors.p90:.1%}"]
 
@@ -182,9 +179,6 @@ def _reasons(reasons: Mapping[str, int]) -> Table:
     return Table("What cannot be built", ["reason", "points"], rows)
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
 def _marks(judged: Sequence[tuple[Class, Group]], metric: str, xy: Callable[[Predicted, str], Pair]) -> list[Points]:
     """Return a series of marks per class, a mark per point; classes with bars are drawn on top."""
     marks = []
@@ -224,9 +218,6 @@ def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
         panels.append(Panel(marks, "concurrent requests", y, x_log=True, y_range=(-60.0, 60.0), tall=True))
     caption = "Predicted over measured, less 1, of every point; what is beyond 60 % is not shown."
     return Chart("residuals", "Errors by concurrency", caption, panels)
-
-
-# -- data -------------------------------------------------------------------------------------------------------------
 
 
 def _numbers(group: Group) -> dict[str, Any]:

@@ -79,8 +79,6 @@ class Case:
         return scenario.parse(data, self.name, self.overrides)
 
 
-# -- what its files hold ----------------------------------------------------------------------------------------------
-
 Real = Annotated[float, Field(ge=0, lt=LARGEST_REAL)]
 
 
@@ -195,9 +193,6 @@ class _Meta(_Fields):
 def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
     message = f"{path}: {field}: got {shown(value)}, expected {expected}"
     return ScenarioError(message, file=path, field=field, value=value, bound=expected)
-
-
-# -- the case ---------------------------------------------------------------------------------------------------------
 
 
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:

@@ -97,9 +97,6 @@ def data(validation: Validation) -> dict[str, Any]:
     }
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def _errors(validation: Validation) -> list[Table]:
     taken = f"{len(validation.case.arrivals)} requests. TTFT and E2E count from when the engine took a request in."
     queued = "In the queue, and from the first step that has the request to its first token."
@@ -138,9 +135,6 @@ def _ablation(ablated: Sequence[Ablated]) -> Table:
     header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
     caption = "Errors with one part changed at a time; `largest` is over all means and percentiles."
     return Table("What carries the result", header, rows, caption)
-
-
-# -- findings ---------------------------------------------------------------------------------------------------------
 
 
 def _findings(validation: Validation) -> list[str]:
@@ -189,8 +183,6 @@ def _caveats(validation: Validation) -> list[str]:
         caveats.append(f"The run is of vLLM {version}; it was replayed by the rules of {rules}.")
     return caveats
 
-
-# -- figures ----------------------------------------------------------------------------------------------------------
 
 SIMULATED, MEASURED = Style(BLUE, "solid"), Style(RED, "dashed")
 TITLES = {

@@ -216,9 +216,6 @@ def _arrival(request: Request) -> int:
     return request.spec.arrival_ns
 
 
-# -- the policies ------------------------------------------------------------------------------------------------------
-
-
 ChunkRule = Callable[[SarathiServe, Request, Step], int]  # the prompt tokens of a request that a step computes
 
 

@@ -159,9 +159,6 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
     )
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 class Size(NamedTuple):
     """A solution of the memory equation: query tokens in a step, cache blocks."""
 
