@@ -61,9 +61,7 @@ def options(config: Line) -> Line:
 
 
 class Heard(Observer):
-    """An observer of the step being planned: connector lookups and loads, blocks that left tables of layer groups, and
-    the block counts of released tables.
-    """
+    """An observer of planning: lookups, loads, blocks that left tables, block counts of released tables."""
 
     def __init__(self) -> None:
         self.match: list[list[Any]] = []

@@ -114,9 +114,7 @@ def short(line: str) -> str:
 
 class Replay:
     """A replay of a workload by this project's policy. A subclass answers the effects of the policy's loop as the
-    recorder did, and appends trace lines to `_written` meanwhile. Its answer to a poll is None once the run is over.
-
-    `header` has the fields of the trace's header that follow from the workload, as the replay makes them.
+    recorder did, a poll with None at the end, and appends trace lines to `_written`. `header`: fields that it makes.
     """
 
     scheduler: Any
@@ -178,10 +176,7 @@ def due(coming: list[T], now: int, at: Callable[[T], int]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The content of a trace's header, and the replay of its workload unless there is a reason to skip it.
-
-    `version` may add a word on how the trace was made.
-    """
+    """A trace's header, and the replay of its workload or the reason to skip it. `version` may say how it was made."""
 
     scheduler: str
     version: str
@@ -198,9 +193,7 @@ def case_of(
     outside: Callable[[], str | None],
     replay: Callable[[Line], Replay],
 ) -> Case:
-    """Return the case of a trace: the replay of its workload, or the reason to skip it that `outside` returns. An error
-    in either means that header or workload is wrong.
-    """
+    """Return the case of a trace; `outside` says why to skip it. Errors in either mean a wrong header or workload."""
     name = stem(trace).removesuffix(f".{mode}")
     if skipped := guarded(trace, outside):
         return Case(scheduler, version, mode, skipped=skipped)
@@ -210,9 +203,7 @@ def case_of(
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of one family of traces. `reads` recognises them by their header, `case` may raise UnreadableError;
-    `comparable` returns a recorded line without the parts that two recorders may write differently.
-    """
+    """A reader of a family of traces: `case` may raise UnreadableError; `comparable` drops what recorders vary."""
 
     reads: Callable[[Line], bool]
     case: Callable[[Path, Line], Case]

@@ -208,9 +208,7 @@ def _effective(options: ServeOptions[Any]) -> Line:
 
 
 class DefectiveServe(SarathiServe):
-    """A scheduler of Sarathi-Serve with its defects. At each preemption a request's outputs are added to its prompt.
-    Requests longer than `longest` tokens are ignored.
-    """
+    """Sarathi-Serve with its defects: preemption adds outputs to the prompt; requests above `longest` are ignored."""
 
     def __init__(self, options: ServeOptions[Any], policy: Policy, longest: int) -> None:
         super().__init__(options, policy)

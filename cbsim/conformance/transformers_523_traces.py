@@ -193,9 +193,7 @@ def _on_host(resolved: Line, per_sector: int) -> Line:
 
 
 def comparable(line: Line) -> Line:
-    """Return the line with corrected free lists. Some recorders wrote these after they had grown further. Blocks freed
-    later are still in a table of the same line: a list is cut at the first such block.
-    """
+    """Return the line with its free lists, some of which were recorded too late, cut at the first block of a table."""
     for state in (line.get("after_schedule"), line.get("after_update")):
         if not isinstance(state, dict) or len(trees := state.get("free_block_trees", {})) < 2:
             continue

@@ -117,9 +117,7 @@ class CountedKeys(KeysWhenCompleted):
 
 
 class Events(Observer):
-    """An observer of the events that a trace records between two of its lines. It looks at its scheduler's state. A
-    request cancelled in flight still samples, and its last token finishes it again.
-    """
+    """An observer of the events between two lines. A request cancelled in flight still samples, and finishes again."""
 
     scheduler: WatchedTransformers
 
@@ -237,9 +235,7 @@ def _ids(requests: Sequence[Request]) -> list[str]:
 
 
 class WatchedTransformers(TransformersScheduler):
-    """The rules with their defects, and an observer of their events. `objects` are the requests, including those that
-    have ended.
-    """
+    """The rules with their defects, and an observer of their events. `objects`: all requests, ended ones included."""
 
     events: type[Events] = Events
     heard: Events
@@ -461,9 +457,7 @@ class TransformersReplay(Replay):
         return {"cpu": {"free": host.places.order(), "held": blocks, "per_group": per_group}}
 
     def _await(self, effect: Await) -> Completed:
-        """Record just before a result is applied whether each sampling row's token is new or discarded. A result still
-        in flight when the loop has ended has a line of its own.
-        """
+        """Record which tokens are new before a result is applied; one in flight at the end has its own line."""
         if not self._line["scheduled"]:
             self._close()
             self._line = {"step": self._now, "scheduled": False, "final_update_only": True}

@@ -83,9 +83,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, with the free blocks recorded after each cancellation, as planning follows at once. With
-    `leaves_stores` it counts as idle although stores are in flight.
-    """
+    """The scheduler, recording free blocks after cancellations. With `leaves_stores` it is idle despite stores."""
 
     free_after_cancel = 0
     leaves_stores = False
@@ -186,9 +184,7 @@ class VllmReplay(Replay):
         return Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:
-        """Return the live requests whose abort is due; an abort before its request's arrival is lost. Format 1 orders
-        them by the times of the aborts, the others by the requests.
-        """
+        """Return live requests whose abort is due, ordered by time in format 1; one before the arrival is lost."""
         due = [s for at, s in self._aborts if at <= self._now]
         self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
         due = [s for s in due if s in self._alive]

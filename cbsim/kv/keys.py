@@ -27,9 +27,7 @@ class Keys:
         return False
 
     def go_on(self, filling: list[Request]) -> list[Request]:
-        """Note that every member gets a row in the step being planned and that these fill a block. Return the requests
-        whose row has to be reported when it completes.
-        """
+        """Note rows of all members, of which these fill a block; return the requests whose row has to be reported."""
         return []
 
     def leaves(self, request: Request) -> None:

@@ -164,9 +164,7 @@ class Buddies:
 
 
 class Extents:
-    """A list of free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the
-    first one that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
-    """
+    """Free runs by address, joined; a piece is cut from the first that fits, or with `best` from the shortest."""
 
     def __init__(self, blocks: int, *, best: bool) -> None:
         self.free = self._blocks = blocks

@@ -1,7 +1,4 @@
-"""A simulated run: a pure function from a scenario and a loop to a record.
-
-Everything a run needs is built from the scenario, which alone has defaults; nothing is shared between two runs.
-"""
+"""A simulated run: a pure function from a scenario and a loop to a record; two runs share nothing."""
 
 from __future__ import annotations
 

@@ -65,9 +65,7 @@ FULL = Attention()
 
 
 class LayerGroup(NamedTuple):
-    """A group of layers that share their block tables, all of one `attention`. With `ring`, a table has at most so many
-    entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i.
-    """
+    """Layers of one `attention` that share tables; with `ring`, block i of a sequence lies in entry i modulo it."""
 
     attention: Attention
     layers: tuple[int, ...]

@@ -1,7 +1,4 @@
-"""An observer of what a policy does while it does it: allocations, rejections, completions.
-
-A run needs none of it. It serves comparisons of a policy with recorded traces, which need not look inside.
-"""
+"""An observer of what a policy does while it does it, for comparisons with recorded traces; no run needs it."""
 
 from __future__ import annotations
 

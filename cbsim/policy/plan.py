@@ -56,9 +56,7 @@ class Chunk:
 
 
 class Preempted(NamedTuple):
-    """A request that lost its blocks in this step: the tokens that it has to compute again, none of them if their KV is
-    kept elsewhere, and the blocks that it had until then.
-    """
+    """A request that lost its blocks: its tokens to compute again, none if their KV is elsewhere; its blocks."""
 
     spec: RequestSpec
     lost_tokens: int

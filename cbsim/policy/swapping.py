@@ -23,10 +23,7 @@ from cbsim.policy.transfers import Direction, Transfer
 
 
 class Swapping:
-    """The requests of `queue`, and before them those that are swapped out.
-
-    Head and end are those of `queue`: a scheduler uses them when no request is swapped out.
-    """
+    """The requests of `queue`, and before them those swapped out; without such, head and end are the queue's."""
 
     def __init__(self, decoding: Decoding, queue: Queue, host_blocks: int) -> None:
         self.host = Host(decoding, LowestFirst(host_blocks))
@@ -125,9 +122,7 @@ class Host:
         return self.places.free
 
     def park(self, request: Request, *, drop_in_flight: bool) -> bool:
-        """Release the blocks of an unbatched request and keep their KV here. It waits again and keeps its progress.
-        Return False and do nothing where they do not fit.
-        """
+        """Free an unbatched request's blocks but keep their KV here; it waits again. False if they do not fit."""
         decoding, computed = self._decoding, request.computed
         pool = decoding.pool
         count, tables = pool.allocated(request), pool.tables_of(request)

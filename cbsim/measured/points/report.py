@@ -225,9 +225,7 @@ def _numbers(group: Group) -> dict[str, Any]:
 
 
 def _plain(each: Predicted) -> dict[str, Any]:
-    """Return a prediction as plain values. `terms` holds the file and the curve whose own terms were used, which is
-    null if those of all curves were used.
-    """
+    """Return a prediction as plain values; `terms` are its file and, if they are a curve's own, the curve."""
     point = each.point
     return {
         "id": point.id,

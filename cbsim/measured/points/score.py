@@ -193,9 +193,7 @@ class Buildable(NamedTuple):
 
 
 def sort(points: Sequence[Point]) -> tuple[list[Buildable], Counter[str]]:
-    """Build the points that can be built, and count the others by reason. The cost model of each kind of server is made
-    once, so that a missing table is known before anything runs.
-    """
+    """Build what can be built, and count the rest by reason. Cost models are made first: they may lack a table."""
     buildable, reasons = list[Buildable](), Counter[str]()
     checked: dict[str, str | None] = {}
     for point in points:

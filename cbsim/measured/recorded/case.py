@@ -51,10 +51,7 @@ CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A recorded run. `settings` is the scenario, as plain data, that replays one of its `ranks` data-parallel servers.
-
-    `blocks_measured` is true if vLLM recorded the size of its cache; else it is derived from the memory.
-    """
+    """A recorded run, and `settings` that replay one of `ranks` servers; the cache's size is measured or derived."""
 
     name: str
     settings: Mapping[str, Any]
@@ -196,9 +193,7 @@ def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
 
 
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
-    """Read the case in `folder`; its pack is two folders above by default. `overrides` change its scenario in every
-    replay. Raises ScenarioError.
-    """
+    """Read a case; its pack is two folders above. `overrides` change every replay. Raises ScenarioError."""
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
     cluster_file, meta_file = folder / "config.json", folder / "meta.json"
@@ -270,9 +265,7 @@ def _check_agree(path: Path, meta: _Meta, server: _Instance, ranks: int) -> None
 
 
 def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, experts: int) -> int:
-    """Return the cache blocks that fit in the used share of the memory less the weights: LLMServingSim's rule. vLLM has
-    fewer, as activations and CUDA take memory, too.
-    """
+    """Return the blocks beside the weights by LLMServingSim's rule; vLLM has fewer, for activations and CUDA."""
     field, memory_gib, share = "nodes.instances.npu_mem.mem_size", server.npu_mem.mem_size, server.npu_mem.mem_util
     if memory_gib is None:
         raise ScenarioError(f"{path}: {field}: is required, since meta.json has no kv_cache.num_gpu_blocks")

@@ -100,9 +100,7 @@ class Replayed:
         return sum(int(table["recomputed_tokens"].sum()) for table in self.steps)
 
     def at(self, seconds: Floats, column: str) -> Floats:
-        """Return a step column at each of these times after the first token, summed over ranks; 0 before a rank's first
-        step and after its last.
-        """
+        """Return a step column at times after the first token, summed over ranks; 0 where a rank has no step."""
         tables = [table for table in self.steps if len(table)]
         at_ns, total = min(int(table["await_end_ns"][0]) for table in tables) + seconds * NS, np.zeros(len(seconds))
         for table in tables:
@@ -144,9 +142,7 @@ Feed = Callable[[simpy.Environment, Sequence[Inbox], Sequence[Scheduler]], Gener
 
 
 def fleet(scenario: Scenario, servers: int, client: Client, feed: Feed, *, together: bool = False) -> Replayed:
-    """Serve what `feed` brings by several servers, each at its own pace or, as those that share experts, `together` in
-    lockstep. Raises ScenarioError.
-    """
+    """Serve what `feed` brings by servers, each at its own pace or `together` in lockstep. Raises ScenarioError."""
     env, loop, cost = simpy.Environment(), scenario.loop.mode, assemble.cost_model(scenario)
     devices: Sequence[Device]
     if together:
@@ -172,9 +168,7 @@ def fleet(scenario: Scenario, servers: int, client: Client, feed: Feed, *, toget
 
 
 def _replayed(records: Sequence[Record]) -> Replayed:
-    """Return the outcome of the servers with these records: the times of all requests of all of them, by index. Raises
-    ScenarioError if one has rejected a request.
-    """
+    """Return the times of all servers' requests, by index. Raises ScenarioError if one was rejected."""
     for spec, reason in (each for record in records for each in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables, served = [Steps.of(record) for record in records], list[tuple[Any, ...]]()
@@ -206,9 +200,7 @@ STATISTICS: dict[str, Callable[[Floats], float]] = {
 
 
 class MetricScore(NamedTuple):
-    """A statistic of a run, simulated and measured, in seconds. `metric` is ttft, tpot, e2e or makespan; or queue or
-    prefill, the two parts of TTFT.
-    """
+    """A statistic in seconds, simulated and measured, of ttft, its parts queue and prefill, tpot, e2e or makespan."""
 
     metric: str
     statistic: str

@@ -131,9 +131,7 @@ def starts(folder: Path) -> list[Start]:
 
 
 def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
-    """Return the logs whose fields have the values of `where`; a run matches by its name or the end of it. Raises
-    ScenarioError if there is none.
-    """
+    """Return the logs whose fields are as in `where`, a run by its name's end. Raises ScenarioError if none is."""
     matching = list(logs)
     for field, value in where.items():
         if field not in Key._fields:

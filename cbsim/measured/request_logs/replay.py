@@ -256,9 +256,7 @@ class Connections:
 
 
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Replayed:
-    """Serve the requests by `servers` servers, each at its own pace; a request takes its connection at its launch,
-    `front_s` before it arrives. Raises ScenarioError if one is rejected.
-    """
+    """Serve requests, which take a connection `front_s` before they arrive. Raises ScenarioError if one is rejected."""
     check_loop(scenario)
     client = Connections(servers, seed)
     process: Feed = lambda env, inboxes, _: feed(env, specs, inboxes, client.server, round(front_s * NS))  # noqa: E731
