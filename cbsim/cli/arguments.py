@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -74,8 +75,12 @@ def run_verb(
     arguments.line = shlex.join(["python", "-m", program, *parts])
     chosen = next(verb for verb in verbs if verb.name == arguments.command)
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
+    if sys.stdout is None:  # closed by whoever started the process
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does
     try:
         found = getattr(import_module(module or chosen.arguments.__module__), function, None)
         code = int((found or getattr(import_module(f"{program}.cli.commands"), function))(arguments))

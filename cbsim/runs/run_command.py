@@ -54,6 +54,8 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
         print(f"notice: {notice}", file=sys.stderr)
     for loop, result in results.items():
+        if options.span_s and result.request_rows and not result.summary["e2e_s"]["n"]:
+            print(f"notice: {loop}: no latency: no request that ended arrived in the --window", file=sys.stderr)
         for warning in result.warnings:
             print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
     if options.as_json:

@@ -31,7 +31,8 @@ def scenario(name_or_path: str | Path) -> Path:
     if path.is_dir() and (path.suffix or len(path.parts) > 1):
         raise ScenarioError(f"{path}: is a folder, expected a scenario file")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise ScenarioError(f"{path}: no such file{near(path.stem, names())}", file=path)
+        wrong = "is not a regular file" if path.exists() else f"no such file{near(path.stem, names())}"
+        raise ScenarioError(f"{path}: {wrong}", file=path)
     return _named("", str(name_or_path), "scenario")
 
 
@@ -98,6 +99,9 @@ def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path]
     for candidate in candidates:
         if there(candidate):
             return candidate
+    if other := next(filter(Path.exists, candidates), None):
+        kind = "a folder" if other.is_dir() else "not a folder" if other.is_file() else "not a regular file"
+        raise ScenarioError(f"{field}: {what}: {other} is {kind}", field=field)
     looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
     raise ScenarioError(

@@ -20,7 +20,7 @@ from cbsim.scenario.documents import Document
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
 """Most characters of a line, and of a file that is one document: a small gzipped file may not fit the memory."""
 LOOK_ROWS = 50_000  # rows between two checks that they still fit the memory
-POSITIVE = "a whole number >= 1"
+POSITIVE = f"a whole number from 1 to {10**12 - 1:,}"
 
 
 @contextmanager

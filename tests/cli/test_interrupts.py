@@ -55,6 +55,27 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
     assert replayed == Said(0, f"{path}: {count}; the run is incomplete: {run.incomplete}\n", "")
 
 
+def test_sigterm_ends_a_sweep_as_ctrl_c_does(tmp_path: Path) -> None:
+    """SIGTERM after the first points: exit 1, one line, and what was done is kept."""
+    (tmp_path / "s.yaml").write_text(
+        "scenario: 8k_b32\naxes: {workload.output_tokens: {range: {low: 4000, high: 6000, step: 1}}}\n"
+    )
+    words = (str(tmp_path / "s.yaml"), "--jobs", "1", "--store", str(tmp_path / "st"))
+    terminal, theirs = os.openpty()
+    child = subprocess.Popen([sys.executable, "-m", "cbsim", "sweep", *words], cwd=ROOT, stderr=theirs)
+    os.close(theirs)
+    try:
+        said = seen(terminal, until=" points, ", seconds=60)
+        child.send_signal(signal.SIGTERM)
+        said += seen(terminal, until=None, seconds=60)
+        assert child.wait(60) == 1, said
+    finally:
+        child.kill()
+        os.close(terminal)
+    assert said.rstrip().endswith("cbsim: interrupted; the same command goes on where it stopped"), said
+    assert any((tmp_path / "st" / "runs").rglob("*.json"))
+
+
 def seen(terminal: int, until: str | None, seconds: float) -> str:
     """What appears on a terminal, until a text does or its other side is closed."""
     text, deadline = "", time.monotonic() + seconds

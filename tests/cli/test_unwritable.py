@@ -25,6 +25,14 @@ def test_out_that_is_a_file(small: Path, tmp_path: Path) -> None:
     refused(call("run", small, "--out", below, "--quiet"), 1, str(below), "cannot be created")
 
 
+def test_a_closed_stdout_is_no_failure() -> None:
+    """Started without a stdout, as some supervisors do, a command does its work and exits with its own status."""
+    command = [sys.executable, "-m", "cbsim", "list"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 FILES = (
     directory.MARKER,
     *("scenario.resolved.yaml", "env.json", "requests.parquet", "timeline.json.gz", "steps.parquet"),

@@ -112,7 +112,7 @@ const POINTS = (() => {
     const fixed = rest.filter(([, choice]) => choice !== MEAN && choice !== ALL).map(([at, choice]) => said(at, choice));
     const averaged = rest.filter(([, choice]) => choice === MEAN).map(([at]) => data.axes[at].name);
     return [
-      `${grouped(drawn, 9)} places, means of replicates with 95 % intervals.`,
+      `${grouped(drawn, 9)} places, means of replicates, with 95 % intervals where there are two or more.`,
       fixed.length ? ` Fixed: ${fixed.join(", ")}.` : "",
       averaged.length ? ` Averaged over: ${averaged.join(", ")}.` : "",
       missed ? ` ${grouped(missed, 9)} places have no point that is done.` : "",

@@ -113,7 +113,7 @@ def test_without_plotly_the_report_is_whole_but_for_the_page(
 ) -> None:
     monkeypatch.setattr(webpage, "plotly_script", lambda: None)
     assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 0
-    assert "pip install plotly" in capsys.readouterr().out
+    assert "pip install -e '.[report]'" in capsys.readouterr().out
     text = (tmp_path / "r" / "report.md").read_text()
     assert not (tmp_path / "r" / "report.html").exists()
     assert all((tmp_path / "r" / file).is_file() for file in re.findall(r"\]\(([^)]+\.png)\)", text))
