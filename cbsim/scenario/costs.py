@@ -51,8 +51,6 @@ class MeasuredCpuSettings(CpuSettings):
     update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
 
 
-# -- by formula -------------------------------------------------------------------------------------------------------
-
 Efficiency = Annotated[Real, Field(gt=0, le=1)]
 
 
@@ -247,9 +245,6 @@ def read_whole(path: Path) -> documents.Document:
         reason = "was cut short or changed after it was calibrated"
         raise ScenarioError(f"{path}: {reason}: restore it, or remove its line `{SEAL.strip()}`", file=path)
     return document
-
-
-# -- by measured tables -----------------------------------------------------------------------------------------------
 
 
 class LinkSettings(Frozen):

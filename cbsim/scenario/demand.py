@@ -80,8 +80,6 @@ class Empirical(Frozen):
 Length = Annotated[Number | Uniform | LognormalLength | Empirical, ByKey("a number of tokens")]
 
 
-# -- prompts and outputs together ------------------------------------------------------------------------------------
-
 LENGTH_TABLES = "lengths"
 
 
@@ -113,9 +111,6 @@ def length_table(name: str) -> LengthTable:
 
 
 LengthsName = Annotated[str, one_of(partial(catalog.names, LENGTH_TABLES))]
-
-
-# -- arrivals ---------------------------------------------------------------------------------------------------------
 
 
 class AtOnce(Frozen):
@@ -162,8 +157,6 @@ class ClosedLoop(Frozen):
 
 Arrivals = Annotated[AtOnce | Constant | Poisson | Gamma | ClosedLoop, By("kind")]
 
-
-# -- workloads --------------------------------------------------------------------------------------------------------
 
 MOST_REQUESTS = 100_000_000  # of a run, samples of one prompt counted each
 

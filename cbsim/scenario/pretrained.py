@@ -161,8 +161,6 @@ def _name(path: Path) -> str:
     return folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name or "model"
 
 
-# -- quantization -----------------------------------------------------------------------------------------------------
-
 LEFT = re.compile(
     r"""(re:)?(.*[.*])?(lm_head|embed_tokens|\w*norm)\$?
     | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too

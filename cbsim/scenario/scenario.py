@@ -216,9 +216,6 @@ def depth(loop: str) -> int:
     return {"sync": 1, "async": 2}[loop]
 
 
-# -- reading and writing ----------------------------------------------------------------------------------------------
-
-
 def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Load the scenario in a file, or the one of that name that comes with the project. Raises ScenarioError.
 
@@ -282,9 +279,6 @@ def dump(scenario: Scenario) -> str:
     return documents.write(scenario.model_dump(mode="json"))
 
 
-# -- what follows from it ---------------------------------------------------------------------------------------------
-
-
 def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
@@ -325,9 +319,6 @@ def solved_lines(scenario: Scenario) -> str:
     groups = groupby(values, key=lambda pair: pair[1])
     lines = [f"{', '.join(value for value, _ in group)}: {reason}" for reason, group in groups]
     return "solved  " + "\n        ".join(lines) if lines else ""
-
-
-# -- for editors ------------------------------------------------------------------------------------------------------
 
 
 def json_schema(part: type[Frozen] = Scenario) -> dict[str, Any]:

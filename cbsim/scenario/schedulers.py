@@ -75,9 +75,6 @@ def _kind(name: Any) -> Kind:
     raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
 
-# -- from a dataclass to a model --------------------------------------------------------------------------------------
-
-
 @cache
 def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
     hints, texts = get_type_hints(kind_settings, include_extras=True), documented(kind_settings)

@@ -201,9 +201,6 @@ NamedModel = Annotated[ModelShape, BeforeValidator(_read, json_schema_input_type
 NamedHardware = Annotated[Hardware, BeforeValidator(_read, json_schema_input_type=str | Hardware)]
 
 
-# -- cache blocks that fit ---------------------------------------------------------------------------------------------
-
-
 VLLM_RUNTIME_BYTES = 600_000_000
 """CUDA context, libraries, graphs and fragmentation: what a real vLLM 0.19 on an RTX 4090 with Llama-3.1-8B (2,588
 blocks of 16 at fraction 0.9, 2,048 tokens, 256 requests) leaves unexplained by weights and activations."""
