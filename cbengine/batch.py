@@ -57,9 +57,7 @@ class Capacity(NamedTuple):
     @property
     def _largest(self) -> Header:
         rows, updates = self.sampling, self.slots * self.tables * self.width + self.rows
-        return Header(
-            rows, 0, 0, self.tokens, 1, further=rows, updates=updates, random=True, padded=True, beams=self.beams
-        )
+        return Header(rows, 0, 0, self.tokens, 1, rows, updates, random=True, padded=True, beams=self.beams)
 
     @property
     def sampling(self) -> int:

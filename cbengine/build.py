@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +31,13 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import assemble
 from cbsim.runs.inbox import Client
+from cbsim.scenario.rows import host_memory
 from cbsim.scenario.scenario import Scenario, depth, loops
 from cbsim.scenario.shapes import ModelShape
 from cbsim.workload.requests import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ACTIVATION_SHARE = 0.1  # share of a GPU's memory kept free for a step's own tensors and the graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ def _fitted(scenario: Scenario) -> Scenario:
         return scenario
     options = scenario.options(loops(scenario)[-1])
     free, total = torch.cuda.mem_get_info()
-    room = int(free - ACTIVATION_SHARE * total) - scenario.model.weight_bytes
+    room = int(free - 0.1 * total) - scenario.model.weight_bytes  # a tenth is for a step's own tensors and the graphs
     groups = () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
     layers = kvcache.pages_of(scenario.model, groups)
     fitting = room * scenario.model.layers // (options.block_size * scenario.model.kv_bytes_per_token * layers)
@@ -246,11 +244,10 @@ def _check_memory(plan: ExecutorPlan) -> None:
 def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
     """Return the bytes of model, cache and tables. Raises DeviceMemoryError if they are not free."""
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
+    blocks = KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups)
     needed = {
         "model": 2 * dtype.itemsize * plan.architecture.parameters,  # twice: parts and joined matrices coexist
-        "kv_cache.num_blocks": KvCache.bytes_for(
-            plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups
-        ),
+        "kv_cache.num_blocks": blocks,
         "workload": 4 * (sizes.slots * sizes.tables * sizes.width + 2 * sizes.staging),
     }
     if sum(needed.values()) > free:
@@ -260,14 +257,6 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
         largest = max(needed, key=needed.__getitem__)
         raise DeviceMemoryError(f"{largest}: {taken}, the host has {free / 1e9:,.2f} GB free")
     return sum(needed.values())
-
-
-def host_memory() -> int | None:
-    """Return the bytes that this machine can allocate without swapping; None if the system does not report them."""
-    with suppress(OSError):
-        available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return int(available[1]) * 1024 if available else None
-    return None
 
 
 def executor_plan(
@@ -280,9 +269,8 @@ def executor_plan(
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
     if longest >= architecture.max_position:
-        raise ScenarioError(
-            f"model.max_position: got {architecture.max_position}, must be > {longest}, the longest prompt's tokens"
-        )
+        bound = f"must be > {longest}, the longest prompt's tokens"
+        raise ScenarioError(f"model.max_position: got {architecture.max_position}, {bound}")
     return ExecutorPlan(
         architecture=architecture,
         weights=setup.weights,

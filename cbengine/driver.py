@@ -25,7 +25,6 @@ from cbsim.runs.inbox import CLOSED, OPEN, Client, Inbox, no_collections, note_a
 from cbsim.workload.requests import Parents
 
 OnStep = Callable[[int], None]
-Feed = Callable[[Inbox], None]
 Choice = tuple[list[int], list[int], list[float]]  # of one search's beams: tokens, parents, scores
 
 
@@ -46,7 +45,7 @@ class Hooks(NamedTuple):
     begin: Callable[[RequestSpec], Sequence]
     on_plan: Callable[[StepPlan], None] | None = None
     on_token: Callable[[RequestSpec, int], None] | None = None
-    feed: Feed | None = None
+    feed: Callable[[Inbox], None] | None = None
 
 
 class Engine:

@@ -31,7 +31,6 @@ GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
 LEAST_TEMPERATURE, MOST_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 FILE = "sampling.jsonl"  # in a run directory: settings of single requests
-MOST_TOP_K = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Sampling:
     def on_device(self) -> tuple[float, int, float]:
         """Temperature, top_k and top_p clamped to the types of `Draws`; larger or smaller values change nothing."""
         temperature = 0.0 if self.greedy else min(max(self.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
-        return temperature, min(self.top_k, MOST_TOP_K), self.top_p
+        return temperature, min(self.top_k, np.iinfo(np.int32).max), self.top_p
 
 
 def _check(field: str, value: float, kind: type, bounds: tuple[float, float], expected: str) -> None:

@@ -38,9 +38,7 @@ COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
 
 def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> Scenario:
-    """Return a scenario by its name, from a file, or from the fields themselves; overrides are those of `--set`, such
-    as `loop.mode=async`. Raises ScenarioError.
-    """
+    """Return a scenario by name, from a file or from fields, with overrides as of `--set`. Raises ScenarioError."""
     from cbsim.scenario.scenario import scenario_of
 
     return scenario_of(source, overrides)

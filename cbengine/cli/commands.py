@@ -25,8 +25,6 @@ from cbsim.errors import CHECK_FAILED, OK
 from cbsim.runs import run_command
 from cbsim.scenario import scenario as scenarios
 
-FEW_TOKENS = 16  # if the largest step probed has fewer tokens, a calibration says next to nothing
-FAR_OFF = 0.3  # median error of the kernels' fit; on an idle machine it is about 0.1
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
 
 
@@ -68,9 +66,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
     calibrating.check_writable(arguments.out)
     measured = calibrating.calibrate(scenario, setup, progress, reach=reach, quick=arguments.quick)
     content = calibrating.write(arguments.out, measured, scenario, build.device_name(setup))
-    if (most := content["calibrated"]["tokens"]) < FEW_TOKENS:
+    if (most := content["calibrated"]["tokens"]) < 16:  # says next to nothing
         progress(f"warning: the largest step probed has {most} query tokens: what larger ones cost is a guess")
-    if (error := measured.fits["kernels"].median_error) > FAR_OFF:
+    if (error := measured.fits["kernels"].median_error) > 0.3:  # on an idle machine it is about 0.1
         progress(f"warning: the kernels' times are {error:.0%} off at half of the steps or more: was the machine busy?")
     print(arguments.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(arguments.out.resolve()), ensure_ascii=False)}}}"
@@ -88,8 +86,7 @@ def predict(arguments: argparse.Namespace) -> int:
         cases = predicting.again(arguments.cases, arguments.again, progress)
         return _print_scores(cases, absurd_only=shared_cores)
     device = arguments.device or build.default_device()
-    changes, times = arguments.set, arguments.repeat
-    session = predicting.Session(device, arguments.out, changes, times, arguments.quick, progress)
+    session = predicting.Session(device, arguments.out, arguments.set, arguments.repeat, arguments.quick, progress)
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here")
     # A shared CPU for a few seconds is too noisy for the bars.

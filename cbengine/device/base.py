@@ -22,18 +22,14 @@ from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.workload import requests
 
-NAP_NS = 20_000_000  # waiting is cut into naps, so that an interrupt is noticed
-
 
 class Clock:
-    """A clock that counts nanoseconds since some moment: the machine's own. `wait_until` returns at a time or before,
-    `work_until` keeps the CPU busy until then.
-    """
+    """The machine's clock, in nanoseconds. `wait_until` may return early; `work_until` keeps the CPU busy till then."""
 
     now_ns = staticmethod(time.perf_counter_ns)
 
     def wait_until(self, at_ns: int) -> None:
-        left = min(at_ns - time.perf_counter_ns(), NAP_NS)
+        left = min(at_ns - time.perf_counter_ns(), 20_000_000)  # in naps, so that an interrupt is noticed
         if left > 0:
             time.sleep(left / 1e9)
 

@@ -41,9 +41,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
 LOOK_S = 20e-6  # between two polls of transfers, when there is nothing else to do
-STUCK_S = 60.0  # a step that takes longer than this has hung
 WARM_UPS = 2  # runs before a graph's capture, and replays after it
-LEAST_TOKENS = 64  # query tokens of the least warm-up that mixes prefill and decode; then twice as many, and so on
 T = TypeVar("T")
 NOTHING = StepPlan(0)  # the plan of a warm-up, which transfers nothing
 
@@ -95,7 +93,7 @@ class Cuda:
         self._anchor: torch.cuda.Event  # a step's edges are measured from here
         self._timeline: Timeline
         self._moves: CudaMoves
-        self._watchdog = Watchdog(STUCK_S)
+        self._watchdog = Watchdog(60.0)  # a step that takes longer has hung
         try:
             guarded(lambda: "a step's inputs and outputs", partial(self._allocate, depth))
             self._warm_up()
@@ -424,9 +422,6 @@ def out_of_memory(doing: str, complaint: str, free: int, total: int) -> str:
     return f"no memory for {doing}: {requested} asked for, {there}"
 
 
-# -- CUDA graphs: work of fixed shape, captured once and replayed with one launch -------------------------------------
-
-
 class Graph(NamedTuple):
     """A captured decode step: the graph, its inputs, its outputs."""
 
@@ -468,15 +463,12 @@ def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) 
     return graph, result
 
 
-# -- steps before a run, so that nothing in it is a first time; they need no GPU --------------------------------------
-
-
 def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> Iterator[tuple[Header, Ints]]:
     """Yield steps that need every kernel of a run, except for decode steps replayed as graphs, and as much memory as
     its largest step. That one comes last: every row samples, and the rows have the most query tokens possible, though
     no row more than the `reach` of a slot.
     """
-    most, beams, tokens = capacity.rows, capacity.beams, LEAST_TOKENS
+    most, beams, tokens = capacity.rows, capacity.beams, 64  # tokens of the least warm-up that mixes prefill and decode
     step = partial(scratch_step, slot=capacity.slots, random=random)
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # doubling the rows halves the splits of each
     for rows in sizes:

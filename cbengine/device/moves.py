@@ -1,6 +1,4 @@
-"""KV transfers on devices that need no hardware: performed in place, or modelled by a cost. The rules are those of
-cbsim/policy/transfers.py.
-"""
+"""KV transfers without hardware, in place or modelled by a cost; the rules are those of cbsim/policy/transfers.py."""
 
 from __future__ import annotations
 

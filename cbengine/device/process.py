@@ -32,7 +32,6 @@ from cbsim.policy.transfers import Direction, Transfer
 PROC = Path("/proc")
 SHARED = 0.05  # share of the time wanted on a core: a process that waits for more counts as having no core of its own
 LOOK_S = 0.2  # interval of checks that the other process lives
-START_S = 120.0  # the longest that a worker may take to load its model
 STEP_S = 600.0  # the longest that a step may take: a stopped worker never answers, and no step of a CPU is that long
 Build = Callable[[], Executor]
 Packed = tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...], int]], tuple[int, ...]]
@@ -60,7 +59,7 @@ class Process(EngineDevice):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         far_end.close()
         self.facts: dict[str, Any] = {"device": "cpu, worker process", "threads": 1}
-        self._receive(START_S)
+        self._receive(120.0)  # the longest that it may take to load its model
         self._waits = Waits({"driver": os.getpid(), "worker": self._worker.pid or 0})
 
     def launch(self, slot: int, header: Header, plan: StepPlan) -> None:

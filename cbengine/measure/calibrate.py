@@ -202,9 +202,8 @@ def check_settings(path: Path, base: Scenario, device: str) -> None:
     except (ScenarioError, KeyError, TypeError, AttributeError):
         return  # reading it as a calibration reports that it is none
     if known and known != settings(base, device):
-        raise UsageError(
-            f"{path}: was probed with another model, block size or cost than this call's: name another --out"
-        )
+        other = "another model, block size or cost than this call's"
+        raise UsageError(f"{path}: was probed with {other}: name another --out")
 
 
 def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[str, Any]:

@@ -46,8 +46,6 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Real, shown
 from cbsim.scenario.scenario import Scenario
 
-CAPACITY_REQUESTS = 4  # times the case's requests: all at once, a queue so long that its ends do not matter
-LEFT_OUT = ("timeline.json.gz", "figures")  # parts of a run that can be made again from its tables
 ABSURD = 0.25  # on a CPU, whose own speed varies, only a makespan error above this is a defect of ours
 Progress = Callable[[str], None]
 
@@ -225,10 +223,9 @@ class Session:
         """Return a loaded case's arrival rate in requests a second: its share of the simulated capacity."""
         assert case.load is not None
         if not isinstance(ready.workload, Synthetic):
-            raise UsageError(
-                f"workload.kind: got {ready.workload.kind}, must be synthetic for {case.name}, which is a load"
-            )
-        count = ready.workload.requests * CAPACITY_REQUESTS
+            bound = f"must be synthetic for {case.name}, which is a load"
+            raise UsageError(f"workload.kind: got {ready.workload.kind}, {bound}")
+        count = ready.workload.requests * 4  # all at once, a queue so long that its ends do not matter
         flood = self.scenario(*case.overrides, f"workload.requests={count}", "loop.mode=sync")
         flooded = predictable(flood, coefficients, case.injected_ms)
         summary = simulated(flooded, folder / "capacity", self.progress)["sync"]
@@ -301,7 +298,7 @@ def _case_file(file: Path) -> CaseFile | None:
 
 def _trim(path: Path) -> None:
     """Remove the parts of a run that are large and can be made again."""
-    for name in LEFT_OUT:
+    for name in ("timeline.json.gz", "figures"):  # can be made again from its tables
         rest = path / name
         shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 

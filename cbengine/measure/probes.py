@@ -109,9 +109,8 @@ class EqualStepTimes(NamedTuple):
     def __str__(self) -> str:
         share = self.difference_s / self.async_s if self.async_s else 0.0
         both = f"{self.sync_s * 1e6:,.1f} us synchronous, {self.async_s * 1e6:,.1f} us asynchronous"
-        return (
-            f"kernels of {self.steps} equal steps: {both}, difference {self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
-        )
+        difference = f"{self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
+        return f"kernels of {self.steps} equal steps: {both}, difference {difference}"
 
 
 @dataclass(slots=True)

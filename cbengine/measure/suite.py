@@ -34,7 +34,6 @@ BLOCKS = "kv_cache.num_blocks={}".format
 REQUESTS = "workload.requests={}".format
 FIFO = "scheduler={{name: transformers_fifo, max_requests_per_batch: {}, max_batch_tokens: {}}}".format
 SMALL = "model=llama-3.2-1b"
-INJECTED_MS = (0, 2, 5, 10)
 PREDICTED_MS = (0.5, 1, 1.5, 3, 4, 6, 7, 8, 9)  # simulated only: a curve may turn between measured points
 
 
@@ -46,7 +45,7 @@ def _load(share: float, *overrides: str, prefix: str = "", group: str = "load") 
 def _cpu(curve: str, *overrides: str, prefix: str = "", group: str = "cpu") -> list[SuiteCase]:
     return [
         SuiteCase(f"{prefix}cpu-{ms}", group, f"{curve}, {ms} ms of CPU work a step", overrides, ms, curve=curve)
-        for ms in INJECTED_MS
+        for ms in (0, 2, 5, 10)
     ]
 
 
@@ -60,7 +59,7 @@ def _uniform(low: int, high: int) -> str:
 
 def _gpu() -> list[SuiteCase]:
     published = "scheduler={name: transformers_fifo, max_blocks_per_request: 34, max_batch_tokens: 8192}"
-    decoding, short = _workload(32, "16", "8192"), _workload(32, "64", "512")
+    decoding, short, seats = _workload(32, "16", "8192"), _workload(32, "64", "512"), SLOTS(32)
     long = _workload(48, _uniform(1024, 8000), _uniform(16, 128))
     prefix = _workload(96, _uniform(2176, 4096), _uniform(16, 128), ", shared_prefix_tokens: 2048")
     few, many = (_workload(32, _uniform(64, 1024), _uniform(32, 256)), _workload(384, _uniform(16, 512), "256"))
@@ -69,9 +68,7 @@ def _gpu() -> list[SuiteCase]:
         *(_load(share) for share in (0.6, 0.85, 1.0)),
         _load(0.85, FIFO(64, 2048), prefix="transformers-"),
         *(
-            SuiteCase(
-                f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, SLOTS(32), CHUNK(size))
-            )
+            SuiteCase(f"chunk-{size}", "chunk", f"prompts of 1K to 8K in chunks of {size}", (long, seats, CHUNK(size)))
             for size in (512, 2048, 8192)
         ),
         SuiteCase("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (BLOCKS(1000),)),
@@ -79,28 +76,26 @@ def _gpu() -> list[SuiteCase]:
         SuiteCase("prefix-shared", "prefix", "2,048 tokens of every prompt are the same", (prefix,)),
         SuiteCase("batch-8", "batch", "8 seats", (few, SLOTS(8))),
         SuiteCase("batch-256", "batch", "256 seats", (many, SLOTS(256))),
-        *_cpu("8B, batch 32", short, SLOTS(32)),
-        *_cpu("1B, batch 32", short, SLOTS(32), SMALL, prefix="1b-", group="1b"),
+        *_cpu("8B, batch 32", short, seats),
+        *_cpu("1B, batch 32", short, seats, SMALL, prefix="1b-", group="1b"),
         _load(0.85, SMALL, prefix="1b-", group="1b"),
     ]
 
 
 def _tiny() -> list[SuiteCase]:
-    mixed, room = REQUESTS(64), BLOCKS(512)
+    mixed, room, fifo = REQUESTS(64), BLOCKS(512), FIFO(16, 128)
     long, short = _workload(32, _uniform(48, 240), _uniform(8, 32)), _workload(16, "8", "96")
     prefix = _workload(48, _uniform(96, 160), _uniform(8, 32), ", shared_prefix_tokens: 80")
     return [
         SuiteCase("long-b16", "reference", "a batch of 16 that only decodes", (_workload(16, "8", "256"), room)),
         *(_load(share, mixed) for share in (0.6, 0.85, 1.0)),
-        _load(0.85, mixed, FIFO(16, 128), prefix="transformers-"),
+        _load(0.85, mixed, fifo, prefix="transformers-"),
         *(
             SuiteCase(f"chunk-{size}", "chunk", f"prompts of 48 to 240 in chunks of {size}", (long, room, CHUNK(size)))
             for size in (32, 64, 128)
         ),
         SuiteCase("preemptions", "memory", "a cache for a third of the seats: vLLM preempts", (mixed, BLOCKS(40))),
-        SuiteCase(
-            "soft-resets", "memory", "the same for transformers, which resets", (mixed, FIFO(16, 128), BLOCKS(40))
-        ),
+        SuiteCase("soft-resets", "memory", "the same for transformers, which resets", (mixed, fifo, BLOCKS(40))),
         SuiteCase("prefix-shared", "prefix", "80 tokens of every prompt are the same", (prefix, room)),
         SuiteCase("batch-2", "batch", "2 seats", (REQUESTS(16), SLOTS(2))),
         SuiteCase("batch-32", "batch", "32 seats", (mixed, SLOTS(32), room)),

@@ -22,10 +22,8 @@ from cbsim.scenario.fields import shown
 from cbsim.scenario.pretrained import Config
 from cbsim.scenario.shapes import ModelShape
 
-DTYPE_FIELDS = ("dtype", "torch_dtype")  # fields of config.json; tensors are converted to the type of the run
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_JSON_BYTES = 64 << 20  # an index of a hundred thousand tensors has 10 MiB
 SHARPNESS = 1.5  # gain of random queries and keys; at 1 greedy texts repeat themselves, at 2 rounding decides them
 READABLE = ("F64", "F32", "F16", "BF16")
 MODELLED: dict[str, object] = {  # fields of config.json that must be absent, null or this
@@ -173,9 +171,8 @@ def _listed(folder: Path) -> tuple[Path, dict[str, Path]]:
 
 def _beside(index: Path, tensor: str, name: str) -> Path:
     if Path(name).name != name or too_long(name) or not name.isprintable():  # lone surrogates are not printable either
-        raise WeightsError(
-            f"{index}: weight_map.{tensor}: got {shown(name)}, expected the name of a file in this folder"
-        )
+        expected = "expected the name of a file in this folder"
+        raise WeightsError(f"{index}: weight_map.{tensor}: got {shown(name)}, {expected}")
     return index.parent / name
 
 
@@ -201,13 +198,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of such a folder. Raises WeightsError."""
-    return files.read_json(path, WeightsError, MOST_JSON_BYTES)
+    return files.read_json(path, WeightsError, 64 << 20)  # an index of a hundred thousand tensors has 10 MiB
 
 
 def architecture(folder: Path) -> Architecture:
     """Return the architecture in a folder's config.json, with transformers' defaults. Raises WeightsError."""
     path = folder / "config.json"
-    fields = {k: v for k, v in read_json(path).items() if k not in DTYPE_FIELDS}
+    fields = {k: v for k, v in read_json(path).items() if k not in ("dtype", "torch_dtype")}  # the run has its own
     config = Config(str(path), None, fields, error_type=WeightsError)
     if fields.get("model_type") not in KINDS:
         raise config.bad("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")

@@ -1,6 +1,4 @@
-"""The engine as a backend of the front end: requests go to its thread, tokens and ends come back once a step; and the
-command `cbengine serve`.
-"""
+"""`cbengine serve`: the engine, in a thread, as a backend of the front end; tokens and ends come back once a step."""
 
 from __future__ import annotations
 
@@ -173,15 +171,13 @@ class EngineBackend(Backend):
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, value)
 
-    # -- called in the event loop
-
     def _ended(self, problem: str | None) -> None:
-        """End all streams after the engine has ended; `problem` states the cause unless it ended in order."""
+        """End all streams in the event loop as the engine ended; `problem` is the cause unless it ended in order."""
         self._fail(problem, self._stamp())
         self._over.set()
 
     def _heard(self, happened: Happened) -> None:
-        """Pass on the reports of streams that were not cancelled."""
+        """Pass on the reports of streams that were not cancelled, in the event loop."""
         streams, at_ns = self._streams, happened.at_ns
         for step in happened.steps:
             for spec, cached_tokens in step.admitted:

@@ -113,8 +113,6 @@ class Reporter:
         self._engine = engine
         self.load = Load.of(engine.scheduler)
 
-    # -- called by the engine
-
     def begin(self, spec: RequestSpec) -> Sequence:
         """Return the sequence of a request that arrives."""
         return self._coming.pop(spec)

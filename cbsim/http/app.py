@@ -33,7 +33,6 @@ from cbsim.http.requests import (
 from cbsim.http.settings import Settings, may_pass
 
 LOG = logging.getLogger("cbsim.http")
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class App:
@@ -116,7 +115,7 @@ class App:
     async def _metrics(self, _: Request) -> Response:
         if (exposition := self.backend.meter.exposition()) is None:
             raise HTTPException(404)
-        return Response(exposition, media_type=METRICS_TYPE)
+        return Response(exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": self.admission.open})

@@ -19,8 +19,6 @@ from cbsim.runs.served import Contents, Log
 from cbsim.scenario.scenario import Scenario
 
 NS = 1_000_000_000
-LEAST_BOUND_S = 1e-3
-BOUND_OF_ITL = 0.01
 STOP, ABORT, ERROR = "stop", "abort", "error"  # finish reasons of a stream
 
 
@@ -96,8 +94,6 @@ class Stream:
         """The number of tokens that were not taken."""
         return len(self._unread)
 
-    # -- by the server
-
     def arrive(self, at_s: float) -> None:
         """Record the time at which the server received the request."""
         self.arrived_s = at_s
@@ -129,8 +125,6 @@ class Stream:
         if (heard := self._heard) is not None:
             self._heard = None
             heard()
-
-    # -- by the reader
 
     def listen(self, heard: Callable[[], None] | None) -> None:
         """Set a function to be called once, inside the next `put` or `end`, so it must be short."""
@@ -175,7 +169,7 @@ class Timing:
     @property
     def bound_s(self) -> float:
         """The lag in seconds below which figures do not change: 1 ms, or 1 % of the median ITL if that is more."""
-        return max(LEAST_BOUND_S, BOUND_OF_ITL * self.median_itl_s)
+        return max(1e-3, 0.01 * self.median_itl_s)
 
     @property
     def faithful(self) -> bool:

@@ -77,8 +77,7 @@ class Generating:
 
     async def _submit(self, request: GenerationRequest, client_id: str | None, writer: ResponseWriter) -> Answer:
         """Submit the request to the server. Raises ApiError if it is not accepted, or one stream failed at once."""
-        admission = self._admission
-        backend = admission.backend
+        admission, backend = self._admission, self._admission.backend
         model_is(request.model, backend)
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "`stream_options`: only with `stream` true", "stream_options")

@@ -1,6 +1,4 @@
-"""An endpoint on a socket, from its start to the end of its last answer; the session of `cbsim serve` and `cbengine
-serve`: a directory, created at the start, a socket, a result.
-"""
+"""An endpoint on a socket, from its start to its last answer; the session of `cbsim serve` and `cbengine serve`."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ from cbsim.http.metrics import VllmMeter
 from cbsim.http.settings import VARIABLE, Settings
 from cbsim.runs.served import SessionDirectory
 
-BACKLOG = 2048
 LAST_WORDS_S = 1.0  # seconds for written bytes to be sent, once all answers have ended
-SPARE_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +125,11 @@ class _Door:
         files_for(self._settings.max_connections)
         connection = partial(Connection, self._config, self._state, self._settings, self._loop)
         try:
-            self._server = await self._loop.create_server(connection, host, port, backlog=BACKLOG)
+            self._server = await self._loop.create_server(connection, host, port, backlog=2048)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+        return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Accept no more connections; idle ones are closed, the others once they have their answer."""
@@ -196,15 +191,10 @@ def check_host(host: str, settings: Settings) -> None:
     if not host:
         reason = f"host {host!r} is empty: it has to be a name or an address, 0.0.0.0 for all interfaces"
         raise EndpointError(reason, field="host", value=host, bound="a name or an address")
-    if settings.keys or settings.insecure or _loopback(host):
-        return
-    raise EndpointError(
-        f"host {host} is open to other machines, and there is no API key: "
-        f"give one by --api-key-file or the variable {VARIABLE}, or allow it by --insecure",
-        field="host",
-        value=host,
-        bound="a loopback address, as 127.0.0.1",
-    )
+    if not (settings.keys or settings.insecure or _loopback(host)):
+        remedy = f"give one by --api-key-file or the variable {VARIABLE}, or allow it by --insecure"
+        reason = f"host {host} is open to other machines, and there is no API key: {remedy}"
+        raise EndpointError(reason, field="host", value=host, bound="a loopback address, as 127.0.0.1")
 
 
 def _loopback(host: str) -> bool:
@@ -218,7 +208,7 @@ def _loopback(host: str) -> bool:
 def files_for(connections: int) -> None:
     """Raise this process's limit of open files for `connections` connections, as far as its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + SPARE_FILES
+    needed = connections + 64  # for all else
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         if most > soft:

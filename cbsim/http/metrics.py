@@ -40,7 +40,6 @@ REQUEST_S = (
 )
 STEP_TOKENS = (1.0, *(float(1 << power) for power in range(3, 15)))  # 1, 8, 16 ... 16384
 COPIES = (1.0, 2.0, 5.0, 10.0, 20.0)
-PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 LENGTH: tuple[float, ...] = ()  # bounds up to the server's longest text
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival to first token.", TTFT_S),
@@ -57,7 +56,7 @@ HISTOGRAMS = {
     "request_params_n": ("Answers asked for.", COPIES),
     "request_params_max_tokens": ("Limit of the answer.", LENGTH),
     "iteration_tokens_total": ("Query tokens of a step.", STEP_TOKENS),
-    "request_num_preemptions": ("Preemptions of a request.", PREEMPTIONS),
+    "request_num_preemptions": ("Preemptions of a request.", (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)),
     "request_prefill_kv_computed_tokens": ("Tokens of the prompt without those cached.", LENGTH),
 }
 

@@ -217,7 +217,8 @@ def read(model: type[AnyOf], body: bytes) -> AnyOf:
 def _supported(data: Mapping[str, Any]) -> None:
     for field, value in data.items():
         neutral = NEUTRAL.get(field)
-        if neutral is not None and value is not None and not any(_same(value, none) for none in neutral):
+        same = [none for none in neutral or () if value == none and isinstance(value, bool) == isinstance(none, bool)]
+        if neutral is not None and value is not None and not same:  # 1 equals 1.0, but not true
             allowed = " or ".join(json.dumps(none) for none in (None, *neutral))
             raise ApiError(400, f"`{field}` is not supported by this server, other than as {allowed}", field)
     messages = data.get("messages")
@@ -226,11 +227,6 @@ def _supported(data: Mapping[str, Any]) -> None:
             if isinstance(message, dict) and message.get(field):
                 name = f"messages.{at}.{field}"
                 raise ApiError(400, f"`{name}` is not supported by this server", name)
-
-
-def _same(value: object, other: object) -> bool:
-    """True if two JSON values are equal: 1 equals 1.0, but not true."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _api_error(error: ValidationError) -> ApiError:

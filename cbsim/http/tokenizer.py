@@ -126,9 +126,8 @@ def _jinja(source: str, config: dict[str, Any], path: Path) -> Callable[[Message
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals["raise_exception"] = raise_exception
-    special_tokens = {
-        name: _special(config.get(name)) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-    }
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    given = {"add_generation_prompt": True, "tools": None, **{name: _special(config.get(name)) or "" for name in names}}
     try:
         template = environment.from_string(source)
     except TemplateError as error:
@@ -136,9 +135,7 @@ def _jinja(source: str, config: dict[str, Any], path: Path) -> Callable[[Message
 
     def render(messages: Messages) -> str:
         try:
-            return template.render(
-                messages=[*map(dict, messages)], add_generation_prompt=True, tools=None, **special_tokens
-            )
+            return template.render(messages=[*map(dict, messages)], **given)
         except TemplateError as error:
             raise ConversationError(str(error)) from error
         except (TypeError, ValueError, AttributeError, KeyError) as error:  # errors of a template with these messages

@@ -104,6 +104,5 @@ def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path]
         raise ScenarioError(f"{field}: {what}: {other} is {kind}", field=field)
     looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
-    raise ScenarioError(
-        f"{field}: {what} beside the scenario, nor at {looked}{unset}; docs/data.md says where to get it"
-    )
+    hint = "docs/data.md says where to get it"
+    raise ScenarioError(f"{field}: {what} beside the scenario, nor at {looked}{unset}; {hint}")

@@ -1,6 +1,4 @@
-"""The workload part of a scenario: what is sent to the server, and when. Only its fields are here; a reader or
-generator of cbsim/workload makes the requests.
-"""
+"""The fields of a scenario's workload: what is sent, and when; a reader or generator of cbsim/workload makes it."""
 
 from __future__ import annotations
 
@@ -78,8 +76,6 @@ class Empirical(Frozen):
 
 
 Length = Annotated[Number | Uniform | LognormalLength | Empirical, ByKey("a number of tokens")]
-
-
 LENGTH_TABLES = "lengths"
 
 
@@ -156,8 +152,6 @@ class ClosedLoop(Frozen):
 
 
 Arrivals = Annotated[AtOnce | Constant | Poisson | Gamma | ClosedLoop, By("kind")]
-
-
 MOST_REQUESTS = 100_000_000  # of a run, samples of one prompt counted each
 
 
@@ -284,11 +278,9 @@ class Served(Trace):
 
 Demand = Annotated[Synthetic | Azure | Mooncake | Csv | Lengths | Golden | Agentic | VllmBench | Served, By("kind")]
 
-OPEN_ARRIVALS = ("constant", "poisson", "gamma")  # kinds of arrivals that do not wait for the server ...
-OPEN_WORKLOADS = ("azure", "mooncake", "csv", "golden", "vllm_bench")  # ... and of workloads that say when they arrive
-
 
 def is_open(workload: Mapping[str, Any]) -> bool:
     """True if a workload, given by its fields, is open: arrivals over time that do not depend on the server."""
     arrivals = (workload.get("arrivals") or {}).get("kind")
-    return workload.get("kind") in OPEN_WORKLOADS or arrivals in OPEN_ARRIVALS
+    timed = workload.get("kind") in ("azure", "mooncake", "csv", "golden", "vllm_bench")
+    return timed or arrivals in ("constant", "poisson", "gamma")

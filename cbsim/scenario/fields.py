@@ -33,7 +33,6 @@ from cbsim.errors import ScenarioError
 from cbsim.files import PATH_BOUND, too_long
 
 T = TypeVar("T")
-MOST_HINTS = 8
 
 
 def bare(name: str) -> str:
@@ -54,7 +53,7 @@ def near(word: object, known: Iterable[str]) -> str:
     names, part = list(known), bare(str(word)[:100])
     begin = [name for name in names if part and bare(name).startswith(part)]
     close = begin or [name for name in names if len(part) > 2 and part in bare(name)] or _similar(word, names)
-    return f"; did you mean {either(close[:MOST_HINTS])}?" if close else ""
+    return f"; did you mean {either(close[:8])}?" if close else ""
 
 
 def _similar(word: object, known: Iterable[str]) -> list[str]:
@@ -95,8 +94,7 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
-"""A list of a file as a tuple."""
+Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]  # a list of a file as a tuple
 
 
 class Form(BaseModel):
@@ -105,8 +103,7 @@ class Form(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-Count = Annotated[int, Field(ge=1, lt=10**12)]
-"""A whole number of a form, such as tokens."""
+Count = Annotated[int, Field(ge=1, lt=10**12)]  # of a form, such as tokens
 Natural = Annotated[int, Field(ge=0, lt=2**62)]
 Milliseconds = Annotated[float, Field(ge=0, lt=1e12)]  # 30 years
 Pair = Annotated[tuple[Natural, Natural], BeforeValidator(as_tuple)]
@@ -138,8 +135,7 @@ class Frozen(BaseModel):
         return data
 
 
-LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30
-"""Bounds of every quantity of a run; arithmetic on what is allowed does not overflow."""
+LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30  # of every quantity: arithmetic on what is allowed does not overflow
 
 
 def _integral(value: Any) -> Any:
@@ -185,19 +181,12 @@ def one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
     return BeforeValidator(spelt)
 
 
-Whole = Annotated[int, BeforeValidator(_integral)]
-"""A whole number; 1e6 counts as one."""
-
-Real = Annotated[float, BeforeValidator(_decimal)]
-"""A finite number."""
-
+Whole = Annotated[int, BeforeValidator(_integral)]  # 1e6 counts as one
+Real = Annotated[float, BeforeValidator(_decimal)]  # finite
 Number = Annotated[Whole, Field(ge=1)]
 Positive = Annotated[Real, Field(gt=0)]
 Seconds = Annotated[Real, Field(ge=0)]
-
-PlainPath = Annotated[str, AfterValidator(_lookable)]
-"""A path as it was written."""
-
+PlainPath = Annotated[str, AfterValidator(_lookable)]  # as it was written
 DataPath = Annotated[PlainPath, beside(Path.is_file)]
 """A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
 
@@ -267,9 +256,7 @@ def _tag(member: Any) -> str:
 
 @cache
 def documented(described: Any) -> Mapping[str, str]:
-    """Return the text of each field of a class and its bases: the comment `#: text` behind it or the docstring below.
-    Fields have none where the source is not available.
-    """
+    """Return the text of each field of a class and its bases, `#: text` or the docstring below, if there is source."""
     texts: dict[str, str] = {}
     for part in reversed(described.__mro__):
         try:

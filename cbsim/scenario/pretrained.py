@@ -115,9 +115,7 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
 
 
 def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, list[str]]:
-    """Return the tokens of a window, and transformers' default of `layer_types`. Qwen's windows are off unless switched
-    on; a null `sliding_window` is none.
-    """
+    """Return a window's tokens, and the default of `layer_types`. Qwen's are off unless switched on; null is none."""
     if kind.startswith("qwen"):
         first = config.whole("max_window_layers", 28, 0)
         window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most

@@ -20,7 +20,6 @@ from cbsim.scenario.documents import Document
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
 """Most characters of a line, and of a file that is one document: a small gzipped file may not fit the memory."""
 LOOK_ROWS = 50_000  # rows between two checks that they still fit the memory
-POSITIVE = f"a whole number from 1 to {10**12 - 1:,}"
 
 
 @contextmanager
@@ -92,7 +91,7 @@ class CsvTable:
         """Return a cell as a whole number >= 1. Raises ScenarioError."""
         cell = cell.strip()
         if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
-            raise self.bad(column, cell, POSITIVE)
+            raise self.bad(column, cell, f"a whole number from 1 to {10**12 - 1:,}")
         return value
 
     def whole(self, column: int, cell: str) -> int:
@@ -128,8 +127,7 @@ def json_line(path: Path, number: int, line: str) -> Document:
     return Document(str(path), None, values, at=number)
 
 
-REQUEST_BYTES = 1300
-"""Approximate memory of a request in a run, bytes: its specification, its progress, its rows of the tables."""
+REQUEST_BYTES = 1300  # memory of a request in a run, about: its specification, its progress, its rows of the tables
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -155,11 +153,12 @@ def check_rows(path: Path, rows: int) -> None:
 
 def free_bytes() -> int | None:
     """Return the bytes that this process can still allocate, the least of the system's limits; None if unknown."""
-    known = [_available(), _left_in_group()]
+    known = [host_memory(), _left_in_group()]
     return min((value for value in known if value is not None), default=None)
 
 
-def _available() -> int | None:
+def host_memory() -> int | None:
+    """Return the bytes that this machine can allocate without swapping; None if the system does not report them."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

@@ -44,14 +44,8 @@ from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind
 from cbsim.schedulers.vllm.settings import VllmSettings
 
-MOST_BLOCKS = 10_000_000
-"""Most blocks of a cache: they are tracked one by one, so more would only cost memory."""
-
-SIZED_BY = {"model", "hardware", "scheduler", "kv_cache", "cost"}
-"""Fields that the scheduler's sizes follow from."""
-
-LEAST_MEMORY_BYTES = 100_000_000
-"""Least memory of a device; a smaller number must have another unit."""
+MOST_BLOCKS = 10_000_000  # of a cache: they are tracked one by one, so more would only cost memory
+LEAST_MEMORY_BYTES = 100_000_000  # of a device; a smaller number must have another unit
 
 
 class KvCache(Frozen):
@@ -193,7 +187,7 @@ class Scenario(Frozen):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Scenario:
         """Return a copy with other fields; sizes are solved again if they follow from one of these."""
         copy = super().model_copy(update=update, deep=deep)
-        if SIZED_BY & set(update or ()):
+        if {"model", "hardware", "scheduler", "kv_cache", "cost"} & set(update or ()):
             copy.__dict__.pop("_options", None)
         return copy
 
@@ -227,10 +221,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
-    """Return the scenario that plain values describe; `where` is their name in messages. Overrides as for `load`.
-
-    Raises ScenarioError.
-    """
+    """Return the scenario of plain values, overridden as in `load`; errors call it `where`. Raises ScenarioError."""
     return Variants(Document(where, None, data), Path())(overrides)  # there is no file with lines
 
 
@@ -326,16 +317,14 @@ def json_schema(part: type[Frozen] = Scenario) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_standard(part.model_json_schema())}
 
 
-KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-
-
 def _standard(node: Any) -> Any:
     """Return a schema with JSON Schema's keywords for bounds: pydantic keeps its own where a validator comes first."""
     if isinstance(node, list):
         return [_standard(item) for item in node]
     if not isinstance(node, dict):
         return node
-    known = {KEYWORDS.get(key, key): _standard(value) for key, value in node.items()}
+    keywords = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    known = {keywords.get(key, key): _standard(value) for key, value in node.items()}
     for of_text, of_list in (("minLength", "minItems"), ("maxLength", "maxItems")):
         if known.get("type") == "array" and of_text in known:
             known[of_list] = known.pop(of_text)

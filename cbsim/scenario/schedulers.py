@@ -31,9 +31,8 @@ class BySchedulerName(By):
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         del union, handler
-        return core_schema.no_info_plain_validator_function(
-            settings, serialization=core_schema.plain_serializer_function_ser_schema(plain)
-        )
+        writing = core_schema.plain_serializer_function_ser_schema(plain)
+        return core_schema.no_info_plain_validator_function(settings, serialization=writing)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         del schema

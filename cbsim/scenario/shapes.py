@@ -18,7 +18,6 @@ from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Whole, complaint, shown
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
 GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
 """Bytes that so many weights take. int4: two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each, 128
@@ -26,13 +25,12 @@ GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
 
 
 def _sight(seen: str) -> str:
-    if not re.fullmatch(SIGHT, seen):
+    if not re.fullmatch("full|(sliding|chunked) [1-9][0-9]{0,8}", seen):
         raise complaint(f"got {shown(seen)}, expected full, sliding TOKENS or chunked TOKENS")
     return seen
 
 
 MOST_DIFFERENT = 10_000  # most layers, if each is computed by itself
-SIGHT = "full|(sliding|chunked) [1-9][0-9]{0,8}"
 Seen = Annotated[str, AfterValidator(_sight)]
 """A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
 
@@ -56,7 +54,7 @@ class ModelShape(Frozen):
     qk_norm: bool = False  #: Are the queries and keys of every head RMS-normed (Qwen3)?
     qkv_bias: bool = False
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
-    dtype: Dtype = "bfloat16"  #: Type of weights, activations and KV cache.
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  #: Type of weights, activations and KV cache.
     weights_dtype: Literal["fp8", "fp8_block", "nvfp4", "int4"] | None = None
     """Type of the layers' matrices if not `dtype`: fp8 with a scale a tensor or channel, fp8_block with one a block of
     128 x 128, nvfp4 in groups of 16, int4 in groups of 128. Embedding and output layer have `dtype`."""
@@ -200,7 +198,6 @@ def _read(value: Any, info: ValidationInfo) -> Any:
 NamedModel = Annotated[ModelShape, BeforeValidator(_read, json_schema_input_type=str | ModelShape)]
 NamedHardware = Annotated[Hardware, BeforeValidator(_read, json_schema_input_type=str | Hardware)]
 
-
 VLLM_RUNTIME_BYTES = 600_000_000
 """CUDA context, libraries, graphs and fragmentation: what a real vLLM 0.19 on an RTX 4090 with Llama-3.1-8B (2,588
 blocks of 16 at fraction 0.9, 2,048 tokens, 256 requests) leaves unexplained by weights and activations."""
@@ -252,10 +249,8 @@ class Place:
     def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
         sizes = (self.memory_bytes, self.model.weight_bytes, left_bytes, needed_bytes or 0)
         memory, weights, left, needed = (f"{size / 1e9:.2f} GB" for size in sizes)
-        fraction = self.memory_fraction
-        reason = (
-            f"{self.gpu} has {memory} and {self.model.name} {weights} of weights; fraction {fraction} leaves {left}"
-        )
+        share = self.memory_fraction
+        reason = f"{self.gpu} has {memory} and {self.model.name} {weights} of weights; fraction {share} leaves {left}"
         if self.num_blocks is None:
-            return ScenarioError(f"kv_cache.memory_fraction: got {fraction}, too little for a cache: {reason}")
+            return ScenarioError(f"kv_cache.memory_fraction: got {share}, too little for a cache: {reason}")
         return ScenarioError(f"kv_cache.num_blocks: got {self.num_blocks}, which need {needed}: {reason}")

@@ -104,18 +104,15 @@ class TermsFile(Range):
             if name.partition("@")[0] not in FIELDS:
                 raise complaint(f"got {name}, expected one of {', '.join(FIELDS)}{near(name, FIELDS)}", "terms")
             if not 0 <= term.low <= term.value <= term.high:
-                raise complaint(
-                    f"{name}: got {term.low} to {term.high} for {term.value}, which must lie between", "terms"
-                )
+                got = f"got {term.low} to {term.high} for {term.value}"
+                raise complaint(f"{name}: {got}, which must lie between", "terms")
         for hash_, curve in self.curves.items():
             if curve.terms.keys() != self.terms.keys() or min(curve.terms.values(), default=0.0) < 0:
                 raise complaint(f"{hash_}: terms: must be those of the file, each >= 0", "curves")
         return self
 
     def resolved(self, tensor: int, system: str, version: str, curve: str | None = None) -> dict[str, float]:
-        """Return the terms that hold for so many GPUs of a card and a version of the engine, by field; for a `curve`
-        that they were calibrated on, those fitted without it.
-        """
+        """Return its terms as `resolve` does; for a `curve` that they were calibrated on, those fitted without it."""
         left_out = self.curves.get(curve or "")
         values = left_out.terms if left_out else {name: term.value for name, term in self.terms.items()}
         return resolve(values, tensor, system, version)

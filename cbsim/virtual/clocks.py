@@ -3,8 +3,6 @@
 Sockets and threads work as on any loop, and take no virtual time: before a jump the loop checks for bytes in transit
 over the loopback interface, and waits for work that threads are doing. It reports what it does not support: a sleep
 that is not asyncio's, a call that blocks the loop, a thread that waits for the loop.
-
-A simulated server has a clock: the wall clock, a multiple of it, or that of a virtual loop.
 """
 
 from __future__ import annotations
@@ -104,7 +102,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._check_threads()
             return self._look(SHORT_S)
         for _ in range(SETTLING):
-            self._hear_echo()
+            self._sound.send(b".")  # once it is heard, everything that was sent before it has arrived, too
+            self._echo.recv(1)
             if ready := self._look(0):
                 return ready
         return self._jump()
@@ -136,11 +135,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.deadlock = "nothing is left to do, and the client waits for something that never comes"
                 raise VirtualTimeError(self.deadlock)
         return ready
-
-    def _hear_echo(self) -> None:
-        """Send a byte over loopback and wait for it: then everything that was sent before it has arrived, too."""
-        self._sound.send(b".")
-        self._echo.recv(1)
 
     def _check_threads(self) -> None:
         """Raise VirtualTimeError if a thread has been working for longer than PATIENCE_S."""
@@ -247,10 +241,7 @@ def _loopback() -> tuple[socket.socket, socket.socket]:
 
 
 NS = 1_000_000_000
-EARLY_S = 1.1e-3
-"""The time before a deadline, in seconds, from which this thread polls with short sleeps: a selector wakes up to a
-millisecond late."""
-NAP_S = 2.5e-4
+EARLY_S = 1.1e-3  # so long before a deadline polling with short sleeps begins: a selector wakes up to 1 ms late
 
 
 class Clock:
@@ -290,7 +281,7 @@ class Clock:
                 return
         await asyncio.sleep(0)
         while (left_s := at_s - loop.time()) > 0:
-            time.sleep(min(left_s, NAP_S))
+            time.sleep(min(left_s, 2.5e-4))
             await asyncio.sleep(0)
 
 

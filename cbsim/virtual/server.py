@@ -203,9 +203,7 @@ class Exchange:
         if not self._task.done():
             await asyncio.wait([self._task])
 
-    # -- the ResponseWriter of a streamed answer: the client buffers what it has not read
-
-    full = False
+    full = False  # it is the ResponseWriter of a streamed answer: the client buffers what it has not read
 
     def write(self, body: bytes) -> None:
         self._parts.put_nowait(body)

@@ -283,15 +283,13 @@ SPEECH = (
     " is the time at which each of them would have come from the server that the scenario describes, with its"
     " scheduler, its cache, its CPU and its GPU, beside the requests of everybody else. Please do not mind the words."
 )
-MOST_LENGTHS = 10_000
 
 
 class Speech:
     """The answers: one text, repeated, of a length drawn from the workload's by the request's number and the seed."""
 
     def __init__(self, scenario: Scenario, tokenizer: Tokenizer) -> None:
-        requests = islice(generators.build(scenario).arriving(), MOST_LENGTHS)
-        self._lengths = [spec.output_tokens for spec in requests]
+        self._lengths = [spec.output_tokens for spec in islice(generators.build(scenario).arriving(), 10_000)]
         self._seed = scenario.seed
         self._ids = tokenizer.encode(SPEECH)
         self._alone = [(token,) for token in self._ids]

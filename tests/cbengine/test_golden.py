@@ -26,7 +26,7 @@ from cbengine.device.base import EngineDevice, Inline
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.conformance import check, vllm_traces
-from cbsim.conformance.reader import Case, Reader, workload
+from cbsim.conformance.reader import Case, Reader, stem, workload
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 
@@ -123,7 +123,7 @@ def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[
         def case(trace: Path, header: dict[str, Any]) -> Case:
             read = reader.case(trace, header)
             replay: Any = read.replay
-            given = prompts(replay, workload(trace, read.name))
+            given = prompts(replay, workload(trace, stem(trace).removesuffix(f".{read.mode}")))
             done.append(Executed(replay.scheduler, 1 + (read.mode == "async"), given, made))
             return read
 

@@ -24,7 +24,6 @@ from cbsim.policy.groups import FULL, Attention, Sight
 LOG2_E = 1.4426950408889634
 LEAST_PART = 256  # cached tokens: a shorter part costs more in partial outputs than it gains in parallel reads
 NARROW = (Sight.SLIDING, Sight.CHUNKED)
-REGISTERS = 65536  # registers of a multiprocessor
 LOWEST = tl.constexpr(-1.0e30)  # below every score, yet finite: a tile of masked scores folds in as zeros, not as NaN
 
 
@@ -45,7 +44,7 @@ class Tiles:
         """The launch options; fused multiply-adds are explicit, since Triton's default differs between versions."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         if self.programs > 1:
-            options["maxnreg"] = REGISTERS // (self.programs * self.warps * 32) // 8 * 8  # allocated in eights
+            options["maxnreg"] = 65536 // (self.programs * self.warps * 32) // 8 * 8  # of a multiprocessor, in eights
         return options
 
 

@@ -142,11 +142,9 @@ class TritonOps(TorchOps):
         prefill: Tiles | None = None,
         splits: int | None = None,
     ) -> None:
-        if multiprocessors is None:
-            multiprocessors = (
-                torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
-            )
-        self._parts = PARTS_PER_MULTIPROCESSOR * multiprocessors
+        if multiprocessors is None and torch.cuda.is_available():
+            multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        self._parts = PARTS_PER_MULTIPROCESSOR * (multiprocessors or 1)
         self._decode, self._prefill, self._given_splits = decode, prefill, splits
         self.launched: object = None  # attention's last kernel as Triton compiled it, for measuring its registers
         self._scratch: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
@@ -197,9 +195,8 @@ class TritonOps(TorchOps):
         inner = gate_up.shape[-1] // 2
         assert gate_up.is_contiguous()
         out = torch.empty((len(gate_up), inner), dtype=gate_up.dtype, device=gate_up.device)
-        _silu_mul[len(gate_up), triton.cdiv(inner, GATE_ELEMENTS)](
-            gate_up, out, inner, GATE_ELEMENTS, num_warps=4, enable_fp_fusion=False
-        )
+        grid = len(gate_up), triton.cdiv(inner, GATE_ELEMENTS)
+        _silu_mul[grid](gate_up, out, inner, GATE_ELEMENTS, num_warps=4, enable_fp_fusion=False)
         return out
 
     def attention(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Rows, sees: Attention = FULL) -> Tensor:
