@@ -139,8 +139,6 @@ def _listed(path: Path, tool: str, requests: Sequence[Measured], failed: int, *,
     return Client(path, tool, len(requests), failed, prompt, output, requests, numbered)
 
 
-# -- fields -----------------------------------------------------------------------------------------------------------
-
 Number = Annotated[float, Field(ge=0, le=MOST)]
 Whole = Annotated[float, Field(ge=0, le=MOST, multiple_of=1)]
 Unit = Literal["ns", "us", "ms", "sec", "s"]
@@ -162,7 +160,6 @@ def _or_nan(value: float | None, scale: float = 1.0) -> float:
     return math.nan if value is None else value * scale
 
 
-# -- aiperf -----------------------------------------------------------------------------------------------------------
 # Its `inter_token_latency` is TPOT here, its `inter_chunk_latency` ITL. Tokens are those that the server
 # counted, if the client knows them, else its own count. Requests of a warm-up are left out.
 
@@ -299,7 +296,6 @@ def _cell(content: str) -> float | str:
         return content
 
 
-# -- vllm bench serve -------------------------------------------------------------------------------------------------
 # Requests are in the order in which they were issued, the failed ones among them, whose error is not empty. They carry
 # the header X-Request-Id: the value of `--request-id-prefix`, which the file does not have, and their number.
 
@@ -359,7 +355,6 @@ def _vllm_request(lists: _Lists, number: int) -> Measured:
     return Measured("", number, start, first, tpot, e2e, lists.input_lens[number], tokens, gaps)
 
 
-# -- GuideLLM ---------------------------------------------------------------------------------------------------------
 # `response_id` is the id of the response to a request. Its `inter_token_latency_ms` is TPOT here;
 # its `time_per_output_token_ms` includes the first token and is not read. It records no times of single tokens.
 

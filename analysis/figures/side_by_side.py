@@ -167,8 +167,6 @@ def frontier(x: Floats, y: Floats) -> Ints:
     return indices
 
 
-# -- a sweep ----------------------------------------------------------------------------------------------------------
-
 DASHES = {"p50": "solid", "p95": "dashed", "p99": "dotted"}
 
 
@@ -254,8 +252,6 @@ def _curve(name: str, x: Floats, y: Floats, style: Style) -> list[Mark]:
     means = np.bincount(at, weights=y[there], minlength=len(places)) / np.maximum(np.bincount(at), 1)
     return [Line(name, places, means, style), Points(name, x[there], y[there], style)]
 
-
-# -- the table of the runs --------------------------------------------------------------------------------------------
 
 COLUMNS = (  # header, metric, unit
     *(("makespan", "makespan_s", "s"), ("output tokens/s", "output_tokens_per_s", "number")),

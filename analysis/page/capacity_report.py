@@ -157,9 +157,6 @@ def _cell(probe: Probe, check: Check) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
 def figure(capacity: Capacity) -> Chart:
     """Draw a line of panels a condition: all loads, and if the capacity is known those near it."""
     ends = capacity.ends

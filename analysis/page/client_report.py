@@ -108,9 +108,6 @@ def beside(run: LoadedRun, client: Client) -> Beside:
     return Beside(client, by, len(paired), len(done), compared, *tokens, measures, doubts)
 
 
-# -- pairing
-
-
 def _pairs(run: LoadedRun, client: Client, done: Ints) -> Pairs | None:
     if client.requests is None:
         return None
@@ -154,9 +151,6 @@ def _by_number(client: Client, names: Mapping[int, Sequence[str]]) -> dict[str, 
     return fitting[0] if len(fitting) == 1 else {}
 
 
-# -- measures
-
-
 def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | None, name: str) -> Measure:
     factor, counts, apart = scale(run), None, np.zeros(0)
     if name == "itl_s":
@@ -189,9 +183,6 @@ def _doubts(client: Client, pairs: Pairs | None, compared: Requests, tokens: tup
         for number, what in zip(other, kinds, strict=True)
         if number
     ]
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def build(run: LoadedRun, clients: Sequence[Client], command: str) -> Report:

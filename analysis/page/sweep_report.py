@@ -186,8 +186,6 @@ def _numbers(table: SweepTable, shown: Look) -> list[Table]:
     return [Table("Places", ("place", "runs", *(metric.label for metric in metrics)), rows, note)]
 
 
-# -- the interactive part of the page ---------------------------------------------------------------------------------
-
 MOST_DEGREES = 200  # degrees of freedom with a factor of Student's t in the page; beyond, it goes on to the normal one
 STYLES = 28
 MOST_LISTED = 500  # points that are not done

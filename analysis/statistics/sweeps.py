@@ -80,9 +80,6 @@ def _group(label: str, rows: Sequence[int], values: Sequence[Any], runs: Sequenc
     return SweepGroup(label, [values[i] for i in ordered], [runs[i] for i in ordered])
 
 
-# -- load -------------------------------------------------------------------------------------------------------------
-
-
 def offered(run: LoadedRun) -> float | None:
     """Return the requests a second that arrive from the first to the last arrival; None if that takes no time."""
     arrival = run.times.arrival_ns
@@ -147,9 +144,6 @@ def rates(swept: Sweep, group: SweepGroup) -> list[float]:
     if swept.field == RATES[0]:
         return [float(value) for value in group.values]
     return [offered(run) or 0.0 for run in group.runs]
-
-
-# -- sentences of a report --------------------------------------------------------------------------------------------
 
 
 def findings(swept: Sweep) -> list[str]:

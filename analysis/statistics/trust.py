@@ -51,9 +51,6 @@ def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[
     return [*shown, Caveat(kind, rest, f"{kind}, too, with other figures.")] if rest else shown
 
 
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
 def _incomplete(run: LoadedRun) -> str | None:
     if run.incomplete or not run.summary.get("complete", True):
         return f"the run is incomplete: {run.incomplete or 'it was cut short'}. Its numbers are those of what there is."
@@ -191,9 +188,6 @@ def _few(run: LoadedRun) -> str | None:
     return f"{n:,} requests are in the latencies: {', '.join(short)}." if short else None
 
 
-# -- the device -------------------------------------------------------------------------------------------------------
-
-
 def _modelled(run: LoadedRun) -> str | None:
     """Report the origin of the device's times, unless it is a GPU."""
     device = str(run.environment.get("device"))
@@ -260,9 +254,6 @@ def _code(run: LoadedRun) -> str | None:
     if not git.get("commit"):
         return "the commit of the code is not known: the run cannot be traced to it."
     return f"made by changed code: the tree of commit {git['commit'][:10]} was dirty." if git.get("dirty") else None
-
-
-# -- among runs -------------------------------------------------------------------------------------------------------
 
 
 def _devices(runs: Sequence[LoadedRun]) -> str | None:

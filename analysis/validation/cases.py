@@ -127,8 +127,6 @@ def _folders(parent: Path) -> list[Path]:
         raise RunError(f"{parent}: cannot be read: {error.strerror or error}; {EXPECTED}") from None
 
 
-# -- documents --------------------------------------------------------------------------------------------------------
-
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\S[^\x00-\x1f\x7f]*$")]
 
 
@@ -157,9 +155,6 @@ class Replayed(Form):
     matched: Annotated[int, Field(ge=0)] | None = None
     steps: Annotated[int, Field(ge=0)]
     says: str
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:

@@ -82,9 +82,6 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
     return made
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
 def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
@@ -126,9 +123,6 @@ def case_lanes(case: ValidationCase) -> Chart:
     middle = min(map(len, frames.values())) // 2
     lanes = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
     return replace(lanes, title=f"{case.name}: CPU and GPU, measured above simulated")
-
-
-# -- facts ------------------------------------------------------------------------------------------------------------
 
 
 def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:
@@ -190,9 +184,6 @@ def _curve(name: str, points: Sequence[SpeedUpPoint], style: Style) -> list[Mark
     ]
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
-
 def matched(measured: pd.DataFrame, simulated: pd.DataFrame) -> pd.DataFrame:
     """Return TTFT and TPOT of the requests that both runs have, by their index."""
     columns = ["index", "ttft_s", "tpot_s"]
@@ -230,9 +221,6 @@ def _fit(title: str, name: str, frames: Mapping[str, pd.DataFrame]) -> Panel:
     return Panel(marks, x_axis, y_axis, title=title, x_log=log, y_log=log, x_range=whole, y_range=whole)
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     """Draw the error of each metric in every case, as multiples of its bar: between the lines the bar is met."""
     bound = Style(chart.BLACK, "dashed")
@@ -257,8 +245,6 @@ def errors(cases: Mapping[str, Sequence[Score]]) -> Chart:
     panel = Panel(marks, "", "error / asked", categories=CATEGORIES, y_range=(-reach, reach))
     return Chart("errors", "Errors, as multiples of what is asked", caption, [panel])
 
-
-# -- the tally --------------------------------------------------------------------------------------------------------
 
 MARKS = {"met": "", "missed": " *", "undecided": " ~"}
 SHORT = {SPEED_UP: "speed-up", "output tokens/s": "tokens/s"}
@@ -305,9 +291,6 @@ def holds(cases: Sequence[ValidationCase]) -> bool:
     )
 
 
-# -- sentences --------------------------------------------------------------------------------------------------------
-
-
 def findings(cases: Sequence[ValidationCase]) -> list[str]:
     """Return sentences on the verdict, and on what does not replay."""
     verdicts, replayed = [scored.score.verdict for scored in judged(cases)], replays(cases)
@@ -343,9 +326,6 @@ def requirement(bar: Bar) -> str:
     """Return the requirement of a bar, in words."""
     bound = bar.bound * 100
     return f"within {bound:g} point{'' if bound == 1 else 's'}" if bar.points else f"within {bound:g} %"
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def tables(cases: Sequence[ValidationCase]) -> list[Table]:
@@ -445,8 +425,6 @@ def case_table(cases: Sequence[ValidationCase]) -> Table:
         rows.append((case.name, case.model, case.scheduler, f"{case.injected_ms:g} ms", *counts, case.about))
     return Table("Workloads", header, rows, note)
 
-
-# -- causes -----------------------------------------------------------------------------------------------------------
 
 WAIT = "await"  # depends on the phases that are waited for
 KINDS = {"decode steps": False, "prefill steps": True}  # whether they read prompts

@@ -44,9 +44,6 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
     return f"{count:,} of {len(values):,} steps have more than the {most:,} {noun} measured, up to {largest:,}"
 
 
-# -- terms of kernel tables -------------------------------------------------------------------------------------------
-
-
 def sureness(cost: TableSettings) -> list[str]:
     """Return the known errors of predictions with calibrated terms: the terms with their intervals, and the range of
     measured over predicted values of left-out servers.

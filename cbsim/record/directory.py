@@ -186,9 +186,6 @@ def request_columns(requests: Requests) -> dict[str, Any]:
     return values | {"generated_tokens": requests.generated}
 
 
-# -- pieces of a long run ----------------------------------------------------------------------------------------------
-
-
 OnSteps = Callable[[int], None]
 
 

@@ -211,9 +211,6 @@ def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
     return gaps, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int64)])
 
 
-# -- in a run directory ------------------------------------------------------------------------------------------------
-
-
 LARGE = 1 << 19  # rows of a table, beyond which columns are read on access
 
 

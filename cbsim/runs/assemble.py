@@ -50,9 +50,6 @@ def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:
     return Copies(block_bytes, gpu.pcie_bytes_s, gpu.memory_bandwidth_bytes_s)
 
 
-# -- checks round a user's own scheduler -------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 

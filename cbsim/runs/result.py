@@ -282,9 +282,6 @@ def _printed(results: Sequence[Result]) -> str:
     return "\n".join([*filter(None, heading), "", table, "", *bound])
 
 
-# -- what binds --------------------------------------------------------------------------------------------------------
-
-
 # Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is
 # planned.
 WORK = ("schedule", "prepare", "launch", "update")  # phases in which the CPU works, without `await`

@@ -163,9 +163,6 @@ def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progr
     return Tuned(of[0].scenario.name, list(fields), of, outcome)
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
 def study(tuned: Tuned) -> Report:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     conditions = f" with {' and '.join(check.rule for check in goal.slo)}" if goal.slo else ""

@@ -129,9 +129,6 @@ def _expanded(x: float, degrees: int) -> float:
     return x + sum(term / float(degrees) ** power for power, term in enumerate(terms, start=1))
 
 
-# -- paired replicates ------------------------------------------------------------------------------------------------
-
-
 class Paired(NamedTuple):
     """The first point minus the second: the mean of their differences, and its interval, infinite for a single pair."""
 

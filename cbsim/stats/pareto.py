@@ -109,9 +109,6 @@ def _difference(other: Standing, standing: Standing, metric: Metric, question: Q
     return low if difference.known else metric.sign * difference.mean, difference.none
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
 def study(sweep: Replicated, question: Question, *, all_places: bool = False) -> Report:
     """Return the report of the frontier: a chart, and a table, best x first; `all_places` lists every configuration."""
     standings = frontier(sweep, question)

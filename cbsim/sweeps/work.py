@@ -195,9 +195,6 @@ def without(result: Result, share: float, command: str) -> Result:
     return replace(result, summary=summary, environment=environment)
 
 
-# -- executors --------------------------------------------------------------------------------------------------------
-
-
 class Here(Executor):
     """An executor that runs the tasks one after the other in this process."""
 

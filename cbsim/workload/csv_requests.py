@@ -147,9 +147,6 @@ def _second(stamp: str) -> int:
     return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
-# -- files of fixed columns --------------------------------------------------------------------------------------------
-
-
 def azure(path: Path, limit: int | None = None) -> list[Arrival]:
     """Read an LLM inference trace of Azure, 2023; arrivals count from the first one, exact to the file's 100 ns."""
     with open_text(path) as file:
@@ -163,9 +160,6 @@ def lengths(path: Path, limit: int | None = None, columns: Sequence[str] = LENGT
         rows = [[table.count(at, cell) for at, cell in enumerate(row)] for row in table.rows(limit)]
     check_not_empty(path, rows)
     return rows
-
-
-# -- columns -----------------------------------------------------------------------------------------------------------
 
 
 def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[str, str]:
@@ -206,8 +200,6 @@ def _wrong(path: Path, header: Sequence[str], reason: str, role: str) -> Scenari
     field, there = f"workload.columns.{role}", ", ".join(header) or "nothing"
     return ScenarioError(f"{path}:1: {field}: {reason}; found {there}", file=path, line=1, field=field, bound=reason)
 
-
-# -- tables of a caller ------------------------------------------------------------------------------------------------
 
 FILE = "workload.csv"  # of a run directory
 SOURCE = "requests"  # the table's name in messages

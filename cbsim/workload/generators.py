@@ -43,9 +43,6 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     return BUILDERS[type(form)](form, streams)
 
 
-# -- synthetic --------------------------------------------------------------------------------------------------------
-
-
 def draw(length: object, count: int, rng: np.random.Generator, name: str = "workload") -> Ints:
     """Draw `count` lengths in tokens."""
     if isinstance(length, demand.Uniform):

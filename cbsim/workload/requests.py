@@ -93,9 +93,6 @@ class Workload:
         return digest.hexdigest()
 
 
-# -- drawn requests ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Drawn(Sequence[RequestSpec]):
     """A sequence of requests in order of index and of arrival. Indexing and iteration give the same objects each time;
@@ -174,9 +171,6 @@ class Drawn(Sequence[RequestSpec]):
         return iter(self.specs)
 
 
-# -- clients whose next request follows the end of their last one ------------------------------------------------------
-
-
 class Users:
     """A closed loop: a user whose request ends sends the next one of the list, after thinking, unless that is after
     `until_ns`. Users are numbered by the index of the request that they send at the start.
@@ -232,9 +226,6 @@ class Sessions:
 
     def drafts(self) -> Iterator[tuple[RequestSpec, int]]:
         return iter(self._following.values())
-
-
-# -- lineage of beams --------------------------------------------------------------------------------------------------
 
 
 Parents = tuple[tuple[RequestSpec, RequestSpec], ...]

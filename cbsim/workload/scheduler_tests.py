@@ -94,9 +94,6 @@ class ChainedKeys:
         return self._ids.setdefault((parent, tuple(tokens)), len(self._ids))
 
 
-# -- vLLM ------------------------------------------------------------------------------------------------------------
-
-
 def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     """Return (spec, abort time) in arrival order, then file order. All times are microseconds."""
     size = workload["config"]["block_size"]
@@ -127,9 +124,6 @@ def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
             first = first or spec
             specs.append((spec, r.get("abort_us")))
     return sorted(specs, key=lambda entry: entry[0].arrival_ns)
-
-
-# -- transformers ----------------------------------------------------------------------------------------------------
 
 
 def unsupported(workload: Line) -> str | None:
@@ -203,8 +197,6 @@ class TransformersRequests:
         self.arriving.setdefault(spec.arrival_ns, []).append(spec)
         return spec
 
-
-# -- what a file must hold --------------------------------------------------------------------------------------------
 
 MOST_GENERATED = 1_000_000
 """Bound on the tokens that a transformers test generates in all: each one's content is made up and hashed."""

@@ -45,9 +45,6 @@ def check_not_empty(path: Path, rows: Sized, noun: str = "requests") -> None:
         raise ScenarioError(f"{path}: holds no {noun}")
 
 
-# -- JSON lines -------------------------------------------------------------------------------------------------------
-
-
 class Hashed(Form):
     """The request of a line; `hash_ids` name the blocks of 512 tokens of its prompt, the last one perhaps short."""
 
@@ -144,9 +141,6 @@ def spread(rows: list[Arrival], rng: np.random.Generator) -> list[Arrival]:
         offsets = np.sort(rng.integers(0, GRID_NS, len(members))).tolist()
         moved += [row._replace(arrival_ns=cell * GRID_NS + at) for row, at in zip(members, offsets, strict=True)]
     return moved
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def spec_of(index: int, row: Arrival) -> RequestSpec:
