@@ -1,12 +1,7 @@
 """Golden traces of Sarathi-Serve's schedulers: the replayed lines for the same workload, on the same virtual clock.
 
 Format and engine loop are described beside the traces. Times are integer microseconds. Defects of the original, which
-this project's rules do not have, are added for the comparison:
-
-A preempted request gets its whole output limit again. Until its pass is over its computed tokens still count; so half
-a prompt may be admitted again in the pass that preempted it, and computes only the rest. With one stage a pass without
-rows is discarded, though its blocks were freed: such a request never computes its prompt again. A request above the
-limit, also one that has grown beyond it, reaches the head of the queue and is dropped there.
+docs/policies.md lists, are added for the comparison.
 """
 
 from __future__ import annotations

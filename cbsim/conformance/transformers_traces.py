@@ -2,12 +2,8 @@
 
 The format is described beside the traces. One line is one pass of the generation loop; its events are those of the
 scheduler's observer. With layers of several kinds every table is named by its group, `kind.index`. Defects of the
-original, which this project's rules do not have, are added for the comparison:
-
-Blocks that a finishing step completes get no content key. Keys are assigned by count, starting at the first block
-without one; so async mode loses those of a chunk before the last, and 5.17 keys a block that is not full after a
-whole-prompt hit. Sampling continues for a request cancelled in flight. A single request too large for the cache fails
-all. Admission stays closed if all active requests are cancelled after a soft reset. In 5.23 the KV reads of a row
+original, which docs/policies.md lists, are added for the comparison. Two more: keys are assigned by count, from the
+first block without one, so 5.17 keys a block that is not full after a whole-prompt hit; in 5.23 the KV reads of a row
 without tokens are not checked.
 """
 

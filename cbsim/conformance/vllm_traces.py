@@ -1,14 +1,9 @@
 """Golden traces of vLLM's scheduler: the replayed lines for the same workload, on the same virtual clock.
 
-The formats, and the engine loop with its clock, are described beside the traces. Format 2 counts the tokens of an
-update and, at the end, all blocks with a key instead of their distinct contents; it leaves out cached tokens. Its
-fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on layer groups: an
-entry per group where other formats have one entry. Times are integer microseconds.
-
-At its end a trace reports for every request when it was queued, scheduled and got its tokens, and how often it was
-preempted. The engine reports events with the next token of their request. From format 2 on the report has only these:
-a request that is aborted before its first token was never reported as queued or scheduled, and a preemption without a
-later token is not counted. Format 1 read the requests themselves, and so has every event.
+The formats, what each reports at the end, and the engine loop with its clock are described beside the traces. Format 2
+counts the tokens of an update and, at the end, all blocks with a key instead of their distinct contents; it leaves out
+cached tokens. Its fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on
+layer groups. Times are integer microseconds.
 """
 
 from __future__ import annotations

@@ -1,33 +1,5 @@
-"""The digest of a plan: 64 bits made from declared bytes, by which any implementation can check that plans are equal.
-
-The bytes are little-endian signed 64-bit integers. A request is its index, a flag is 0 or 1. First come 23:
-
-    step
-    work     lead, decodes, decode_context, longest_context, prefill_tokens, padding_rows, padding_context, fast_decode
-    counts   table_blocks, new_blocks, running, waiting, free_blocks, cached_blocks
-    lengths  of chunks, grown, joined, left, ends, ended, preempted, replaced
-
-Then the items of these eight lists, in this order:
-
-    chunk      request, order, start, tokens, outputs, admitted, resumed, cached, recomputed, padding, number of its
-               blocks, then these
-    grown      request, block
-    joined, left, ends, ended   request
-    preempted  request, lost_tokens, blocks
-    replaced   request, index, block
-
-A plan with KV transfers, transfers to wait for, ranked texts or changes of layer groups' tables goes on with the number
-of each of the first three, then
-
-    transfer   direction (0 copy, 1 out, 2 in), request or -1, job, number of its blocks, their sources, their targets
-    awaited    job
-    ranked     number of texts, then the request of each
-
-and if it changes tables, with the number of changes, then
-
-    table      request, group, passed, number of its blocks, these, number of entries replaced, entry and block of each
-
-The digest is BLAKE2b of these bytes with 8 bytes of output and no key, read as one such integer.
+"""The digest of a plan: 64 bits made from bytes that docs/run_directory.md declares, by which any implementation can
+check that plans are equal.
 """
 
 from __future__ import annotations

@@ -285,7 +285,6 @@ class Batch:
 
 PHASES = ("schedule", "prepare", "launch", "await", "update")
 WORKED = tuple(phase for phase in PHASES if phase != "await")
-"""The phases in which the CPU works: in `await` it waits for the device."""
 
 
 class Underway:

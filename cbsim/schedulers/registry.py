@@ -22,8 +22,7 @@ ORIGINALS: tuple[Kind, ...] = (SGLANG, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_F
 OURS: dict[str, Kind] = {
     kind.name: kind for kind in sorted((*SIMPLE, *SARATHI_SERVE, *ORIGINALS), key=lambda k: k.name)
 }
-GROUP = "cbsim.schedulers"
-"""The group of entry points that name a `SchedulerKind` each."""
+GROUP = "cbsim.schedulers"  # of entry points that name a `SchedulerKind` each
 
 
 class KindError(ValueError):

@@ -1,9 +1,5 @@
-"""Published measurements of whole servers, in the form of aiconfigurator's silicon samples.
-
-    measured.csv[.gz]   a line per measurement: source, server, parallelism, lengths, concurrency, mean TTFT and TPOT
-    predictions.csv     another tool's predictions for some of them, by id: aic_ttft_ms, aic_tpot_ms; may be missing
-
-If a measurement is listed several times, only the one marked `first_of_duplicates` counts.
+"""Published measurements of whole servers, in the form of aiconfigurator's silicon samples (docs/data.md). If one is
+listed several times, only the one marked `first_of_duplicates` counts.
 """
 
 from __future__ import annotations

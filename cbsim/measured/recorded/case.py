@@ -1,10 +1,4 @@
-"""A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads in which it lies.
-
-    CASE/config.json       the cluster as LLMServingSim's user described it: GPUs, parallelism, links
-    CASE/meta.json         the options given to vLLM, and in newer runs the configuration that it resolved
-    CASE/requests.jsonl    the times when each request was queued, scheduled, and got its first and last token
-    CASE/timeseries.csv    running, waiting and KV use, once a second
-    PACK/workloads, perf, arch, model_config
+"""A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads it lies in (docs/data.md).
 
 Of the run's measurements only the times when its engine accepted the requests enter the scenario, and the number of
 cache blocks if it was recorded.
@@ -34,13 +28,10 @@ from cbsim.workload.traces import Arrival
 from cbsim.workload.vllm_bench import Second, Taken
 
 GIB = 2**30
-CHANGED = (0, 26)
-"""The first vLLM version replayed by the rules of 0.33, half-way between the two known; older ones by those of 0.19."""
+CHANGED = (0, 26)  # the first vLLM replayed by the rules of 0.33, half-way between the two known; older: of 0.19
 VARIANTS = {"bfloat16": "bf16", "float16": "fp16"}
-ROW_S = 3e-6
-"""A prior: seconds of device time per request of a step beyond the tables. docs/studies.md states its source."""
-LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}
-"""The link between GPUs if config.json names none: the one that it names for the recorded RTX PRO 6000."""
+ROW_S = 3e-6  # a prior: device time per request of a step beyond the tables; docs/studies.md states its source
+LINK = {"latency_s": 20e-6, "bytes_s": 16.0 * GIB}  # if config.json names none: that of the recorded RTX PRO 6000
 CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon; prepare and launch are assumptions
     "schedule": {"base_s": 11e-6, "per_request_s": 4.7e-6},
     "prepare": {"base_s": 300e-6, "per_request_s": 5e-6},
@@ -218,10 +209,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
         "hardware": shapes.hardware(hardware or _known(server.hardware)).model_dump(mode="json"),
         "workload": {"kind": "vllm_bench", "path": str(workload), "recorded": str(folder / "requests.jsonl")},
         "scheduler": _scheduler(meta_file, meta),
-        "kv_cache": {
-            "block_size": size,
-            "num_blocks": blocks or _blocks(cluster_file, server, model, size, experts),
-        },
+        "kv_cache": {"block_size": size, "num_blocks": blocks or _blocks(cluster_file, server, model, size, experts)},
         "loop": _loop(meta, together=ranks > 1 and model.experts > 0),
         "cost": {
             "kind": "table",

@@ -18,8 +18,7 @@ from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers.vllm.settings import VllmSettings
 
-NEAR_LIMIT = 0.9
-"""The share of the KV cache above which the number of blocks determines which requests wait."""
+NEAR_LIMIT = 0.9  # the share of the KV cache above which the number of blocks determines which requests wait
 ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
 SCORED = ("", "simulated", "measured", "error")
 UNITS = {

@@ -1,11 +1,7 @@
-"""A folder of request logs: the times and token counts that a benchmark client recorded for every request of each run.
+"""A folder of request logs, the times and token counts that a benchmark client recorded for every request of each run.
 
-    requests.csv.gz        run, scenario, qps, launch_s, prompt_tokens, generation_tokens, ttft_s, generation_s
-    sharegpt_prefix.csv    index, input_chars, shares_prefix_with, shared_prefix_chars: the prompts of `sharegpt`, in
-                           the order in which every run sends them; -1 if no earlier one has a common prefix
-
-Rows of a run are contiguous, in order of launch. Seconds are those of the client's clock: `launch_s` from the first
-request, `ttft_s` from the launch, `generation_s` from the first token to the last.
+docs/data.md describes its files. Seconds are those of the client's clock: `launch_s` from the first request, `ttft_s`
+from the launch, `generation_s` from the first token to the last.
 
 The prefixes that prompts of a run share are given as chained ids of blocks: two requests have a block's id in common if
 their texts up to its end are the same.
@@ -152,12 +148,9 @@ def _fits(key: Key, field: str, value: str) -> bool:
 
 
 BLOCK_TOKENS = 16
-HEAD_TOKENS, TAIL_TOKENS = 31, 5
-"""The tokens of Llama 3.1's chat template before and after a prompt's text."""
-GREETING_TOKENS = HEAD_TOKENS + 12
-"""The tokens with which all users of `short_input` begin, up to the user's number."""
-QUESTION_TOKENS = 29
-"""The tokens of a turn's question in `short_input`, with its part of the template."""
+HEAD_TOKENS, TAIL_TOKENS = 31, 5  # of Llama 3.1's chat template, before and after a prompt's text
+GREETING_TOKENS = HEAD_TOKENS + 12  # with which all users of `short_input` begin, up to the user's number
+QUESTION_TOKENS = 29  # of a turn's question in `short_input`, with its part of the template
 
 Chain = tuple[int, ...]
 

@@ -139,8 +139,7 @@ def missing(key: Key, requests: int, prompts: int) -> str | None:
     return None
 
 
-DRAWS = 5
-"""The number of simulated runs of several servers, each with other random connections."""
+DRAWS = 5  # simulated runs of several servers, each with other random connections
 
 
 class Ranged(NamedTuple):
@@ -216,8 +215,7 @@ def _together(draws: Sequence[Sequence[MetricScore]]) -> list[Ranged]:
     return numbers
 
 
-KEPT_S = 5.0
-"""Seconds after which an idle connection is closed: httpx's keepalive_expiry, and vLLM's timeout_keep_alive."""
+KEPT_S = 5.0  # after which an idle connection is closed: httpx's keepalive_expiry, and vLLM's timeout_keep_alive
 
 
 @dataclass(slots=True)

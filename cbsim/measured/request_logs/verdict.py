@@ -25,8 +25,7 @@ ERRORS = (
 )
 
 
-Left = dict[tuple[str, str, str], list[Log]]
-"""The runs that are not built, by their servers, scenario and reason."""
+Left = dict[tuple[str, str, str], list[Log]]  # the runs that are not built, by servers, scenario and reason
 
 
 def study(folder: Path, where: Mapping[str, str], overrides: Sequence[str]) -> Report:

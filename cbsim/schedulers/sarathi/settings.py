@@ -9,10 +9,8 @@ from cbsim.policy.kind import Count, Settings, Site, require
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, InProbe, Solved
 
-PROFILE_TOKENS = 8192
-"""The query tokens of the step that sizes memory, where no option bounds a step."""
-WATERMARK = 0.01
-"""The share of the blocks that admission leaves free, where sequences grow."""
+PROFILE_TOKENS = 8192  # query tokens of the step that sizes memory, where no option bounds a step
+WATERMARK = 0.01  # the share of the blocks that admission leaves free, where sequences grow
 SCHEDULE = ("low_chunk_size", "high_chunk_size", "chunk_schedule_max_tokens", "chunk_schedule_stages")
 SWITCH = "enable_dynamic_chunking_schedule"
 ROUNDING = 32  # tokens: chunk sizes of a schedule are multiples of it, or of the smallest

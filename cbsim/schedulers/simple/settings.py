@@ -10,10 +10,8 @@ from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import DEFAULT_IN_PROBE, PROMPT_TOKENS, SLOTS, STEP_TOKENS, AtLeast, InProbe, Solved
 
-PROFILE_TOKENS = 8192
-"""The query tokens of the step that sizes memory, where no option bounds a step."""
-DEFAULT_TOKENS = 2048
-"""The query tokens in a step of `contiguous`."""
+PROFILE_TOKENS = 8192  # query tokens of the step that sizes memory, where no option bounds a step
+DEFAULT_TOKENS = 2048  # query tokens in a step of `contiguous`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
