@@ -226,7 +226,7 @@ def test_rows_that_cannot_be_used(data: Path, at: int, value: str, told: Sequenc
         ((7, 10, -1, 0), ("sharegpt_prefix.csv:4: index", "2, the number of the row")),
         ((2, 10, 2, 0), ("shares_prefix_with", "at most 1")),
         ((2, 10, 1, 11), ("shared_prefix_chars", "input_chars (10)")),
-        ((2, 0, 1, 0), ("input_chars", ">= 1")),
+        ((2, 0, 1, 0), ("input_chars", "a whole number from 1 to")),
     ],
 )
 def test_starts_that_cannot_be_used(data: Path, row: tuple[int, ...], told: Sequence[str]) -> None:
