@@ -51,13 +51,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
     results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
     results.draw(list(results.values())[-1].folder)
-    for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
-        print(f"notice: {notice}", file=sys.stderr)
-    for loop, result in results.items():
-        if options.span_s and result.request_rows and not result.summary["e2e_s"]["n"]:
-            print(f"notice: {loop}: no latency: no request that ended arrived in the --window", file=sys.stderr)
-        for warning in result.warnings:
-            print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
+    _print_notices(results, options)
     if options.as_json:
         print(json.dumps({loop: result.summary for loop, result in results.items()}, indent=2))
     elif options.quiet:
@@ -133,6 +127,16 @@ def settings(overrides: Sequence[str]) -> str:
     parts = (override.partition("=") for override in overrides)
     label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
     return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", label))[:MOST_OF_NAME].strip("-.")
+
+
+def _print_notices(results: Results, options: RunOptions) -> None:
+    for notice in dict.fromkeys(notice for result in results.values() for notice in result.notices):
+        print(f"notice: {notice}", file=sys.stderr)
+    for loop, result in results.items():
+        if options.span_s and result.request_rows and not result.summary["e2e_s"]["n"]:
+            print(f"notice: {loop}: no latency: no request that ended arrived in the --window", file=sys.stderr)
+        for warning in result.warnings:
+            print(f"warning: {loop}: beyond the calibration: {warning}", file=sys.stderr)
 
 
 def _print_paths(results: Sequence[Result], options: RunOptions) -> None:

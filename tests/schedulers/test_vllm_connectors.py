@@ -45,19 +45,22 @@ def options(depth: int, **given: Any) -> VllmOptions:
 
 
 def tight(pick: Callable[[Sequence[Any]], Any], depth: int, least: int = 1) -> VllmOptions:
-    """Any options, with a cache that holds the longest request or little more, and at least so many host places."""
+    """Any options, with a cache that holds the longest request or little more, and at least so many host places. By
+    priority, chunks are not cut short and no blocks are spared: as in vLLM, a victim that has a row in the step loses
+    it, but its blocks keep the keys that planning gave them: others would read what was never computed."""
     size, kind = pick([1, 2, 4]), pick(["simple_cpu", "offloading"])
     per_chunk = pick([1, 2, 3]) if kind == "offloading" else 1
+    policy = pick(["fcfs", "fcfs", "priority"])
     return options(
         depth,
-        policy=pick(["fcfs", "fcfs", "priority"]),
+        policy=policy,
         block_size=size,
         num_blocks=1 + pick(range(MOST_TOKENS // size, 2 * MOST_TOKENS // size + 1)),
         max_num_seqs=pick(range(1, 9)),
         max_num_batched_tokens=pick([1, 3, 8, 16, 30]),
-        long_prefill_token_threshold=pick([0, 0, 3]),
+        long_prefill_token_threshold=pick([0, 0, 3]) if policy == "fcfs" else 0,
         scheduler_reserve_full_isl=pick([True, False]),
-        watermark=pick([0.0, 0.0, 0.2]),
+        watermark=pick([0.0, 0.0, 0.2]) if policy == "fcfs" else 0.0,
         prefill_schedule_interval=pick([1, 1, 3]),
         kv_connector=kind,
         host_blocks=pick(range(least, 4 * MOST_TOKENS // size + least)) * per_chunk + (kind == "simple_cpu"),
