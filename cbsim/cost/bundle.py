@@ -1,8 +1,14 @@
-"""Kernel tables of vLLM's layers, as LLMServingSim's profiler writes them for one GPU, model and type (docs/data.md).
+"""Kernel tables of vLLM's layers, as LLMServingSim's profiler writes them for one GPU, model and type.
 
-meta.yaml says whether skew is to be corrected, skew.csv gives decode batches with a few long contexts: alpha = (t_skew
-- t_mean) / (t_max - t_mean). The order of layers is in `arch/<name>.yaml`, in a folder beside or above. Times are those
-of one layer, launched eagerly, without gaps. `Ladder` interpolates linearly between points.
+    meta.yaml                  what was profiled, and whether skew is to be corrected
+    tp<n>/dense.csv            layer, tokens, time_us
+    tp<n>/per_sequence.csv     layer, sequences, time_us
+    tp<n>/attention.csv        prefill_chunk, kv_prefill, n_decode, kv_decode, time_us
+    tp<n>/skew.csv             decode batches with a few long contexts: alpha = (t_skew - t_mean) / (t_max - t_mean)
+    tp<n>/moe.csv              tokens, activated_experts, time_us
+    .../arch/<name>.yaml       the order of layers, in a folder `arch` beside or above
+
+Times are those of one layer, launched eagerly, without gaps. `Ladder` interpolates linearly between points.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def elementwise_bytes(model: ModelShape, tensor: int) -> float:
 
 
 class EngineCost:
-    """A cost model on engine tables: no graph above `captured` tokens; memory moves `bytes_ns` bytes a nanosecond."""
+    """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one;
+    memory moves `bytes_ns` bytes a nanosecond.
+    """
 
     def __init__(
         self, tables: EngineTables, settings: TableSettings, model: ModelShape, *, bytes_ns: float, captured: int

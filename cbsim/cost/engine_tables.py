@@ -83,7 +83,9 @@ class Blend(NamedTuple):
 
 
 class EngineTables:
-    """The tables of `engine` for a GPU's share of `model`; `fastest`: products of any engine. Raises ScenarioError."""
+    """The tables of `engine` in `folder`, for one GPU's share of `model`. `fastest`: products take the time of the
+    card's fastest engine. Raises ScenarioError.
+    """
 
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
         _check(folder, model, share)

@@ -58,7 +58,9 @@ def work(plan: StepPlan, tokens: int) -> Work:
 
 
 class Curve:
-    """Linear between (at[i], values[i]), `at` ascending; constant below, last slope above, at least 0; 0 if empty."""
+    """A piecewise linear curve through (at[i], values[i]), `at` ascending: constant below the first point, with the
+    last slope above the last, never negative; 0 without points.
+    """
 
     def __init__(self, at: Sequence[float], values: Sequence[float]) -> None:
         lines = zip(pairwise(at), pairwise(values), strict=True)

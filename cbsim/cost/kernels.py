@@ -38,8 +38,10 @@ class Heads(NamedTuple):
 
 
 class Kernels:
-    """The three tables at `path`, for one of `tensor_parallel` GPUs that share `model`. Raises ScenarioError. A chunk
-    takes `chunk_ms`; decoding rows, in kernels of their own, count at their mean context.
+    """The three tables at `path`, for one of `tensor_parallel` GPUs that share `model`. Raises ScenarioError.
+
+    A chunk takes `chunk_ms`: the causal triangle of a prompt is the sum of its parts. Chunks and decoding rows of a
+    step are separate kernels; decoding rows count at their mean context.
     """
 
     def __init__(self, path: Path, tensor_parallel: int, model: ModelShape) -> None:

@@ -1,7 +1,14 @@
-"""The cost model `roofline`: time from the model's shape and the GPU's data sheet, by the rules in docs/scenarios.md.
+"""The cost model `roofline`: time from the model's shape and the GPU's data sheet.
 
-Parts of a step run one after the other, each for the longer of its arithmetic and its memory traffic. Efficiencies, the
-shares of the data sheet that are reached in each regime, are the only free constants.
+Every part of a step takes the longer of its arithmetic and its memory traffic: the linear layers (weights read once a
+step, 2 FLOP a weight and query token), attention of the chunks, attention of the decoding rows (their KV read once),
+and the output head for the rows that sample. Parts run one after the other. An efficiency a regime is the share of the
+data sheet that is reached; efficiencies are the only free constants. Copies: three 4-byte inputs a query token and one
+a block of the tables to the device, one 4-byte token a row back.
+
+If each token goes through k of E experts, t tokens are expected to read E (1 - (1 - k/E)^t): all sets of k are equally
+likely. Each of p GPUs that share every layer has a p-th of weights, heads and cache; twice a layer they add up their
+results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 
 In `WindowedRoofline` each kind of layer reads and computes what it sees, so its share of attention's time is that of
 its own pairs and tokens. Its schedulers list all rows one by one, none as a decode batch; rows of one token run at the

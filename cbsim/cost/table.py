@@ -38,7 +38,9 @@ class Link(NamedTuple):
         return 2 * (ranks - 1) * (self.latency_ns + size_bytes / ranks / self.bytes_ns)
 
     def gather_ns(self, sizes_bytes: Sequence[float]) -> float:
-        """Return the ns of an all-gather or reduce-scatter: p - 1 mean messages; directions share a link's rate."""
+        """Return the ns of an all-gather of so much from each, or a reduce-scatter back: p - 1 messages of mean size.
+        The two directions of a link share it: one that carries less leaves its part to the other.
+        """
         ranks = len(sizes_bytes)
         return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
 
@@ -155,7 +157,9 @@ class Tables(Protocol):
         """Return the time of attention in all layers; `skew` adds the wait for the longest decoding row if measured."""
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
-        """Return the ns of all layers' experts on one of `ranks` GPUs, each bringing `tokens` tokens; 0 if dense."""
+        """Return the time of the mixture-of-experts blocks of all layers, on one of `ranks` GPUs that share the experts
+        and bring `tokens` tokens each; 0 for a dense model.
+        """
 
 
 class Ladder:

@@ -26,7 +26,10 @@ Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the
 
 
 class Lookup:
-    """The last prefix lookup, until a key in `read` (those found, the next) changes; `idle` found blocks are free."""
+    """The last prefix lookup, kept until a key that it read changes: the head of a queue repeats it at every step.
+
+    `read` are the keys of the blocks it found, and the one it stopped at; `idle` of those blocks are free.
+    """
 
     def __init__(self, spec: RequestSpec | None, most: int, hits: list[int], read: set[int], idle: int) -> None:
         self.spec = spec
@@ -207,7 +210,9 @@ class BlockPool:
         request.hash_to(len(blocks))
 
     def share(self, request: Request, sample: Request, blocks: int) -> None:
-        """Start a sample's table with `blocks` hashed blocks of a request; those not public yet get their keys now."""
+        """Make the first `blocks` blocks of a request, all hashed, the head of the table of a sample of the same text.
+        Those that no other request could look up get their keys now.
+        """
         assert blocks <= request.hashed
         table = self.tables[request][:blocks]
         for i, block in enumerate(table):

@@ -99,7 +99,9 @@ class FreeQueue:
 
 
 class PageQueue:
-    """SGLang's free list: taken from the front; freed lists, unchanged, go to the end, or with `in_front` there."""
+    """A free list as SGLang's: pages are taken from the front; freed ones are appended, or with `in_front` put there,
+    head first. Lists of freed pages stay as they are until they are handed out, and no other code changes them.
+    """
 
     def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
         self._pieces = deque([list(pages)])
@@ -142,7 +144,9 @@ class PageQueue:
 
 
 class CachedLast:
-    """Transformers' lists: a FIFO of blocks without content, then cached ones, newest first. Tables go head first."""
+    """A free list as transformers' two: blocks without content are a FIFO queue; cached blocks are taken only when that
+    is short, newest first. A freed table is walked head first.
+    """
 
     def __init__(self, blocks: Iterable[int]) -> None:
         self.plain = deque(blocks)

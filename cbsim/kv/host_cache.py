@@ -303,7 +303,9 @@ def _to_end(keys: dict[int, None], key: int) -> None:
 
 
 class HostBlocks(BlockPool):
-    """Blocks 1 to `num_blocks` - 1. One without references is free, and found by its key, which several may have."""
+    """A pool of blocks 1 to `num_blocks` - 1; block 0 is never used. A block without references is free, and found by
+    its key until it is handed out again. Several may have the same key. There are no tables.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(1, num_blocks, FreeQueue(range(1, num_blocks), unhashed_first=True))

@@ -27,7 +27,9 @@ class Keys:
         return False
 
     def go_on(self, filling: list[Request]) -> list[Request]:
-        """Note rows of all members, of which these fill a block; return the requests whose row has to be reported."""
+        """Note that every member gets a row in the step being planned and that these fill a block. Return the requests
+        whose row has to be reported when it completes.
+        """
         return []
 
     def leaves(self, request: Request) -> None:

@@ -49,7 +49,9 @@ def units(groups: Sequence[LayerGroup], *, caching: bool = True) -> Units:
 
 
 def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = False) -> Grouping:
-    """Group layers, with `together` as if all saw all where one does. Raises ValueError unless pages are multiples."""
+    """Return the groups of these layers. With `together`, beside layers that see all, the others are kept as if they
+    did, too. Raises ValueError for page sizes that are no multiples of each other.
+    """
     if together and any(layer.attention == FULL for layer in layers):
         layers = [LayerKind(FULL, layer.page_bytes) for layer in layers]
     if len({layer.attention for layer in layers}) == 1:
@@ -146,7 +148,9 @@ def rules(groups: Sequence[LayerGroup], *, retention: int | None, in_flight: int
 
 
 class GroupHit:
-    """A lookup's result: `tokens` of a prefix, entries by group and in one list; `longest` of some groups."""
+    """The result of a lookup: `tokens` of a prefix, per group the entries of a table for them, and the same in one
+    list. `longest` is the longest of the prefixes that some groups have.
+    """
 
     def __init__(self, tokens: int, longest: int, tables: list[list[int]]) -> None:
         self.tokens = tokens
@@ -179,7 +183,9 @@ class GroupIndex:
         return spec.block_key(block, block_size) * self.count + group
 
     def find(self, spec: RequestSpec, most: int) -> GroupHit:
-        """Return the longest prefix up to `most` tokens that all groups have; kinds shorten each other's."""
+        """Return the longest prefix of at most `most` tokens that all groups have. Kinds shorten each other's until
+        none does; those that see all are looked up once, because a shorter hit is a part of theirs.
+        """
         kinds, hit, longest = self._kinds, most, 0
         runs: list[list[list[int]]] = [[] for _ in kinds]
         first = kinds[0].rule

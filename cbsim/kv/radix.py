@@ -34,7 +34,9 @@ class RadixTree:
         self._leaves = Leaves(strategy)
 
     def match(self, key: RadixKey, tokens: int) -> Node:
-        """Return the end of the longest cached prefix of `tokens` tokens, if need be split; its path counts as used."""
+        """Return the node that ends the longest cached prefix of the first `tokens` tokens; a node that matches in part
+        is split. All nodes on the path to it count as used.
+        """
         node, pages = self.root, tokens // self.page_size
         while (child := self._next(node, key, pages)) is not None:
             end = key.common(child.key, self.page_size, child.start + 1, min(child.end, pages))
@@ -246,7 +248,9 @@ class Node:
 
 
 class Inserted(NamedTuple):
-    """The result: `node` ends where the key ends; its `duplicates`, a list a node, have the tree's `shared` instead."""
+    """The result of an insertion. `node` ends where the inserted key ends. Of the pages that came with it, `duplicates`
+    were in the tree already, a list for each node; `shared` are the tree's pages in their stead.
+    """
 
     node: Node
     duplicates: list[list[int]]

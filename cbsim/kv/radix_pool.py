@@ -15,7 +15,9 @@ from cbsim.policy.value import mypyc_attr
 
 
 class Position:
-    """A request in the tree: it reads all up to `node`; nodes within `counted` pages have counted its key."""
+    """The position of a request in the tree: it reads all up to `node`, the first pages of its table. Nodes within
+    `counted` pages have counted its key.
+    """
 
     def __init__(self, key: RadixKey, node: Node) -> None:
         self.key = key
@@ -110,7 +112,9 @@ class RadixPool(BlockPool):
         self.merge(request, blocks)
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
-        """Move `blocks` full blocks into the tree, outputs as a node; return (index, block) of those replaced."""
+        """Move the first `blocks` blocks of a request, all full, into the tree; duplicates are freed. Outputs become a
+        node of their own, so that they can be evicted alone. Return (index in the table, block) of those replaced.
+        """
         if not self._shares:
             return []
         position, own, tree, priority = self.positions[request], self.tables[request], self.tree, request.spec.priority

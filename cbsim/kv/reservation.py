@@ -1,9 +1,14 @@
 """A cache in which a request reserves all that it will need when it is admitted, as one extent of consecutive blocks.
 
-Caches were managed like this before they were paged (FasterTransformer, Orca). Any scheduler may compose it: it calls
-`fits`, then `reserve`, and `Decoding` does the rest. `Extents` joins free runs, as an allocator of a heap does;
-`Buddies` is Knuth's buddy system (The Art of Computer Programming 1, 2.5), in a cache cut into powers of two, largest
-first, which are never joined. docs/policies.md has the rules.
+Caches were managed like this before they were paged (FasterTransformer, Orca): no table grows, so no request is ever
+preempted, and what is reserved but not used is lost. Any scheduler may compose it: it calls `fits`, then `reserve`, and
+`Decoding` does the rest.
+
+A piece is a run of consecutive blocks. `Extents` has the free runs and joins neighbours, as an allocator of a heap
+does. `Buddies` is Knuth's buddy system (The Art of Computer Programming 1, 2.5): pieces of a power of two of blocks,
+each at a multiple of its own size, so that it has one buddy, the other half of the next larger piece. A piece is halved
+until the size needed is reached; a freed one is joined with its buddy as long as that is free. A cache of another size
+is cut into such pieces from the start, largest first, which are never joined.
 
 Each is a `FreeList` (free_lists.py) whose `take(count)` hands out one piece of `granted(count)` blocks and whose `give`
 takes a whole one back; no content is cached. `largest` is the most that can be taken at present, `most` when all is
@@ -159,7 +164,9 @@ class Buddies:
 
 
 class Extents:
-    """Free runs by address, joined; a piece is cut from the first that fits, or with `best` from the shortest."""
+    """A list of free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the
+    first one that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
+    """
 
     def __init__(self, blocks: int, *, best: bool) -> None:
         self.free = self._blocks = blocks

@@ -16,7 +16,10 @@ from cbsim.policy.value import mypyc_attr
 
 
 class Sectors:
-    """A free list of blocks of the oldest claimed sector that has some; of cached ones only after `evict`."""
+    """A free list that hands out blocks of the oldest claimed sector that has some.
+
+    Cached blocks keep content that can be found. They are free, but not ready: none is handed out before `evict`.
+    """
 
     def __init__(self, stack: list[int], per: int) -> None:
         self.stack = stack  # free sectors, the last one goes next
@@ -196,7 +199,9 @@ class SectorPool(BlockPool):
         sample.hash_to(min(blocks, request.hashed))
 
     def release(self, request: Request, *, returns: bool = False) -> int:
-        """Free a table; one that will come back does not find its blocks: unshared ones lose their keys."""
+        """Free a table. A request that will come back does not find its own blocks: their keys are removed, but for
+        those of blocks that other requests share.
+        """
         table = self.tables.pop(request, [])
         reusable: list[int] = []
         plain: list[int] = []

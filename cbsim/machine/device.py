@@ -117,7 +117,9 @@ class Mover:
         return min(self.ends.values(), default=NEVER_NS)
 
     def before(self, plan: StepPlan, at_ns: int) -> int:
-        """Book the transfers before a plan's rows, from `at_ns`, the end of earlier rows; return the rows' start."""
+        """Book the transfers that precede the rows of a plan, from `at_ns` on, the end of the rows of earlier plans.
+        Returns the earliest start of the plan's own rows.
+        """
         self._underway.planned(plan)
         rows_ns = at_ns
         for job in plan.awaited:

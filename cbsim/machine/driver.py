@@ -147,7 +147,9 @@ class Machine:
         return Completed(StepResult(stopped, moved=moved, parents=parents), cancels)
 
     def _completed_ns(self, effect: Await) -> int:
-        """Return the time of a step's result; without rows it waits for the next end of a transfer, or a request."""
+        """Return the time of a step's result. A step without rows completes at once, unless transfers are under way:
+        then it waits for the first of them to end, or for a request.
+        """
         times: StepTimes = effect.ticket
         completed_ns = max(self.now_ns, times.d2h_end_ns)
         if self._mover is None or not self._waits(effect):
@@ -155,7 +157,9 @@ class Machine:
         return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
 
     def _until_completed(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
-        """Let the environment catch up; return the completion. An arrival may end the wait of a step without rows."""
+        """Let the environment's clock catch up; returns the time of completion. An arrival that was not known before
+        may end the wait of a step without rows.
+        """
         until = env.timeout(max(0, completed_ns - env.now))
         if self.inbox.news is not None and self._waits(effect):
             yield until | self.inbox.news

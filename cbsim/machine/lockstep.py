@@ -144,8 +144,10 @@ def feed(
     choose: Callable[[RequestSpec, int], int],
     ahead_ns: int = 0,
 ) -> Generator[Any, Any, None]:
-    """Run a client's SimPy process: each request is sent `ahead_ns` before it arrives to the server that `choose` gives
-    for it and that time. `specs` are in order of arrival; the inboxes are empty, and close after the last.
+    """Run the SimPy process of a client: every request is sent `ahead_ns` before it arrives, to the server of the index
+    that `choose` returns for it and that time, and wakes it.
+
+    `specs` are in order of arrival; the inboxes are empty, and close after the last request.
     """
     sent = [env.timeout(spec.arrival_ns - ahead_ns) for spec in specs]  # first at a tie: before any event of a server
     for spec, event in zip(specs, sent, strict=True):

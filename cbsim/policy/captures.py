@@ -33,7 +33,9 @@ def captured_sizes(rows: int) -> list[int]:
 
 
 def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
-    """Return the captured size for a step of our engine, or None; every row has one query token and samples."""
+    """Return the captured size at which our engine runs a step on a GPU, or None if it runs kernel by kernel. Steps in
+    which every row has one query token and samples have a graph, up to the largest size.
+    """
     work = plan.work
     if work.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.outputs for c in work.chunks):
         return None

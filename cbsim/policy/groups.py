@@ -65,7 +65,9 @@ FULL = Attention()
 
 
 class LayerGroup(NamedTuple):
-    """Layers of one `attention` that share tables; with `ring`, block i of a sequence lies in entry i modulo it."""
+    """A group of layers that share their block tables, all of one `attention`. With `ring`, a table has at most so many
+    entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i.
+    """
 
     attention: Attention
     layers: tuple[int, ...]

@@ -1,8 +1,14 @@
 """The serving loop, written once: synchronous at depth 1, asynchronous at depth 2.
 
-It decides in plain code and asks for effects by yielding them, a `Poll`, `Launch`, `Idle`, `Await`, `Applied` or
-`Refused`. A driver supplies the answers, in simulated time, on a device, or from a recording, and times what it does
-for each, under the same phase names in every world; docs/architecture.md says what that is.
+It decides in plain code and asks for effects by yielding them; a driver supplies the answers, in simulated time, on a
+device, or from a recording; and times what it does for each, under the same phase names in every world.
+
+    Poll      -> Polled      arrivals and cancellations until now
+    Launch    -> ticket      a step has been planned: account for that, prepare it, queue its copies and kernels
+    Idle      -> None        planning found nothing to run: account for that
+    Await     -> Completed   block until that step's outputs are on the host
+    Applied   -> None        the result has been applied: account for that; its tokens are visible from then on
+    Refused   -> None        a request that can never be served, with the reason
 
 With depth 2, step N+1 is planned and launched before step N is awaited, so a plan knows the results up to N-1 only.
 """

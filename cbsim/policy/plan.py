@@ -56,7 +56,9 @@ class Chunk:
 
 
 class Preempted(NamedTuple):
-    """A request that lost its blocks: its tokens to compute again, none if their KV is elsewhere; its blocks."""
+    """A request that lost its blocks in this step: the tokens that it has to compute again, none of them if their KV is
+    kept elsewhere, and the blocks that it had until then.
+    """
 
     spec: RequestSpec
     lost_tokens: int

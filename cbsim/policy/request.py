@@ -127,8 +127,10 @@ class Pace:
         return 0
 
     def known_at_plan(self, request: Request) -> int:
-        """Return the tokens of a request of the batch that were known when its newest row was planned, before those in
-        flight: the first may be the row that made it part of the batch, in step `since` - 1.
+        """Return the tokens of a request of the batch that were known when its newest row was planned: those before the
+        rows in flight then.
+
+        The row that made it part of the batch, in step `since` - 1, is the first that could be in flight.
         """
         return request.computed - max(0, self.planned - 1 - max(self.updated_at_plan, request.since - 1))
 
@@ -262,8 +264,10 @@ class Request:
         self._deliver(step, min(tokens, 1))
 
     def reconcile(self, short: int) -> None:
-        """Take back `short` tokens that a row did not yield, unless all is lost since. No other row of the request may
-        be in flight, for it would start at the wrong place.
+        """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.
+
+        No other row of the request may be in flight then, for it would start at the wrong place. A request that has
+        lost everything since has nothing to take back.
         """
         if self.status is Status.WAITING and not self._computed:
             return

@@ -122,7 +122,9 @@ class Host:
         return self.places.free
 
     def park(self, request: Request, *, drop_in_flight: bool) -> bool:
-        """Free an unbatched request's blocks but keep their KV here; it waits again. False if they do not fit."""
+        """Release the blocks of an unbatched request and keep their KV here. It waits again and keeps its progress.
+        Return False and do nothing where they do not fit.
+        """
         decoding, computed = self._decoding, request.computed
         pool = decoding.pool
         count, tables = pool.allocated(request), pool.tables_of(request)

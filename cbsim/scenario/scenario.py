@@ -221,7 +221,10 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
-    """Return the scenario of plain values, overridden as in `load`; errors call it `where`. Raises ScenarioError."""
+    """Return the scenario that plain values describe; `where` is their name in messages. Overrides as for `load`.
+
+    Raises ScenarioError.
+    """
     return Variants(Document(where, None, data), Path())(overrides)  # there is no file with lines
 
 

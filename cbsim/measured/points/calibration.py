@@ -34,7 +34,9 @@ TRUST = 0.03  # the error in a point's TPOT that weighs as much as a term one wi
 
 
 class Prior(NamedTuple):
-    """A term's expected value, plus or minus `width`; derivatives are taken over `step`; it is at least `least`."""
+    """The expected value of a term, plus or minus `width`; a derivative is taken over `step`; the term is never below
+    `least`.
+    """
 
     value: float
     width: float
@@ -136,7 +138,9 @@ class Solution(NamedTuple):
 
 
 def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rough: Evaluate, rounds: int = 3) -> Solution:
-    """Solve for the terms, from the priors; derivatives are taken there once, by `rough`, as they hardly change."""
+    """Solve for the terms, starting at the priors. Derivatives are taken once, at the priors, by `rough`, which may use
+    shorter runs: the terms are additive, so derivatives hardly change.
+    """
     terms = {name: prior.value for name, prior in priors.items()}
     errors, base = evaluate(terms), rough(terms)
     moved = [rough({**terms, name: terms[name] + prior.step}) - base for name, prior in priors.items()]
@@ -197,7 +201,9 @@ def left_out(solution: Solution, priors: Mapping[str, Prior], curves: Sequence[s
 def calibrate(
     name: str, points: Sequence[Point], executor: Executor, report: Callable[[str], None] = lambda _: None
 ) -> TermsFile:
-    """Calibrate terms on the points that can be built, with intervals over left-out curves. Raises ScenarioError."""
+    """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each curve.
+    Raises ScenarioError.
+    """
     calibration = CALIBRATIONS[name]
     used = list[Point]()
     for point in calibration.points(points):

@@ -1,4 +1,10 @@
-"""A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads it lies in (docs/data.md).
+"""A recorded vLLM run as a scenario: its folder, and the pack of profiles and workloads in which it lies.
+
+    CASE/config.json       the cluster as LLMServingSim's user described it: GPUs, parallelism, links
+    CASE/meta.json         the options given to vLLM, and in newer runs the configuration that it resolved
+    CASE/requests.jsonl    the times when each request was queued, scheduled, and got its first and last token
+    CASE/timeseries.csv    running, waiting and KV use, once a second
+    PACK/workloads, perf, arch, model_config
 
 Of the run's measurements only the times when its engine accepted the requests enter the scenario, and the number of
 cache blocks if it was recorded.
@@ -42,7 +48,10 @@ CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A recorded run, and `settings` that replay one of `ranks` servers; the cache's size is measured or derived."""
+    """A recorded run. `settings` is the scenario, as plain data, that replays one of its `ranks` data-parallel servers.
+
+    `blocks_measured` is true if vLLM recorded the size of its cache; else it is derived from the memory.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -184,7 +193,9 @@ def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
 
 
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
-    """Read a case; its pack is two folders above. `overrides` change every replay. Raises ScenarioError."""
+    """Read the case in `folder`; its pack is two folders above by default. `overrides` change its scenario in every
+    replay. Raises ScenarioError.
+    """
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
     cluster_file, meta_file = folder / "config.json", folder / "meta.json"
@@ -253,7 +264,9 @@ def _check_agree(path: Path, meta: _Meta, server: _Instance, ranks: int) -> None
 
 
 def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, experts: int) -> int:
-    """Return the blocks beside the weights by LLMServingSim's rule; vLLM has fewer, for activations and CUDA."""
+    """Return the cache blocks that fit in the used share of the memory less the weights: LLMServingSim's rule. vLLM has
+    fewer, as activations and CUDA take memory, too.
+    """
     field, memory_gib, share = "nodes.instances.npu_mem.mem_size", server.npu_mem.mem_size, server.npu_mem.mem_util
     if memory_gib is None:
         raise ScenarioError(f"{path}: {field}: is required, since meta.json has no kv_cache.num_gpu_blocks")

@@ -237,8 +237,10 @@ def admit_chunks(chunk: ChunkRule, serve: SarathiServe, step: Step) -> None:
 
 
 class Sarathi:
-    """Chunks of prompts beside all decoding requests: of a step's `chunk_size` tokens these get theirs first, then
-    prompts partly computed, then the queue. So no decoding request ever waits for a prompt.
+    """The policy that puts chunks of prompts beside all decoding requests.
+
+    A step has `chunk_size` tokens: those of decoding requests first, then of prompts partly computed, then of the
+    queue. So no decoding request ever waits for a prompt.
     """
 
     def __init__(self, chosen: settings.SarathiSettings) -> None:
@@ -268,8 +270,10 @@ def orca(serve: SarathiServe, step: Step) -> None:
 
 
 def faster_transformer(serve: SarathiServe, step: Step) -> None:
-    """A batch decodes until its last request has ended; with stages others are admitted meanwhile. Nothing is padded,
-    the longest sequence is reserved for each, and an ended row is not computed on; `static` is a padded batch.
+    """A batch decodes until its last request has ended, or the next one is admitted.
+
+    The longest sequence is reserved for each, nothing is padded, and the row of a request that has ended is not
+    computed on; `static` is a padded batch. With stages another batch is admitted while batches are in flight.
     """
     serve.decode(step)
     if not step.empty or (serve.running and not serve.staged):

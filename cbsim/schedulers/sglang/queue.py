@@ -97,7 +97,9 @@ class WaitingQueue:
             self._keep_recent()
 
     def _match_all(self) -> None:
-        """Match all with the tree. One that shares much with a request before it and little with the tree is late."""
+        """Match every request with the tree, the last token included. A request with a short match that shares much
+        with one before it is late: it would compute what that one is about to.
+        """
         size, noted = self._pool.block_size, set[int]()
         for entry in self.entries:
             tokens = entry.request.target

@@ -121,7 +121,9 @@ class SglangOptions(SglangSettings):
 
 
 def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
-    """Return the options; vLLM's rule sizes the cache beside a full prefill batch, not mem_fraction_static."""
+    """Return the options: chunk by the GPU, the cache beside a full step, slots by the cache. The cache is sized by
+    vLLM's rule in place of mem_fraction_static, for a step of the largest prefill batch.
+    """
     chunk, size = settings.chunked_prefill_size, site.block_size
     if chunk is None:
         chunk = next((chunk for gib, chunk in CHUNKS if site.memory_bytes < gib * GIB), LARGEST_CHUNK)

@@ -29,8 +29,10 @@ from cbsim.schedulers.transformers.settings import PREFILL_FIRST, TransformersOp
 
 
 class Forks:
-    """The samples (n > 1) that wait for their first request. It computes the prompt up to its last token; then each
-    takes over what it has, and computes the last token by itself, to sample a first output of its own.
+    """The samples (n > 1) that wait for their first request, which has not computed its prompt yet.
+
+    The prompt is computed up to its last token by the request that came first. Its samples then take over what it has,
+    and each computes the last token by itself, so that each samples a first output of its own.
     """
 
     def __init__(self, decoding: Decoding) -> None:
@@ -57,7 +59,9 @@ class Forks:
         return [(request, self.samples.pop(request)) for request in reversed(due) if request in self.samples]
 
     def fork(self, request: Request, samples: list[Request], whole: int) -> None:
-        """Admit samples with all that the request has computed; `whole` blocks are shared, the others copied."""
+        """Admit samples with all that the request has computed. The first `whole` blocks are shared; of the others each
+        gets its own, with copies of what is written there.
+        """
         decoding, computed = self._decoding, request.computed
         pool = decoding.pool
         pool.fan_out(request, samples, whole)

@@ -1,9 +1,12 @@
-"""Hugging Face transformers' continuous batching, 5.23: where it differs from 5.17 (scheduler.py; docs/policies.md).
+"""Hugging Face transformers' continuous batching, 5.23: where it differs from 5.17 (scheduler.py).
 
 The cache is cut in sectors (sectors.py), and gives a request just the blocks that it lacks. Cached blocks are not free:
 no waiting request gets them. They are evicted all together, when the margin is breached or a request starves. A full
-cache ends no step: a request that does not fit is passed over. Layers of several kinds, or with windows, have a block
-table for each kind (`KindsOfLayers`), and no keys.
+cache ends no step: a request that does not fit is passed over, so a small one overtakes a large one. Sectors are
+reclaimed before a step is planned and before forks, so what is freed in between is not used before.
+
+Layers of several kinds, or with windows, have a block table for each kind (`KindsOfLayers`): the kinds share sectors,
+whose blocks are as large as a kind's layers make them. Nothing gets a key then, and nothing is cached.
 
 Rules as in the real scheduler, line by line against its traces.
 """

@@ -30,7 +30,10 @@ Fit = tuple[list[Request], list[Request]]  # those that have cache, in the order
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Capacity:
-    """GUARANTEED_NO_EVICT: cache is reserved to the end. STATIC_BATCH: nor does any start while another generates."""
+    """The GUARANTEED_NO_EVICT rule: cache is reserved to a request's end, so no started request is paused.
+
+    STATIC_BATCH is the same, but no request starts while another generates.
+    """
 
     def __init__(self, options: TrtllmOptions, decoding: Decoding) -> None:
         self.options = options

@@ -191,7 +191,9 @@ class LazyOffload(SimpleOffload):
         self._restless = 0  # blocks stored since the last request ended
 
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
-        """Choose blocks of the free queue, ending after as many stores as there are blocks: vLLM stores for ever."""
+        """Choose blocks of the free queue. A host smaller than the device's cache never has it all, and a store puts
+        its blocks behind the cursor again: vLLM stores for ever. Here it ends after as many stores as there are blocks.
+        """
         self._restless = self._restless if ahead.alone else 0
         if self._restless > self._pool.num_blocks:
             return [], []

@@ -117,8 +117,9 @@ class VllmSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions(VllmSettings):
-    """The options under vLLM's names. `num_blocks` includes the null block; `host_blocks` are a tier's places, with
-    simple_cpu its own block 0 included, or the swap space's. `groups`: none if all layers see everything.
+    """The options under vLLM's own names. `num_blocks` includes block 0, the null block, which is never handed out;
+    `host_blocks` are the places of a connector's tier, with simple_cpu including its own block 0, or of the swap space.
+    `groups`: those of the layers, none if all see everything.
     """
 
     block_size: int
@@ -237,7 +238,9 @@ def _check_groups(settings: VllmSettings, site: Site) -> None:
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
-    """Return the host's blocks: of the swap space, or in `size` bytes of a tier. Raises SettingsError if none fits."""
+    """Return the host's blocks: of the swap space, or in the `size` bytes of a connector's tier: whole chunks, or
+    blocks, of which simple_cpu never uses the first. Raises SettingsError if none fits.
+    """
     if settings.preemption_mode == "swap":
         space, block_gib = settings.swap_space_gib, site.block_bytes / (1 << 30)
         blocks = int(space * (1 << 30)) // site.block_bytes
