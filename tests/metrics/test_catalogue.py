@@ -13,6 +13,7 @@ from analysis.page import sweep_report
 from analysis.statistics import sweep_table
 from analysis.statistics.sweep_table import SweepTable
 from cbsim.cli.parser import main
+from cbsim.metrics import terminal
 from cbsim.metrics.catalogue import METRICS, OF_SWEEPS, metric, table
 from cbsim.metrics.checks import CheckError, objective
 from cbsim.stats import pareto, replicated
@@ -86,3 +87,9 @@ def test_the_table_of_a_run_has_a_row_for_each_listed_metric() -> None:
 def test_a_column_of_another_version_is_shown_by_its_name() -> None:
     unknown = metric("tokens_of_tomorrow")
     assert (unknown.label, unknown.sign, unknown.shown(0.25)) == ("tokens_of_tomorrow", 0, "0.25")
+
+
+def test_a_time_is_shown_in_the_largest_unit_that_it_fills() -> None:
+    """Three digits of ms from exactly one on, of us below; seconds with two decimals, 0 too."""
+    shown = [terminal.shown(time, "s") for time in (0.0, 9.9e-4, 1e-3, 0.5, 1.0, 1234.5)]
+    assert shown == ["0.00 s", "990 us", "1 ms", "500 ms", "1.00 s", "1,234.50 s"]
