@@ -115,7 +115,9 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
 
 
 def check_windows(scenario: Scenario) -> None:
-    """Refuse layers that see less than the scheduler assumes, and rings: KV is written before reads. UsageError."""
+    """Refuse weights whose layers attend to fewer tokens than the scheduler assumes, and rings, because a row's keys
+    and values are written before any are read. Raises UsageError.
+    """
     kind = scenario.kind
     if not scenario.model.sees_all and (kind.rings or not kind.windows):
         reason = f"layers see less than the whole sequence, must be full with scheduler {scenario.scheduler.name}"
@@ -262,7 +264,7 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
 def executor_plan(
     scenario: Scenario, loop: str, specs: list[RequestSpec], setup: Setup, load: Load | None = None
 ) -> ExecutorPlan:
-    """Return the plan for these requests, or a load that may draw. ScenarioError for prompts beyond the model."""
+    """Return the plan for these requests, or a load that may draw. Raises ScenarioError for too long prompts."""
     options = scenario.options(loop)
     sizes = (load or Load.of(specs)).capacity(options)._replace(beams=beams(scenario))
     architecture = architecture_of(scenario, setup)

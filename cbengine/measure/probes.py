@@ -252,7 +252,7 @@ def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
 
 
 def _scenario(base: Scenario, probe: Probe) -> Scenario:
-    """Return the probe as a scenario like `base`, with a cache that suffices. UsageError beyond its bounds."""
+    """Return the probe as a scenario like `base`, with a cache that suffices. Raises UsageError beyond its bounds."""
     size = base.block_size
     blocks = probe.slots * (-(-(probe.prompt + probe.output) // size) + 2) + 2
     data = base.model_dump(mode="json")

@@ -118,7 +118,7 @@ class Reporter:
         return self._coming.pop(spec)
 
     def feed(self, inbox: Inbox) -> None:
-        """Put arrivals, and cancellations of requests that have not ended, into the inbox. ServerError ends a run."""
+        """Put arrivals, and cancellations of requests that have not ended, into the inbox. Raises ServerError."""
         self.load = Load.of(self._engine.scheduler)
         if self._ended:
             self._report(Happened(self._engine.now_ns, [], [], self._ends()))

@@ -234,7 +234,7 @@ class Backend(ABC):
         """Submit a request now. If it is invalid, its stream ends with the error."""
 
     def cancel(self, stream: Stream) -> None:
-        """Cancel a request, unless it has ended: its stream aborts now, the scheduler hears at its next poll."""
+        """Cancel a request, unless it has ended: its stream aborts now, the scheduler drops it at the next poll."""
         if (spec := self._specs.get(stream)) is not None:
             at_ns = self._stamp()
             self.log.left(spec, at_ns)

@@ -60,7 +60,7 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(token) or "" for token in ids]
 
     def chat(self, messages: Messages) -> list[int]:
-        """Return the prompt of turns (`role`, `content`). ConversationError if the chat template refuses them."""
+        """Return the prompt of turns (`role`, `content`). Raises ConversationError if the template refuses them."""
         ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
         return ids
 
