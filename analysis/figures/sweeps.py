@@ -23,7 +23,6 @@ from cbsim.metrics.checks import Check
 
 FAR = 8  # the least ratio of an axis's last number to its first for a logarithmic axis
 MOST_LETTERS = 36  # characters of the numbers written along an axis
-INTERVALS = "Means of the replicates of a place, with 95 % intervals (Student's t) where there are two or more."
 
 
 def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
@@ -31,9 +30,16 @@ def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str]
     series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
     panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
     title = f"{table.name}: over {view.x.name}" if view.x else table.name
-    caption = INTERVALS + sweep_table.fixed_values(places.axes, view.fixed)
+    caption = averaged(places) + sweep_table.fixed_values(places.axes, view.fixed)
     caption += " Dashed: the limit (SLO)." if limits else ""
     return Chart("curves", title, caption, panels, columns=2)
+
+
+def averaged(places: Places) -> str:
+    """Return what the numbers of the places are: means with intervals, or single runs, which have none."""
+    if not np.bincount(places.of).max(initial=0) > 1:
+        return "One run a place: there are no intervals."
+    return "Means of the replicates of a place, with 95 % intervals (Student's t) where there are two or more."
 
 
 def log_spaced(numbers: Floats) -> bool:
@@ -224,7 +230,7 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     out = compared.known & ~compared.met
     if out.any():
         marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
-    caption = f"{_better(across, up)} A marker a place, with 95 % intervals."
+    caption = f"{_better(across, up)} A marker a place. {averaged(places)}"
     caption += f" Limits (SLO): {', '.join(limit.rule for limit in limits)}." if limits else ""
     names = [_named(what, scale) for what, scale in zip((across, up), scales, strict=True)]
     panel = Panel(marks, names[0], names[1], tall=True)
@@ -237,8 +243,10 @@ def _better(across: Metric, up: Metric) -> str:
         neutral = " and ".join(what.label for what in (across, up) if not what.sign)
         return f"Neither more nor less is better of {neutral}: no place is best."
     sides = "right" if across.sign > 0 else "left", "up" if up.sign > 0 else "down"
-    marked = "The line joins the places that no other one dominates; pale ones are dominated for sure: the intervals"
-    return f"Better is {sides[0]} and {sides[1]}. {marked} of another one lie beyond."
+    marked = "The line joins the places that no other one dominates; pale ones are dominated: another one is better"
+    return (
+        f"Better is {sides[0]} and {sides[1]}. {marked} in both by its interval, or by its run where it has only one."
+    )
 
 
 def _named(what: Metric, scale: Unit) -> str:

@@ -182,7 +182,7 @@ def _numbers(table: SweepTable, shown: Look) -> list[Table]:
         runs = max(means.n[at] for means in metrics.values())
         cells = (_cell(metric, means, at) for metric, means in metrics.items())
         rows.append((places.label(at) or table.name, f"{runs}", *cells))
-    note = "Means of the replicates, with the half width of their 95 % interval in percent of the mean."
+    note = f"{sweeps.averaged(places)} Beside a mean: half its interval's width, in percent of the mean."
     return [Table("Places", ("place", "runs", *(metric.label for metric in metrics)), rows, note)]
 
 

@@ -155,6 +155,7 @@ _STATISTICS = tuple(metric for distribution in _DISTRIBUTIONS for metric in dist
 METRICS: Mapping[str, Metric] = {each.name: each for each in (*_BEFORE, *_STATISTICS, *_AFTER)}
 OF_SWEEPS: Mapping[str, Metric] = {each.name: each for each in _OF_SWEEPS}
 SHORT = {"goodput": "slo.goodput_requests_per_s", "attainment": "slo.attainment", "throughput": "output_tokens_per_s"}
+SHORT |= {status: f"requests_by_status.{status}" for status in STATUSES if status not in METRICS}
 
 
 def metric(name: str) -> Metric:

@@ -25,6 +25,7 @@ TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by the metric's unit; any other takes none
 METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
 NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # with its unit
+IMPLAUSIBLE = 100  # a bound of so many times the value may be one in milliseconds
 DIRECTIONS = {"max:": 1, "min:": -1}
 FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
 
@@ -61,8 +62,19 @@ class Check:
         value = self.value(summary)
         if value is None:
             return Verdict(False, f"FAILED  {self.rule}: the run has no {self.metric}")
-        holds = OPERATORS[self.compare](value, self.bound)
-        return Verdict(holds, f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.metric} is {value:.6g}")
+        holds, unit = OPERATORS[self.compare](value, self.bound), metric(self.metric).unit
+        number = f"{value:.6g} s, the bound {self.bound:.6g} s" if unit == "s" else f"{value:.6g}"
+        line = f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.metric} is {number}{self.doubt(value)}"
+        return Verdict(holds, line)
+
+    def doubt(self, value: float) -> str:
+        """Return a hint if a bound without a unit, which is seconds, is so far above the value that it may be meant in
+        milliseconds; else nothing.
+        """
+        plain = metric(self.metric).unit == "s" and self.rule.rstrip()[-1:] in "0123456789."
+        if not plain or self.bound < IMPLAUSIBLE * value or not self.bound:
+            return ""
+        return f"; a bound without a unit is in seconds: is {self.bound:g}ms meant?"
 
 
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:

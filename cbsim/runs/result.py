@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,10 @@ from cbsim.errors import RunError
 from cbsim.files import access
 from cbsim.metrics import catalogue, checks, coverage
 from cbsim.metrics.checks import Verdict
+from cbsim.policy.request import Finish
 from cbsim.record import columns, directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
+from cbsim.record.record import FAILED
 from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
 from cbsim.runs import occupancy, reading
 from cbsim.runs.occupancy import Occupancy
@@ -86,6 +89,11 @@ class Result:
     def binding(self) -> list[str]:
         """The resources that limit the run, with a remedy: a sentence or two."""
         return _binding(self.scenario, self.loop, self.step_numbers, self._times)
+
+    @property
+    def lost(self) -> list[str]:
+        """The requests that were refused or failed: how many, and why."""
+        return _lost(self.request_rows)
 
     @cached_property
     def steps(self) -> pa.Table:
@@ -285,20 +293,33 @@ def _printed(results: Sequence[Result]) -> str:
 # Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is
 # planned.
 WORK = ("schedule", "prepare", "launch", "update")  # phases in which the CPU works, without `await`
+LOST = (Finish.REFUSED.value, FAILED)
 SEEN = 0.1  # share of the time from which on something is reported to bind
 
 
 def _binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
     """Return the resources that limit a run, a sentence each with the number that shows it and a remedy: why requests
     wait (slots, the tokens of a step, the cache, or the arrivals), and what limits a step: the CPU, or the GPU's
-    bandwidth or arithmetic. Empty without rows.
+    bandwidth or arithmetic; first the requests that were lost. Without rows these alone.
     """
+    lost = [f"lost: {sentence}" for sentence in _lost(requests.rows)]
     if not steps["rows"].any():
-        return []
+        return lost
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
     spans = np.diff(starts, append=ends[-1]).astype(np.float64)
     shares = spans / max(spans.sum(), 1.0)
-    return [*_waits(scenario, loop, steps, shares, requests), _step(scenario, loop, steps, float(spans.sum()))]
+    return [*lost, *_waits(scenario, loop, steps, shares, requests), _step(scenario, loop, steps, float(spans.sum()))]
+
+
+def _lost(rows: RequestTable) -> list[str]:
+    """Return how many requests were refused and how many failed, each with the most frequent reason."""
+    sentences = []
+    for status in LOST:
+        reasons = Counter(rows.rows(rows.is_in((status,))).texts("reason").to_pylist())
+        for reason, _ in reasons.most_common(1):
+            more = f", {len(reasons) - 1:,} other reasons" if len(reasons) > 1 else ""
+            sentences.append(f"{reasons.total():,} of {len(rows):,} requests {status}: {reason}{more}")
+    return sentences
 
 
 def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests: Requests) -> list[str]:
@@ -308,8 +329,9 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
     if waits < SEEN:
         span = steps["update_end_ns"][-1] - steps["schedule_start_ns"][0]
         coming = float((requests.arrival_ns.max() - steps["schedule_start_ns"][0]) / max(span, 1))
-        times = f"requests wait {waits:.0%} of the time, the last comes at {coming:.0%}"
-        return [f"arrivals: {times}; it could serve more"] if coming > 0.5 else []
+        times = f"requests wait {waits:.0%} of the time, the last arrives at {coming:.0%} of the run"
+        lost = requests.rows.is_in(LOST).any()
+        return [f"arrivals: {times}; no queue limits this load"] if coming > 0.5 and not lost else []
     limits = scenario.options(loop).limits
     slots, rows, budget = limits.slots or np.inf, limits.rows or np.inf, limits.tokens or np.inf
     full = waiting & ((steps["running"] >= slots) | (steps["rows"] >= rows))
@@ -318,21 +340,22 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
     cause, share = max(
         ((name, float(shares[limited].sum())) for name, limited in causes.items()), key=lambda pair: pair[1]
     )
-    used = float(np.average(steps["used_blocks"], weights=shares))
     if cause == "cache" and scenario.kind.padded:
-        cause, reason = "batch", "it has to end first; a scheduler that refills it would let them in"
+        cause, reason = "batch", "the static batch has to end first; continuous batching would admit them at once"
     elif cause == "seats":
-        reason = f"all {min(slots, rows):,.0f} are taken; more seats would let them in"
+        reason = f"all {min(slots, rows):,.0f} slots are taken; more slots would admit them"
     elif cause == "tokens":
-        reason = f"a step's {budget:,.0f} are used up; a larger budget would let them in"
+        reason = f"a step's {budget:,.0f} tokens are used up; a larger token budget would admit them"
     else:
-        reason = f"{used:,.0f} blocks are in use and the next request does not fit; a larger cache would let it in"
+        used = np.average(steps["used_blocks"][causes[cause]], weights=shares[causes[cause]])
+        blocks = f"{used:,.0f} of {scenario.options(loop).num_blocks:,} KV blocks are in use by then"
+        reason = f"{blocks} and the next request does not fit; a larger KV cache would admit it"
     return [f"{cause}: requests wait {waits:.0%} of the time, {share:.0%} because {reason}"]
 
 
 def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
-    """Return what limits a step. Arithmetic binds a GPU from that number of tokens on that it computes in the time of
-    reading the weights, both at peak rates.
+    """Return what limits a step. Arithmetic binds a GPU that spends half its time in steps of so many tokens, or more,
+    as it computes in the time of reading the weights, both at peak rates.
     """
     ends, starts = steps["update_end_ns"][:-1], steps["schedule_start_ns"][1:]
     idle = float(np.maximum(starts - ends, 0).sum()) / max(span_ns, 1.0)  # there was nothing to plan
@@ -347,8 +370,14 @@ def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
                 cure = "its work is the shorter, but steps are launched late"
         return f"CPU: the GPU has work and waits {waits:.0%} of the time for it; {cure}"
     model, gpu = scenario.model, scenario.hardware
-    tokens = float((steps["padded_tokens"] * compute).sum() / max(compute.sum(), 1.0))
     turn = getattr(gpu.flops, model.dtype) * model.weight_bytes / model.parameters / (2 * gpu.memory_bandwidth_bytes_s)
-    if tokens < turn:
-        return f"GPU bandwidth: {tokens:,.0f} tokens a step; up to {turn:,.0f}, more would hardly take longer"
-    return f"GPU arithmetic: {tokens:,.0f} tokens a step; from {turn:,.0f} on, more take longer"
+    tokens = steps["padded_tokens"]
+    large = float(compute[tokens >= turn].sum()) / max(float(compute.sum()), 1.0)
+    mean = f"{tokens[steps['rows'] > 0].mean():,.0f} tokens a step on average"
+    if large < 0.5:
+        small = (
+            f"{1 - large:.0%} of the GPU's time is in steps of fewer than {turn:,.0f} tokens, which are memory-bound"
+        )
+        return f"GPU bandwidth: {small}: more tokens a step would hardly take longer ({mean})"
+    steps_of = f"steps of {turn:,.0f} tokens or more, which are compute-bound"
+    return f"GPU arithmetic: {large:.0%} of the GPU's time is in {steps_of} ({mean})"

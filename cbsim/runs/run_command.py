@@ -20,7 +20,7 @@ from cbsim.record.record import FAILED
 from cbsim.runs import running
 from cbsim.runs.assemble import PolicyError
 from cbsim.runs.progress import Progress
-from cbsim.runs.result import BOTH, Result, Results
+from cbsim.runs.result import BOTH, LOST, Result, Results
 from cbsim.runs.running import Maker, OnStep, Session, Terms
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -61,7 +61,8 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
         print(f"{results}\n")
         _print_paths(list(results.values()), options)
     judged = _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
-    return ERROR if _print_failed(results) else judged
+    _print_lost(results)
+    return ERROR if any(result.summary["requests_by_status"].get(FAILED) for result in results.values()) else judged
 
 
 def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
@@ -143,7 +144,7 @@ def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
     for result in results:
         print(f"{result.loop:<6} {result.path}")
         for status, count in result.summary["requests_by_status"].items():
-            if count and status not in ("length", "stop"):
+            if count and status not in ("length", "stop", *LOST):
                 print(f"       {count} of {result.summary['requests']} requests {status}; see requests.parquet")
     last = results[-1].folder
     figure = last / (BOTH if len(results) == 2 else "figures/timeline.png")
@@ -152,14 +153,11 @@ def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
     print(f"again     {options.line}")
 
 
-def _print_failed(results: Results) -> bool:
-    """Print the requests that a server failed by itself; True if there are any."""
+def _print_lost(results: Results) -> None:
+    """Print how many requests were refused or failed, and why, on stderr: also with `--quiet` and `--json`."""
     for loop, result in results.items():
-        requests = result.request_rows
-        if (failed := requests.is_in((FAILED,))).any():
-            of, reason = f"{failed.sum()} of {len(requests)} requests failed", requests.rows(failed)[0].reason
-            print(f"{loop}: {of}: {reason}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
-    return any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
+        for lost in result.lost:
+            print(f"{loop}: {lost}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
 
 
 def _judge(conditions: Sequence[checks.Check], results: Results, out: Any) -> int:

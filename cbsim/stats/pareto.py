@@ -163,14 +163,16 @@ def _findings(sweep: Replicated, standings: Sequence[Standing], question: Questi
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     findings = [f"{total} of {len(standings)} points."]
     if all(len(each.configuration.runs) < 2 for each in standings):
-        findings.append("One run a point: there are no intervals, and nobody is perhaps on the frontier.")
+        findings.append(
+            "One run a point: means decide, there are no intervals, so chance may decide between near points."
+        )
     else:
         findings.append(
             f"Intervals of Student's t over paired replicates, each with a confidence of {question.confidence:g}; "
-            "perhaps: not dominated for sure."
+            "perhaps: neither on the frontier by its means nor dominated by these intervals."
         )
     if not counts[FRONTIER]:
-        findings.append("No point keeps all conditions for sure.")
+        findings.append("No point keeps all conditions in its whole interval.")
     if sweep.lacking:
         findings.append(f"{sweep.lacking} runs of the sweep are not done and left out.")
     return findings

@@ -261,7 +261,10 @@ def test_a_metric_without_a_sample_fails_its_check(small: Path, out: Path) -> No
     said = call("run", small, *words, "--check", "ttft.p99<60min", "--check", "steps==0")
     assert said.status == 3
     assert "the run has no ttft_s.p99" in said.out
-    assert "12 of 12 requests refused" in said.out
+    assert "sync: 12 of 12 requests refused: " in said.err and "131072" in said.err.replace(",", "")
+    quiet = call("run", small, *words, "--check", "refused==0", "--quiet")
+    assert quiet.status == 3 and "12 of 12 requests refused: " in quiet.err
+    assert "FAILED  refused==0: requests_by_status.refused is 12" in quiet.out
     statuses = read(runs(out)[0] / "summary.json")["requests_by_status"]
     assert {name: count for name, count in statuses.items() if count} == {"refused": 12}
 

@@ -131,3 +131,11 @@ def test_whatever_is_written_is_understood_or_refused(text: str) -> None:
     except CheckError as error:
         understood = str(error)
     assert text in understood or repr(text) in understood
+
+
+def test_seconds_are_said_and_a_bound_far_off_is_doubted() -> None:
+    """p99 of TTFT is 0.5 s: 500 without a unit is 500 s, a thousand times as much; with one, it is as it was meant."""
+    line = parse("ttft.p99<500").verdict(SUMMARY).line
+    assert line.endswith("ttft_s.p99 is 0.5 s, the bound 500 s; a bound without a unit is in seconds: is 500ms meant?")
+    for clear in ("ttft.p99<500s", "ttft.p99<3", "ttft.p99<500ms", "preemptions<500"):
+        assert "meant" not in parse(clear).verdict(SUMMARY).line

@@ -34,11 +34,11 @@ BUDGET = "scheduler={name: vllm, max_num_batched_tokens: 64, max_num_seqs: 64}"
 @pytest.mark.parametrize(
     ("override", "outputs", "text"),
     [
-        ("scheduler.max_num_seqs=4", 50, "seats: requests wait 90% of the time, 90% because all 4 are taken"),
+        ("scheduler.max_num_seqs=4", 50, "seats: requests wait 90% of the time, 90% because all 4 slots are taken"),
         ("kv_cache.num_blocks=21", 50, "cache: "),
         ("scheduler={name: transformers_fifo, max_requests_per_batch: 4}", 50, "seats: "),
         ("scheduler={name: static, batch_size: 20}", LAST, "batch: "),
-        (BUDGET, 1, "tokens: requests wait 95% of the time, 95% because a step's 64 are used up"),
+        (BUDGET, 1, "tokens: requests wait 95% of the time, 95% because a step's 64 tokens are used up"),
     ],
 )
 def test_why_requests_wait(override: str, outputs: Any, text: str) -> None:
@@ -73,4 +73,29 @@ def test_bandwidth_until_as_many_tokens_as_arithmetic_needs_for_the_weights() ->
     assert binds()[0].startswith("GPU bandwidth: ")
     long = BASE["workload"] | {"prompt_tokens": 6000, "output_tokens": 1}
     (_, said) = binds(workload=long)
-    assert said.startswith("GPU arithmetic: ") and "from 206 on" in said
+    assert said.startswith("GPU arithmetic: 100% of the GPU's time is in steps of 206 tokens or more")
+    short = BASE["workload"] | {"prompt_tokens": 6000, "output_tokens": 400, "requests": 2}
+    (said,) = binds(workload=short)
+    assert said.startswith("GPU bandwidth: ") and said.endswith("(32 tokens a step on average)"), said
+
+
+def test_blocks_in_use_are_those_of_the_steps_in_which_requests_wait() -> None:
+    """50 blocks hold two requests of 19 blocks and wait for the third; the last one is alone for most of the run."""
+    parts = {"prompt_tokens": {"empirical": {"values": [300]}}, "output_tokens": LAST, "requests": 12}
+    result = cbsim.run(cbsim.load(BASE | {"workload": BASE["workload"] | parts}, "kv_cache.num_blocks=50"))
+    assert isinstance(result, cbsim.Result)
+    waits = result.step_numbers["waiting"] > 0
+    held = result.step_numbers["used_blocks"]
+    (said, _) = result.binding
+    used = int(said.partition("because ")[2].partition(" of 50 KV blocks")[0])
+    assert held[waits].min() <= used <= held[waits].max() and used > held.mean() * 1.1
+
+
+def test_requests_that_were_refused_are_named_first_with_the_reason() -> None:
+    """Nobody waits for them, so it is not said that no queue limits the load."""
+    lengths = {"prompt_tokens": {"empirical": {"values": [100, 140_000]}}, "output_tokens": 50}
+    said = binds(workload=BASE["workload"] | STEADY | lengths)
+    assert (
+        said[0].startswith("lost: ") and "of 40 requests refused: " in said[0] and "140000" in said[0].replace(",", "")
+    )
+    assert not any("no queue" in sentence for sentence in said)

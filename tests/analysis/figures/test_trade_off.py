@@ -86,3 +86,11 @@ def test_one_place_is_a_point_and_has_no_cells(tmp_path: Path) -> None:
     assert sweeps.heat_map(table, made, "preemptions", None) is None
     chart = sweeps.curves(table, made, view(table, None), ["preemptions"], {})
     assert [mark.y.tolist() for mark in _marks(chart, Points)] == [[3.0]]
+
+
+def test_single_runs_claim_no_interval(tmp_path: Path, table: sweep_table.SweepTable) -> None:
+    """Where no place has two runs the captions speak of no 95 %, and where one has they do."""
+    rows = [row({"n": n}, 0, **{PAIR[0]: float(n), PAIR[1]: float(n)}) for n in (1, 2)]
+    single = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    for each, intervals in ((single, False), (table, True)):
+        assert ("95 %" in sweeps.pareto(each, sweep_table.places(each), PAIR, []).caption) == intervals
