@@ -230,7 +230,11 @@ class Decoding:
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, tokens, fast_decode=fast_decode)
         table_blocks += 0 if resting else members.held_blocks
-        new_blocks = len(self._grown) + (pool.fresh if tables else new_blocks) + arriving(transfers)
+        if pool.groups:
+            new_blocks = pool.fresh
+        elif transfers:
+            new_blocks += arriving(transfers, [preempted.spec for preempted in self.preempted])
+        new_blocks += len(self._grown)
         counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
         plan = StepPlan(members.planned, work, self._changes(joined, ends), counts, transfers, awaited, tables=tables)
         members.commit(resting=resting)
@@ -269,7 +273,7 @@ class Decoding:
             outputs, end = row.outputs, row.start + row.tokens
             tokens += row.tokens
             table_blocks += pool.allocated(request)
-            new_blocks += len(row.blocks) - pool.blocks_for(row.cached)
+            new_blocks += len(row.blocks) - pool.blocks_for(row.start if row.admitted else 0)
             request.advance(row.tokens, outputs)
             if outputs:
                 scheduled = request.scheduled

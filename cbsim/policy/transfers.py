@@ -61,8 +61,9 @@ class Transfer:
         return [(tier, block) for block in self.targets]
 
 
-def arriving(transfers: tuple[Transfer, ...]) -> int:
-    """Return the number of blocks on the device that transfers in order fill. They were handed out for that."""
-    if not transfers:
-        return 0
-    return sum([len(t.targets) for t in transfers if t.job == IN_ORDER and t.direction is not Direction.OUT])
+def arriving(transfers: tuple[Transfer, ...], preempted: list[RequestSpec]) -> int:
+    """Return the number of blocks on the device that transfers in order fill. They were handed out for that, and are
+    free again where their request was `preempted` since.
+    """
+    there = [t for t in transfers if t.job == IN_ORDER and t.direction is not Direction.OUT and t.spec not in preempted]
+    return sum([len(t.targets) for t in there])

@@ -276,6 +276,7 @@ class Watch:
         assert plan.work.tokens <= most_tokens
         assert plan.work.rows <= most_rows
         assert plan.counts.free_blocks == scheduler.pool.free
+        assert 0 <= plan.counts.new_blocks <= scheduler.pool.num_blocks - scheduler.pool.free
         assert plan.counts.running == len(scheduler.running)
         assert plan.counts.waiting == len(list(scheduler.waiting))
         ran = {row.spec: row for row in rows}
