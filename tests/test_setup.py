@@ -47,3 +47,13 @@ def test_what_scenarios_name_is_installed() -> None:
 def test_the_core_says_what_it_is() -> None:
     source = Path(str(request.__file__))
     assert running() == ("python" if source.suffix == ".py" else "compiled")
+
+
+def test_compiled_classes_get_their_arguments_one_by_one() -> None:
+    """mypyc hands the arguments of `super().__init__(*arguments)` on as one: a model with windows could not run."""
+    files = [
+        file
+        for room in ("policy", "kv", "schedulers", "cost", "machine")
+        for file in (ROOT / "cbsim" / room).rglob("*.py")
+    ]
+    assert [file.name for file in files if "super().__init__(*" in file.read_text()] == []

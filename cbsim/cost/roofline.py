@@ -18,8 +18,7 @@ rates of decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.policy.groups import Attention
@@ -61,7 +60,8 @@ class Experts(NamedTuple):
 class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
-    `reduces_s`: seconds of a step's all-reduces whatever its size, and for each query token.
+    `reduces_s`: seconds of a step's all-reduces whatever its size, and for each query token. `attention` is what each
+    layer sees, for models whose layers differ (`WindowedRoofline`).
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class RooflineCost:
         *,
         experts: Experts | None = None,
         reduces_s: tuple[float, float] = (0.0, 0.0),
+        attention: Sequence[Attention] = (),
     ) -> None:
         self.cpu_ns = cpu
         self._overhead_s = overhead_s
@@ -90,6 +91,7 @@ class RooflineCost:
         self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
         self._reduces_s, self._reduce_token_s = reduces_s
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
+        self._kinds = [(one, attention.count(one) / len(attention)) for one in dict.fromkeys(attention)]
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = plan.work
@@ -131,11 +133,7 @@ class RooflineCost:
 
 
 class WindowedRoofline(RooflineCost):
-    """A roofline model of layers that see different parts of the sequence; `attention` is what each layer sees."""
-
-    def __init__(self, attention: Sequence[Attention], *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._kinds = [(one, attention.count(one) / len(attention)) for one in dict.fromkeys(attention)]
+    """A roofline model of layers that see different parts of the sequence."""
 
     def _listed_attention(self, plan: StepPlan) -> float:
         assert not plan.work.decodes, "rows that are counted do not say what each of them sees"
@@ -183,7 +181,7 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
         kv_bytes=model.kv_bytes_per_token // ranks,
         linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
     )
-    make = RooflineCost if model.sees_all else partial(WindowedRoofline, model.layer_attention)
+    make = RooflineCost if model.sees_all else WindowedRoofline
     return make(
         cpu_cost(settings.cpu),
         rates,
@@ -192,6 +190,7 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
         settings.launch_s_per_layer * model.layers,
         experts=Experts(share, model.expert_bytes / ranks) if experts else None,
         reduces_s=_all_reduces_s(scenario, settings) if ranks > 1 else (0.0, 0.0),
+        attention=model.layer_attention,
     )
 
 

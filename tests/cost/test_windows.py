@@ -34,7 +34,7 @@ def test_layers_that_see_all_cost_what_they_did(rows: list[tuple[int, int]]) -> 
     step, tokens = plan(rows), sum(tokens for _, tokens in rows)
     usual = RooflineCost(*PARTS).gpu_ns(step, tokens)
     for attention in (FULL, Attention(Sight.SLIDING, 10_000), Attention(Sight.CHUNKED, 10_000)):
-        assert WindowedRoofline([attention] * 3, *PARTS).gpu_ns(step, tokens) == pytest.approx(usual, abs=2)
+        assert WindowedRoofline(*PARTS, attention=[attention] * 3).gpu_ns(step, tokens) == pytest.approx(usual, abs=2)
 
 
 @given(rows=sizes)
@@ -43,7 +43,7 @@ def test_kinds_of_layers_add_up_by_their_shares(rows: list[tuple[int, int]]) -> 
     step, tokens = plan(rows), sum(tokens for _, tokens in rows)
     window = Attention(Sight.SLIDING, 64)
     full, sliding, mixed = (
-        WindowedRoofline(layers, *PARTS).gpu_ns(step, tokens)[1]
+        WindowedRoofline(*PARTS, attention=layers).gpu_ns(step, tokens)[1]
         for layers in ([FULL], [window], [window, window, FULL])
     )
     assert mixed == pytest.approx(full / 3 + 2 * sliding / 3, abs=2)
@@ -52,5 +52,5 @@ def test_kinds_of_layers_add_up_by_their_shares(rows: list[tuple[int, int]]) -> 
 def test_decoding_rows_read_their_window() -> None:
     """Four rows behind 10,000 tokens with a window of 100: 400 tokens of 100,000 bytes at 20 GB/s is 2 ms, and the
     linear layers are read once."""
-    ns = WindowedRoofline([Attention(Sight.SLIDING, 100)], *PARTS).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
+    ns = WindowedRoofline(*PARTS, attention=[Attention(Sight.SLIDING, 100)]).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
     assert ns == pytest.approx(2_000_000 + 2000 / 10, abs=1)
