@@ -141,6 +141,19 @@ def test_what_the_device_has_lost_comes_back(depth: int, kind: dict[str, Any]) -
     assert drive.tiers.contents.moved[DEVICE] >= 4
 
 
+@DEPTHS
+def test_a_prompt_of_one_token_is_loaded_once(depth: int) -> None:
+    """... into a block of one token. Its last token is computed in any case, so none counts as loaded; it is not looked
+    up and loaded again into another block, which nobody would free. Its client leaves while it is loaded, or after."""
+    first, others = told(0, 1, 2, 0), [told(i, 20, 2, 20 * i, first=i) for i in (1, 2)]
+    for after in (None, *range(1, 12)):
+        again = told(3, 1, 2, 80)._replace(cancelled=None if after is None else 80 + after)
+        made = options(depth, kv_connector="offloading", block_size=1, num_blocks=25, host_blocks=60)
+        drive = OffloadDrive(VllmScheduler(made), [first, *others, again], depth, lambda: 4)
+        ran(drive)
+        assert drive.tiers.contents.moved[DEVICE] <= 1 if after else drive.tiers.contents.moved[DEVICE] == 1
+
+
 @pytest.mark.parametrize("kind", ["simple_cpu", "offloading"])
 @DEPTHS
 def test_a_block_handed_out_under_a_store_is_caught(depth: int, kind: str) -> None:
