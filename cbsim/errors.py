@@ -62,5 +62,8 @@ class ServerError(UserError):
     exit_status = ERROR
 
 
-class DeadlockError(Exception):
-    """An error of a scheduler that has requests and can plan nothing, with nothing in flight that could change that."""
+class DeadlockError(RunError):
+    """An error of a scheduler whose requests get no further, for ever. The message says which, and what they lack."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"stuck: {reason}")

@@ -156,9 +156,7 @@ class EngineBackend(Backend):
         problem: str | None = None
         try:
             self._server.run(self._reporter.on_step)
-        except DeadlockError as stop:
-            problem = f"stuck: {stop}"
-        except (ServerError, PolicyError) as stop:
+        except (DeadlockError, ServerError, PolicyError) as stop:
             problem = str(stop)
         except Exception as defect:  # any error ends the streams
             traceback.print_exc(file=sys.stderr)

@@ -11,6 +11,9 @@ device, or from a recording; and times what it does for each, under the same pha
     Refused   -> None        a request that can never be served, with the reason
 
 With depth 2, step N+1 is planned and launched before step N is awaited, so a plan knows the results up to N-1 only.
+
+A run that makes no progress ends: nothing can be planned and nothing will arrive, or requests preempt each other for
+ever (`Standstill`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from cbsim.errors import DeadlockError
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
-from cbsim.policy.request import Request, RequestSpec
+from cbsim.policy.request import Request, RequestSpec, Status
 from cbsim.policy.value import value
 
 
@@ -144,9 +147,61 @@ class Scheduler(Protocol):
         """Apply the result of the oldest step in flight."""
 
 
+LEAST_STEPS = 1000  # that a standstill lasts before it is looked at
+MOST_NAMED = 3  # requests of a standstill that its message lists
+
+
+class Standstill:
+    """The steps since any request got further: delivered a token, or computed one for the first time.
+
+    A request that is not preempted computes a token or more in each of its rows. So after as many steps as all requests
+    together have tokens, one that keeps its blocks would have computed again all that it had lost, and got further. If
+    none has, they take the blocks from each other, or wait for blocks that no request will free.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.preemptions = 0
+        self._limit = LEAST_STEPS
+
+    def applied(self, scheduler: Scheduler, plan: StepPlan, result: StepResult, outcome: Outcome) -> None:
+        """Note a step whose result has been applied. Raises DeadlockError."""
+        work = plan.work
+        if work.decodes > outcome.wasted_rows or outcome.received or outcome.finished:
+            self.steps = self.preemptions = 0
+            return
+        for chunk in work.chunks:
+            if chunk.tokens > chunk.recomputed:
+                self.steps = self.preemptions = 0
+                return
+        if result.moved and not work.chunks:
+            return  # it waited for a transfer of KV
+        self.steps += 1
+        self.preemptions += len(plan.changes.preempted)
+        if self.steps >= self._limit and scheduler.requests:
+            self._limit = LEAST_STEPS + sum([request.target for request in scheduler.requests.values()])
+            if self.steps >= self._limit:
+                lost = f"{self.preemptions:,} preemptions, " if self.preemptions else ""
+                since = f"in {self.steps:,} steps, from {plan.step - self.steps + 1:,} on"
+                raise DeadlockError(f"no request has got further {since}: {lost}{_held(scheduler)}")
+
+
+def _held(scheduler: Scheduler) -> str:
+    """Return which requests are left, with their progress, and how many blocks are free for them."""
+    left = list(scheduler.requests.values())
+    kinds = [("running", [r for r in left if r.status is not Status.WAITING])]
+    kinds.append(("waiting", [r for r in left if r.status is Status.WAITING]))
+    words = []
+    for name, requests in kinds:
+        named = [f"{r.spec.id} ({r.computed} of {r.target} tokens computed)" for r in requests[:MOST_NAMED]]
+        more = [f"{len(requests) - MOST_NAMED} more"] if len(requests) > MOST_NAMED else []
+        words += [f"{name}: {', '.join(named + more)}"] if named else []
+    return "; ".join([*words, f"{scheduler.pool.free:,} of {scheduler.pool.num_blocks:,} blocks are free"])
+
+
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     """Run `scheduler` until its arrivals are closed and everything has ended. Raises DeadlockError."""
     in_flight: InFlight = deque()
+    standstill = Standstill()
     stalled = False
     while True:
         polled: Polled = yield _poll(scheduler, in_flight, stalled)
@@ -164,11 +219,11 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             yield IDLE
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
-            raise DeadlockError("no step can be planned for the requests that are left")
+            raise DeadlockError(f"no step can be planned for the requests that are left: {_held(scheduler)}")
         if _must_await(scheduler, in_flight, idle):
-            yield from _complete(scheduler, *in_flight.popleft())
+            yield from _complete(scheduler, *in_flight.popleft(), standstill)
     while in_flight:
-        yield from _complete(scheduler, *in_flight.popleft())
+        yield from _complete(scheduler, *in_flight.popleft(), standstill)
 
 
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
@@ -201,8 +256,12 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
         scheduler.cancel(spec)
 
 
-def _complete(scheduler: Scheduler, plan: StepPlan, ticket: Any) -> Generator[Effect, Any, None]:
+def _complete(
+    scheduler: Scheduler, plan: StepPlan, ticket: Any, standstill: Standstill
+) -> Generator[Effect, Any, None]:
     completed: Completed = yield Await(plan, ticket, scheduler.polls_before_update)
     for spec in completed.cancels:
         scheduler.cancel(spec)
-    yield Applied(plan, scheduler.update(plan, completed.result))
+    outcome = scheduler.update(plan, completed.result)
+    yield Applied(plan, outcome)
+    standstill.applied(scheduler, plan, completed.result, outcome)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.errors import RunError
+from cbsim.errors import DeadlockError, RunError
 from cbsim.policy.digest import digest
 from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, serve
 from cbsim.policy.plan import StepPlan, StepResult
@@ -82,7 +82,7 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: O
     while True:
         try:
             effect = loop.send(answer)
-        except StopIteration:
+        except (StopIteration, DeadlockError):
             return Replanned(step, steps, None if step >= steps else f"only {step} steps are planned")
         answer = None
         if isinstance(effect, Poll):

@@ -94,7 +94,6 @@ class _Recorder:
                 yield progress
         except (KeyboardInterrupt, DeadlockError, ServerError, PolicyError) as stop:
             reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
-            reason = f"stuck: {stop}" if isinstance(stop, DeadlockError) else reason
             steps = session.server.record.step_count
             self.write(session.result(f"{reason}, after {steps} steps"))
             verb = "measured" if session.server.measured else "simulated"

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.errors import DeadlockError, UserError
+from cbsim.errors import UserError
 from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
@@ -168,8 +168,6 @@ def _json(value: Mapping[str, Any] | list[str]) -> bytes:
 
 def _reason(error: Exception) -> str:
     """Return in one line why a run failed, with the place in the code if the cause is a bug of this project."""
-    if isinstance(error, DeadlockError):
-        return f"stuck: {error}"
     if isinstance(error, UserError | PolicyError):
         return str(error)
     if isinstance(error, OverflowError):

@@ -147,8 +147,7 @@ class SimulatedBackend(Backend):
             while over.is_alive or self._pending_ns < NEVER:
                 await self._next()
         except (DeadlockError, PolicyError, OverflowError) as error:
-            reason = f"stuck: {error}" if isinstance(error, DeadlockError) else str(error)
-            self._fail(reason, self._clock.now_ns())
+            self._fail(str(error), self._clock.now_ns())
 
     async def _next(self) -> None:
         """Wait for the next event and perform it: tokens become visible, or the machine is stepped."""

@@ -269,6 +269,37 @@ def test_a_metric_without_a_sample_fails_its_check(small: Path, out: Path) -> No
     assert {name: count for name, count in statuses.items() if count} == {"refused": 12}
 
 
+def test_requests_that_preempt_each_other_for_ever_end_the_run(tmp_path: Path, out: Path) -> None:
+    """As vLLM plans by priority, each of two prompts takes the blocks that the other one has just got. The message
+    names them and the steps; what was simulated until then can be read, reported and planned again."""
+    file = tmp_path / "stuck.yaml"
+    file.write_text(
+        """\
+question: Which of two prompts is computed?
+model: {name: two groups, layers: 2, hidden: 64, heads: 4, kv_heads: 2, head_dim: 16, intermediate: 128, vocab: 512,
+  max_position: 4096, dtype: float32, attention: [sliding 40, full]}
+hardware: laptop-cpu
+workload: {kind: csv, path: two.csv}
+scheduler: {name: vllm, policy: priority, max_num_seqs: 6, max_num_batched_tokens: 16, max_model_len: 12,
+  enable_prefix_caching: false, long_prefill_token_threshold: 3, scheduler_reserve_full_isl: false, watermark: 0}
+kv_cache: {block_size: 4, num_blocks: 9}
+loop: {mode: sync}
+cost: {kind: constant, step_s: 1e-6}
+"""
+    )
+    rows = ("arrival_s,prompt_tokens,output_tokens,max_tokens,priority", "0,10,6,13,1", "0,2,10,10,1")
+    (tmp_path / "two.csv").write_text("\n".join(rows))
+    said = call("run", file, "--out", out, "--quiet")
+    (path,) = runs(out)
+    assert said.status == 1
+    assert "stuck: no request has got further in 1,021 steps, from 14 on: 511 preemptions, running: 0 (6 of" in said.err
+    assert f"4 of 8 blocks are free: what was simulated until then is in {path}" in said.err
+    run = reading.load(path)
+    reading.check_run(run, "sync")
+    assert [row.status for row in run.requests] == ["unfinished"] * 2
+    assert call("replan", path).status == 0
+
+
 def test_main_answers_as_a_process(tmp_path: Path) -> None:
     """Exit statuses 0, 2 and 3 reach the shell; 1 does in the tests of a full disk and of an interrupt."""
     (tmp_path / "mine.yaml").write_text(SMALL.replace("requests: 12", "requests: 2"))

@@ -9,7 +9,7 @@ import pytest
 from cbsim.errors import DeadlockError
 from cbsim.kv.blocks import BlockPool, FreeQueue
 from cbsim.policy.loop import Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, serve
-from cbsim.policy.plan import Outcome, StepPlan, StepResult
+from cbsim.policy.plan import UNCHANGED, Chunk, Outcome, StepPlan, StepResult, StepWork
 from cbsim.policy.request import Request, RequestSpec
 
 
@@ -168,3 +168,54 @@ def test_stuck_is_an_error() -> None:
     """When no arrival can come any more, a stall is reported instead of waiting for ever."""
     with pytest.raises(DeadlockError, match="no step can be planned"):
         effects(Scripted(1, stalls=99), 1, [Polled([spec(0)], closed=True)])
+
+
+class Prompt(Scripted):
+    """One request with a prompt of 3,000 tokens, of which each step computes one. A step computes `again` tokens that
+    were computed before, or nothing at all but waits for a transfer."""
+
+    def __init__(self, *, again: int = 0, rows: bool = True) -> None:
+        super().__init__(10_000)
+        self.again, self.rows = again, rows
+
+    def add(self, spec: RequestSpec) -> None:
+        super().add(spec)
+        self.request = self.requests[spec] = Request(spec, 1, 1)
+
+    def refusal(self, spec: RequestSpec) -> str | None:
+        return None
+
+    def schedule(self) -> StepPlan | None:
+        spec = self.request.spec
+        chunk = Chunk(spec, 0, self.planned % 3000, 1, (), 0, recomputed=self.again)
+        self.planned += 1
+        return StepPlan(self.planned - 1, StepWork((chunk,), prefill_tokens=1) if self.rows else StepWork())
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        return UNCHANGED
+
+
+def planned(scheduler: Prompt, steps: int, moved: tuple[int, ...] = ()) -> int:
+    """How many steps are planned, of at most `steps`, each with a result that reports these jobs."""
+    loop, answer = serve(scheduler, 2), None
+    while scheduler.planned < steps:
+        effect = loop.send(answer)
+        answer = None
+        if isinstance(effect, Poll):
+            answer = Polled([spec(0, 3000)]) if effect.wait else Polled()
+        elif isinstance(effect, Await):
+            answer = Completed(StepResult(moved=moved))
+    return scheduler.planned
+
+
+def test_steps_that_bring_no_request_further_end_the_run() -> None:
+    """Computing again what was lost, or nothing: as many steps as there are tokens, and a thousand, are enough."""
+    for scheduler in (Prompt(again=1), Prompt(rows=False)):
+        with pytest.raises(DeadlockError, match=r"no request has got further in 4,000 steps, from 0 on: waiting: r0"):
+            planned(scheduler, 5000)
+
+
+def test_a_long_prompt_or_a_long_transfer_is_no_standstill() -> None:
+    """A prompt may take any number of steps, and so may loads that end one after the other."""
+    assert planned(Prompt(), 5000) == 5000
+    assert planned(Prompt(rows=False), 5000, moved=(1,)) == 5000
