@@ -44,5 +44,5 @@ def run(
         raise UsageError(f"device: got {chosen!r}, {bound}", field="device", value=chosen, bound=bound)
     setup = build.Setup(device=chosen, weights=None if weights is None else Path(weights))
     command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
-    ready = build.adapted(scenario_of(scenario), setup)
+    ready = build.adapted(scenario_of(scenario), setup, open_ended=requests is not None)
     return running.answer(ready, servers.maker(setup), command, requests, window_s)

@@ -21,12 +21,15 @@ from cbsim.policy.kind import Options
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import RequestSpec
 
+MOST_UPDATES = 1 << 20  # table entries in a step's buffer: what the whole tables have may be gigabytes
+
 
 class Sent(NamedTuple):
     """A step in flight: its header, and the sequences that its results belong to, in the order of the sampling rows."""
 
     header: Header
     readers: list[Sequence]
+    excess: Ints | None = None  # [2, n]: places and blocks of table updates that its buffer has no room for
 
 
 class Capacity(NamedTuple):
@@ -46,7 +49,7 @@ class Capacity(NamedTuple):
 
     @property
     def staging(self) -> int:
-        """The size of the largest step in int32 values: every array at its longest, every table rewritten."""
+        """The size of the largest step's buffer in int32 values: every array at its longest."""
         return self._largest.size
 
     @property
@@ -56,8 +59,13 @@ class Capacity(NamedTuple):
 
     @property
     def _largest(self) -> Header:
-        rows, updates = self.sampling, self.slots * self.tables * self.width + self.rows
-        return Header(rows, 0, 0, self.tokens, 1, rows, updates, random=True, padded=True, beams=self.beams)
+        rows = self.sampling
+        return Header(rows, 0, 0, self.tokens, 1, rows, self.updates, random=True, padded=True, beams=self.beams)
+
+    @property
+    def updates(self) -> int:
+        """The most table entries in a step's buffer."""
+        return min(self.slots * self.tables * self.width + self.rows, MOST_UPDATES)
 
     @property
     def sampling(self) -> int:
@@ -66,9 +74,9 @@ class Capacity(NamedTuple):
 
 
 class DecodingRows:
-    """The decode batch: a row for each request that goes on decoding, unordered. Only if `random` it keeps settings."""
+    """The decode batch: a row for each request that goes on decoding, unordered."""
 
-    def __init__(self, capacity: int, *, random: bool) -> None:
+    def __init__(self, capacity: int) -> None:
         self.slots = np.zeros(capacity, dtype=np.int32)
         self.kv_tokens = np.zeros(capacity, dtype=np.int32)
         self.first = np.zeros(capacity, dtype=np.int32)
@@ -76,9 +84,8 @@ class DecodingRows:
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.top_p = np.zeros(capacity, dtype=np.float64)
-        drawn = (self.seeds, self.temperature, self.top_k, self.top_p) if random else ()
+        drawn = (self.seeds, self.temperature, self.top_k, self.top_p)
         self._columns: tuple[npt.NDArray[Any], ...] = (self.slots, self.kv_tokens, self.first, *drawn)
-        self._random = random
         self.sequences: list[Sequence] = []
         self._at: dict[RequestSpec, int] = {}
 
@@ -90,9 +97,8 @@ class DecodingRows:
         at = self._at[sequence.spec] = len(self.sequences)
         self.sequences = [*self.sequences, sequence]  # a new list: steps in flight hold the old one
         self.slots[at], self.kv_tokens[at], self.first[at] = sequence.slot, kv_tokens, first
-        if self._random:
-            self.seeds[at] = sequence.seed
-            self.temperature[at], self.top_k[at], self.top_p[at] = sequence.sampling.on_device
+        self.seeds[at] = sequence.seed
+        self.temperature[at], self.top_k[at], self.top_p[at] = sequence.sampling.on_device
 
     def remove(self, spec: RequestSpec) -> None:
         """Remove a request's row; the last row takes its index."""
@@ -116,13 +122,13 @@ class Batcher:
     compute, and the request's cache holds none of it.
     """
 
-    def __init__(self, capacity: Capacity, *, padded: bool, random: bool) -> None:
+    def __init__(self, capacity: Capacity, *, padded: bool) -> None:
         self.sequences: dict[RequestSpec, Sequence] = {}
-        self._width, self._groups = capacity.width, capacity.groups
+        self._width, self._groups, self._most_updates = capacity.width, capacity.groups, capacity.updates
         self._scratch_slot = capacity.slots
         self._free = list(range(capacity.slots))[::-1]
-        self._decoding = DecodingRows(capacity.rows, random=random)
-        self._padded, self._random = padded, random
+        self._decoding = DecodingRows(capacity.rows)
+        self._padded = padded
         self._places: list[int] = []
         self._blocks: list[int] = []
 
@@ -136,6 +142,8 @@ class Batcher:
         decodes = bucket(live) if live and not (chunks or beams) else live
         widths = self._widths(plan, chunks)
         further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
+        listed = [self.sequences[chunk.spec] for chunk in _sampling(singles, chunks)]
+        draws = bool(self._decoding.temperature[:going].any()) or any(not one.sampling.greedy for one in listed)
         header = Header(
             rows=decodes + len(widths),
             decodes=decodes,
@@ -143,16 +151,17 @@ class Batcher:
             tokens=decodes + sum(widths),
             longest=max(widths, default=1),
             further=len(further),
-            updates=len(self._places),
-            random=self._random,
+            updates=min(len(self._places), self._most_updates),
+            random=draws,
             padded=self._padded,
             beams=beams,
         )
         assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
         self._write(header, into, singles, chunks, widths, further)
-        listed = [self.sequences[chunk.spec] for chunk in _sampling(singles, chunks)]
         readers = self._decoding.sequences if going else []
-        sent = Sent(header, [*readers, *listed] if listed else readers)
+        beyond = self._places[header.updates :], self._blocks[header.updates :]
+        excess = np.array(beyond, dtype=np.int32) if beyond[0] else None
+        sent = Sent(header, [*readers, *listed] if listed else readers, excess)
         self._go_on(plan)
         return sent
 
@@ -247,7 +256,8 @@ class Batcher:
         step.starts[: decodes + 1] = np.arange(decodes + 1)
         step.starts[decodes + 1 :] = decodes + np.cumsum(widths)
         step.tokens[:going], step.tokens[live:decodes] = CARRIED, 0
-        step.sampled[:], step.places[:], step.blocks[:] = further, self._places, self._blocks
+        step.sampled[:] = further
+        step.places[:], step.blocks[:] = self._places[: header.updates], self._blocks[: header.updates]
         if self._padded:
             step.first[:going], step.first[live:decodes] = decoding.first[:going], 0
             step.first[decodes:] = [chunk.padding for chunk in chunks]
@@ -260,7 +270,7 @@ class Batcher:
         if header.beams:
             scores = np.array([self.sequences[chunk.spec].score for chunk in singles], dtype=np.float32)
             step.scores[:] = scores.view(np.int32)
-        if self._random and header.sampling:
+        if header.random:
             self._write_draws(header, step, going, _sampling(singles, chunks))
 
     def _write_chunk(self, chunk: Chunk, row: int, step: Arrays[Ints]) -> None:

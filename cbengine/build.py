@@ -23,20 +23,23 @@ from cbengine.model.decoder import Model
 from cbengine.model.kvcache import DeviceMemoryError, KvCache, host_tier
 from cbengine.model.ops import TorchOps
 from cbengine.model.weights import Architecture
-from cbengine.sampling import Sampling, SamplingSettings
+from cbengine.sampling import DRAWN_BYTES, SLICE, Sampling, SamplingSettings
 from cbengine.sequence import Prompts, Sequence
 from cbsim.errors import ScenarioError
+from cbsim.policy.captures import CAPTURED
 from cbsim.policy.kind import pinned
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import assemble
 from cbsim.runs.inbox import Client
 from cbsim.scenario.rows import host_memory
-from cbsim.scenario.scenario import Scenario, depth, loops
-from cbsim.scenario.shapes import ModelShape
+from cbsim.scenario.scenario import Scenario, depth, longest_text, loops
+from cbsim.scenario.shapes import ModelShape, activation_bytes
+from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
+UNKNOWN = 0.05  # share of a GPU's memory left free for what nobody has counted: libraries, graphs, fragments
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -71,9 +74,10 @@ def device_name(setup: Setup) -> str:
     return f"CPU, {setup.device} device: no GPU"
 
 
-def adapted(scenario: Scenario, setup: Setup) -> Scenario:
+def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Scenario:
     """Return the scenario as this device runs it, for the record to state: the shape of the weights, float32 on a CPU,
-    on a GPU a cache that fits its memory, and which steps are CUDA graphs. Raises ScenarioError, UsageError.
+    on a GPU a cache that fits its memory, and which steps are CUDA graphs. `open_ended`: requests come that are not in
+    its workload. Raises ScenarioError, UsageError.
     """
     shape = scenario.model
     if setup.weights is not None:
@@ -85,7 +89,7 @@ def adapted(scenario: Scenario, setup: Setup) -> Scenario:
         return ready
     check_model(shape)
     check_setup(ready, setup)
-    return _with_graphs(_fitted(ready) if setup.device == "cuda" else ready, setup)
+    return _with_graphs(_fitted(ready, setup, open_ended=open_ended) if setup.device == "cuda" else ready, setup)
 
 
 def check_model(shape: ModelShape) -> None:
@@ -147,23 +151,38 @@ def shape_of(folder: Path, dtype: str = "bfloat16") -> ModelShape:
     return ModelShape.model_validate(fields | {"dtype": dtype})
 
 
-def _fitted(scenario: Scenario) -> Scenario:
-    """Lower the number of blocks if this GPU has less memory than its data sheet says; explicit sizes stay as given."""
+def any_load(scenario: Scenario, loop: str) -> Load:
+    """Return the load of requests that nobody knows yet: each has a block, and as many tokens as may be."""
+    longest = longest_text(scenario, loop)
+    return Load(scenario.options(loop).num_blocks, longest - 1, longest - 1, longest)
+
+
+def _fitted(scenario: Scenario, setup: Setup, *, open_ended: bool) -> Scenario:
+    """Lower the number of blocks if this GPU has no memory for those that the data sheet says beside weights and steps;
+    explicit sizes stay as given.
+    """
     if not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here")
     if scenario.kv_cache.num_blocks is not None:
         return scenario
-    options = scenario.options(loops(scenario)[-1])
+    loop = loops(scenario)[-1]
+    options = scenario.options(loop)
     free, total = torch.cuda.mem_get_info()
-    room = int(free - 0.1 * total) - scenario.model.weight_bytes  # a tenth is for a step's own tensors and the graphs
-    groups = () if scenario.model.sees_all else assemble.scheduler(scenario, loops(scenario)[0]).pool.groups
+    groups = () if scenario.model.sees_all else assemble.scheduler(scenario, loop).pool.groups
+    load = any_load(scenario, loop) if open_ended else None
+    plan = executor_plan(scenario, loop, [] if load else generators.build(scenario).specs(), setup, load)
+    sizes = plan.capacity._replace(groups=groups)
+    beside = step_bytes(scenario.model, replace(plan, capacity=sizes), depth(loop))
+    room = int(free - UNKNOWN * total) - scenario.model.weight_bytes - beside
     layers = kvcache.pages_of(scenario.model, groups)
     fitting = room * scenario.model.layers // (options.block_size * scenario.model.kv_bytes_per_token * layers)
     if fitting >= options.num_blocks:
         return scenario
     if fitting < 2:
-        weight = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights"
-        raise DeviceMemoryError(f"--device cuda: {weight} leave no room for a cache in {free / 1e9:.1f} GB")
+        taken = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights and {beside / 1e9:.1f} GB for steps of"
+        taken = f"{taken} {sizes.tokens:,} query tokens in {sizes.rows:,} rows leave no room for a cache"
+        lower = "lower limits of the scheduler, or model.max_position, make room"
+        raise DeviceMemoryError(f"--device cuda: {taken} in {free / 1e9:.1f} GB: {lower}")
     update: dict[str, Any] = {"kv_cache": scenario.kv_cache.model_copy(update={"num_blocks": fitting})}
     update["scheduler"] = pinned(scenario.scheduler, options)
     return scenario.model_copy(update=update)
@@ -217,6 +236,22 @@ class ExecutorPlan:
             pinned = self.device != "cpu"
             host = host_tier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
         return Executor(model, cache, self.capacity, host)
+
+
+def step_bytes(model: ModelShape, plan: ExecutorPlan, steps: int) -> int:
+    """Return the bytes that a GPU needs beside weights and cache with `steps` steps in flight: block tables, buffers,
+    rotation; the largest step's tensors, and the largest captured one's, whose memory is its own.
+    """
+    sizes, queries = plan.capacity, model.heads * model.head_dim * model.dtype_bytes
+
+    def tensors(tokens: int, rows: int) -> int:
+        logits = rows * (4 + model.dtype_bytes) + min(rows, SLICE) * DRAWN_BYTES * plan.random
+        return activation_bytes(model, tokens, 0) + tokens * queries + logits * model.vocab
+
+    tables = (sizes.slots + 1) * sizes.tables * sizes.width + steps * (sizes.staging + sizes.results)
+    captured = min(sizes.sampling, CAPTURED[-1])
+    largest = tensors(sizes.tokens, sizes.rows) + tensors(captured, captured)
+    return 4 * (tables + plan.positions * model.head_dim) + largest
 
 
 def ops(device: str) -> TorchOps:
@@ -344,7 +379,7 @@ def assembled(
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     clock = clock or (CpuClock() if setup.device == "modelled" else Clock())
     made = device(scenario, loop, plan, setup, clock)
-    batcher = Batcher(plan.capacity, padded=scenario.kind.padded, random=plan.random)
+    batcher = Batcher(plan.capacity, padded=scenario.kind.padded)
     extra = dict(setup.injected)
     engine = Engine(policy, made, batcher, prompts, client, depth=depth(loop), hooks=hooks, clock=clock, injected=extra)
     return engine, made

@@ -191,7 +191,7 @@ class Engine:
         self._inject("prepare")
         times.prepare_end_ns = times.launch_start_ns = self._elapsed()
         self._inject("launch")
-        self._device.launch(slot, sent.header, plan)
+        self._device.launch(slot, sent.header, plan, sent.excess)
         if plan.transfers:
             self._moving.update(((plan.step, at), move) for at, move in enumerate(plan.transfers))
         times.launch_end_ns = self._elapsed()

@@ -30,6 +30,8 @@ from cbsim.scenario.fields import near, shown
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
 LEAST_TEMPERATURE, MOST_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+SLICE = 128  # rows whose tokens are drawn at a time, which bounds the memory: sorted copies, weights, their sums
+DRAWN_BYTES = 32  # a logit of a slice at that peak, beside the logit itself
 FILE = "sampling.jsonl"  # in a run directory: settings of single requests
 
 
@@ -84,6 +86,11 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
     if draws is None:
         largest, tokens = logits.max(dim=-1)  # max returns a NaN if there is one
         return tokens.masked_fill(largest.isnan(), -1).int()
+    slices = zip(logits.split(SLICE), *(draw.split(SLICE) for draw in draws), strict=True)
+    return torch.cat([_drawn(rows, Draws(*own)) for rows, *own in slices])
+
+
+def _drawn(logits: Tensor, draws: Draws) -> Tensor:
     uniforms, temperature, top_k, top_p = (draw[:, None] for draw in draws)
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     largest, greedy = ordered[:, :1], temperature == 0

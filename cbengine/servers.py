@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -59,10 +60,15 @@ class Measured:
             if self._profile:
                 self._profile()
 
+        over = threading.Event()
+        if self._on_gpu:
+            states = self.facts["gpu_during"] = []
+            threading.Thread(target=gpu.watch, args=(states, over.wait), daemon=True).start()
         try:
             self.engine.run(after_step, self.start_ns)
             self.engine.check_returned()
         finally:
+            over.set()
             if self._on_gpu:
                 self.facts["gpu_after"] = gpu.state()
             if self._profile:

@@ -81,8 +81,14 @@ class EngineDevice(Protocol):
         """Return the size at which a step of this many decode rows is computed."""
         return rows
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
-        """Start the step in staging buffer `slot`, after those launched before, and its plan's transfers."""
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
+        """Start the step in staging buffer `slot`, after those launched before, and its plan's transfers. `excess` are
+        the table updates that the buffer lacks.
+        """
+
+    def settle(self) -> None:
+        """Get ready for the calling thread; called before the first launch if another thread has made the device."""
+        return
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         """Block until that step is done and return its results as `Executor.run` does. Raises DeviceError."""
@@ -112,12 +118,12 @@ class Inline(EngineDevice):
         self._mover = executor.mover()
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         if plan.transfers or plan.awaited:
             self._mover.before_rows(plan.step, plan.transfers, plan.awaited)
         start = time.perf_counter_ns()
         step = arrays(torch.from_numpy(self.staging[slot]), header)
-        self._executor.update_tables(step)
+        self._executor.update_tables(step, excess)
         tokens = self._executor.run(step, header).numpy().copy()
         end = time.perf_counter_ns()
         self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
@@ -135,7 +141,7 @@ class Inline(EngineDevice):
         self._done.clear()
 
 
-class Modelled:
+class Modelled(EngineDevice):
     """A device that computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is
     0, and the beams of a search replace each other as the workload declares. It times the loop and the CPU's work
     without hardware: what the loop does is real, and on a `CpuClock` the time it takes is the CPU's own. With `graphs`
@@ -157,7 +163,8 @@ class Modelled:
     def bucket(self, rows: int) -> int:
         return bucket(self._sizes, rows)
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
+        del excess  # there are no tables
         begun = at = self._clock.now_ns()
         captured = header.decodes == header.rows <= max(self._sizes, default=header.rows)
         if self._sizes and not captured:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice, product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cbengine.batch import Capacity
 from cbengine.device import gpu
-from cbengine.device.base import DeviceError, Lanes
+from cbengine.device.base import DeviceError, EngineDevice, Lanes
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, Ints, arrays
 from cbengine.device.moves import Moved
@@ -62,8 +62,10 @@ class Marks(NamedTuple):
         return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=not spin))
 
 
-class Cuda:
-    """A CUDA GPU. `graphs`: capture decode steps. `overlap`: copies use own streams. `spin`: wait without sleeping."""
+class Cuda(EngineDevice):
+    """A CUDA GPU. `graphs`: capture decode steps, those that draw tokens (if `random`, some do) and those that do not.
+    `overlap`: copies use own streams. `spin`: wait without sleeping.
+    """
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Cuda:
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         self._sizes = captured_sizes(capacity.rows) if graphs else []
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by rows, and whether some draw
         self._capture_s = 0.0  # seconds to capture one graph, the kernels' compilation included
         self.staging: list[Ints] = []
         self._pinned: list[Tensor] = []
@@ -103,7 +105,7 @@ class Cuda:
         self.facts = {
             **gpu.facts(),
             "wait": "spin" if spin else "block",
-            "captured_batches": sorted(self._graphs),
+            "captured_batches": self._sizes,
             "capture_s": self._capture_s,
             "allocated_bytes": torch.cuda.memory_allocated(),
         }
@@ -111,13 +113,13 @@ class Cuda:
     def bucket(self, rows: int) -> int:
         return bucket(self._sizes, rows)
 
-    def launch(self, slot: int, header: Header, plan: StepPlan = NOTHING) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan = NOTHING, excess: Ints | None = None) -> None:
         at = time.perf_counter_ns()
         marks = self._marks[self._launched % len(self._marks)]
         self._launched += 1
         guarded(
             lambda: f"a step of {header.tokens} query tokens in {header.rows} rows",
-            lambda: self._enqueue(slot, header, marks, plan),
+            lambda: self._enqueue(slot, header, marks, plan, excess),
         )
         self._in_flight[slot] = marks, header.results, at
 
@@ -126,7 +128,7 @@ class Cuda:
         with self._watchdog:
             guarded(lambda: "a step that had been launched", marks.done.synchronize)
         awaited = time.perf_counter_ns()
-        edges = [round(self._anchor.elapsed_time(mark) * 1e6) for mark in marks]
+        edges = edges_of(marks, self._anchor)
         self._anchor = marks.h2d_start
         results: Ints = self._received[slot][:count].numpy().copy()
         return results, self._timeline.aligned(edges, launched, awaited)
@@ -157,11 +159,11 @@ class Cuda:
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
-    def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan) -> None:
+    def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan, excess: Ints | None) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
         transfers = bool(plan.transfers or plan.awaited)
         plain = header.decodes == header.rows and not (header.padded or header.beams)
-        graph = self._graphs.get(header.rows) if plain else None
+        graph = self._graphs.get((header.rows, header.random)) if plain else None
         step = arrays(inbound, header) if graph is None or header.updates else None
         with torch.cuda.stream(self._h2d):
             marks.h2d_start.record(self._h2d)
@@ -172,7 +174,7 @@ class Cuda:
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(marks.h2d_end)
             if step is not None:
-                self._executor.update_tables(step)
+                self._executor.update_tables(step, excess)
             if graph is not None:
                 graph.inputs.copy_(inbound[: len(graph.inputs)])
             marks.start.record(self._compute)
@@ -212,20 +214,28 @@ class Cuda:
             gc.collect()  # graphs of earlier runs must not be destroyed while another one is captured
             pool = torch.cuda.graph_pool_handle()
             began = time.perf_counter()
-            for rows in reversed(self._sizes):  # smaller ones reuse the largest one's memory
-                capture = partial(self._capture, rows, pool)
-                self._graphs[rows] = guarded(partial("capturing a decode step of {} requests".format, rows), capture)
-            self._capture_s = (time.perf_counter() - began) / len(self._sizes)
-        reach, graphs = self._executor.reach, bool(self._sizes)
-        for header, values in warm_ups(self._capacity, reach, graphs=graphs, random=self._random):
-            self.staging[0][: len(values)] = values
-            self.launch(0, header)
-            self.wait(0)
+            draws = (True, False) if self._random else (False,)
+            for rows, random in product(reversed(self._sizes), draws):  # later ones reuse the largest one's memory
+                doing = partial("capturing a decode step of {} requests".format, rows)
+                self._graphs[rows, random] = guarded(doing, partial(self._capture, rows, pool, random=random))
+            self._capture_s = (time.perf_counter() - began) / len(self._graphs)
+        self._run_warm_ups()
         warm_up = partial(self._moves.warm_up, self._executor.scratch, host_tier=self._executor.has_host_tier)
         guarded(lambda: "moving a block", warm_up)
 
-    def _capture(self, rows: int, pool: Any) -> Graph:
-        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=self._random)
+    def settle(self) -> None:
+        """Run a step kernel by kernel: cuBLAS makes a handle and a workspace for each thread that does."""
+        self._run_warm_ups(1)
+
+    def _run_warm_ups(self, count: int | None = None) -> None:
+        steps = warm_ups(self._capacity, self._executor.reach, graphs=bool(self._sizes), random=self._random)
+        for header, values in islice(steps, count):
+            self.staging[0][: len(values)] = values
+            self.launch(0, header)
+            self.wait(0)
+
+    def _capture(self, rows: int, pool: Any, *, random: bool) -> Graph:
+        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=random)
         with torch.cuda.stream(self._compute):
             inputs = torch.from_numpy(values).to(self._executor.device)
         step = arrays(inputs, header)
@@ -328,6 +338,13 @@ def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:
     while listed and listed[-1][1].direction is Direction.COPY:
         listed.pop()
     return listed
+
+
+def edges_of(marks: Marks, anchor: torch.cuda.Event) -> list[int]:
+    """Return the nanoseconds from `anchor`, maybe hours before: too far for float32, except for the first event."""
+    first = marks.h2d_start
+    since = round(anchor.elapsed_time(first) * 1e6)
+    return [since, *(since + round(first.elapsed_time(mark) * 1e6) for mark in marks[1:])]
 
 
 class Timeline:
@@ -482,7 +499,7 @@ def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> I
     largest = spread(capacity.tokens, most, reach)
     for padded in (False,) if graphs else (False, True):
         for rows in () if graphs else sizes:
-            yield step([], decodes=rows, padded=padded)
+            yield step([], decodes=rows, padded=padded, random=False)
         chunked = max(largest) > 1
         yield step(largest if chunked else [], decodes=0 if chunked else most, padded=padded)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbengine.batch import Capacity
-from cbengine.device.layout import Arrays, Header
+from cbengine.batch import MOST_UPDATES, Capacity
+from cbengine.device.layout import Arrays, Header, Ints
 from cbengine.device.moves import InPlace
 from cbengine.model.decoder import Model
 from cbengine.model.kvcache import Carrier, KvCache
@@ -41,11 +41,14 @@ class Executor:
         return InPlace(self.carrier())
 
     @torch.inference_mode()
-    def update_tables(self, step: Arrays[Tensor]) -> None:
-        """Write the changed entries of the block tables; called before `run`."""
-        if len(step.places):
-            pages = self._cache.pages
-            self._tables.view(-1)[step.places.long()] = step.blocks if pages == 1 else step.blocks * pages
+    def update_tables(self, step: Arrays[Tensor], excess: Ints | None = None) -> None:
+        """Write the changed entries of the block tables, also those that `Sent` calls excess; called before `run`."""
+        pieces = () if excess is None else torch.from_numpy(excess).split(MOST_UPDATES, dim=1)
+        for places, blocks in (*pieces, (step.places, step.blocks)):
+            if len(places):
+                first = blocks.to(self.device)
+                first = first if self._cache.pages == 1 else first * self._cache.pages
+                self._tables.view(-1)[places.to(self.device).long()] = first
 
     @torch.inference_mode()
     def run(self, step: Arrays[Tensor], header: Header) -> Tensor:

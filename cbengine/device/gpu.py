@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -46,6 +48,14 @@ def state() -> dict[str, float | str] | None:
     """Return the present clocks, power, temperature and throttle reasons; None if the system does not report them."""
     values = _query(*STATE.values())
     return dict(zip(STATE, map(_number, values), strict=True)) if values else None
+
+
+def watch(states: list[Any], over: Callable[[float], bool]) -> None:
+    """Add the state to `states` after ten seconds and then once a minute, until `over`, which waits, returns true."""
+    for pause_s in chain((10.0,), repeat(60.0)):
+        if over(pause_s):
+            return
+        states.append(state())
 
 
 def _query(*fields: str) -> list[str] | None:

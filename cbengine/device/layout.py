@@ -52,7 +52,7 @@ class Ranked(NamedTuple):
 class Header(NamedTuple):
     """The lengths of a step's arrays. The first `decodes` rows have one query token each and all sample; `further` of
     the other rows sample. `live` of the decodes are real, the rest pads the step to a captured size. `random`: whether
-    some request of the run draws its tokens, so that every row has settings; a row may still be greedy. `beams`: that
+    some sampling row draws its token, so that every one has settings; the others are greedy. `beams`: that
     many consecutive sampling rows are the beams of one search (sampling.rank); 0 without beam search.
     """
 

@@ -62,14 +62,14 @@ class Process(EngineDevice):
         self._receive(120.0)  # the longest that it may take to load its model
         self._waits = Waits({"driver": os.getpid(), "worker": self._worker.pid or 0})
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         self._sent[slot] = header.results, time.perf_counter_ns()
         packed: Packed | None = None  # without the requests whose KV it is
         if plan.transfers or plan.awaited:
             transfers = [(int(move.direction), move.sources, move.targets, move.job) for move in plan.transfers]
             packed = plan.step, transfers, plan.awaited
         try:
-            self._pipe.send((slot, tuple(header), packed))
+            self._pipe.send((slot, tuple(header), packed, excess))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
@@ -139,7 +139,7 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
         buffers = [torch.from_numpy(np.frombuffer(memory, dtype=np.int32)) for memory in shared]
         pipe.send((0, 0, 0, []))
         while True:
-            slot, lengths, packed = pipe.recv()
+            slot, lengths, packed, excess = pipe.recv()
             header = Header(*lengths)
             if packed is not None:
                 number, listed, awaited = packed
@@ -147,7 +147,7 @@ def _work(build: Build, shared: list[Any], pipe: Connection) -> None:
                 mover.before_rows(number, transfers, awaited)
             start = time.perf_counter_ns()
             step = arrays(buffers[2 * slot], header)
-            executor.update_tables(step)
+            executor.update_tables(step, excess)
             buffers[2 * slot + 1][: header.results] = executor.run(step, header)
             pipe.send((slot, start, time.perf_counter_ns(), mover.finished() if mover.over else []))
             if packed is not None:

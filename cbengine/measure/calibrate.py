@@ -98,7 +98,8 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
 
 def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     """Fit the kernels' time. Steps whose kernels waited for their launches are left out. The wait of a step replayed
-    with none before it is subtracted: it is the time by which equal steps launched ahead are shorter.
+    with none before it is subtracted: it is the time by which equal steps launched ahead are shorter. That of steps
+    launched kernel by kernel with none before them is fitted beside the terms, where others were launched ahead.
     """
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
@@ -106,7 +107,10 @@ def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
     columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
     free = table.column("bound") == 0
     waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
-    alone = (table.column("eager") == 0) & (table.column("ahead") == 0)
+    eager, idle = table.column("eager"), 1 - table.column("ahead")
+    if (eager > idle).any():
+        columns = np.column_stack([columns, eager * idle])
+    alone = (1 - eager) * idle
     compute = np.maximum(table.column("compute") - waited * alone, 1.0)
     if np.median(compute[free]) <= 1:
         short = f"kernels of {np.median(table.column('compute')[free]) / 1e3:,.1f} us"

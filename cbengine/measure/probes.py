@@ -123,9 +123,9 @@ class ProbeTable:
     equal: EqualStepTimes | None = None
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """Add the steps of the asynchronous loop that were launched ahead and in one go."""
+        """Add the steps of the asynchronous loop that were launched ahead."""
         ahead = _lines(plans, steps, sizes, launched_ahead(steps))
-        self.lines += [line._replace(ahead=True) for line in ahead if not line.eager]
+        self.lines += [line._replace(ahead=True) for line in ahead]
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)

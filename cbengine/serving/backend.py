@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import traceback
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cbengine import batch, build
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.driver import Hooks
 from cbengine.errors import UsageError
@@ -25,7 +26,7 @@ from cbengine.servers import Measured
 from cbengine.serving.reporter import Happened, Left, Post, Reporter, WokenClock
 from cbsim.errors import DeadlockError, ServerError
 from cbsim.http import listen
-from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream, longest_text
+from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
 from cbsim.http.listen import ServeOptions
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.policy.request import RequestSpec
@@ -33,6 +34,8 @@ from cbsim.runs.assemble import PolicyError
 from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
+
+SWITCH_S = 0.0002  # the longest that the event loop may keep the engine's thread from going on after a step
 
 
 class EngineServer(Measured):
@@ -44,15 +47,17 @@ class EngineServer(Measured):
         self, setup: Setup, post: Post, reporter: Reporter, scenario: Scenario, loop: str, workload: Workload
     ) -> None:
         assert not workload.total
-        longest, blocks = longest_text(scenario, loop), scenario.options(loop).num_blocks
-        most = batch.Load(requests=blocks, prompt=longest - 1, answer=longest - 1, longest=longest)  # a block a request
-        plan = build.executor_plan(scenario, loop, [], setup, most)
+        plan = build.executor_plan(scenario, loop, [], setup, build.any_load(scenario, loop))
         prompts = Prompts(scenario.seed, plan.architecture.vocab)
         hooks = Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed)
         self.clock = WokenClock(post)
         engine, device = build.assembled(scenario, loop, plan, setup, reporter, prompts, hooks, clock=self.clock)
         reporter.serve(engine)
         super().__init__(engine, device, setup, scenario, {"sampling": "as requests ask"})
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        self._device.settle()
+        super().run(on_step)
 
 
 class EngineBackend(Backend):
@@ -197,10 +202,15 @@ def serve(
 ) -> int:
     """Serve what `opened` opens until a signal; return the exit status. Raises its errors, RunError."""
     listen.check_host(options.host, options.settings)  # before a model is loaded
-    backend = opened(scenario, setup, line, name, tokenizer)
+    backend, usual_s = opened(scenario, setup, line, name, tokenizer), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what has been built stays, and need not be looked at whenever clients leave reference cycles behind
     try:
         return asyncio.run(listen.serve(backend, options))
     finally:
+        sys.setswitchinterval(usual_s)
+        gc.unfreeze()
         backend.release()
 
 
@@ -218,7 +228,7 @@ def opened(
     if not setup.weights:
         model = scenario.model.model_copy(update={"vocab": words.vocab})
         scenario = scenario.model_copy(update={"model": model})
-    ready = build.adapted(scenario, setup)
+    ready = build.adapted(scenario, setup, open_ended=True)
     if words.vocab > ready.model.vocab:
         sizes = f"the tokenizer has {words.vocab} tokens, the model {ready.model.vocab}"
         raise UsageError(f"{source}: {sizes}: they do not belong together")

@@ -16,7 +16,7 @@ from cbsim.policy.loop import Scheduler
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.running import Session
 from cbsim.runs.served import Contents, Log
-from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.scenario import Scenario, longest_text
 
 NS = 1_000_000_000
 STOP, ABORT, ERROR = "stop", "abort", "error"  # finish reasons of a stream
@@ -194,13 +194,6 @@ class Timing:
             for seconds in (self.lag_p99_s, self.bound_s)
         )
         return f"not faithful: 1 % of its steps came {lag} late or more, the bound is {bound}: {reason}"
-
-
-def longest_text(scenario: Scenario, loop: str) -> int:
-    """Return the most tokens of a prompt and its answer that model, scheduler and cache allow."""
-    options = scenario.options(loop)
-    bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
-    return min(bound for bound in bounds if bound is not None)
 
 
 class Backend(ABC):

@@ -210,6 +210,13 @@ def depth(loop: str) -> int:
     return {"sync": 1, "async": 2}[loop]
 
 
+def longest_text(scenario: Scenario, loop: str) -> int:
+    """Return the most tokens of a prompt and its answer that model, scheduler and cache allow."""
+    options = scenario.options(loop)
+    bounds = (scenario.model.max_position, options.limits.longest, options.num_blocks * options.block_size)
+    return min(bound for bound in bounds if bound is not None)
+
+
 def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Load the scenario in a file, or the one of that name that comes with the project. Raises ScenarioError.
 

@@ -7,6 +7,7 @@ sees, behind `oracle.Checked`, which knows the rows from plans alone (`cbsim.pol
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,8 +33,9 @@ from support.engine.served import (
     spec,
 )
 
-from cbengine import build
-from cbengine.batch import Capacity
+from cbengine import batch, build
+from cbengine.batch import Batcher, Capacity, Sent
+from cbengine.build import Setup
 from cbengine.device.layout import Header, arrays
 from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.workload.requests import Workload
@@ -119,6 +121,30 @@ def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, da
         assert row.status == "aborted" or len(text.outputs) == sum(row.token_runs[1::2]) > 0
     check_derived(run, loop)
     event(f"stops: {run.statuses['stop'] > 0}")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("scheduler", ["vllm", "transformers_fifo", "sglang"])
+def test_updates_that_the_buffer_has_no_room_for(scheduler: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's buffer has so many table entries at most; further ones go with it on their own, and all are written
+    before its rows are computed: in this process and in a worker.
+    """
+    monkeypatch.setattr(batch, "MOST_UPDATES", 2)
+    specs = [spec(i, 30, 4, arrival_ns=3 * MS * i) for i in range(4)]
+    case, sent = Case(server(scheduler, 4, 60, 64, 4, sharing=True), Workload(specs, 4)), []
+    build_step = Batcher.build
+
+    def noted(*given: Any) -> Sent:
+        sent.append(build_step(*given))
+        return sent[-1]
+
+    monkeypatch.setattr(Batcher, "build", noted)
+    run, _ = toy_run(case, loop)
+    check_texts(run, check_toy_text)
+    assert max(one.header.updates for one in sent) == 2
+    assert any(one.excess is not None and one.excess.shape[1] > 4 for one in sent)
+    for device in ("inline", "process"):
+        check_texts(case.run(loop, Setup(device=device)))
 
 
 CROWD = [spec(i, 8, 2, arrival_ns=(100 * MS if i else 0), **shared(0, 8)) for i in range(20)]

@@ -19,16 +19,21 @@ pytest.importorskip("torch", reason="the engine needs torch")
 
 import torch
 from support.engine.served import INLINE, SCHEDULERS, SHAPE, asked, named, spec
+from support.engine.tiny_runs import peak_bytes
 
 from cbengine import build
-from cbengine.batch import Load
+from cbengine.batch import Capacity, Load
 from cbengine.build import Setup
+from cbengine.device.cuda import scratch_step
+from cbengine.device.layout import arrays
 from cbengine.errors import UsageError
 from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
+from cbengine.model.ops import TorchOps
 from cbsim.errors import ScenarioError
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
+from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 CONFIG = {
@@ -250,15 +255,17 @@ LARGE = Setup(device="cuda")
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_cache_fits_the_gpu_there_is(gpu: mock.Mock, scheduler: str) -> None:
-    """The blocks that fit beside the weights, a tenth of all memory left free; what else a scheduler makes of its
-    memory stays as the data sheet has it. What results loads again, and stays as it is.
+    """The blocks that fit beside the weights and the steps of its requests, a twentieth of all memory left free; what
+    else a scheduler makes of its memory stays as the data sheet has it. What results loads again, and stays as it is.
     """
     base = scenario.load("8k_b32", [*named(scheduler), "hardware=h200-sxm"])
     before = base.options("async")
     ready = build.adapted(base, LARGE)
     after = ready.options("async")
     block = before.block_size * base.model.kv_bytes_per_token
-    assert after.num_blocks == (62 * GB - base.model.weight_bytes) // block < before.num_blocks
+    plan = build.executor_plan(base, "async", generators.build(base).specs(), LARGE)
+    beside = base.model.weight_bytes + build.step_bytes(base.model, plan, 2)
+    assert after.num_blocks == (66 * GB - beside) // block < before.num_blocks
     assert replace(after, num_blocks=before.num_blocks, **_limits(before)) == before
     assert Scenario.model_validate(ready.model_dump(mode="json")) == ready == build.adapted(ready, LARGE)
     gpu.return_value = (300 * GB, 300 * GB)
@@ -279,8 +286,78 @@ def test_given_blocks_are_given(gpu: mock.Mock) -> None:
 
 def test_weights_without_room_for_a_cache(gpu: mock.Mock) -> None:
     gpu.return_value = (20 * GB, 80 * GB)
-    with pytest.raises(DeviceMemoryError, match=r"16\.1 GB of weights leave no room for a cache in 20\.0 GB"):
+    taken = r"16\.1 GB of weights and 1\.1 GB for steps of 8,192 query tokens in 32 rows leave no room for a cache"
+    with pytest.raises(DeviceMemoryError, match=rf"{taken} in 20\.0 GB: lower limits of the scheduler, or model\.max"):
         build.adapted(scenario.load("8k_b32"), LARGE)
+
+
+@pytest.mark.parametrize("scheduler", ["vllm", "sglang", "transformers_fifo", "transformers_fifo 5.23"])
+def test_a_session_leaves_room_for_whoever_may_come(gpu: mock.Mock, scheduler: str) -> None:
+    """Every seat taken, every row drawn, tables as long as sequences may be: less is left for the cache than beside the
+    scenario's own 32 requests, and the session that it leads to needs no more than was taken off.
+    """
+    base = scenario.load("8k_b32", [*named(scheduler), "hardware=h100-sxm", "loop.mode=async"])
+    ready = build.adapted(base, LARGE, open_ended=True)
+    blocks, block = ready.options("async").num_blocks, ready.block_size * base.model.kv_bytes_per_token
+    assert blocks < build.adapted(base, LARGE).options("async").num_blocks
+    plan = build.executor_plan(ready, "async", [], LARGE, build.any_load(ready, "async"))
+    beside = build.step_bytes(base.model, plan, 2)
+    assert beside > plan.capacity.rows * base.model.vocab * 6 + min(plan.capacity.rows, 128) * base.model.vocab * 64
+    assert base.model.weight_bytes + beside + blocks * block <= 66 * GB
+    assert 4 * plan.capacity.staging < 10**8, "a buffer for the updates of all tables"
+
+
+def test_a_session_whose_steps_fit_no_gpu(gpu: mock.Mock) -> None:
+    """A static batch of prompts as long as the model takes is one step."""
+    base = scenario.load("8k_b32", [*named("static"), "loop.mode=async"])
+    with pytest.raises(DeviceMemoryError, match=r"for steps of 4,194,272 query tokens in 32 rows leave no room"):
+        build.adapted(base, LARGE, open_ended=True)
+
+
+class Fused(TorchOps):
+    """Operations that hold no more memory than the kernels do: each allocates its output."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
+        return torch.zeros_like(x)
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float) -> Any:
+        return torch.zeros_like(x), residual
+
+    def rotate_and_cache(self, qkv: Any, rotation: Any, norms: Any, eps: Any, keys: Any, *_: Any) -> Any:
+        return qkv.new_zeros(len(qkv), qkv.shape[1] // keys.shape[3] - 2 * keys.shape[2], keys.shape[3])
+
+    def attention(self, queries: Any, *_: Any) -> Any:
+        return torch.zeros_like(queries)
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        return gate_up.new_zeros(len(gate_up), gate_up.shape[1] // 2)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "chunk", "random"),
+    [(20_000, 5, 1, True), (20_000, 200, 1, True), (20_000, 5, 1, False), (64, 8, 800, False), (64, 8, 800, True)],
+)
+def test_a_step_takes_the_memory_that_it_is_said_to(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, rows: int, chunk: int, random: bool
+) -> None:
+    """The largest step's tensors, by what torch allocates: indices alone are not counted, and little is too much."""
+    monkeypatch.setattr(build, "ops", lambda _: Fused())
+    monkeypatch.setattr(build, "CAPTURED", (0,))
+    base = asked("vllm", f"model.vocab={vocab}", "model.dtype=bfloat16", "model.intermediate=512")
+    load = Load(requests=rows, prompt=chunk, answer=1, longest=chunk + 1)
+    plan = replace(build.executor_plan(base, "sync", [], INLINE, load), random=random)
+    sizes = Capacity(rows, plan.capacity.width, rows, rows * chunk)
+    plan = replace(plan, num_blocks=8, capacity=sizes)
+    executor = plan()
+    chunks = [chunk] * rows if chunk > 1 else []
+    header, values = scratch_step(chunks, rows, decodes=0 if chunks else rows, random=random)
+    step = arrays(torch.from_numpy(values), header)
+    counted = build.step_bytes(base.model, plan, 1) - build.step_bytes(base.model, plan, 0)
+    taken = peak_bytes(lambda: executor.run(step, header))
+    none = replace(plan, capacity=sizes._replace(rows=0, tokens=0))
+    largest = build.step_bytes(base.model, plan, 0) - build.step_bytes(base.model, none, 0)
+    assert counted == 4 * (sizes.staging + sizes.results)
+    assert 0.8 <= taken / largest <= 1.02, (taken, largest)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

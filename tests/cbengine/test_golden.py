@@ -76,7 +76,7 @@ class Executed:
         sizes = capacity(scheduler.options, list(prompts))
         self.device = Checked(made(scheduler.options, sizes, depth), sizes)
         self.device.texts = texts
-        self._batcher = Batcher(sizes, padded=False, random=False)
+        self._batcher = Batcher(sizes, padded=False)
         self._batcher.sequences.update(texts)
         self._depth = depth
         self._sent: dict[int, Sent] = {}
@@ -86,11 +86,11 @@ class Executed:
         if plan is not None:
             slot = plan.step % self._depth
             self._sent[plan.step] = self._batcher.build(plan, self.device.staging[slot], self.device.bucket)
-            self.device.launch(slot, self._sent[plan.step].header, plan)
+            self.device.launch(slot, self._sent[plan.step].header, plan, self._sent[plan.step].excess)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        tokens, (header, readers) = self.device.wait(plan.step % self._depth)[0].tolist(), self._sent.pop(plan.step)
+        tokens, (header, readers, _) = self.device.wait(plan.step % self._depth)[0].tolist(), self._sent.pop(plan.step)
         del tokens[header.live : header.decodes]  # of rows that fill a captured size up
         for text, token in zip(readers, tokens, strict=True):
             if not text.over:

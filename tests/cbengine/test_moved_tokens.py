@@ -147,8 +147,8 @@ def test_a_block_that_is_taken_again_too_early_shows(loop: str) -> None:
     """An executor that is late and does not wait for what a plan awaits."""
 
     class Deaf(Toy):
-        def launch(self, slot: int, header: Any, plan: Any) -> None:
-            super().launch(slot, header, replace(plan, awaited=()) if plan.awaited else plan)
+        def launch(self, slot: int, header: Any, plan: Any, *excess: Any) -> None:
+            super().launch(slot, header, replace(plan, awaited=()) if plan.awaited else plan, *excess)
 
     wrong = 0
     for seed in range(3):

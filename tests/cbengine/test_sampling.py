@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
+from support.engine.tiny_runs import peak_bytes
+
 from cbengine import sampling
 from cbengine.sampling import GOLDEN, Draws, Sampling, _mixed, request_seed, uniforms
 
@@ -97,6 +99,21 @@ def test_a_temperature_that_float32_cannot_hold_is_the_least_that_it_can(tempera
 
 
 # -- drawn ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_rows_are_drawn_by_the_slice(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices bound the memory of a draw, and change no token. At its peak a slice holds DRAWN_BYTES a logit, beside the
+    logits themselves.
+    """
+    logits, hows = torch.randn(rows, 4000), [HOWS[i % len(HOWS)] for i in range(rows)]
+    given = draws(numbers(rows), hows)
+    whole = sampling.sample(logits, given)
+    monkeypatch.setattr(sampling, "SLICE", 3)
+    sliced: list[Any] = []
+    peak = peak_bytes(lambda: sliced.append(sampling.sample(logits, given)))
+    assert torch.equal(sliced[0], whole)
+    assert 0.9 <= peak / (min(rows, 3) * 4000 * sampling.DRAWN_BYTES) <= 1.02
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)

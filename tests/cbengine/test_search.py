@@ -301,7 +301,7 @@ def test_a_token_in_flight_is_not_left_in_another_slot() -> None:
     """
     (one,) = samples(1)
     sizes = Capacity(slots=4, width=8, rows=4, tokens=80)
-    batcher, into = Batcher(sizes, padded=False, random=False), np.zeros(sizes.staging, dtype=np.int32)
+    batcher, into = Batcher(sizes, padded=False), np.zeros(sizes.staging, dtype=np.int32)
     batcher.sequences[one] = Text(one, Prompts(0, VOCAB).of(one), Sampling())
     begun = Chunk(one, 0, 0, PROMPT, (0, 1, 2, 3), 1, admitted=True)
     batcher.build(StepPlan(0, StepWork((begun,), prefill_tokens=PROMPT)), into, int)

@@ -430,6 +430,24 @@ def test_times_obey_the_rules_whatever_events_say(told: list[tuple[int, int, lis
         last = mine
 
 
+class At(NamedTuple):
+    """An event at a time in nanoseconds; distances are what CUDA's are, float32 milliseconds."""
+
+    ns: int
+
+    def elapsed_time(self, later: Any) -> float:
+        return float(np.float32((later.ns - self.ns) / 1e6))
+
+
+def test_a_step_after_an_idle_hour_has_the_times_of_any_other() -> None:
+    """An hour is known to a quarter of a millisecond; what lies within the step is not measured from so far."""
+    hour, within = 3_600_000_000_000, (0, 4_000, 9_000, 90_000, 97_000)
+    marks: Any = cuda.Marks(*[At(hour + 123_457 + ns) for ns in within])
+    first, *later = cuda.edges_of(marks, At(0))  # type: ignore[arg-type]
+    assert abs(first - hour - 123_457) <= 250_000
+    assert [ns - first for ns in later] == pytest.approx(within[1:], abs=1)
+
+
 def test_an_undisturbed_run_is_told_exactly() -> None:
     """Clocks that agree, to the nanosecond: nothing is moved or clipped."""
     took = [Durations(5_000, 9_000, 8_000, 3_000, 40_000 + i, 2_000, 6_000, 7_000) for i in range(30)]

@@ -61,9 +61,20 @@ def test_where_nobody_says_there_is_none(answer: str | Exception, says: Any) -> 
     assert gpu.state() is None
 
 
-def test_a_run_keeps_the_state_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_taken_while_the_gpu_works(says: Any) -> None:
+    """Ten seconds after the start and then once a minute: before and after a run a GPU may be idle."""
+    says(SAID)
+    states: list[Any] = []
+    pauses: list[float] = []
+    gpu.watch(states, lambda pause_s: pauses.append(pause_s) or len(pauses) > 3)  # type: ignore[func-returns-value]
+    assert pauses == [10, 60, 60, 60]
+    assert [state["power_w"] for state in states] == [412.5] * 3
+
+
+def test_a_run_keeps_the_state_before_in_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """env.json is written again when the run is over; all that was said before stays."""
     states = iter(({"sm_clock_mhz": 345.0}, {"sm_clock_mhz": 1980.0}))
+    monkeypatch.setattr(gpu, "watch", lambda states, over: states.append({"sm_clock_mhz": 1755.0}))
     words = ["replay", "tiny_cpu", "--set", "workload.requests=2", "--out", str(tmp_path), "--quiet"]
     options = run_options(command_line().parse_args(words))
     setup = Setup(device="inline")
@@ -79,4 +90,5 @@ def test_a_run_keeps_the_state_before_and_after(tmp_path: Path, monkeypatch: pyt
     done = run_command.one_loop(asked, "sync", options, serve)
     facts = json.loads((done.path / "env.json").read_text())
     assert (facts["gpu_before"], facts["gpu_after"]) == ({"sm_clock_mhz": 345.0}, {"sm_clock_mhz": 1980.0})
+    assert facts["gpu_during"] == [{"sm_clock_mhz": 1755.0}]
     assert facts["engine"] == "cbengine"

@@ -5,6 +5,7 @@ is the same. `ordered` notes every access; here the whole engine runs on it, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from support.engine.restless import Restless
 from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec
 from test_moved_tokens import KINDS, case, restless
 
-from cbengine import build
+from cbengine import batch, build
+from cbengine.build import Setup
 from cbengine.device.cuda import Cuda
+from cbengine.device.layout import Header
+from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.scenario.scenario import depth
 from cbsim.workload.requests import Workload
 
@@ -38,6 +42,7 @@ def served(
     before: Callable[[World], None] = lambda _: None,
     plant: Plant = lambda *_: None,
     requests: int = 3,
+    setup: Setup = INLINE,
 ) -> tuple[Run, list[str]]:
     """A run on the stand-in, and what was out of order. `before` the device is made and after it a fault is planted."""
     specs = [spec(i, *((13, 9), (30, 5), (8, 14), (1, 20))[i % 4], arrival_ns=6 * MS * i) for i in range(requests)]
@@ -48,14 +53,14 @@ def served(
 
         def device(scenario: Any, loop: str, plan: Any, *_: Any) -> Cuda:
             before(world)
-            made = Cuda(plan(), plan.capacity, depth(loop), graphs=graphs, overlap=overlap, random=False)
+            made = Cuda(plan(), plan.capacity, depth(loop), graphs=graphs, overlap=overlap, random=plan.random)
             call_buffers(world, made)
             world.running = True
             plant(made, world)
             return made
 
         monkeypatch.setattr(build, "ops", lambda _: WholeTables())
-        run = Run(server, loop, Workload(specs, len(specs)), INLINE, device=device)
+        run = Run(server, loop, Workload(specs, len(specs)), setup, device=device)
     return run, world.races
 
 
@@ -78,6 +83,74 @@ def test_every_order_that_a_gpu_may_take_is_the_same(
     assert races == []
     assert bool(run.device.facts["captured_batches"]) == captures
     check_texts(run)
+
+
+@each_loop
+def test_only_steps_in_which_somebody_draws_pay_for_it(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are graphs of both kinds: while all rows are greedy, one that sorts no vocabulary is replayed. Texts are
+    those of the CPU.
+    """
+    setup = replace(INLINE, requests=SamplingSettings({"r1": Sampling(temperature=1.0, seed=4)}))
+    met: list[tuple[bool, bool]] = []
+
+    def plant(device: Cuda, _: World) -> None:
+        assert {key: graph.inputs.numel() for key, graph in device._graphs.items()} == {
+            (rows, random): (3 + 5 * random) * rows + 1 + rows for rows in (1, 2, 4) for random in (True, False)
+        }
+        launch = device.launch
+
+        def launched(slot: int, header: Header, *given: Any) -> None:
+            met.append((header.random, header.decodes == header.rows > 0))
+            launch(slot, header, *given)
+
+        device.launch = launched  # type: ignore[method-assign]
+
+    run, races = served(monkeypatch, loop, graphs=True, plant=plant, setup=setup)
+    assert races == []
+    assert {(True, True), (False, True)} <= set(met)
+    server, load = run.scenario, Workload(run.load.specs(), len(run.load.specs()))
+    assert run.texts == Run(server, loop, load, setup).texts
+
+
+@each_loop
+@each_graphs
+def test_updates_beyond_the_buffer_are_in_order(graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written on the compute stream before their step: one in flight may still read the tables."""
+    monkeypatch.setattr(batch, "MOST_UPDATES", 1)
+    written: list[int] = []
+
+    def plant(device: Cuda, _: World) -> None:
+        update = device._executor.update_tables
+
+        def noted(step: Any, excess: Any) -> None:
+            written.append(0 if excess is None else excess.shape[1])
+            update(step, excess)
+
+        device._executor.update_tables = noted  # type: ignore[method-assign]
+
+    run, races = served(monkeypatch, loop, graphs=graphs, plant=plant)
+    assert races == []
+    assert max(written) > 3
+    check_texts(run)
+
+
+def test_a_thread_settles_by_a_step_kernel_by_kernel() -> None:
+    """What a library keeps for each thread is made before clients wait; the step leaves no trace."""
+    launched: list[Header] = []
+    with ordered() as world:
+        plan = build.executor_plan(asked("vllm"), "sync", [spec(0, 200, 5)], INLINE)
+        device = Cuda(plan(), plan.capacity, 1, graphs=True, overlap=True, random=True)
+        enqueue = device._enqueue
+
+        def noted(slot: int, header: Header, *given: Any) -> None:
+            launched.append(header)
+            enqueue(slot, header, *given)
+
+        device._enqueue = noted  # type: ignore[method-assign]
+        device.settle()
+        device.close()
+    assert world.races == []
+    assert [(one.tokens, one.further > 0) for one in launched] == [(64, True)]
 
 
 class Told:
@@ -155,9 +228,9 @@ def staging_is_rewritten_in_flight(device: Cuda, world: World) -> None:
 def tables_are_written_beside_the_step(device: Cuda, world: World) -> None:
     executor, update = device._executor, device._executor.update_tables
 
-    def on_the_copies_stream(step: Any) -> None:
+    def on_the_copies_stream(step: Any, *excess: Any) -> None:
         with torch.cuda.stream(device._h2d):
-            update(step)
+            update(step, *excess)
 
     executor.update_tables = on_the_copies_stream  # type: ignore[method-assign]
 

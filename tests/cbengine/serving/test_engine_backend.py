@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,7 @@ from cbengine.errors import UsageError
 from cbengine.serving import backend
 from cbengine.serving.reporter import Left, Post, WokenClock
 from cbsim.http.backend import Meter, Stream
+from cbsim.http.settings import Settings
 from cbsim.runs.inbox import NEVER_NS
 
 SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
@@ -235,6 +238,40 @@ async def test_a_cancelled_session_ends_after_a_step() -> None:
     assert await next_tokens(answer.stream) == [] or await next_tokens(answer.stream) == []
     assert (answer.stream.finish, answer.stream.error) == ("error", "interrupted")
     assert "engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_engine_s_thread_settles_before_it_serves() -> None:
+    """The thread that runs the steps is not the one that made the device."""
+    served = Server(sizes(), "async")
+    device, met = served.engine._device, list[tuple[str, str]]()
+    launch = device.launch
+    with mock.patch.multiple(
+        device,
+        settle=lambda: met.append(("settle", threading.current_thread().name)),
+        launch=lambda *step: (met.append(("launch", threading.current_thread().name)), launch(*step)),
+        create=True,
+    ):
+        served.talk(everybody)
+    assert met[:2] == [("settle", "engine"), ("launch", "engine")]
+    assert met.count(("settle", "engine")) == 1
+
+
+def test_a_session_shares_the_interpreter_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While clients are served, the engine's thread waits at most SWITCH_S for the event loop's, and garbage is looked
+    for only among what has been made since. Both end with the session.
+    """
+    before, seen = (sys.getswitchinterval(), gc.get_freeze_count()), list[tuple[float, bool]]()
+
+    async def listened(served: backend.EngineBackend, _: Any) -> int:
+        seen.append((sys.getswitchinterval(), gc.get_freeze_count() > before[1]))
+        served.close()
+        return 5
+
+    monkeypatch.setattr(backend.listen, "serve", listened)
+    options = backend.ServeOptions("127.0.0.1", 0, Path("runs"), Settings())
+    assert backend.serve(asked("vllm", "loop.mode=async"), INLINE, options, "serve", None, None) == 5
+    assert seen == [(pytest.approx(backend.SWITCH_S), True)]
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == before
 
 
 def test_a_search_serves_no_clients() -> None:

@@ -44,10 +44,11 @@ class Tables:
     def __init__(self, capacity: Capacity, unused: int) -> None:
         self.entries = np.full((capacity.slots + 1, capacity.tables, capacity.width), unused, dtype=np.int32)
 
-    def update(self, step: dict[str, Ints]) -> None:
-        places = step["places"]
+    def update(self, step: dict[str, Ints], excess: Ints | None) -> None:
+        written = np.stack((step["places"], step["blocks"]))
+        places, blocks = written if excess is None else np.concatenate((written, excess), axis=1)
         assert len(np.unique(places)) == len(places), "an entry is written twice: a GPU may write them in any order"
-        self.entries.reshape(-1)[places] = step["blocks"]
+        self.entries.reshape(-1)[places] = blocks
 
 
 class Toy:
@@ -73,7 +74,7 @@ class Toy:
         """Rounded up to a multiple of 4, as a device with captured graphs might."""
         return -(-rows // 4) * 4
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         for job in list(self._jobs):
             if job[0] + self._lag < plan.step or job[2].job in plan.awaited:
                 self._jobs.remove(job)
@@ -81,7 +82,7 @@ class Toy:
         for at, move in enumerate(plan.transfers):
             if move.job == IN_ORDER:
                 self._perform(plan.step, at, move)
-        self._compute(slot, header)
+        self._compute(slot, header, excess)
         for at, move in enumerate(plan.transfers):
             if move.job != IN_ORDER:
                 self._jobs.append((plan.step, at, move))
@@ -104,9 +105,9 @@ class Toy:
         moved, self._moved = self._moved, []
         return moved
 
-    def _compute(self, slot: int, header: Header) -> None:
+    def _compute(self, slot: int, header: Header, excess: Ints | None) -> None:
         step = views(self.staging[slot], header)
-        self._tables.update(step)
+        self._tables.update(step, excess)
         starts, rows = step["starts"], range(header.rows)
         ids = step["tokens"].copy()
         for row in rows:  # all rows write before any reads
@@ -220,7 +221,7 @@ class Checked:
         self._underway: Underway | None = None
         self._jobs: dict[tuple[int, int], int] = {}
 
-    def launch(self, slot: int, header: Header, plan: StepPlan) -> None:
+    def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         if plan.transfers or plan.awaited or self._jobs:
             self._check_moves(plan)
         buffer, sizes = self.staging[slot], self._capacity
@@ -229,7 +230,7 @@ class Checked:
         assert header.tokens <= sizes.tokens
         assert header.live + header.rows - header.decodes <= sizes.rows
         step = views(buffer, header)
-        self._tables.update(step)
+        self._tables.update(step, excess)
         held = [text.slot for text in self.texts.values() if text.slot >= 0]
         assert len(set(held)) == len(held), "two requests share a slot"
         assert all(one < sizes.slots for one in held)
@@ -240,7 +241,7 @@ class Checked:
         self._check_padding(step, header)
         self._in_flight[slot] = header, sampling
         self.steps += 1
-        self._device.launch(slot, header, plan)
+        self._device.launch(slot, header, plan, excess)
 
     def _check_moves(self, plan: StepPlan) -> None:
         """No block of a move that is under way is handed out, and none that it writes is read."""
@@ -340,15 +341,16 @@ class Checked:
         self, step: dict[str, Ints], header: Header, sampling: list[tuple[RequestSpec, int] | None]
     ) -> None:
         """Each sampling row has the number of its request and position, and its request's settings, whatever is beside
-        it; rows that only fill a step up are greedy. Where nobody draws there is nothing.
+        it; rows that only fill a step up are greedy. A step in which nobody draws has nothing of it.
         """
         arrays = [step[name] for name in ("uniforms", "temperature", "top_k", "top_p")]
         if not header.random:
             assert not any(len(array) for array in arrays)
-            assert all(text.sampling.greedy for text in self.texts.values())
+            assert all(self.texts[sampled[0]].sampling.greedy for sampled in sampling if sampled)
             return
         types = (np.float32, np.float32, np.int32, np.float64)
         drawn = [array.view(kind) for array, kind in zip(arrays, types, strict=True)]
+        assert drawn[1].any()
         assert not drawn[1][header.live : header.decodes].any()
         assert (drawn[3] > 0).all()
         real = (np.delete(array, np.s_[header.live : header.decodes]).tolist() for array in drawn)

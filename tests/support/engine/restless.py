@@ -275,9 +275,9 @@ class Late:
         executor = self.plan()
         mover, update_tables = LateMover(executor, self.lag), executor.update_tables
 
-        def ticking(step: Any) -> None:
+        def ticking(*step: Any) -> None:
             mover.tick()
-            update_tables(step)
+            update_tables(*step)
 
         executor.mover = lambda: mover  # type: ignore[method-assign]
         executor.update_tables = ticking  # type: ignore[method-assign]

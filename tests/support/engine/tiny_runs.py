@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from cbengine.batch import Capacity
 from cbengine.build import Setup
@@ -29,6 +32,14 @@ capacities = st.builds(
     lambda slots, width, rows, tokens: Capacity(slots, width, min(rows, slots), tokens + min(rows, slots) + 64),
     *(st.integers(1, 300), st.integers(1, 40), st.integers(1, 300), st.integers(0, 5000)),
 )
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """The most bytes of tensors that `act` holds at a time, beside what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        act()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 def tiny_executor(capacity: Capacity) -> tuple[Executor, KvCache]:
