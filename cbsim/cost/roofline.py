@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
+from cbsim.errors import RunError
 from cbsim.policy.groups import Attention
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.scenario.costs import RooflineSettings
@@ -135,8 +136,12 @@ class RooflineCost:
 class WindowedRoofline(RooflineCost):
     """A roofline model of layers that see different parts of the sequence."""
 
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        if plan.work.decodes:
+            raise RunError("rows of a decode batch do not say what each layer sees of them: list them one by one")
+        return super().gpu_ns(plan, tokens)
+
     def _listed_attention(self, plan: StepPlan) -> float:
-        assert not plan.work.decodes, "rows that are counted do not say what each of them sees"
         return sum([share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds])
 
     def _of_kind(self, attention: Attention, chunks: Sequence[Chunk]) -> float:

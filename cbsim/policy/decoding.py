@@ -217,7 +217,8 @@ class Decoding:
         The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
         """
         members, pool, decodes = self.batched, self.pool, self._decodes
-        assert decodes == len(members) or self._resting, "members neither go on nor rest nor are split"
+        if decodes != len(members) and not self._resting:
+            raise AssertionError("members neither go on nor rest nor are split")
         resting = self._resting
         ending = [] if resting else members.ending()
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING

@@ -324,8 +324,10 @@ class Underway:
         for transfer in plan.transfers:
             needed.update(transfer.read)
             targets.update(transfer.written)
-        assert not targets & (read | written), (plan.step, "handed out under a transfer", targets & (read | written))
-        assert not needed & written, (plan.step, "read before a transfer has written them", needed & written)
+        if taken := targets & (read | written):
+            raise AssertionError((plan.step, "handed out under a transfer", taken))
+        if early := needed & written:
+            raise AssertionError((plan.step, "read before a transfer has written them", early))
 
     def _blocks(self) -> tuple[set[Place], set[Place]]:
         """Return the places that the transfers under way read, and those that they write."""

@@ -215,8 +215,8 @@ class Request:
 
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
-        assert self.status is Status.WAITING
-        assert self.batch is None
+        if self.status is not Status.WAITING or self.batch is not None:
+            raise self._broken("is admitted, and does not wait")
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
         self.restored = 0
@@ -225,40 +225,45 @@ class Request:
 
     def renew(self, order: int) -> None:
         """Set its place in the order of admission or arrival, for a request outside any decode batch."""
-        assert self.batch is None
+        if self.batch is not None:
+            raise self._broken("gets another place in the order, and decodes with others")
         self.order = order
+
+    def _broken(self, rule: str) -> AssertionError:
+        """Return the error of a scheduler, perhaps a user's own, that treats this request against its state."""
+        together = " with others" if self.batch is not None else ""
+        return AssertionError(f"request {self.spec.id} {rule}: it is in {self.status.value}{together}")
 
     def advance(self, tokens: int, outputs: int) -> None:
         """Record a planned row of `tokens` query tokens that may yield `outputs` tokens: one behind each query token
         from the last wanted one on. Those after it are guesses.
         """
-        assert self.batch is None
-        assert tokens > 0, (self.spec.id, tokens)
-        if outputs:
-            assert tokens == self.uncomputed + outputs - 1, (self.spec.id, tokens, self.uncomputed, outputs)
-        else:
-            assert tokens <= self.uncomputed, (self.spec.id, tokens, self.uncomputed)
+        most = self.uncomputed + (outputs - 1 if outputs else 0)
+        if self.batch is not None or not 0 < tokens <= most or (outputs and tokens < most):
+            raise self._broken(f"has a row of {tokens} tokens for {outputs} outputs, and {self.uncomputed} to compute")
         self._computed += tokens
         self._scheduled += outputs
         self.status = Status.DECODE if outputs else Status.PREFILL
 
     def join(self, batch: Pace) -> None:
         """Decode one token a step at the decode batch's pace, from the next step on."""
-        assert self.batch is None
-        assert self.status is Status.DECODE
+        if self.batch is not None or self.status is not Status.DECODE:
+            raise self._broken("joins those that decode together, and is not one that decodes alone")
         self.batch, self.since, self._joined = batch, batch.planned, batch.pace
 
     def leave(self) -> None:
         """Copy the decode batch's progress into the request's own counters. The caller handles rows still in flight."""
-        assert self.batch is not None
         batch = self.batch
+        if batch is None:
+            raise self._broken("leaves those that decode together, and is none of them")
         self._computed, self._scheduled, self._seen = self.computed, self.scheduled, self.seen
         self.batch = None
         self.runs = joined(self.runs, batch.stretches(self.since))
 
     def receive(self, step: int, tokens: int = 1) -> None:
         """Record that `tokens` output tokens, sampled by `step`, came back."""
-        assert self.batch is None or step < self.since
+        if self.batch is not None and step >= self.since:
+            raise self._broken(f"gets a token of step {step} of its own, and decodes with others")
         self._seen += tokens
         self._scheduled = max(self._scheduled, self._seen)
         self._deliver(step, min(tokens, 1))
@@ -271,8 +276,8 @@ class Request:
         """
         if self.status is Status.WAITING and not self._computed:
             return
-        assert self.batch is None, (self.spec.id, "a member owes a token")
-        assert self._scheduled - self._seen == short, (self.spec.id, "a row follows one that owes tokens", short)
+        if self.batch is not None or self._scheduled - self._seen != short:
+            raise self._broken(f"owes {short} tokens, and a row follows one that owes tokens")
         self._scheduled -= short
         self._computed -= short
 
@@ -301,8 +306,8 @@ class Request:
 
     def requeue(self, drop_in_flight: bool) -> None:
         """Lose everything computed and wait again. Rows in flight still deliver unless they are dropped."""
-        assert self.batch is None
-        assert self.status in (Status.PREFILL, Status.DECODE)
+        if self.batch is not None or self.status not in (Status.PREFILL, Status.DECODE):
+            raise self._broken("is set back, and does not run by itself")
         self.high_water = max(self.high_water, self._computed)
         self.status, self._computed, self.hashed = Status.WAITING, 0, 0
         self._scheduled = self._seen

@@ -43,7 +43,8 @@ class Transfer:
         spec: RequestSpec | None = None,
         job: int = IN_ORDER,
     ) -> None:
-        assert len(sources) == len(targets) > 0, (direction, sources, targets)
+        if not len(sources) == len(targets) > 0:
+            raise AssertionError(("a transfer needs a target for each source", direction, sources, targets))
         self.direction: Final = direction
         self.sources: Final = sources
         self.targets: Final = targets

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbsim.cost.base import CpuCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights, WindowedRoofline
+from cbsim.errors import RunError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
@@ -54,3 +55,10 @@ def test_decoding_rows_read_their_window() -> None:
     linear layers are read once."""
     ns = WindowedRoofline(*PARTS, attention=[Attention(Sight.SLIDING, 100)]).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
     assert ns == pytest.approx(2_000_000 + 2000 / 10, abs=1)
+
+
+def test_rows_of_a_decode_batch_are_refused() -> None:
+    """Only their sum is known, not what each layer sees; a scheduler of a user's own may count them nevertheless."""
+    counted = StepPlan(0, StepWork(decodes=4, decode_context=40_000, longest_context=10_000))
+    with pytest.raises(RunError, match="list them one by one"):
+        WindowedRoofline(*PARTS, attention=[FULL]).gpu_ns(counted, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import own_policy
@@ -92,3 +94,52 @@ def test_members_may_not_be_forgotten() -> None:
     decoding.plan({request: decoding.row(request, 3, pool.grow(request, 1))}, running=1, waiting=0)
     with pytest.raises(AssertionError, match="neither go on nor rest nor are split"):
         decoding.plan({}, running=1, waiting=0)
+
+
+MISUSED = """
+from cbsim.kv.blocks import BlockPool, FreeQueue
+from cbsim.policy.decoding import Decoding
+from cbsim.policy.plan import StepPlan, Underway
+from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import Direction, Transfer
+
+pool = BlockPool(4, 10, FreeQueue(range(10), unhashed_first=True))
+decoding = Decoding(pool, together=True)
+one, other = (decoding.add(RequestSpec(i, f"r{i}", 0, 3, 5, 5), 5) for i in range(2))
+decoding.admit(one)
+decoding.plan({one: decoding.row(one, 3, pool.grow(one, 1))}, running=1, waiting=1)
+loading, under = Transfer(Direction.IN, (0,), (1,), job=7), Underway(4)
+under.planned(StepPlan(0, transfers=(loading,)))
+for misuse in (
+    lambda: decoding.admit(one),
+    lambda: one.renew(7),
+    lambda: one.advance(1, 1),
+    lambda: other.advance(0, 0),
+    lambda: other.advance(4, 0),
+    lambda: other.advance(2, 1),
+    lambda: one.join(one.batch),
+    lambda: other.leave(),
+    lambda: one.receive(9),
+    lambda: one.reconcile(1),
+    lambda: other.requeue(False),
+    lambda: decoding.plan({}, running=1, waiting=1),
+    lambda: Transfer(Direction.OUT, (1, 2), (3,)),
+    lambda: under.planned(StepPlan(1, transfers=(Transfer(Direction.COPY, (2,), (1,)),))),
+    lambda: under.planned(StepPlan(1, transfers=(Transfer(Direction.COPY, (1,), (2,)),))),
+):
+    try:
+        misuse()
+    except AssertionError as broken:
+        print(broken)
+"""
+
+
+def test_a_misuse_of_ours_by_a_users_policy_is_an_error_under_o() -> None:
+    """`python -O` drops assertions. A policy that breaks a rule of what it is composed of is stopped all the same."""
+    plain, dropping = (
+        subprocess.run([sys.executable, *words, "-c", MISUSED], capture_output=True, text=True, check=True).stdout
+        for words in ([], ["-O"])
+    )
+    assert dropping == plain
+    assert len(plain.splitlines()) == 15
+    assert "request r1 has a row of 4 tokens for 0 outputs, and 3 to compute: it is in waiting" in plain
