@@ -7,8 +7,10 @@
     OUT/<gpu>/<part>/runs        run directories, without their timelines
     OUT/<gpu>/validation         the measurements of `predict`
 
-A command that succeeded on the same commit is not run again; one that failed or ran out of time is. On the devices
-`process` and `modelled` the same parts are rehearsed on a CPU with a tiny model: their numbers are of no GPU.
+A command that succeeded on the same commit is not run again; one that failed or ran out of time is. With `--archive
+FILE` the results are in one .tgz, too, written after every command, and are taken from there where OUT has none: for a
+machine of which only a few files come back. On the devices `process` and `modelled` the same parts are rehearsed on a
+CPU with a tiny model: their numbers are of no GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,12 +76,14 @@ def parts(device: str, folder: Path) -> dict[str, list[Command]]:
     spin = ["--wait", "spin"] if gpu else []
     cpu_cases = ["cpu"] if gpu else ["cpu-0", "cpu-5"]
     folders = ["tests/cbengine/model", "tests/cbengine/device", "tests/cbengine/test_tokens.py"]
-    right = [[*tests, "tests/gpu"]]
-    if gpu:
-        right += [[*tests, "-n", "8", "--dist", "worksteal", "-m", "gpu", *folders]]
+    marked = [*tests, "-m", "gpu", *folders]  # a CPU finds them all, and runs none
+    beside = [*marked, "-n", "8", "--dist", "worksteal", "-k", "not memory"]  # those have the whole GPU to themselves
     where = "cuda" if gpu else "cpu"
     return {
-        "right": right,
+        "right": [
+            [*tests, "-n", "0", "tests/gpu"],
+            *([beside, [*marked, "-k", "memory"]] if gpu else [[*marked, "--collect-only"]]),
+        ],
         "async": [replay("async", "--set", "loop.mode=async")],
         "kernels": [
             replay("kernels", *profiled, "--set", "loop.mode=async"),
@@ -158,6 +163,15 @@ def run(command: Command, log: Path, limit_s: float) -> int:
                 process.wait()
 
 
+def pack(folder: Path, archive: Path) -> None:
+    """Write the results as one file, whole at any time, without timelines, which are drawn again from the tables."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    half = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(half, "w:gz") as file:
+        file.add(folder, folder.name, filter=lambda one: None if one.name.endswith("timeline.json.gz") else one)
+    half.replace(archive)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; 1 if a command failed or was not begun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "process", "modelled"), default="cuda")
     parser.add_argument("--minutes", type=float, default=60.0, help="end after so many (60)")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="(reports/hardware)")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="keep it all in this .tgz, too, and go on from it")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
@@ -175,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"part {unknown[0]!r}: expected {', '.join(CALLS)}, {', '.join(known)}")
     for number in (signal.SIGTERM, signal.SIGHUP):  # the command under way is ended, too
         signal.signal(number, lambda *_: sys.exit(1))
+    if args.archive and args.archive.exists() and not folder.exists():
+        with tarfile.open(args.archive) as archive:
+            archive.extractall(folder.parent, filter="data")
     ledger = Ledger(folder / "provenance.json", args.device)
     for name in names:
         for command in known[name]:
@@ -190,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 begun = time.monotonic()
                 code = run(command, folder / name / "log.txt", rest_s)
                 ledger.add(line, code, time.monotonic() - begun)
+                if args.archive:
+                    pack(folder, args.archive)
                 if not ended_well(line, code):
                     print(f"  exit status {code}; see {folder / name / 'log.txt'}", flush=True)
                     left += 1

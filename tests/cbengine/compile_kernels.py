@@ -30,15 +30,20 @@ from triton.runtime.jit import JITFunction
 
 from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps
 from cbengine.model.ops import Rows
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import shapes
 from cbsim.scenario.shapes import ModelShape
 
 TARGET = GPUTarget("cuda", 90, 32)
 TABLE = Path(__file__).with_name("kernel_resources.json")
+SLIDING, CHUNKED = Attention(Sight.SLIDING, 4096), Attention(Sight.CHUNKED, 8192)
 SHIPPED = (
     ("llama-3.1-8b", 256, False),
     ("llama-3.1-8b", 16, False),
+    ("llama-3.1-8b", 1, False),  # SGLang's pages of a token
     ("llama-3.1-8b", 256, True),
+    ("llama-3.1-8b", 256, False, (SLIDING, CHUNKED)),
+    ("llama-3.1-8b", 16, False, (SLIDING,)),  # the pages of layer groups
     ("llama-3.2-1b", 256, False),
     ("llama-3.2-1b", 16, False),
     ("qwen3-8b", 256, False),  # norms of queries and keys
@@ -62,11 +67,14 @@ class TargetAlone:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What kernels are compiled for: a model, the blocks of its cache, and whether rows may begin with padding."""
+    """What kernels are compiled for: a model, the blocks of its cache, whether rows may begin with padding, and what
+    its layers see.
+    """
 
     model: ModelShape
     block_size: int
     padded: bool
+    sights: tuple[Attention, ...] = (FULL,)
 
     def __str__(self) -> str:
         padded = ", padded" if self.padded else ""
@@ -113,7 +121,7 @@ def launch(of: Launches) -> None:
     qkv = torch.zeros(3, (model.heads + 2 * model.kv_heads) * width, dtype=dtype)
     norms = (torch.zeros(width, dtype=dtype), torch.zeros(width, dtype=dtype)) if model.qk_norm else None
     queries = ops.rotate_and_cache(qkv, torch.zeros(4, 2, width // 2), norms, eps, keys, values, rows)
-    for sees in dict.fromkeys(model.layer_attention):
+    for sees in of.sights:
         ops.attention(queries, keys, values, replace(rows, decodes=0), sees)
         splits = 1
         while splits <= MOST_SPLITS:
@@ -145,8 +153,10 @@ def inputs(of: Launches) -> tuple[tuple[Tensor, Tensor], Rows]:
 
 def label(of: Compiled) -> str:
     """The kernel's name, and what tells those of a name apart within a model."""
-    parts = f", {of.constants['splits']} splits" if "splits" in of.constants else ""
-    return of.name + parts + (", added" if of.constants.get("added") else "")
+    known = of.constants | (of.constants["sizes"]._asdict() if "sizes" in of.constants else {})
+    parts = f", {known['splits']} splits" if "splits" in known else ""
+    parts += "".join(f", {name} {known[name]}" for name in ("sliding", "chunk") if known.get(name))
+    return of.name + parts + (", added" if known.get("added") else "")
 
 
 def resources(kernel) -> dict[str, int | list[int]]:
@@ -178,8 +188,8 @@ def _dumped(option: str, binary: Path) -> str:
 def found() -> dict[str, dict]:
     """Each kernel once, under the first launches that have it."""
     kernels: dict[str, tuple[str, object]] = {}
-    for model, block_size, padded in SHIPPED:
-        launches = Launches(shapes.model(model), block_size, padded)
+    for model, *how in SHIPPED:
+        launches = Launches(shapes.model(model), *how)
         for one in compiled(partial(launch, launches)):
             kernels.setdefault(one.kernel.hash, (f"{launches}: {label(one)}", one.kernel))
     return {name: resources(kernel) for name, kernel in kernels.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import ModuleType
 
 from cbsim.scenario import catalog
@@ -11,8 +12,8 @@ from cbsim.scenario import catalog
 def script(name: str) -> ModuleType:
     """The module of reports/NAME.py."""
     path = catalog.ROOT / "reports" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"reports.{name.replace('/', '.')}", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

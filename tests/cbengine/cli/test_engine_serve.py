@@ -17,6 +17,8 @@ from cbsim.runs import reading
 
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+pytest.importorskip("openai", reason="clients are served")
+pytest.importorskip("uvicorn", reason="clients are served")
 
 from openai import OpenAI
 from support.calls import runs

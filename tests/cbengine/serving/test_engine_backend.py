@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="folders are written, and texts read, by transformers")
+pytest.importorskip("uvicorn", reason="clients are served")
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st

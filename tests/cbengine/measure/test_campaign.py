@@ -1,0 +1,108 @@
+"""The scripts for a GPU that is there for minutes: how a campaign goes on, and how a kernel is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine needs torch")
+
+from support.scripts import script
+
+campaign, speed = script("hardware/campaign"), script("hardware/speed")
+WRITES = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('seen'); sys.exit(int(sys.argv[2]))"
+
+
+@pytest.fixture
+def two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of two commands, each of which leaves a file; the second one fails."""
+
+    def parts(_: str, folder: Path) -> dict[str, list[list[str]]]:
+        left = {"tables.parquet": "0", "timeline.json.gz": "1"}
+        return {"right": [["-c", WRITES, str(folder / "right" / name), code] for name, code in left.items()]}
+
+    monkeypatch.setattr(campaign, "parts", parts)
+    monkeypatch.setattr(campaign, "code_version", lambda: "abc")
+
+
+def called(out: Path, archive: Path) -> int:
+    return int(campaign.main(["right", "--device", "process", "--out", str(out), "--archive", str(archive)]))
+
+
+def test_a_campaign_goes_on_from_its_archive(
+    two_commands: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file has all that is kept, whatever the machine forgets: another call, in an empty folder, runs only what has
+    not succeeded yet.
+    """
+    archive = tmp_path / "kept" / "results.tgz"
+    assert called(tmp_path / "first", archive) == 1
+    with tarfile.open(archive) as file:
+        names = sorted(name for name in file.getnames() if "." in name)
+    folder = "cpu-process"
+    assert names == [f"{folder}/provenance.json", f"{folder}/right/log.txt", f"{folder}/right/tables.parquet"]
+    assert "done before" not in capsys.readouterr().out
+    assert called(tmp_path / "second", archive) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert ["done before" in line for line in said if line.startswith("right")] == [True, False]
+    assert (tmp_path / "second" / folder / "right" / "tables.parquet").read_text() == "seen"
+
+
+def test_tests_that_measure_memory_have_the_gpu_to_themselves(tmp_path: Path) -> None:
+    """All others that need a GPU run beside each other. A CPU collects the same ones: a module that is missing there
+    would keep every one of them from being run on a GPU.
+    """
+    whole, beside, alone = campaign.parts("cuda", tmp_path)["right"]
+    assert whole[-3:] == ["-n", "0", "tests/gpu"] and "-n" in beside and "-n" not in alone
+    assert (beside[-1], alone[-1]) == ("not memory", "memory")
+    rehearsed = campaign.parts("process", tmp_path)["right"]
+    assert rehearsed == [whole, [*beside[: beside.index("-n")], "--collect-only"]]
+
+
+class Stream:
+    """Notes what is done on it, as `said`."""
+
+    said: list[str]
+
+
+class Event:
+    """An event of a GPU on which a replay takes 2 ms, and 9 ms where the stream had been idle."""
+
+    now_ms = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self, _: Any) -> None:
+        Stream.said.append("event")
+        self.at = Event.now_ms
+
+    def elapsed_time(self, later: Any) -> float:
+        return float(later.at - self.at)
+
+
+def test_a_launch_is_no_time_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays are queued back to back, and the host waits once, at the end: the GPU is never idle between two of them,
+    where it would wait for the launch within the time that is taken.
+    """
+    Stream.said, Event.now_ms = [], 0.0
+
+    class Graph:
+        def replay(self) -> None:
+            Event.now_ms += 2.0 if Stream.said[-2:-1] == ["replay"] else 9.0
+            Stream.said.append("replay")
+
+    monkeypatch.setattr(speed, "captured", lambda act, stream: (Graph(), act()))
+    monkeypatch.setattr(speed, "streams", lambda: (Stream(),))
+    for name, stand_in in (
+        ("Event", Event),
+        ("stream", lambda _: contextlib.nullcontext()),
+        ("synchronize", lambda: Stream.said.append("wait")),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert speed.timed(lambda: None, "cuda", repeats=20) == pytest.approx(2e-3)
+    assert Stream.said == ["event", "replay"] * 23 + ["event", "wait"]
