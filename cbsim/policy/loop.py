@@ -166,7 +166,7 @@ class Standstill:
     def applied(self, scheduler: Scheduler, plan: StepPlan, result: StepResult, outcome: Outcome) -> None:
         """Note a step whose result has been applied. Raises DeadlockError."""
         work = plan.work
-        if work.decodes > outcome.wasted_rows or outcome.received or outcome.finished:
+        if work.decodes > outcome.wasted_rows or outcome.received or outcome.finished or not scheduler.requests:
             self.steps = self.preemptions = 0
             return
         for chunk in work.chunks:
@@ -177,7 +177,7 @@ class Standstill:
             return  # it waited for a transfer of KV
         self.steps += 1
         self.preemptions += len(plan.changes.preempted)
-        if self.steps >= self._limit and scheduler.requests:
+        if self.steps >= self._limit:
             self._limit = LEAST_STEPS + sum([request.target for request in scheduler.requests.values()])
             if self.steps >= self._limit:
                 lost = f"{self.preemptions:,} preemptions, " if self.preemptions else ""

@@ -172,11 +172,11 @@ def test_stuck_is_an_error() -> None:
 
 class Prompt(Scripted):
     """One request with a prompt of 3,000 tokens, of which each step computes one. A step computes `again` tokens that
-    were computed before, or nothing at all but waits for a transfer."""
+    were computed before, or nothing at all but waits for a transfer. The first `alone` steps have no request."""
 
-    def __init__(self, *, again: int = 0, rows: bool = True) -> None:
+    def __init__(self, *, again: int = 0, rows: bool = True, alone: int = 0) -> None:
         super().__init__(10_000)
-        self.again, self.rows = again, rows
+        self.again, self.rows, self.alone = again, rows, alone
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
@@ -187,6 +187,7 @@ class Prompt(Scripted):
 
     def schedule(self) -> StepPlan | None:
         spec = self.request.spec
+        self.requests = {} if self.planned < self.alone else {spec: self.request}
         chunk = Chunk(spec, 0, self.planned % 3000, 1, (), 0, recomputed=self.again)
         self.planned += 1
         return StepPlan(self.planned - 1, StepWork((chunk,), prefill_tokens=1) if self.rows else StepWork())
@@ -216,6 +217,8 @@ def test_steps_that_bring_no_request_further_end_the_run() -> None:
 
 
 def test_a_long_prompt_or_a_long_transfer_is_no_standstill() -> None:
-    """A prompt may take any number of steps, and so may loads that end one after the other."""
+    """A prompt may take any number of steps, and so may loads that end one after the other, and stores that go on when
+    no request is left."""
     assert planned(Prompt(), 5000) == 5000
     assert planned(Prompt(rows=False), 5000, moved=(1,)) == 5000
+    assert planned(Prompt(rows=False, alone=4500), 5000) == 5000
