@@ -1,4 +1,4 @@
-"""The policy of docs/your_own_policy.md as it stands there: its text, and the module that a user would import."""
+"""The policies of docs/your_own_policy.md as they stand there: texts, and the module that a user would import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 PAGE = Path(__file__).parents[1] / "docs" / "your_own_policy.md"
-(TEXT,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+TEXT, EAGER = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def module() -> ModuleType:

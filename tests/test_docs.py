@@ -115,7 +115,7 @@ def mentioned(page: Path) -> set[str]:
 
 
 FOLDERS = ("cbsim", "cbengine", "analysis", "reports", "tests")
-MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {"shortest.py"}
+MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {"shortest.py", "eager.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

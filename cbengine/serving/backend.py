@@ -30,7 +30,7 @@ from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
 from cbsim.http.listen import ServeOptions
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.policy.request import RequestSpec
-from cbsim.runs.assemble import PolicyError
+from cbsim.runs.guard import PolicyError
 from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload

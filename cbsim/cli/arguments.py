@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from cbsim.errors import ERROR, OK, USAGE, RunError, UserError
 from cbsim.files import PATH_BOUND, too_long
+from cbsim.policy.kind import CHECK_POLICY
 
 if TYPE_CHECKING:
     from cbsim.draw.report import Report
@@ -81,6 +82,8 @@ def run_verb(
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does
+    if checks := getattr(arguments, "check_policy", False):
+        os.environ[CHECK_POLICY] = "1"  # which processes that make runs inherit
     try:
         found = getattr(import_module(module or chosen.arguments.__module__), function, None)
         code = int((found or getattr(import_module(f"{program}.cli.commands"), function))(arguments))
@@ -94,6 +97,9 @@ def run_verb(
         if message:
             print(f"{program}: {brief(message)}", file=sys.stderr)
         return status
+    finally:
+        if checks:
+            os.environ.pop(CHECK_POLICY)
 
 
 class Parser(argparse.ArgumentParser):
@@ -197,6 +203,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change pa
     "--loop": {"choices": ("sync", "async", "both"), "help": "serving loop; both writes two directories"},
     "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
+    "--check-policy": {"action": "store_true", "help": "check everything of a scheduler of your own in every step"},
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
     "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
 }
@@ -242,7 +249,7 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
 def run_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
-    common_options(parser, "--seed", "--loop")
+    common_options(parser, "--seed", "--loop", "--check-policy")
     shown = "steps that the timeline shows (0:2000)"
     steps = _bounds(int, str(sys.maxsize), "two step numbers")
     parser.add_argument("--trace-steps", type=steps, default=(0, 2000), metavar="A:B", help=shown)

@@ -83,9 +83,12 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def catalogue(_: argparse.Namespace) -> int:
     from cbsim.scenario import catalog, costs, documents
-    from cbsim.schedulers import registry
+    from cbsim.scenario.schedulers import kinds
+    from cbsim.schedulers.registry import KindError
 
-    _section("schedulers", {name: kind.about for name, kind in registry.kinds().items()})
+    broken = "(an installed package's; it cannot be used: {})"
+    found = {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in kinds().items()}
+    _section("schedulers", found)
     _section("cost models", costs.models())
     for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})

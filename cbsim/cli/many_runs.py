@@ -20,6 +20,7 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that makes many runs: where they are stored and where they execute."""
     stored = "where runs are kept and found (sweeps)"
     parser.add_argument("--store", type=a_path, default=Path("sweeps"), metavar="DIR", help=stored)
+    common_options(parser, "--check-policy")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--jobs", type=jobs, metavar="N", help="processes on this machine (as many as it has cores)")
     add("--ray", type=_cluster, metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT or ray://HOST:PORT")

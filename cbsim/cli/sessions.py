@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
-    common_options(parser, "scenario", "--set", "--seed")
+    common_options(parser, "scenario", "--set", "--seed", "--check-policy")
     option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
     served = "what clients ask for (the scenario's name)"

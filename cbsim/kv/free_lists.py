@@ -88,9 +88,12 @@ class FreeQueue:
         self._dead[block] = self._dead.get(block, 0) + 1
 
     def order(self) -> list[int]:
+        entries = [*reversed(self._stack), *self._queue[self._head :]]
+        if not self._dead:
+            return entries
         dead = dict(self._dead)
         live: list[int] = []
-        for block in (*reversed(self._stack), *self._queue[self._head :]):
+        for block in entries:
             if dead.get(block, 0):
                 dead[block] -= 1
             else:

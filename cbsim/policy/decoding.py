@@ -166,7 +166,7 @@ class Decoding:
         self.abort_pending.pop(request, None)
         if not keeps_blocks:
             self.pool.release(request)
-        request.end(reason)
+        request.end(reason, keeps_blocks=keeps_blocks)
         del self.requests[request.spec]
         self.ended.append(request.spec)
 

@@ -17,6 +17,7 @@ from cbsim.policy.groups import Attention
 from cbsim.policy.loop import Limits, Scheduler
 from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
 
+CHECK_POLICY = "CBSIM_CHECK_POLICY"  # set to 1: everything of a user's own scheduler is checked in every step
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]

@@ -26,7 +26,7 @@ from cbsim.errors import DeadlockError
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Request, RequestSpec, Status
-from cbsim.policy.value import value
+from cbsim.policy.value import mypyc_attr, value
 
 
 @value(frozen=True)
@@ -182,7 +182,7 @@ class Standstill:
             if self.steps >= self._limit:
                 lost = f"{self.preemptions:,} preemptions, " if self.preemptions else ""
                 since = f"in {self.steps:,} steps, from {plan.step - self.steps + 1:,} on"
-                raise DeadlockError(f"no request has got further {since}: {lost}{_held(scheduler)}")
+                raise _stuck(scheduler, f"no request has got further {since}: {lost}{_held(scheduler)}")
 
 
 def _held(scheduler: Scheduler) -> str:
@@ -196,6 +196,20 @@ def _held(scheduler: Scheduler) -> str:
         more = [f"{len(requests) - MOST_NAMED} more"] if len(requests) > MOST_NAMED else []
         words += [f"{name}: {', '.join(named + more)}"] if named else []
     return "; ".join([*words, f"{scheduler.pool.free:,} of {scheduler.pool.num_blocks:,} blocks are free"])
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Watched:
+    """A scheduler that is told when its run is over, and `stuck`: why it cannot go on, or nothing."""
+
+    def over(self, stuck: str) -> None:
+        raise NotImplementedError
+
+
+def _stuck(scheduler: object, reason: str) -> DeadlockError:
+    if isinstance(scheduler, Watched):
+        scheduler.over(reason)
+    return DeadlockError(reason)
 
 
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
@@ -219,11 +233,13 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             yield IDLE
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
-            raise DeadlockError(f"no step can be planned for the requests that are left: {_held(scheduler)}")
+            raise _stuck(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
         if _must_await(scheduler, in_flight, idle):
             yield from _complete(scheduler, *in_flight.popleft(), standstill)
     while in_flight:
         yield from _complete(scheduler, *in_flight.popleft(), standstill)
+    if isinstance(scheduler, Watched):
+        scheduler.over("")
 
 
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:

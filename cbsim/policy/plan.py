@@ -6,7 +6,7 @@ from plan to plan, and is what an executor or a check uses when it wants every r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from cbsim.policy.groups import TableChange
@@ -53,6 +53,11 @@ class Chunk:
         self.cached: Final = cached
         self.recomputed: Final = recomputed
         self.padding: Final = padding
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the row is what a decoding request has in a step: one new token behind a computed prompt."""
+        return self.outputs == self.tokens == 1 and self.start >= self.spec.prompt_tokens and not self.recomputed
 
 
 class Preempted(NamedTuple):
@@ -107,6 +112,11 @@ class StepWork:
     @property
     def tokens(self) -> int:
         return self.prefill_tokens + self.decodes
+
+    @property
+    def decode_rows(self) -> int:
+        """The rows of one new token behind a computed prompt, counted or listed."""
+        return self.decodes + sum([chunk.decodes for chunk in self.chunks])
 
     @property
     def computed_tokens(self) -> int:
@@ -260,29 +270,42 @@ class Batch:
     """The rows of every step, rebuilt from plans alone, as an executor that keeps state has to do."""
 
     def __init__(self) -> None:
-        self._decoding: dict[RequestSpec, list[int]] = {}  # -> [order, computed]
+        self._decoding: dict[RequestSpec, tuple[int, int]] = {}  # -> (order, computed - pace)
+        self._pace = self._offset = 0  # steps in which they had rows; the sum of computed - pace
 
     def rows(self, plan: StepPlan) -> list[Row]:
-        """Return every row of `plan`, in order. Call it once for every plan, in order."""
-        work, changes = plan.work, plan.changes
-        for spec in changes.left:
-            del self._decoding[spec]
+        """Return every row of `plan`, in order. Call this or `follow` once for every plan, in order."""
+        work, changes, pace = plan.work, plan.changes, self._pace
         grown = {spec: (block,) for spec, block in zip(changes.grown, changes.blocks, strict=True)}
-        going = self._decoding if plan.work.decodes else {}
-        decoding = sorted(going.items(), key=lambda item: item[1][0])
-        assert len(decoding) == work.decodes
-        assert sum(at for _, (_, at) in decoding) == work.decode_context
-        assert max((at for _, (_, at) in decoding), default=0) == work.longest_context
-        rows = [Row(spec, at, 1, grown.get(spec, ()), None) for spec, (_, at) in decoding]
-        for _, state in decoding:
-            state[1] += 1
+        left = set(changes.left)
+        going = [(*state, spec) for spec, state in self._decoding.items() if spec not in left and work.decodes]
+        going.sort(key=itemgetter(0))
+        assert max([at + pace for _, at, _ in going], default=0) == work.longest_context
+        rows = [Row(spec, at + pace, 1, grown.get(spec, ()), None) for _, at, spec in going]
         listed = [Row(c.spec, c.start, c.tokens, c.blocks, c) for c in work.chunks]
-        ends = {c.spec: [c.order, c.start + c.tokens] for c in work.chunks}
-        self._decoding.update((spec, ends[spec]) for spec in changes.joined)
+        self.follow(plan)
         return [*listed[: work.lead], *rows, *listed[work.lead :]]
 
-    def __iter__(self) -> Iterator[RequestSpec]:
-        return iter(self._decoding)
+    def follow(self, plan: StepPlan) -> None:
+        """Take in what a plan changes, without a list of its rows. Raise AssertionError if its sums are wrong, or a
+        row is listed of a request that decodes unlisted.
+        """
+        work, changes, batch = plan.work, plan.changes, self._decoding
+        for spec in changes.left:
+            self._offset -= batch.pop(spec)[1]
+        sums = (len(batch), self._offset + len(batch) * self._pace) if work.decodes else (0, 0)
+        if (work.decodes, work.decode_context) != sums:
+            raise AssertionError(("decoding rows, context", work.decodes, work.decode_context, "by its plans", *sums))
+        self._pace += work.decodes > 0
+        if not work.chunks:
+            return
+        listed = {chunk.spec: chunk for chunk in work.chunks}
+        if len(listed) < len(work.chunks) or not batch.keys().isdisjoint(listed):
+            raise AssertionError("two rows of one request")
+        for spec in changes.joined:
+            at = listed[spec].start + listed[spec].tokens - self._pace
+            batch[spec] = listed[spec].order, at
+            self._offset += at
 
 
 PHASES = ("schedule", "prepare", "launch", "await", "update")

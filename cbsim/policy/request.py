@@ -162,6 +162,7 @@ class Request:
         self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
         self.finish: Finish | None = None
+        self.keeps_blocks = False  # whether its blocks stay its own for a while after its end
         self.order = -1  # place in the admission order, renewed at every admission, or in that of arrival
         self.batch: Pace | None = None
         self.since = 0  # first step whose row comes from the decode batch
@@ -336,10 +337,10 @@ class Request:
         """The reason for its end if it ends with the token seen last."""
         return Finish.LENGTH if self.seen == self.limit else Finish.STOP
 
-    def end(self, reason: Finish) -> None:
+    def end(self, reason: Finish, *, keeps_blocks: bool = False) -> None:
         assert self.finish is None
         assert self.batch is None
-        self.status, self.finish = Status.FINISHED, reason
+        self.status, self.finish, self.keeps_blocks = Status.FINISHED, reason, keeps_blocks
 
 
 def joined(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:

@@ -40,8 +40,8 @@ TAKES = {
 STEPS = (
     Column("step", "id", "0, 1, 2 ..."),
     Column("rows", "rows", "rows that ran, padding excluded"),
-    Column("decode_rows", "rows", "of these, rows of requests that go on decoding, not listed one by one"),
-    Column("prefill_tokens", "tokens", "query tokens of listed rows: prompts, chunks, first tokens after a preemption"),
+    Column("decode_rows", "rows", "of these, rows of one new token behind a computed prompt, counted or listed"),
+    Column("prefill_tokens", "tokens", "query tokens of other rows: prompts, chunks, first tokens after a preemption"),
     Column("tokens", "tokens", "`prefill_tokens` + `decode_rows`"),
     Column("padded_tokens", "tokens", "query tokens computed, padding included: rows, left padding, CUDA graphs"),
     Column("context_tokens", "tokens", "KV tokens read, those of padding included"),

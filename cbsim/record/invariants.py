@@ -116,10 +116,10 @@ def _rows(steps: Steps) -> None:
     rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
     for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
-    listed = rows - decodes
+    others = rows - decodes
     _at_most("decoding rows are rows", decodes, rows)
-    _at_most("a listed row has a token", listed, prefill)
-    _require("tokens are listed for rows only", prefill, listed, (prefill > 0) == (listed > 0))
+    _at_most("any other row has a token", others, prefill)
+    _require("only such rows have prefill tokens", prefill, others, (prefill > 0) == (others > 0))
     _equal("tokens = prefill_tokens + decode_rows", steps["tokens"], prefill + decodes)
     _at_most("padding is not negative", steps["tokens"], steps["padded_tokens"])
     _at_most("every decoding row samples", decodes, steps["sampled_rows"])
@@ -127,7 +127,7 @@ def _rows(steps: Steps) -> None:
     _at_most("only running requests have rows", rows, steps["running"])
     _at_most("only sampling ends a request", steps["finished"], steps["sampled_rows"])
     _at_most("only rows are wasted", steps["wasted_rows"], rows)
-    _at_most("only listed tokens are recomputed", steps["recomputed_tokens"], prefill)
+    _at_most("only tokens of such rows are recomputed", steps["recomputed_tokens"], prefill)
 
 
 def _blocks(steps: Steps, total: int) -> None:

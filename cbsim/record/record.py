@@ -211,7 +211,7 @@ class Record:
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         work, counts = plan.work, plan.counts
         chunks, decodes = work.chunks, work.decodes
-        prefill, context = work.prefill_tokens, work.decode_context
+        rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
         sampled, recomputed, cached = decodes, 0, 0
         for chunk in chunks:
             assert chunk.outputs <= 1, (plan.step, "a row may yield several tokens, which no run table can hold")
@@ -219,13 +219,14 @@ class Record:
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
+            decodes += chunk.decodes
         self.sampled_tokens += sampled - outcome.wasted_rows
         row = BytesWriter()
         write_i64_le(row, plan.step)
-        write_i64_le(row, len(chunks) + decodes)
+        write_i64_le(row, rows)
         write_i64_le(row, decodes)
-        write_i64_le(row, prefill)
-        write_i64_le(row, prefill + decodes)
+        write_i64_le(row, tokens - decodes)
+        write_i64_le(row, tokens)
         write_i64_le(row, times.padded_tokens)
         write_i64_le(row, context + work.padding_context)
         write_i64_le(row, sampled)

@@ -195,9 +195,9 @@ class _Polls:
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:
     """Return the first difference of a plan from the record, or None."""
-    work, counts = plan.work, plan.counts
+    work, counts, decodes = plan.work, plan.counts, plan.work.decode_rows
     derived = (
-        *(work.rows, work.decodes, work.prefill_tokens, work.tokens),
+        *(work.rows, decodes, work.tokens - decodes, work.tokens),
         *(counts.new_blocks, total_blocks - counts.free_blocks, counts.cached_blocks, counts.running, counts.waiting),
         *(len(plan.changes.preempted), digest(plan)),
     )

@@ -18,7 +18,7 @@ from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import FAILED
 from cbsim.runs import running
-from cbsim.runs.assemble import PolicyError
+from cbsim.runs.guard import PolicyError
 from cbsim.runs.progress import Progress
 from cbsim.runs.result import BOTH, LOST, Result, Results
 from cbsim.runs.running import Maker, OnStep, Session, Terms

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
+from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand
@@ -289,9 +290,12 @@ def site(scenario: Scenario, loop: str) -> Place:
 def _solved_options(scenario: Scenario, loop: str) -> Options:
     try:
         options: Options = scenario.kind.resolve(scenario.scheduler, site(scenario, loop))
+        for field, kind in (("block_size", int), ("num_blocks", int), ("limits", Limits)):
+            if not isinstance(found := getattr(options, field, None), kind):
+                raise TypeError(f"{field} of {shown(options)} is {shown(found)}, expected {kind.__name__}")
     except SettingsError as error:
         raise ScenarioError(f"scheduler.{error.field}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a user's own code may raise anything
         if isinstance(error, ScenarioError) or scenario.scheduler.name in registry.OURS:
             raise
         reason = f"{scenario.scheduler.name} cannot solve its options: {type(error).__name__}: {error}"

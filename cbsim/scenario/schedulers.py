@@ -25,7 +25,7 @@ class BySchedulerName(By):
 
     def member(self, name: str) -> type[Frozen] | None:
         try:
-            return model_of(registry.find(name))
+            return _usable(name)[1]
         except KindError:
             return None
 
@@ -36,8 +36,19 @@ class BySchedulerName(By):
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         del schema
-        models = dict.fromkeys(map(model_of, registry.kinds().values()))
+        models = dict.fromkeys(model_of(kind) for kind in kinds().values() if not isinstance(kind, KindError))
         return handler(core_schema.union_schema([model.__pydantic_core_schema__ for model in models]))
+
+
+def kinds() -> dict[str, Kind | KindError]:
+    """Return every scheduler that has a name, or the error for an installed one that cannot be used."""
+    found: dict[str, Kind | KindError] = {}
+    for name in registry.names():
+        try:
+            found[name] = _usable(name)[0]
+        except KindError as error:
+            found[name] = error
+    return found
 
 
 def settings(value: Any) -> Settings:
@@ -46,13 +57,17 @@ def settings(value: Any) -> Settings:
         return value
     if not isinstance(value, dict):
         raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {', '.join(registry.names())}")
-    kind = _kind(value.get("name"))
-    checked = model_of(kind).model_validate(value)
+    kind, model = _kind(value.get("name"))
+    checked = model.model_validate(value)
     try:
         made: Settings = kind.settings(**{name: getattr(checked, name) for name in type(checked).model_fields})
         return made
     except SettingsError as error:
         raise complaint(str(error), error.field) from None
+    except (Exception, SystemExit) as error:  # a user's own code may raise anything
+        if kind.name in registry.OURS:
+            raise
+        raise complaint(f"{value['name']} cannot take its settings: {type(error).__name__}: {error}") from error
 
 
 def plain(value: Settings) -> dict[str, Any]:
@@ -60,10 +75,18 @@ def plain(value: Settings) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _kind(name: Any) -> Kind:
+def _usable(name: str) -> tuple[Kind, type[Frozen]]:
+    kind = registry.find(name)
+    try:
+        return kind, model_of(kind)
+    except Exception as error:  # no dataclass, an annotation that pydantic does not know or that does not exist
+        raise KindError(f"{name!r} has settings that cannot be checked: {type(error).__name__}: {error}") from error
+
+
+def _kind(name: Any) -> tuple[Kind, type[Frozen]]:
     try:
         if isinstance(name, str):
-            return registry.find(name)
+            return _usable(name)
     except KindError as error:
         if name in registry.names() or ":" in name:
             raise complaint(f"got {shown(name)}: {error}", "name") from None

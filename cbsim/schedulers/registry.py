@@ -46,18 +46,13 @@ def names() -> list[str]:
     return [*OURS, *sorted(installed - OURS.keys())]
 
 
-def kinds() -> dict[str, Kind]:
-    """Return every scheduler that has a name. Raises KindError for an installed one that cannot be loaded."""
-    return {name: find(name) for name in names()}
-
-
 def _loaded(entry: EntryPoint) -> Kind:
     module, _, attribute = entry.value.partition(":")
     try:
         kind: Any = import_module(module)
         for part in attribute.split("."):
             kind = getattr(kind, part)
-    except Exception as error:  # a user's own code may raise anything
+    except (Exception, SystemExit) as error:  # a user's own code may raise anything
         raise KindError(f"{entry.value!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(kind, SchedulerKind):
         raise KindError(f"{entry.value!r} is a {type(kind).__name__}, expected a SchedulerKind")

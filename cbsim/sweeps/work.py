@@ -36,7 +36,7 @@ from cbsim.metrics import metrics
 from cbsim.record import environment
 from cbsim.record.columns import NS
 from cbsim.runs import running
-from cbsim.runs.assemble import PolicyError
+from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
 from cbsim.scenario.scenario import Scenario

@@ -25,7 +25,7 @@ from cbsim.http.tokenizer import Tokenizer
 from cbsim.machine.simulate import Simulation
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.runs.assemble import PolicyError
+from cbsim.runs.guard import PolicyError
 from cbsim.runs.served import Contents, session_of, with_one_loop
 from cbsim.scenario.scenario import Scenario
 from cbsim.virtual.clocks import Clock, resolve
