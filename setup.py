@@ -88,8 +88,12 @@ def compiles() -> bool:
     return True
 
 
+FOUND = find_packages(include=["cbsim*", "cbengine*", "analysis*"])
+# In an editable installation this folder is on the path: a finder of single packages would come after the namespace
+# package that Python makes of a clone called cbsim, seen from the folder beside it.
+EDITABLE = "editable_wheel" in sys.argv
 setup(
-    packages=[*find_packages(include=["cbsim*", "cbengine*", "analysis*"]), *DATA],
-    package_dir=DATA,
+    packages=FOUND if EDITABLE else [*FOUND, *DATA],
+    package_dir={"": "."} if EDITABLE else DATA,
     ext_modules=core(),
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 if TYPE_CHECKING:
     from cbengine.build import DeviceName
     from cbsim.runs.result import Result, Results
+    from cbsim.scenario.overrides import Changes
     from cbsim.scenario.scenario import Scenario
 
 __all__ = ["run"]
@@ -23,6 +24,7 @@ def run(
     scenario: str | Path | Mapping[str, Any] | Scenario,
     device: DeviceName | None = None,
     *,
+    changes: Changes = (),
     requests: Any = None,
     window_s: tuple[float, float] | None = None,
     weights: str | Path | None = None,
@@ -30,8 +32,8 @@ def run(
     """Serve a scenario on a device and return what `cbsim.run` does, measured. Nothing is written.
 
     `device` is inline, process, modelled or cuda; by default cuda if there is a GPU, else process. `weights` is a local
-    Hugging Face folder; without it weights are random. `requests` and `window_s` are those of `cbsim.run`. Raises
-    ScenarioError, UsageError.
+    Hugging Face folder; without it weights are random. `changes`, `requests` and `window_s` are those of `cbsim.run`.
+    Raises ScenarioError, UsageError.
     """
     from cbengine import build, servers
     from cbengine.errors import UsageError
@@ -44,5 +46,5 @@ def run(
         raise UsageError(f"device: got {chosen!r}, {bound}", field="device", value=chosen, bound=bound)
     setup = build.Setup(device=chosen, weights=None if weights is None else Path(weights))
     command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
-    ready = build.adapted(scenario_of(scenario), setup, open_ended=requests is not None)
+    ready = build.adapted(scenario_of(scenario, changes), setup, open_ended=requests is not None)
     return running.answer(ready, servers.maker(setup), command, requests, window_s)

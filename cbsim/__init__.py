@@ -1,6 +1,6 @@
 """A simulator of continuous batching: scheduling, KV blocks, chunked prefill and CPU/GPU overlap.
 
-    scenario = cbsim.load("8k_b32", "loop.mode=async")
+    scenario = cbsim.load("8k_b32", {"loop.mode": "async"})
     result = cbsim.run(scenario)
     print(result)
 
@@ -16,9 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from cbsim.errors import CheckError, RunError, ScenarioError, UserError
     from cbsim.runs.result import Result, Results
+    from cbsim.scenario.overrides import Changes
     from cbsim.scenario.scenario import Scenario
     from cbsim.search.capacity import Capacity
     from cbsim.search.tune import Tuned
@@ -37,28 +40,32 @@ HOMES = {
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
 
-def load(source: str | Path | Mapping[str, Any] | Scenario, *overrides: str) -> Scenario:
-    """Return a scenario by name, from a file or from fields, with overrides as of `--set`. Raises ScenarioError."""
+def load(source: str | Path | Mapping[str, Any] | Scenario, *changes: Mapping[str, Any] | str) -> Scenario:
+    """Return a scenario by name, from a file or from fields, with changes of its fields: `{"loop.mode": "async"}`, or
+    texts as of `--set`. Raises ScenarioError.
+    """
     from cbsim.scenario.scenario import scenario_of
 
-    return scenario_of(source, overrides)
+    return scenario_of(source, changes)
 
 
 def run(
     scenario: str | Path | Mapping[str, Any] | Scenario,
+    changes: Changes = (),
     *,
     requests: Any = None,
     window_s: tuple[float, float] | None = None,
 ) -> Result | Results:
-    """Simulate a scenario in memory: a Result, or with `loop.mode: both` the Results of both loops. `requests` are
-    served in place of the scenario's workload: a data frame or a table of Arrow with columns arrival_s, prompt_tokens,
-    output_tokens, and optionally max_tokens, priority and id. Latencies are of the requests that arrive in `window_s`.
-    Raises ScenarioError.
+    """Simulate a scenario in memory, with changes of its fields such as `{"loop.mode": "async"}`: a Result, or with
+    `loop.mode: both` the Results of both loops. `requests` are served in place of the scenario's workload: a data frame
+    or a table of Arrow with columns arrival_s, prompt_tokens, output_tokens, and optionally max_tokens, priority and
+    id. Latencies are of the requests that arrive in `window_s`. Raises ScenarioError.
     """
     from cbsim.machine.simulate import Simulation
     from cbsim.runs import running
+    from cbsim.scenario.scenario import scenario_of
 
-    return running.answer(load(scenario), Simulation, COMMAND, requests, window_s)
+    return running.answer(scenario_of(scenario, changes), Simulation, COMMAND, requests, window_s)
 
 
 def read(path: str | Path) -> Result:
@@ -69,43 +76,55 @@ def read(path: str | Path) -> Result:
 
 
 def sweep(
-    source: str | Path | Mapping[str, Any], *, store: str | Path = "sweeps", jobs: int = 1, ray: str | None = None
+    source: str | Path | Mapping[str, Any],
+    changes: Changes = (),
+    *,
+    store: str | Path = "sweeps",
+    jobs: int = 1,
+    ray: str | None = None,
 ) -> Swept:
     """Make the runs of a sweep file, or of its fields, that `store` lacks: in this process, in `jobs` others, or on the
     Ray cluster at the address `ray`. Other processes import the calling script, so its code must be under
-    `if __name__ == "__main__":`. The result's `table` has a row a point. Raises ScenarioError, RunError.
+    `if __name__ == "__main__":`. `changes` are those of `run`, at all points. The result's `table` has a row a point.
+    Raises ScenarioError, RunError.
     """
     from cbsim.sweeps import sweep as sweeps
     from cbsim.sweeps import sweep_file
     from cbsim.sweeps.sweep import executor
 
     workers = executor(jobs, ray)
-    return sweeps.Sweep(*sweep_file.load(source), Path(store)).run(workers)
+    return sweeps.Sweep(*sweep_file.load(source, changes), Path(store)).run(workers)
 
 
 def capacity(
     scenario: str | Path | Mapping[str, Any] | Scenario,
     slo: Sequence[str] = (),
     *,
+    changes: Changes = (),
     goodput: str | None = None,
     over: str = "workload.arrivals.rate_per_s",
+    confidence: float = 0.95,
+    width: float = 0.05,
+    replicates: int = 32,
+    warmup: float = 0.1,
     store: str | Path = "sweeps",
     jobs: int = 1,
     ray: str | None = None,
-    **terms: float,
 ) -> Capacity:
     """Find the load that a server of one loop sustains within conditions such as `ttft.p99<=2s`, and with a `goodput`
-    such as `99%` of the requests within the scenario's slo. `terms` are confidence, width, replicates and warmup, as in
-    the command. `store`, `jobs` and `ray` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
+    such as `99%` of the requests within the scenario's slo. `confidence` to `warmup` are as in the command, `changes`
+    those of `run`; `store`, `jobs` and `ray` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
     """
     from contextlib import closing
 
+    from cbsim.scenario.scenario import scenario_of
     from cbsim.search import capacity, probe
     from cbsim.sweeps.store import Runs, Store
     from cbsim.sweeps.sweep import executor
 
-    loaded = load(scenario)
-    required = probe.terms(loaded, slo, goodput, **terms)
+    loaded = scenario_of(scenario, changes)
+    precision = {"confidence": confidence, "width": width, "replicates": replicates, "warmup": warmup}
+    required = probe.terms(loaded, slo, goodput, **precision)
     with closing(executor(jobs, ray)) as workers:
         return capacity.search(loaded, over, required, Runs(Store(Path(store)), workers))
 
@@ -116,7 +135,7 @@ def tune(
     metric: str,
     *,
     slo: Sequence[str] = (),
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     replicates: int = 20,
     confidence: float = 0.95,
     store: str | Path = "sweeps",
@@ -124,7 +143,7 @@ def tune(
     ray: str | None = None,
 ) -> Tuned:
     """Search the values of `knobs` for the best `metric`, such as `goodput` or `min:ttft.p99`, with all conditions of
-    `slo` kept. `changes` are overrides as for `load`; `store`, `jobs` and `ray` are those of `sweep`. The result prints
+    `slo` kept. `changes` are those of `run`; `store`, `jobs` and `ray` are those of `sweep`. The result prints
     as a table of the candidates. Raises ScenarioError, CheckError, RunError.
     """
     from cbsim.metrics import checks
@@ -134,7 +153,6 @@ def tune(
     from cbsim.sweeps.sweep import executor
 
     check_strings("slo", slo)
-    check_strings("changes", changes)
     conditions = [checks.parse(condition, "slo", sweep=True) for condition in slo]
     goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates)
     candidates = tuning.candidates(scenario, changes, knobs, goal)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +59,16 @@ def test_compiled_classes_get_their_arguments_one_by_one() -> None:
         for file in (ROOT / "cbsim" / room).rglob("*.py")
     ]
     assert [file.name for file in files if "super().__init__(*" in file.read_text()] == []
+
+
+def test_a_clone_that_is_called_cbsim_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from beside it, it is a folder of the package's name, which Python takes for a namespace package unless the
+    package is found on the path; a finder, as setuptools makes one of several folders, comes too late.
+    """
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: given.update(words))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "editable_wheel"])
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert given["package_dir"] == {"": "."}  # all that setuptools puts on the path as it is
+    assert "cbsim" in given["packages"] and "cbsim.scenarios" not in given["packages"]

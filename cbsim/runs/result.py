@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from cbsim.draw.lane_chart import lanes
 from cbsim.draw.render import Picture
 from cbsim.errors import RunError
 from cbsim.files import access
-from cbsim.metrics import catalogue, checks, coverage
+from cbsim.metrics import catalogue, checks, coverage, metrics
 from cbsim.metrics.checks import Verdict
 from cbsim.policy.request import Finish
 from cbsim.record import columns, directory, optional_tables, parquet, timeline
@@ -40,8 +41,15 @@ OURS = (
 )
 
 
+class Printed:
+    """A value that a notebook shows as it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Result:
+class Result(Printed):
     """The result of one scenario under one loop, simulated or measured. It prints as the command's table.
 
     `summary` and `environment` are the contents of summary.json and env.json. `incomplete` is the reason why the run
@@ -102,8 +110,16 @@ class Result:
 
     @cached_property
     def requests(self) -> pa.Table:
-        """The request table: one row a request, the columns of requests.parquet."""
-        return parquet.table(columns.REQUESTS, directory.request_columns(self._times))
+        """The request table: one row a request, the columns of requests.parquet, then `ttft_s`, `tpot_s` and `e2e_s`,
+        which are null without a last token; `tpot_s` needs two.
+        """
+        table = parquet.table(columns.REQUESTS, directory.request_columns(self._times))
+        done, latencies = self._times.done, metrics.latencies(self._times)
+        for name, has in (("ttft_s", done), ("tpot_s", done & (self._times.generated > 1)), ("e2e_s", done)):
+            values = np.zeros(len(done))
+            values[has] = latencies[name]
+            table = table.append_column(name, pa.array(values, mask=~has))
+        return table
 
     @cached_property
     def transfers(self) -> Mapping[str, Ints]:
@@ -185,7 +201,7 @@ class Result:
         return f"<Result {self.summary['name']} {self.loop}: {self.summary['makespan_s']:.6g} s{state}>"
 
 
-class Results(dict[str, Result]):
+class Results(Printed, dict[str, Result]):
     """The results of one scenario by loop. They print side by side."""
 
     def __init__(self, results: Iterable[Result]) -> None:
@@ -235,7 +251,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class Comparison(Printed):
     """A comparison of two runs. It prints as the table of both."""
 
     first: Result

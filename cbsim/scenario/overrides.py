@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario import shapes
 from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, Frozen, cut, shown
+
+Changes = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+"""Fields that are otherwise: `{"loop.mode": "async"}`, or as `--set` has them, `["loop.mode=async"]`."""
 
 
 def apply(
@@ -53,6 +58,31 @@ def union_at(part: type[Frozen], path: PathParts) -> By | None:
         union = next((mark for mark in field.metadata if isinstance(mark, By)), None) if field else None
         members = list(union.members.values()) if union else []
     return union if union is not None and union.field == path[-1] else None
+
+
+def written(changes: Changes) -> list[str]:
+    """Return changes in the form of `--set`. Raises ScenarioError for a value that a YAML file cannot hold."""
+    if isinstance(changes, Mapping):
+        return [f"{name}={json.dumps(value, default=partial(_plain, name))}" for name, value in changes.items()]
+    if isinstance(changes, Sequence) and not isinstance(changes, str):
+        parts = [[part] if isinstance(part, str) else written(part) for part in changes]
+        return [text for part in parts for text in part]
+    bound = 'expected fields, {"loop.mode": "async"}, or a list of texts'
+    raise ScenarioError(f"changes: got {shown(changes)}, {bound}", field="changes", value=changes, bound=bound)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Convert a NumPy scalar to a Python value. Raises ScenarioError for any other object."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError):
+        bound = "expected what a YAML file can hold"
+        raise ScenarioError(f"{name}: got {shown(value)}, {bound}", field=name, value=value, bound=bound) from None
+
+
+def fields_of(changes: Changes) -> dict[str, Any]:
+    """Return changes as fields: dotted names and their values. Raises ScenarioError."""
+    return {".".join(map(str, path)): value for path, value in map(parsed, written(changes))}
 
 
 def parsed(override: str) -> tuple[PathParts, Any]:

@@ -33,12 +33,11 @@ from cbsim.scenario.fields import (
     Real,
     Seconds,
     Whole,
-    check_strings,
     complaint,
     one_of,
     shown,
 )
-from cbsim.scenario.overrides import apply
+from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel, Place
 from cbsim.schedulers import registry
@@ -356,9 +355,9 @@ def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingPro
     return files
 
 
-def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str] = ()) -> Scenario:
-    """Return the scenario that `source` is, names, or describes, with overrides. Raises ScenarioError."""
-    check_strings("overrides", overrides)
+def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, changes: Changes = ()) -> Scenario:
+    """Return the scenario that `source` is, names, or describes, with changes. Raises ScenarioError."""
+    overrides = written(changes)
     if isinstance(source, Scenario):
         return parse(source.model_dump(mode="json"), "scenario", overrides) if overrides else source
     if isinstance(source, Mapping):

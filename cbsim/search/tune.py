@@ -19,7 +19,7 @@ from cbsim.metrics import catalogue
 from cbsim.scenario import documents
 from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import cut
-from cbsim.scenario.overrides import parsed
+from cbsim.scenario.overrides import Changes, fields_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
 from cbsim.stats.replicated import label
@@ -103,7 +103,7 @@ def _values(name: str, values: str, where: str) -> Sequence[Any]:
 
 def candidates(
     scenario: str | Path | Mapping[str, Any] | Scenario,
-    changes: Sequence[str],
+    changes: Changes,
     knobs: Mapping[str, Sequence[Any]],
     goal: Goal,
 ) -> list[Point]:
@@ -117,8 +117,7 @@ def candidates(
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
     source = scenario.model_dump(mode="json") if isinstance(scenario, Scenario) else scenario
     source = str(source) if isinstance(source, Path) else source
-    always = {".".join(map(str, path)): value for path, value in map(parsed, changes)}
-    file = sweep_file.parse({"name": "tune", "scenario": source, "set": always, "axes": dict(knobs)})
+    file = sweep_file.parse({"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)})
     built = sweep.of(file, Path())
     sweep.check_workloads(built)
     _check(goal, [point.scenario for point in built])

@@ -25,11 +25,12 @@ from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import shown
+from cbsim.scenario.overrides import written
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps.ray_cluster import RayCluster
 from cbsim.sweeps.store import Progress, Runs, Store
-from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile, overrides
+from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile
 from cbsim.sweeps.work import MOST_JOBS, Executor, Here, Made, Processes, Task
 from cbsim.workload import generators
 
@@ -71,12 +72,12 @@ def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
 
 def of(sweep: SweepFile, base: Path) -> list[Point]:
     """Return all points of a sweep in order. Raises a ScenarioError that lists every point that cannot be built."""
-    make, always = variants(sweep.scenario, base), overrides(sweep.set)
+    make, always = variants(sweep.scenario, base), written(sweep.set)
     points: list[Point] = []
     mistakes: dict[str, list[str]] = {}
     for settings, replicate in sweep.settings():
         try:
-            points += _built(make([*always, *overrides(settings)]), settings, replicate)
+            points += _built(make([*always, *written(settings)]), settings, replicate)
         except ScenarioError as error:
             label = ", ".join(f"{name}={settings[name]}" for name in sweep.names if name in settings)
             mistakes.setdefault(str(error), []).append(label or "the scenario")

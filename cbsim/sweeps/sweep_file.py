@@ -5,11 +5,9 @@ The fields of one axis take their values together; axes multiply.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +18,7 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
 from cbsim.scenario.documents import Document, wording
 from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, shown
+from cbsim.scenario.overrides import Changes, fields_of
 
 Keep = Literal["summary", "tables", "all"]
 MOST_POINTS = 1_000_000
@@ -260,33 +259,28 @@ class SweepFile(Frozen):
                 yield settings, replicate
 
 
-def overrides(settings: Settings) -> list[str]:
-    """Return settings in the form of `--set`. Raises ScenarioError for a value that a YAML file cannot hold."""
-    return [f"{name}={json.dumps(value, default=partial(_plain, name))}" for name, value in settings.items()]
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Convert a NumPy scalar to a Python value. Raises ScenarioError for any other object."""
-    try:
-        return value.item()
-    except (AttributeError, ValueError):
-        bound = "expected what a YAML file can hold"
-        raise ScenarioError(f"{name}: got {shown(value)}, {bound}", field=name, value=value, bound=bound) from None
-
-
-def read(path: Path) -> tuple[SweepFile, Path]:
-    """Read a sweep file; return it and the folder to which its paths are relative. Raises ScenarioError."""
+def read(path: Path, changes: Changes = ()) -> tuple[SweepFile, Path]:
+    """Read a sweep file, with changes of its scenario; return it and the folder to which its paths are relative. Raises
+    ScenarioError.
+    """
     document = documents.read(path)
+    _change(document.data, changes)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
     return document.checked(SweepFile), path.parent
 
 
-def load(source: Any) -> tuple[SweepFile, Path]:
-    """Return a sweep given as a file or its fields, and the folder of its paths. Raises ScenarioError."""
+def _change(data: dict[str, Any], changes: Changes) -> None:
+    if changed := fields_of(changes):
+        data["set"] = {**data.get("set", {}), **changed}
+
+
+def load(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
+    """Return a sweep given as a file or its fields, with changes, and the folder of its paths. Raises ScenarioError."""
     if isinstance(source, Mapping):
-        return parse(source), Path()
+        _change(data := dict(source), changes)
+        return parse(data), Path()
     if isinstance(source, str | Path):
-        return read(Path(source))
+        return read(Path(source), changes)
     raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
 
 

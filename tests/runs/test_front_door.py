@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.calls import ROOT, SMALL, call, environment, read, runs
 
+import cbengine
 import cbsim
 from cbsim.runs import replan
 from cbsim.workload import csv_requests, generators
@@ -263,3 +266,57 @@ def test_the_engine_gives_the_same_kind_of_result(tmp_path: Path) -> None:
     assert replan.rederive(result.save(tmp_path / "measured")).difference is None
     with pytest.raises(cbsim.UserError, match="device: got 'gpu', expected one of inline, process, modelled, cuda"):
         cbengine.run(scenario, "gpu")  # type: ignore[arg-type]
+
+
+def test_changes_have_one_form_everywhere(small: Path, tmp_path: Path) -> None:
+    """Fields and their values, in load, run, sweep, capacity and tune; texts as of `--set` mean the same."""
+    changes = {"workload.requests": 4, "seed": 3, "workload.arrivals.rate_per_s": 20.0}
+    texts = [f"{name}={value}" for name, value in changes.items()]
+    assert cbsim.load(small, changes) == cbsim.load(small, *texts) == cbsim.load(cbsim.load(small), changes)
+    for given in (changes, texts):
+        result = cbsim.run(small, given)
+        assert isinstance(result, cbsim.Result)
+        assert (result.scenario.seed, len(result.requests)) == (3, 4)
+        swept = cbsim.sweep({"scenario": str(small)}, given, store=tmp_path / "store")
+        assert (swept.table["requests"].to_pylist(), swept.failed) == ([4], {})
+        tuned = cbsim.tune(
+            small, {"scheduler.max_num_seqs": [4]}, "throughput", changes=given[:1] if given is texts else
+            {"workload.requests": 4}, replicates=2, store=tmp_path / "store",
+        )  # fmt: skip
+        assert tuned.best is not None
+        found = cbsim.capacity(
+            small, ["ttft.mean<=9s"], changes=given, store=tmp_path / "store", replicates=2, width=0.5, warmup=0
+        )
+        assert found.numbers()["probes"]
+    with pytest.raises(cbsim.ScenarioError, match="changes: got 'seed=3', expected fields"):
+        cbsim.run(small, "seed=3")
+
+
+def test_requests_have_their_latencies(scenario: cbsim.Scenario) -> None:
+    """In seconds, where there are any: one token has no time between tokens."""
+    result = cbsim.run(scenario, requests=COLUMNS)
+    assert isinstance(result, cbsim.Result)
+    rows = result.requests.to_pylist()
+    for row in rows:
+        first, last, tokens = row["first_token_ns"], row["last_token_ns"], row["generated_tokens"]
+        assert row["ttft_s"] == pytest.approx((first - row["arrival_ns"]) / 1e9)
+        assert row["e2e_s"] == pytest.approx((last - row["arrival_ns"]) / 1e9)
+        assert row["tpot_s"] == (pytest.approx((last - first) / 1e9 / (tokens - 1)) if tokens > 1 else None)
+    assert [row["tpot_s"] is None for row in rows] == [False, False, False, True]
+
+
+def test_a_notebook_shows_what_is_printed(scenario: cbsim.Scenario) -> None:
+    result = cbsim.run(scenario)
+    assert result._repr_html_() == f"<pre>{html.escape(str(result))}</pre>"
+
+
+def test_the_version_is_the_packages_and_types_are_its_own() -> None:
+    assert cbsim.__version__ == "0.1.0"
+    assert all((ROOT / package / "py.typed").exists() for package in ("cbsim", "cbengine", "analysis"))
+
+
+def test_an_editor_can_complete_every_keyword() -> None:
+    for package in (cbsim, cbengine):
+        doors = [getattr(package, name) for name in package.__all__ if name.islower()]
+        for door in doors:
+            assert not [p.name for p in signature(door).parameters.values() if p.kind is p.VAR_KEYWORD], door
