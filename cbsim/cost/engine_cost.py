@@ -14,11 +14,12 @@ after the embedding.
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 from cbsim.cost import bundle, engine_tables, kernels
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.table import TableCost, Tables, attention_work
+from cbsim.cost.table import Attention, TableCost, Tables, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog, documents
@@ -44,13 +45,24 @@ def elementwise_bytes(model: ModelShape, tensor: int) -> float:
     return (8 * model.hidden + 2 * heads * model.head_dim + inner) * width + kv
 
 
+class KernelTimes(Protocol):
+    """What `EngineTables` says, whichever way it is known: nanoseconds on one of the GPUs that share a model."""
+
+    def linear_ns(self, tokens: int) -> float: ...
+    def experts_ns(self, tokens: int) -> float: ...
+    def head_ns(self, rows: int) -> float: ...
+    def reduce_ns(self, tokens: int, *, graph: bool) -> float: ...
+    def decode_ns(self, rows: int, context: float) -> float: ...
+    def prompt_ns(self, work: Attention) -> float: ...
+
+
 class EngineCost:
     """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one;
     memory moves `bytes_ns` bytes a nanosecond.
     """
 
     def __init__(
-        self, tables: EngineTables, settings: TableSettings, model: ModelShape, *, bytes_ns: float, captured: int
+        self, tables: KernelTimes, settings: TableSettings, model: ModelShape, *, bytes_ns: float, captured: int
     ) -> None:
         self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
         self._tables, self._captured = tables, captured
@@ -64,16 +76,18 @@ class EngineCost:
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        work = attention_work(plan)
         rows = plan.work.rows + plan.work.padding_rows
         if not rows:
             return 0, 0, 0
-        time = self._of_tokens(tokens) + self._of_rows(rows)
-        if work.decodes:
-            time += self._decode_attention * self._tables.decode_ns(work.decodes, work.context + 1)
-        if work.prefill:
-            time += self._tables.prompt_ns(work)
-        return 0, round(time), 0
+        return 0, round(self._of_tokens(tokens) + self._of_rows(rows) + self._of_attention(plan)), 0
+
+    def _of_attention(self, plan: StepPlan) -> float:
+        return self.attention_ns(attention_work(plan))
+
+    def attention_ns(self, work: Attention) -> float:
+        """Return the ns of attention in all layers."""
+        time = self._decode_attention * self._tables.decode_ns(work.decodes, work.context + 1) if work.decodes else 0.0
+        return time + self._tables.prompt_ns(work) if work.prefill else time
 
     def _all_tokens(self, tokens: int) -> float:
         tables, graph = self._tables, tokens <= self._captured
@@ -98,11 +112,11 @@ def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
         settings,
         model,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
-        captured=_captured(scenario),
+        captured=captured_tokens(scenario),
     )
 
 
-def _captured(scenario: Scenario) -> int:
+def captured_tokens(scenario: Scenario) -> int:
     """Return the largest step that runs as a graph, tokens."""
     graphs = scenario.loop.cuda_graphs
     if not graphs.enabled:

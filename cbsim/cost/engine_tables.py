@@ -154,7 +154,10 @@ class _Tables(NamedTuple):
     bounded: bool  # whether a product of fewer bits takes no longer than one of 16
 
     def file(self, operation: str) -> Path:
-        return self.folder / f"{operation}__{self.engine}.csv.gz"
+        """Return the engine's table of an operation, or of the version nearest to it that has one."""
+        named = self.folder.glob(f"{operation}__{self.engine.partition('_')[0]}_*.csv.gz")
+        versions = sorted(path.name.partition("__")[2].removesuffix(".csv.gz") for path in named)
+        return self.folder / f"{operation}__{_nearest(versions, self.engine) or self.engine}.csv.gz"
 
     def product(self, dtype: str, n: float, k: float) -> Fastest:
         """Return the milliseconds of the product [m, k] x [k, n], by m."""
@@ -285,9 +288,12 @@ def engines(folder: Path) -> list[str]:
 def nearest(folder: Path, engine: str, version: str | None) -> str | None:
     """Return the engine of that name with the version nearest to `version`, else the newest. None if there is none."""
     known = [each for each in engines(folder) if each.partition("_")[0] == engine]
-    if version is None:
-        return max(known, key=_number, default=None)
-    required = _number(f"{engine}_{version}")
+    return max(known, key=_number, default=None) if version is None else _nearest(known, f"{engine}_{version}")
+
+
+def _nearest(known: Sequence[str], engine: str) -> str | None:
+    """Return the engine of `known` with the version nearest to that of `engine`."""
+    required = _number(engine)
     return min(known, key=lambda each: [abs(a - b) for a, b in zip(_number(each), required, strict=True)], default=None)
 
 

@@ -24,7 +24,7 @@ from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.errors import RunError
 from cbsim.policy.groups import Attention
 from cbsim.policy.plan import Chunk, StepPlan
-from cbsim.scenario.costs import RooflineSettings
+from cbsim.scenario.costs import ComputeEfficiency, MemoryEfficiency, RooflineSettings
 from cbsim.scenario.scenario import Scenario
 
 
@@ -56,6 +56,13 @@ class Experts(NamedTuple):
 
     share: float
     bytes: float
+
+
+def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
+    """Return the ns of a step's copies to the device and back, over a host link that takes `byte_ns` a byte."""
+    work = plan.work
+    tokens, rows = work.prefill_tokens + work.decodes, work.decodes + len(work.chunks)
+    return nearest(4 * (3 * tokens + plan.counts.table_blocks) * byte_ns), nearest(4 * rows * byte_ns)
 
 
 class RooflineCost:
@@ -114,9 +121,8 @@ class RooflineCost:
         time += max(tokens * self._linear_flop / flops, read)
         if sampled:
             time += max(sampled * self._head_flop / flops, self._head_s)
-        per_byte = self._pcie_ns
-        h2d_bytes = 4 * (3 * (work.prefill_tokens + decodes) + plan.counts.table_blocks)
-        return nearest(h2d_bytes * per_byte), nearest(time * 1e9), nearest(4 * rows * per_byte)
+        h2d_ns, d2h_ns = copy_ns(plan, self._pcie_ns)
+        return h2d_ns, nearest(time * 1e9), d2h_ns
 
     def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
         """Return the FLOP/s of the linear layers of a step that lists rows."""
@@ -159,12 +165,14 @@ class WindowedRoofline(RooflineCost):
         return self._flops_prefill if any(chunk.tokens > 1 for chunk in chunks) else self._flops_decode
 
 
-def roofline(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
-    """Build the cost model `roofline`."""
+def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
+    """Build the cost model `roofline` with the efficiencies that are given."""
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
     linear_flops = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
-    compute, memory, bandwidth = settings.compute_efficiency, settings.memory_efficiency, gpu.memory_bandwidth_bytes_s
+    compute = settings.compute_efficiency or ComputeEfficiency()
+    memory = settings.memory_efficiency or MemoryEfficiency()
+    bandwidth = gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,
         flops_decode=flops * compute.decode,

@@ -59,12 +59,17 @@ def attention_work(plan: StepPlan) -> Attention:
             prefill += tokens
             pairs += tokens * start + tokens * (tokens + 1) / 2
     mean = context / decodes if decodes else 0.0
+    return one_chunk(prefill, pairs, Attention(0.0, 0.0, decodes, mean, longest))
+
+
+def one_chunk(prefill: int, pairs: float, rows: Attention) -> Attention:
+    """Return the work of `rows` with a chunk of so many query tokens and query-key pairs."""
     if not prefill:
-        return Attention(0.0, 0.0, decodes, mean, longest)
+        return rows
     cached = pairs / prefill - (prefill + 1) / 2
     if cached >= 0:
-        return Attention(prefill, cached, decodes, mean, longest)
-    return Attention((sqrt(1 + 8 * pairs) - 1) / 2, 0.0, decodes, mean, longest)
+        return rows._replace(prefill=prefill, cached=cached)
+    return rows._replace(prefill=(sqrt(1 + 8 * pairs) - 1) / 2)
 
 
 class TableCost:

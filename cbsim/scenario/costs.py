@@ -84,13 +84,17 @@ class MemoryEfficiency(Frozen):
 
 
 class RooflineSettings(Frozen):
-    """Bytes and operations of the model's shape, over the data sheet's rates. Efficiencies are assumptions."""
+    """Bytes and operations of the model's shape, over the data sheet's rates times an efficiency: by curves that were
+    distilled from measured kernels, as long as no efficiency is given.
+    """
 
-    about: ClassVar[str] = "FLOPs and bytes of the model's shape against the GPU's data sheet"
-    builder: ClassVar[str] = "cbsim.cost.roofline:roofline"
+    about: ClassVar[str] = "FLOPs and bytes of the model's shape, data sheet, and efficiency curves of measured kernels"
+    builder: ClassVar[str] = "cbsim.cost.efficiency_cost:roofline"
     kind: Literal["roofline"]
-    compute_efficiency: ComputeEfficiency = ComputeEfficiency()  #: Share of the peak FLOP/s.
-    memory_efficiency: MemoryEfficiency = MemoryEfficiency()  #: Share of the peak bandwidth.
+    compute_efficiency: ComputeEfficiency | None = None
+    """Share of the peak FLOP/s, the same for all sizes; null: measured curves, or 0.6 and 0.5 beside the other."""
+    memory_efficiency: MemoryEfficiency | None = None
+    """Share of the peak bandwidth, the same for all sizes; null: measured curves, or 0.85 and 0.7 beside the other."""
     tensor_parallel: Number = 1  #: GPUs that share every layer.
     all_reduce_latency_s: Seconds = 5e-6
     """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
@@ -247,6 +251,21 @@ def read_whole(path: Path) -> documents.Document:
     return document
 
 
+UNTABULATED: Mapping[str, Mapping[str, float]] = {
+    "vllm": {"step_s": 3e-4, "layer_s": 8e-6, "row_s": 12e-6, "reduce_s": 3e-6}
+    | {"elementwise": 1.5, "decode_attention": 1.15},
+    "trtllm": {"row_s": 15e-6, "reduce_s": 2.5e-6, "elementwise": 2.0},
+}
+"""What no kernel table holds, by engine: terms of TableSettings where neither they nor `terms` are given. Round numbers
+near those that were calibrated on dense models of Hopper; nothing of SGLang was, and vLLM's stand for it. Attention of
+decoding rows: tables have rows of one length, in a server they differ and wait for the longest."""
+
+
+def untabulated(engine: str) -> Mapping[str, float]:
+    """Return the terms of an engine, by the name that it begins with."""
+    return UNTABULATED.get(engine.partition("_")[0], UNTABULATED["vllm"])
+
+
 class LinkSettings(Frozen):
     """What joins the GPUs of a group."""
 
@@ -290,7 +309,8 @@ class TableSettings(Frozen):
     routing: Literal["balanced", "power_law_1.01", "power_law_1.2"] = "balanced"
     """With `engine`: how unevenly tokens choose experts."""
     reduce_s: Seconds = 0.0
-    """With `engine`: seconds an all-reduce on top of the tables: ranks that wait for each other."""
+    """With `engine`: seconds an all-reduce on top of the tables: ranks that wait for each other. This, `elementwise`,
+    `decode_attention`, `step_s`, `layer_s` and `row_s` have defaults by engine, written out when they are read."""
     elementwise: Annotated[Real, Field(ge=0)] = 1.0
     """With `engine`: time of norms, rope, activation and quantization, in units of their bytes over the bandwidth."""
     decode_attention: Positive = 1.0
@@ -318,7 +338,8 @@ class TableSettings(Frozen):
     def _fill_from_terms(cls, data: Any) -> Any:
         name = data.get("terms") if isinstance(data, dict) else None
         if not isinstance(name, str) or data.get("calibrated") is not None:
-            return data
+            engine = data.get("engine") if isinstance(data, dict) else None
+            return {**untabulated(engine), **data} if isinstance(engine, str) else data
         try:
             calibrated = _terms(name, data)
         except ScenarioError as error:

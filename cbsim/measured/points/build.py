@@ -24,6 +24,8 @@ TABLES = "public_measured/aiconfigurator"
 REQUESTS_A_USER = 10
 LEAST_SHARE = 0.8  # the least length as a share of the nominal one; lengths are uniform between the two
 ROUTING = "power_law_1.01"  # the distribution of tokens over experts
+NOTHING_ADDED = dict.fromkeys(("step_s", "layer_s", "row_s", "reduce_s"), 0.0)  # to the tables, but by terms
+NOTHING_ADDED |= {"elementwise": 1.0, "decode_attention": 1.0}
 BLOCK = 128  # the block size of block-quantised weights; an expert's shard has to be a multiple of it
 ENGINES = {  # the kernel tables to use where those of the nearest version are unsuitable; see docs/fidelity.md
     ("h200_sxm", "vllm"): "vllm_0.18.0",
@@ -73,6 +75,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
             "tensor_parallel": tensor,
             "expert_parallel": expert_groups,
             "routing": ROUTING,
+            **NOTHING_ADDED,
             **terms,
         },
     }

@@ -95,7 +95,14 @@ class Deployment:
         return scenario.parse(data, name, overrides)
 
 
-ELSEWHERE = {"elementwise": 1.5, "row_s": 24e-6}
+ELSEWHERE = {
+    "elementwise": 1.5,
+    "row_s": 24e-6,
+    "step_s": 0.0,
+    "layer_s": 0.0,
+    "reduce_s": 0.0,
+    "decode_attention": 1.0,
+}
 A100_TERMS = MappingProxyType({**ELSEWHERE, "large_products": 1.2})
 H100_TERMS = MappingProxyType({**ELSEWHERE, "large_products": 1.1, "layer_s": 25e-6, "reduce_s": 7e-6})
 A100: dict[str, Any] = {"hardware": "a100-80gb", "tables": "a100_sxm", "engine": "vllm_0.14.0", "longest": 20_000}
