@@ -20,6 +20,7 @@ DATA = {
     "cbsim.scenarios.hardware": "scenarios/hardware",
     "cbsim.scenarios.lengths": "scenarios/lengths",
     "cbsim.scenarios.terms": "scenarios/terms",
+    "cbsim.scenarios.curves": "scenarios/curves",
     "cbsim.scenarios.traces": "scenarios/traces",
 }
 CORE = (

@@ -174,7 +174,7 @@ def test_8k_prompt_b32_saves_little() -> None:
 def test_rates_below_and_above_capacity() -> None:
     """Below capacity requests end as fast as they arrive and hardly wait; above it the server's own speed shows, which
     is higher for the asynchronous loop, and the wait grows with the requests that have come."""
-    low = ran("rates", "sync", "workload.arrivals.rate_per_s=8", "workload.requests=300")
+    low = ran("rates", "sync", "workload.arrivals.rate_per_s=4", "workload.requests=300")
     arrived_s = low.rows[-1].arrival_ns / 1e9
     assert low.summary["makespan_s"] < arrived_s * 1.1
     assert low.summary["waiting"]["mean"] < 0.01

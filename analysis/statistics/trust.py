@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.statistics import sweeps
-from analysis.statistics.loading import LoadedRun, flat
+from analysis.statistics.loading import LoadedRun
 from cbsim.draw.report import Caveat
 from cbsim.metrics import coverage
 from cbsim.metrics.metrics import SAMPLES_NEEDED
@@ -236,17 +236,10 @@ def _notes(run: LoadedRun) -> str | None:
 
 
 def _assumed(run: LoadedRun) -> str | None:
-    """Report assumptions: a roofline's step times are data sheet rates times unmeasured shares; tables omit things."""
-    cost = run.scenario.get("cost", {})
-    if run.measured or cost.get("kind") not in ("roofline", "table"):
-        return None
-    if cost["kind"] == "table":
-        added = ", ".join(f"{cost.get(f'{what}_s', 0) * 1e6:g} us a {what}" for what in ("step", "layer", "row"))
-        return f"simulated times rest on kernel tables that others measured, on {added} and CPU times as stated."
-    shares = flat({name: cost.get(f"{name}_efficiency", {}) for name in ("compute", "memory")})
-    assumed = ", ".join(f"{name.replace('.', ' of ')} {share:.0%}" for name, share in shares.items())
-    source = f"shares of the data sheet's peak ({assumed}) and CPU times as the scenario gives them"
-    return f"simulated times rest on {source}, not on coefficients fitted to a measured engine."
+    """Report what simulated step times rest on, and how far off they are known to be."""
+    basis, kind = run.environment.get("step_times"), run.scenario.get("cost", {}).get("kind")
+    assumed = basis and not run.measured and kind in ("roofline", "table")
+    return f"simulated step times rest on {basis}." if assumed else None
 
 
 def _code(run: LoadedRun) -> str | None:

@@ -92,10 +92,8 @@ def sources(gpu: Hardware, without: str = "") -> list[Source]:
     """
     cards = [(each, sheet(Hardware.model_validate(each["hardware"]))) for each in every()]
     cards = [(each, of) for each, of in cards if each["hardware"]["name"] != without]
-    for each, of in cards:
-        if each["hardware"]["name"] == gpu.name:
-            return [Source(each, of, 1.0)]
-    cards = [(each, of) for each, of in cards if each["engines"]["vllm"]["reduce"]]
+    own = [card for card in cards if card[0]["hardware"]["name"] == gpu.name]
+    cards = own or [(each, of) for each, of in cards if each["engines"]["vllm"]["reduce"]]
     distances = [sheet(gpu).distance(of) for _, of in cards]
     if min(distances, default=inf) > FAR:
         return []
@@ -107,6 +105,23 @@ def sources(gpu: Hardware, without: str = "") -> list[Source]:
 def every() -> Sequence[Curves]:
     """Return the curves of all cards that come with the project."""
     return [json.loads(path.read_text()) for path in sorted((catalog.SCENARIOS / FOLDER).glob("*.json"))]
+
+
+def error(known: Sequence[Source], gpu: str, gpus: int, tokens: int | None = None) -> float | None:
+    """Return what 90 % of steps of so many query tokens, or of any, are within of a card's kernel tables, as a share:
+    of its own, or if there are none the worst card's when it was left out. None for a card that has no tables.
+    """
+    own = len(known) == 1 and known[0].curves["hardware"]["name"] == gpu
+    kinds = [source.curves["error" if own else "left_out"] for source in known if "error" in source.curves]
+    bounds = [kind["1" if gpus == 1 else "more"] for kind in kinds]
+    if tokens is None:
+        return max((max(each.values()) for each in bounds), default=None)
+    return max((_of_size(each, tokens) for each in bounds), default=None)
+
+
+def _of_size(bounds: Mapping[str, float], tokens: int) -> float:
+    """Return the bound of the class that so many tokens fall in, or of the largest."""
+    return next((bound for most, bound in bounds.items() if tokens <= int(most)), [*bounds.values()][-1])
 
 
 class Grid:

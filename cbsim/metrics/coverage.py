@@ -7,22 +7,88 @@ on published measurements of some servers; the error of predictions is known for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
+from cbsim.cost import curves
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
-from cbsim.scenario.costs import CalibratedTerms, TableSettings
+from cbsim.scenario.costs import (
+    CalibratedTerms,
+    ComputeEfficiency,
+    FittedSettings,
+    MemoryEfficiency,
+    RooflineSettings,
+    TableSettings,
+)
+from cbsim.scenario.scenario import Scenario
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
+
+
+LARGEST = 8192  # query tokens of the steps that efficiency curves were compared with tables for
+WIDTH = 128  # of the heads that were measured
+
+
+def basis(scenario: Scenario, tokens: int | None = None) -> str:
+    """Return what the step times of simulated runs rest on and how far off they are known to be, for steps of `tokens`
+    query tokens or of any number.
+    """
+    cost, gpu = scenario.cost, scenario.hardware
+    if isinstance(cost, RooflineSettings):
+        known = [] if cost.compute_efficiency or cost.memory_efficiency else curves.sources(gpu)
+        if known:
+            return _curves(known, scenario, tokens)
+        compute = cost.compute_efficiency or ComputeEfficiency()
+        memory = cost.memory_efficiency or MemoryEfficiency()
+        shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
+        shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
+        return f"data sheet of {gpu.name} and constant shares of it ({shares}): {UNKNOWN}"
+    if isinstance(cost, TableSettings):
+        whose = f"{cost.engine} in " if cost.engine else ""
+        added = f"terms {cost.terms}" if cost.terms else "terms as given; their error for this server is not known"
+        return f"kernel tables of {whose}{PurePath(cost.path).name}, and {added}"
+    if isinstance(cost, FittedSettings):
+        fits = cost.calibrated.fits if cost.calibrated else None
+        within = f"95 % of {fits.kernels.steps:,} measured steps within {fits.kernels.p95:.1%}" if fits else UNKNOWN
+        return (
+            f"coefficients calibrated on {cost.calibrated.device if cost.calibrated else 'no named device'}: {within}"
+        )
+    return f"a fixed time a step and linear terms: {UNKNOWN}"
+
+
+UNKNOWN = "their error is not known"
+
+
+def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | None) -> str:
+    model, gpu = scenario.model, scenario.hardware
+    bound, size = curves.error(known, gpu.name, scenario.gpus, tokens), f"of {tokens:,} tokens " if tokens else ""
+    cards = [source.curves["hardware"]["name"] for source in known]
+    whose = f"efficiency curves of {cards[0]}"
+    within = (
+        f"90 % of steps {size}within {bound:.0%} of its kernel tables" if bound else f"one model's layers: {UNKNOWN}"
+    )
+    if cards[0] != gpu.name:
+        nearest = max(known, key=lambda source: source.weight).curves["hardware"]["name"]
+        whose = f"efficiency curves of {len(cards)} cards, {nearest} first, scaled to the data sheet of {gpu.name}"
+        within = f"a card that was left out: 90 % of steps {size}within {bound:.1%}"
+    unlike = {
+        f"heads of {model.head_dim}": model.head_dim != WIDTH,
+        "windows": not model.sees_all,
+        f"{scenario.gpus} GPUs": scenario.gpus > 8,
+    }
+    others = ", ".join(name for name, is_so in unlike.items() if is_so)
+    return f"{whose}: {within}" + (f"; {others} were not measured" if others else "")
 
 
 def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
     """Return what the calibration of the cost model does not cover of a run, by its resolved scenario and its steps."""
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
-        return []
+        return _large(steps) if scenario["cost"]["kind"] == "roofline" else []
     if scenario["cost"]["kind"] == "table":
         return _unlike(scenario)
     model = scenario["model"]
@@ -42,6 +108,22 @@ def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
         return ""
     largest = int(values.max())
     return f"{count:,} of {len(values):,} steps have more than the {most:,} {noun} measured, up to {largest:,}"
+
+
+def _large(steps: Steps) -> list[str]:
+    """Return a warning if most of the GPU's time goes to steps larger than any that curves were checked for."""
+    busy = steps.lane("compute").astype(np.float64)
+    share = float(busy[steps["padded_tokens"] > LARGEST].sum()) / max(float(busy.sum()), 1.0)
+    if share <= 0.5:
+        return []
+    return [f"{share:.0%} of the GPU's time are steps of more than the {LARGEST:,} tokens that were checked"]
+
+
+def typical(steps: Steps) -> int:
+    """Return the query tokens of the step in the middle of the GPU's time, steps in order of their tokens."""
+    order = np.argsort(steps["padded_tokens"], kind="stable")
+    busy = np.cumsum(steps.lane("compute")[order])
+    return int(steps["padded_tokens"][order][np.searchsorted(busy, busy[-1] / 2)]) if len(busy) else 0
 
 
 def sureness(cost: TableSettings) -> list[str]:

@@ -167,14 +167,13 @@ SUMMARY = (
 )
 ENVIRONMENT = (
     {"device": TEXT, "git": optional(FIELDS), "packages": optional(FIELDS), "injected_ms": optional(NUMBERS)}
-    | {name: optional(TEXT) for name in ("command", "workload_hash", "engine", "git.commit")}
+    | {name: optional(TEXT) for name in ("command", "workload_hash", "engine", "git.commit", "step_times")}
     | {"notes": optional(LIST)}
 )
 SCENARIO = (
     {"name": TEXT, "loop.mode": LOOP, "scheduler.name": TEXT, "workload.kind": TEXT, "hardware.name": TEXT}
     | dict.fromkeys(("loop", "scheduler", "workload", "hardware", "cost"), FIELDS)
     | {"cost.kind": TEXT, "workload.arrivals": optional(FIELDS), "workload.arrivals.kind": TEXT}
-    | {f"cost.{name}_efficiency": optional(NUMBERS) for name in ("compute", "memory")}
     | {f"scheduler.{name}": optional(WHOLE) for name in ("max_num_batched_tokens", "max_batch_tokens")}
 )
 

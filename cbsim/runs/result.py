@@ -300,7 +300,9 @@ def _printed(results: Sequence[Result]) -> str:
     """Return the question, the solved values that the scenario left open, the numbers, and what binds each loop."""
     summary = results[0].summary
     table = catalogue.table({result.loop: result.summary for result in results})
-    heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario)]
+    basis = results[0].environment.get("step_times")
+    times = f"times   by {basis}" if basis else ""
+    heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario), times]
     limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
     bound = [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
     return "\n".join([*filter(None, heading), "", table, "", *bound])

@@ -28,7 +28,7 @@ from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import assemble
 from cbsim.scenario import catalog, shapes
-from cbsim.scenario.costs import RooflineSettings
+from cbsim.scenario.costs import ComputeEfficiency, MemoryEfficiency
 from reports import page
 
 SHARD: dict[str, Any] = {  # config.json of 01-ai/Yi-34B-200K: 56 heads, 8 KV heads, 20480 wide, vocab 64000, halved
@@ -46,7 +46,8 @@ PCIE_BANDWIDTH = 1.935e12  # NVIDIA A100 80GB data sheet, PCIe; its peak FLOP/s 
 FIGURE_2_CACHED, TABLE_2_CACHED = 1021, 1031  # tokens a decoding row has in the cache: the mean over its steps
 REFERENCE, WHOLE = 2048, 16384  # chunk sizes that others are compared with; WHOLE splits no prompt
 MS = 1e-3
-DEFAULT = RooflineSettings(kind="roofline")
+CONSTANT: Any = {"kind": "roofline", "compute_efficiency": {}, "memory_efficiency": {}}  # shares, whatever the size
+COMPUTE, MEMORY = ComputeEfficiency(), MemoryEfficiency()
 SPEC = RequestSpec(0, "0", 0, 1, 1, 1)
 
 
@@ -85,24 +86,24 @@ class Answer(NamedTuple):
     @property
     def efficiency(self) -> float:
         """The share of peak FLOP/s with which a roofline bound by arithmetic would be right."""
-        return DEFAULT.compute_efficiency.prefill * (1 + self.error)
+        return COMPUTE.prefill * (1 + self.error)
 
 
 def scenario() -> cbsim.Scenario:
-    """Half of the model on one GPU of the two, by the roofline at our default efficiencies."""
+    """Half of the model on one GPU of the two, by the roofline with constant shares."""
     hardware = shapes.hardware("a100-80gb").model_dump()
     hardware |= {"name": "NVIDIA A100 PCIe 80GB", "memory_bandwidth_bytes_s": PCIE_BANDWIDTH}
     workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
     fields = {"question": "How long does a step take?", "model": SHARD, "hardware": hardware, "workload": workload}
-    return cbsim.load({**fields, "cost": {"kind": "roofline"}})
+    return cbsim.load({**fields, "cost": CONSTANT})
 
 
 def linear_s(tokens: int) -> float:
     """The roofline's seconds for the linear layers of a step: their arithmetic, or reading their weights."""
     of = scenario()
     weights = of.model.layers * of.model.layer_parameters
-    reached = of.hardware.flops.bfloat16 * DEFAULT.compute_efficiency.prefill
-    read_s = weights * of.model.dtype_bytes / (PCIE_BANDWIDTH * DEFAULT.memory_efficiency.weights)
+    reached = of.hardware.flops.bfloat16 * COMPUTE.prefill
+    read_s = weights * of.model.dtype_bytes / (PCIE_BANDWIDTH * MEMORY.weights)
     return max(2 * tokens * weights / reached, read_s)
 
 

@@ -62,7 +62,16 @@ def scenario(model: str = MODELS[0], gpu: str = GPUS[0], link: float | None = No
     workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
     usual = {"question": "Swap or recompute?", "model": model, "hardware": hardware, "workload": workload}
     usual |= {"kv_cache": {"num_blocks": 64, "block_size": SIZE}}  # of no matter to the closed form
-    return cbsim.load({**usual, "cost": {"kind": "roofline", "cpu": NO_CPU}, **parts})
+    return cbsim.load(
+        {
+            **usual,
+            "cost": {"kind": "roofline", **CONSTANT, "cpu": NO_CPU},
+            **parts,
+        }
+    )
+
+
+CONSTANT: dict[str, Any] = {"compute_efficiency": {}, "memory_efficiency": {}}  # shares, whatever the size
 
 
 class Terms(NamedTuple):
