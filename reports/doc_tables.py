@@ -199,7 +199,20 @@ def _drawn(runs: Sequence[dict[str, Any]]) -> str:
 def case_table() -> Table:
     """A situation a row."""
     header = ("your case", "cost model", "error of TTFT", "of TPOT", "rests on", "not covered")
-    return Table("", header, [_calibrated(), *_published(), _logged(), _profiled(), _data_sheet(), _decisions()])
+    return Table(
+        "", header, [_default(), _calibrated(), *_published(), _logged(), _profiled(), _data_sheet(), _decisions()]
+    )
+
+
+def _default() -> tuple[str, ...]:
+    """The row of a scenario that names no cost model."""
+    made = facts("default")
+    results = (size(made["servers"][metric]) for metric in ("ttft", "tpot"))
+    worst = max(abs(error) for run in made["recorded"].values() for name, error in run.items() if name.endswith("mean"))
+    rests = f"mean of {made['servers']['points']} points by InferenceX, Llama-3.1-70B in FP8 on Hopper; means of "
+    rests += f"{len(made['recorded'])} recorded runs of an RTX 4090 and an RTX PRO 6000: up to {size(worst)}"
+    left = "servers other than these; steps against kernel tables: [curves](../reports/fidelity/curves/report.md)"
+    return "no cost model named: the default", "`roofline`", *results, rests, left
 
 
 def _calibrated() -> tuple[str, ...]:
@@ -265,8 +278,8 @@ def _data_sheet() -> tuple[str, ...]:
     rests = f"means of {len(results)} of these runs"
     left = "launches from Python (decode steps 56 to 79 % too fast), small chunks: [studies](studies.md#chunk-size)"
     return (
-        "a card by its data sheet",
-        "`roofline`",
+        "a card by its data sheet and constant shares",
+        "`{kind: roofline, compute_efficiency: {}}`",
         *(_range(results, metric) for metric in ("ttft", "tpot")),
         rests,
         left,

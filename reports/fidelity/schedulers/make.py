@@ -41,7 +41,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
         "scheduler.reserve_output": True,
     },
 }
-COSTS: Mapping[str, Mapping[str, Any]] = {"measured tables": {}, "roofline": {"cost": {"kind": "roofline"}}}
+COSTS: Mapping[str, Mapping[str, Any]] = {
+    "measured tables": {},
+    "roofline": {"cost": {"kind": "roofline", "compute_efficiency": {}}},
+}
 
 
 class PolicyRun(NamedTuple):
