@@ -72,7 +72,7 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
         question="",
         sources=(),
         caveats=caveats(table, shown),
-        findings=findings(table, shown),
+        findings=[*findings(table, shown), *(f"{line[0].upper()}{line[1:]}." for line in table.step_times)],
         tables=[*_undone(table), *_numbers(table, shown)],
         charts=charts(table, shown),
         command=command,

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from analysis.statistics.labels import ending, is_number
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
+from cbsim.metrics import coverage
 from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
@@ -76,6 +77,8 @@ class SweepTable:
     status: Ints  # an index of STATUSES
     reasons: Sequence[str]
     metrics: Mapping[str, Floats]
+    step_times: Sequence[str] = ()
+    """What the step times of its runs rest on, and how far off they are known to be."""
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -130,7 +133,8 @@ def read(path: Path) -> SweepTable:
     metrics = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in metrics.items() if np.isfinite(values).any()}
     seeds = np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64)
-    return SweepTable(path, axes, constants, seeds, status, reasons, metrics)
+    rest = (table.schema.metadata or {}).get(coverage.STEP_TIMES, b"").decode().splitlines()
+    return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest)
 
 
 def _checked(path: Path) -> pa.Table:

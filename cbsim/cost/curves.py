@@ -85,7 +85,8 @@ class Source(NamedTuple):
     weight: float
 
 
-def sources(gpu: Hardware, without: str = "") -> list[Source]:
+@lru_cache(maxsize=64)
+def sources(gpu: Hardware, without: str = "") -> Sequence[Source]:
     """Return the curves that say how fast a GPU is, with weights that sum to 1: its own; or else those of all cards
     with whole tables, by the inverse square of the distance of their data sheets. Empty if even the nearest is far.
     `without` leaves a card out, by its name.

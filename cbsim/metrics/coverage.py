@@ -7,7 +7,7 @@ on published measurements of some servers; the error of predictions is known for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -58,6 +58,15 @@ def basis(scenario: Scenario, tokens: int | None = None) -> str:
             f"coefficients calibrated on {cost.calibrated.device if cost.calibrated else 'no named device'}: {within}"
         )
     return f"a fixed time a step and linear terms: {UNKNOWN}"
+
+
+STEP_TIMES = b"step_times"  # metadata of a sweep's table: what its runs rest on, a line each
+
+
+def bases(scenarios: Iterable[Scenario]) -> list[str]:
+    """Return what the step times of several scenarios rest on, each once."""
+    parts = {(each.cost, each.hardware, each.model): each for each in scenarios}
+    return list(dict.fromkeys(f"step times by {basis(each)}" for each in parts.values()))
 
 
 UNKNOWN = "their error is not known"

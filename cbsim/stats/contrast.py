@@ -47,7 +47,7 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Met
     return Report(
         title=f"{by} against {shown(reference)}",
         question=f"What does {by} change, all else equal?",
-        findings=_findings(sweep, compared, terms, confidence),
+        findings=[*_findings(sweep, compared, terms, confidence), *sweep.step_times],
         tables=[
             Table(
                 metric.name,

@@ -119,7 +119,7 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
     return Report(
         title=f"{question.y.name} against {question.x.name}",
         question=f"Which points have {' and '.join(directions)}{conditions}?",
-        findings=_findings(sweep, standings, question),
+        findings=[*_findings(sweep, standings, question), *sweep.step_times],
         tables=[_table(listed, sweep.changing, question)],
         charts=[_chart(standings, sweep.changing, question)],
         data={

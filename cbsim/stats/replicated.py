@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbsim.errors import ScenarioError
+from cbsim.metrics import coverage
 from cbsim.scenario.fields import near
 from cbsim.sweeps.sweep import DONE
 
@@ -45,6 +46,8 @@ class Replicated:
     metrics: Sequence[str]
     configurations: Sequence[Configuration]
     lacking: int
+    step_times: Sequence[str] = ()
+    """What the step times of its runs rest on, and how far off they are known to be."""
 
     @property
     def changing(self) -> list[str]:
@@ -74,7 +77,8 @@ def read(path: Path) -> Replicated:
     missing = sum(row["status"] != DONE for row in rows)
     if missing == len(rows):
         raise ScenarioError(f"{path}: not one of {len(rows)} points is done", file=path)
-    return Replicated(path, fields, metrics, _configurations(rows, fields, metrics), missing)
+    rest = (table.schema.metadata or {}).get(coverage.STEP_TIMES, b"").decode().splitlines()
+    return Replicated(path, fields, metrics, _configurations(rows, fields, metrics), missing, rest)
 
 
 def _opened(path: Path) -> pa.Table:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from cbsim.errors import ERROR, OK, RunError, ScenarioError
 from cbsim.files import access
+from cbsim.metrics import coverage
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
 from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
@@ -165,7 +166,9 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     columns["status"] = [row.status for row in rows]
     columns["reason"] = pa.array([row.reason for row in rows], pa.string())
     metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
-    return pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
+    table = pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
+    rest = "\n".join(coverage.bases(point.scenario for point in points))
+    return table.replace_schema_metadata({coverage.STEP_TIMES: rest.encode()})
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
@@ -209,7 +212,8 @@ class Swept:
     def __str__(self) -> str:
         counts = {status: self.count(status) for status in (DONE, FAILED, MISSING)}
         line = ", ".join(f"{count:,} {status}" for status, count in counts.items() if count or status == DONE)
-        return f"{line}\ntable     {self.path}\nread it   pandas.read_parquet({str(self.path)!r})"
+        rest = "".join(f"note      {each}\n" for each in coverage.bases(row.point.scenario for row in self.rows))
+        return f"{line}\n{rest}table     {self.path}\nread it   pandas.read_parquet({str(self.path)!r})"
 
     def __repr__(self) -> str:
         return f"<Swept {self.name}: {self.count(DONE)} of {len(self.rows)} points done>"

@@ -13,9 +13,11 @@ from support.calls import call, refused
 from support.sweeping import SWEEP, seats
 
 import cbsim
+from analysis.statistics import sweep_table
 from cbsim.errors import ScenarioError
-from cbsim.metrics import catalogue
+from cbsim.metrics import catalogue, checks, coverage
 from cbsim.scenario import documents
+from cbsim.stats import pareto, replicated
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
 from cbsim.sweeps.store import PART, STALE_S, Store
@@ -46,6 +48,19 @@ def test_a_row_says_what_the_run_says(sweep: Path, tmp_path: Path) -> None:
         assert row["output_tokens_per_s_per_user"] == 1 / found["tpot_s.mean"]
         assert (row["status"], row["reason"], row["seed"], row["replicate"]) == ("done", None, 0, 0)
         assert json.loads((tmp_path / "store" / "runs" / identity.code() / row["key"] / "summary.json").read_text())
+
+
+def test_a_table_says_what_its_step_times_rest_on(sweep: Path, tmp_path: Path) -> None:
+    """Whoever reads the table learns it: the terminal, a frontier, the page of the sweep."""
+    swept = a_sweep(sweep, tmp_path / "store").run(Here())
+    rest = coverage.bases(row.point.scenario for row in swept.rows)
+    assert len(rest) == 1
+    assert rest[0].startswith("step times by ")
+    assert rest[0] in str(swept)
+    table = replicated.read(swept.path)
+    assert table.step_times == rest == sweep_table.read(swept.path).step_times
+    question = pareto.Question(*(checks.objective(name, "") for name in ("ttft.mean", "tpot.mean")), [], 0.95)
+    assert pareto.study(table, question).findings[-1] == rest[0]
 
 
 def test_only_what_is_missing_is_run(sweep: Path, tmp_path: Path) -> None:

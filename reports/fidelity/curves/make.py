@@ -361,6 +361,7 @@ def main() -> None:
     for name, content in made.items():
         write(name, content)
     curves.every.cache_clear()
+    curves.sources.cache_clear()
     own, left_out, data = list[tuple[str, ...]](), list[tuple[str, ...]](), {}
     for system, name in CARDS.items():
         for family in made[name]["engines"]:
