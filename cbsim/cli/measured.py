@@ -1,4 +1,4 @@
-"""The commands about published and recorded measurements: `score`, `score-points` and `calibrate-terms`."""
+"""The commands about measurements: `score`, `score-points`, `calibrate-terms` and `fetch-tables`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ def terms_arguments(parser: argparse.ArgumentParser) -> None:
     _data_argument(parser)
     parser.add_argument("--jobs", type=jobs, metavar="N", help="processes (as many as there are cores)")
     option(parser, "--out", default=Path("scenarios/terms"), help="folder (scenarios/terms)")
+
+
+@verb("fetch-tables", "bring the public kernel tables of a card", "l40s --out data", act="cbsim.measured.tables:fetch")
+def tables_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("card", metavar="CARD", help="a GPU of `list`, or a card's folder of tables, as h100_sxm")
+    there = os.environ.get("CBSIM_DATA")
+    option(parser, "--out", default=there, required=not there, help="folder of data ($CBSIM_DATA)")
+    parser.add_argument("--source", default="", help="URL or folder of aiconfigurator's `systems` (github.com)")
 
 
 def _data_argument(parser: argparse.ArgumentParser) -> None:

@@ -88,6 +88,6 @@ SEARCHED = (
     many_runs.tune_arguments,
 )
 RECORDED = (_conformance_arguments, _replan_arguments, _occupancy_arguments, _schema_arguments, LIST(common_options))
-MEASURED = (measured.score_arguments, measured.points_arguments, measured.terms_arguments)
+MEASURED = (measured.score_arguments, measured.points_arguments, measured.terms_arguments, measured.tables_arguments)
 SERVED = (sessions.serve_arguments, sessions.drive_arguments, _bench_arguments)
 VERBS = (RUN(run_arguments), _sweep_arguments, *SEARCHED, *RECORDED, *MEASURED, *SERVED)

@@ -86,7 +86,8 @@ TablesPath = Annotated[PlainPath, beside(begins_a_name)]
 def tables(path: str) -> Path:
     """Return the path of a scenario's kernel tables: a folder, or a prefix of file names. Raises ScenarioError."""
     candidates = [Path(path), *(folder / path for folder in data_folders())]
-    return _found("cost.path", f"no tables {path!r}", candidates, lambda at: at.is_dir() or begins_a_name(at, "_"))
+    get = "`python -m cbsim fetch-tables CARD` brings those of engines, "
+    return _found("cost.path", f"no tables {path!r}", candidates, lambda at: at.is_dir() or begins_a_name(at, "_"), get)
 
 
 def data(path: str, field: str = "workload.path") -> Path:
@@ -95,7 +96,7 @@ def data(path: str, field: str = "workload.path") -> Path:
     return _found(field, f"no file {path!r}", candidates, Path.is_file)
 
 
-def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path], bool]) -> Path:
+def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path], bool], get: str = "") -> Path:
     for candidate in candidates:
         if there(candidate):
             return candidate
@@ -104,5 +105,5 @@ def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path]
         raise ScenarioError(f"{field}: {what}: {other} is {kind}", field=field)
     looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
-    hint = "docs/data.md says where to get it"
+    hint = f"{get}docs/data.md says where to get it"
     raise ScenarioError(f"{field}: {what} beside the scenario, nor at {looked}{unset}; {hint}")

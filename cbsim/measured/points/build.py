@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from cbsim.cost.engine_tables import nearest
 from cbsim.errors import ScenarioError
 from cbsim.measured.points.published import Point
+from cbsim.measured.tables import TABLES
 from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import VLLM_RUNTIME_BYTES, Hardware, ModelShape, activation_bytes
 
-TABLES = "public_measured/aiconfigurator"
 REQUESTS_A_USER = 10
 LEAST_SHARE = 0.8  # the least length as a share of the nominal one; lengths are uniform between the two
 ROUTING = "power_law_1.01"  # the distribution of tokens over experts

@@ -37,12 +37,12 @@ from cbsim.machine.lockstep import feed
 from cbsim.measured.recorded.case import CPU
 from cbsim.measured.recorded.score import Feed, MetricScore, Replayed, Served, check_loop, fleet, scores
 from cbsim.measured.request_logs.log import REQUESTS, Key, Log, Start, specs
+from cbsim.measured.tables import TABLES
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 
-TABLES = "public_measured/aiconfigurator"
 SCENARIOS = ("sharegpt", "short_input")
 
 
