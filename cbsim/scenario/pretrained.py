@@ -15,8 +15,14 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
-KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}
+KV_HEADS |= {"granitemoe": None, "minimax_m2": 8, "olmoe": None}
 """The supported model types, and transformers' default of `num_key_value_heads`. None: the heads."""
+MIXTURES = dict.fromkeys(("granitemoe", "minimax_m2", "mixtral"), ("intermediate_size", "num_local_experts"))
+MIXTURES |= {"olmoe": ("intermediate_size", "num_experts"), "qwen3_moe": ("moe_intermediate_size", "num_experts")}
+"""The model types with experts, and the fields of an expert's width and of the experts of a layer."""
+WINDOWED = ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+QK_NORMED = ("minimax_m2", "olmoe", "qwen3", "qwen3_moe")
 WHOLE, SLIDING = "full_attention", "sliding_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 UNSUPPORTED = {
@@ -25,11 +31,13 @@ UNSUPPORTED = {
     "linear_.*|attn_type_list|full_attention_interval": "linear attention is not modelled",
     "mamba_.*|ssm_.*|state_size|hybrid_override_pattern": "Mamba layers are not modelled",
     "(vision|audio)_config": "of several media only the text model is modelled, and there is no text_config",
-    "attention_bias|mlp_bias": "biases but those of queries, keys and values are not modelled",
-    "mlp_only_layers": "all layers must have experts",
+    "(attention|mlp|lm_head)_bias": "only biases of queries, keys and values are modelled",
+    "(n|num)_shared_experts|(shared_expert|shared)_intermediate_size": "shared experts are not modelled",
+    "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
+    "mlp_only_layers|first_k_dense_replace": "a mixture must have experts in every layer",
     "compression_config": "read the original's config.json, and set the model's types in the scenario",
 }
-"""Patterns of fields that must be absent, null, false or empty, with the reason."""
+"""Patterns of fields that must be absent, null, false, 0 or empty, with the reason."""
 
 
 class Config(Document):
@@ -70,13 +78,7 @@ def shape(path: Path) -> dict[str, Any]:
 
 def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
-    for field, value in config.data.items():
-        reason = next((why for pattern, why in UNSUPPORTED.items() if re.fullmatch(pattern, field)), None)
-        if reason and value not in (None, False, [], {}):
-            raise config.bad(field, f"none: {reason}")
-    kind = config.data.get("model_type")
-    if not isinstance(kind, str) or kind not in KV_HEADS:
-        raise config.bad("model_type", f"one of {', '.join(KV_HEADS)}: nothing else is modelled")
+    kind = _kind(config)
     layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     absent = KV_HEADS[kind] if "num_key_value_heads" not in config.data else None
     kv_heads = config.whole("num_key_value_heads", absent or heads)
@@ -91,13 +93,27 @@ def fields_of(config: Config) -> dict[str, Any]:
         **_experts(config, kind),
         "vocab": config.whole("vocab_size"),
         "tied_embeddings": config.flag("tie_word_embeddings"),
-        "qk_norm": kind.startswith("qwen3"),
+        "qk_norm": kind in QK_NORMED,
         "qkv_bias": kind == "qwen2",
         "dtype": _dtype(config),
         **(config.checked(Quantized).quantization_config.types if config.data.get("quantization_config") else {}),
         "max_position": config.whole("max_position_embeddings"),
         **_attention(config, kind, layers),
     }
+
+
+def _kind(config: Config) -> str:
+    """Return the model type. Raises the error of `config` if it, or a field, says that the model is not supported."""
+    kind = config.data.get("model_type")
+    known = isinstance(kind, str) and kind in KV_HEADS
+    for pattern, reason in UNSUPPORTED.items():
+        for field, value in config.data.items():
+            if re.fullmatch(pattern, field) and value not in (None, False, [], {}):
+                wrong = f"{field}: {shown(value)} is not supported" if known else f"model_type {kind}"
+                raise config.error(f"{config.file}: {wrong}: {reason}", (field if known else "model_type",), reason)
+    if not isinstance(kind, str) or not known:
+        raise config.bad("model_type", f"a supported model: {', '.join(sorted(KV_HEADS))}")
+    return kind
 
 
 def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
@@ -109,8 +125,8 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
         raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
     if window >= most or SLIDING not in types:
         return {}
-    if kind == "llama":
-        raise config.bad("sliding_window", "null: transformers' Llama has no windows")
+    if kind not in WINDOWED:
+        raise config.bad("sliding_window", f"null: layers of model_type {kind} have no windows")
     return {"attention": _repeated([f"sliding {window}" if one == SLIDING else "full" for one in types])}
 
 
@@ -132,13 +148,13 @@ def _repeated(pattern: list[str]) -> list[str]:
 
 def _experts(config: Config, kind: str) -> dict[str, int]:
     """Return the width of the feed-forward layers, and the numbers of experts if the model has experts."""
-    if kind != "qwen3_moe":
+    if kind not in MIXTURES:
         return {"intermediate": config.whole("intermediate_size")}
     if config.whole("decoder_sparse_step", 1) != 1:
-        raise config.bad("decoder_sparse_step", "1: all layers must have experts")
-    width, experts, chosen = map(config.whole, ("moe_intermediate_size", "num_experts", "num_experts_per_tok"))
+        raise config.bad("decoder_sparse_step", "1: a mixture must have experts in every layer")
+    width, experts, chosen = map(config.whole, (*MIXTURES[kind], "num_experts_per_tok"))
     if chosen > experts:
-        raise config.bad("num_experts_per_tok", f"a number <= num_experts, {experts}")
+        raise config.bad("num_experts_per_tok", f"a number <= {MIXTURES[kind][1]}, {experts}")
     return {"intermediate": width, "experts": experts, "experts_per_token": chosen}
 
 
@@ -160,7 +176,7 @@ def _name(path: Path) -> str:
 
 
 LEFT = re.compile(
-    r"""(re:)?(.*[.*])?(lm_head|embed_tokens|\w*norm)\$?
+    r"""(re:)?(.*[.*])?(lm_head|embed_tokens|e_score_correction_bias|\w*norm)\$?
     | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too
     | .*(vision|visual|multi_modal).*          # not counted at all""",
     re.VERBOSE,
@@ -183,7 +199,7 @@ class Fp8(Form):
     """An fp8 scheme: weights and activations of 8 bits, a scale a tensor or a block; the scales are not counted."""
 
     quant_method: Literal["fp8"]
-    fmt: Literal["e4m3"] | None = None
+    fmt: Literal["e4m3", "float8_e4m3fn"] | None = None
     activation_scheme: Literal["dynamic", "static"]
     modules_to_not_convert: Left = None
     weight_block_size: Any = None

@@ -183,7 +183,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": [1, "x"]}, "eos_token_id: got [1, 'x'], expected a token id or a list of them"),
     ({"attention_bias": True}, "attention_bias: got true, expected false: nothing else is modelled"),
     ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
-    ({"sliding_window": 8}, "sliding_window: got 8, expected null: transformers' Llama has no windows"),
+    ({"sliding_window": 8}, "sliding_window: got 8, expected null: layers of model_type llama have no windows"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
     ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
