@@ -301,7 +301,7 @@ def _printed(results: Sequence[Result]) -> str:
     summary = results[0].summary
     table = catalogue.table({result.loop: result.summary for result in results})
     basis = results[0].environment.get("step_times")
-    times = f"times   by {basis}" if basis else ""
+    times = f"times   {basis if results[0].measured else f'by {basis}'}" if basis else ""
     heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario), times]
     limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
     bound = [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
