@@ -27,6 +27,8 @@ from cbsim.schedulers import registry
 from reports.doc_tables import facts
 from reports.fidelity.async_map import make as async_map
 from reports.fidelity.chunks import make as chunks
+from reports.fidelity.curves import make as efficiency
+from reports.fidelity.default import make as default
 from reports.fidelity.fragmentation import make as fragmentation
 from reports.fidelity.hopper import make as hopper
 from reports.fidelity.landscape import make as landscape
@@ -341,3 +343,36 @@ def test_fragmentation_is_what_runs() -> None:
     published, *_ = (one for one in facts("fragmentation")["runs"] if one["system"] == "Orca (Max)")
     assert now.shares._asdict() == pytest.approx(published["shares"], abs=1e-12)
     assert now.running == pytest.approx(published["running"], abs=1e-12)
+
+
+# -- the default cost model -------------------------------------------------------------------------------------------
+
+
+def test_curves_are_what_the_script_makes_of_the_tables() -> None:
+    """The file of a card, but for the errors that are added when all are made, to the last digit."""
+    data("public_measured/aiconfigurator/l40s/system.yaml")
+    committed = json.loads((catalog.SCENARIOS / "curves" / "l40s.json").read_text())
+    made = json.loads(json.dumps(efficiency.distil("l40s", "l40s")))
+    assert {name: part for name, part in committed.items() if name not in ("error", "left_out")} == made
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_steps_by_curves_are_near_those_by_tables(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
+    """90 % within 10 % by the card's own curves, within 25 % by those of the others: one model on 1 to 8 H100."""
+    data("public_measured/aiconfigurator/h100_sxm/system.yaml")
+    monkeypatch.setattr(efficiency, "MODELS", ("qwen3-14b",))
+    errors = np.array([error for *_, error in efficiency.compared("h100_sxm", "h100-sxm", "vllm", without=without)])
+    assert (abs(errors) < (0.25 if without else 0.1)).mean() > 0.9
+
+
+def test_the_default_is_within_its_bars() -> None:
+    """TPOT within 10 % and TTFT within 25 % in the mean of published servers, means of recorded runs within 10 %."""
+    made = facts("default")
+    assert made["servers"]["tpot"] < 0.1
+    assert made["servers"]["ttft"] < 0.25
+    means = [error for run in made["recorded"].values() for name, error in run.items() if name.endswith(" mean")]
+    assert len(means) == 6
+    assert max(map(abs, means)) < 0.1
+    now = default.recorded("RTX4090__Llama-3.1-8B")
+    published = made["recorded"]["RTX4090__Llama-3.1-8B"]
+    assert {" ".join(key): error for key, error in now.items()} == pytest.approx(published, abs=1e-9)
