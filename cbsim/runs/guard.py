@@ -35,6 +35,7 @@ IN_USE = 16  # blocks: what it takes to check a block in use
 _numbers = Struct("7q")  # to pack what is no number raises
 _values = attrgetter(*(field.name for field in fields(RequestSpec)))
 F = TypeVar("F", bound=Callable[..., Any])
+V = TypeVar("V")
 
 
 class PolicyError(RunError):
@@ -79,10 +80,10 @@ class Guarded(Watched):
         for attribute, kind in PROMISED.items():
             _promised(attribute, getattr(policy, attribute), kind)
         self.polls_before_update, self.awaits_when_idle = policy.polls_before_update, policy.awaits_when_idle
-        self.pool, self.limits = policy.pool, policy.limits
-        self._blocks, limits = self.pool.free_order(), self.limits
-        self._most_rows = min([most for most in (limits.rows, limits.slots) if most is not None], default=sys.maxsize)
-        self._most_tokens = sys.maxsize if limits.tokens is None else limits.tokens
+        self.pool, self.limits, self._blocks = policy.pool, policy.limits, policy.pool.free_order()
+        rows, tokens = (self.limits.rows, self.limits.slots), self.limits.tokens
+        self._most_rows = min([most for most in rows if most is not None], default=sys.maxsize)
+        self._most_tokens = sys.maxsize if tokens is None else tokens
 
     def __getattr__(self, name: str) -> Any:
         """Return the scheduler's own attribute: requests or queues."""
@@ -91,8 +92,7 @@ class Guarded(Watched):
     @property
     @_named
     def idle(self) -> bool:
-        idle = self._policy.idle
-        _promised("idle", idle, bool)
+        idle = _promised("idle", self._policy.idle, bool)
         if idle and self._open:
             raise AssertionError(f"it is True, but request {next(iter(self._open)).id} has not ended")
         return idle
@@ -100,8 +100,7 @@ class Guarded(Watched):
     @_named
     def refusal(self, spec: RequestSpec) -> str | None:
         before = _values(spec)
-        reason = self._policy.refusal(spec)
-        _promised("refusal", reason, str, NoneType)
+        reason = _promised("refusal", self._policy.refusal(spec), str, NoneType)
         _unchanged(spec, before)
         return reason
 
@@ -121,15 +120,12 @@ class Guarded(Watched):
 
     @_named
     def runs_ahead(self, plan: StepPlan) -> bool:
-        ahead = self._policy.runs_ahead(plan)
-        _promised("runs_ahead", ahead, bool)
-        return ahead
+        return _promised("runs_ahead", self._policy.runs_ahead(plan), bool)
 
     @_named
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         """Check that requests end with their last token, a stop token, or where no longer sequence has room."""
-        outcome = self._policy.update(plan, result)
-        _promised("update", outcome, Outcome)
+        outcome = _promised("update", self._policy.update(plan, result), Outcome)
         for spec, _ in outcome.finished:
             if spec not in self._open:
                 raise AssertionError(f"request {spec.id} ends, which is not one of the requests")
@@ -142,9 +138,8 @@ class Guarded(Watched):
 
     @_named
     def schedule(self) -> StepPlan | None:
-        plan = self._policy.schedule()
+        plan = _promised("schedule", self._policy.schedule(), StepPlan, NoneType)
         if plan is not None:
-            _promised("schedule", plan, StepPlan, NoneType)
             self._follow(plan)
             self.steps += 1
         return plan
@@ -275,11 +270,12 @@ class Guarded(Watched):
         return ""
 
 
-def _promised(name: str, value: object, *kinds: type) -> None:
-    """Raise AssertionError unless a value is of one of the types that the Scheduler protocol promises."""
+def _promised(name: str, value: V, *kinds: type) -> V:
+    """Return a value if it is of one of the types that the Scheduler protocol promises. Raises AssertionError."""
     if not isinstance(value, kinds):
         allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
         raise AssertionError(f"{name} is {str(value)[:60]!r}, expected {allowed}")
+    return value
 
 
 def _unchanged(spec: RequestSpec, before: Any) -> None:
