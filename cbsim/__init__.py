@@ -11,7 +11,7 @@ called `runs` and `sweeps`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cbsim.scenario.overrides import Changes
     from cbsim.scenario.scenario import Scenario
     from cbsim.search.capacity import Capacity
+    from cbsim.search.probe import Probe
     from cbsim.search.tune import Tuned
     from cbsim.sweeps.sweep import Swept
 
@@ -102,18 +103,21 @@ def capacity(
     *,
     changes: Changes = (),
     goodput: str | None = None,
-    over: str = "workload.arrivals.rate_per_s",
+    over: str = "rate_per_s",
     confidence: float = 0.95,
     width: float = 0.05,
     replicates: int = 32,
     warmup: float = 0.1,
+    progress: Callable[[Probe], object] = lambda _: None,
     store: str | Path = "sweeps",
     jobs: int = 1,
     ray: str | None = None,
 ) -> Capacity:
     """Find the load that a server of one loop sustains within conditions such as `ttft.p99<=2s`, and with a `goodput`
-    such as `99%` of the requests within the scenario's slo. `confidence` to `warmup` are as in the command, `changes`
-    those of `run`; `store`, `jobs` and `ray` are those of `sweep`. Raises ScenarioError, CheckError, RunError.
+    such as `99%` of the requests within the scenario's slo. `over` is a number of the workload, by default its rate,
+    that of a trace too. `progress` is called with each load as it is made: `print` shows a line. `confidence` to
+    `warmup` are as in the command, `changes` those of `run`; `store`, `jobs` and `ray` are those of `sweep`. Raises
+    ScenarioError, CheckError, RunError.
     """
     from contextlib import closing
 
@@ -126,7 +130,7 @@ def capacity(
     precision = {"confidence": confidence, "width": width, "replicates": replicates, "warmup": warmup}
     required = probe.terms(loaded, slo, goodput, **precision)
     with closing(executor(jobs, ray)) as workers:
-        return capacity.search(loaded, over, required, Runs(Store(Path(store)), workers))
+        return capacity.search(loaded, over, required, Runs(Store(Path(store)), workers), progress)
 
 
 def tune(

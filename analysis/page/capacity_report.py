@@ -29,6 +29,8 @@ STYLES = {
     "holds": Style(chart.GREEN, "solid", "circle"),
     "fails": Style(chart.RED, "solid", "cross"),
     "undecided": Style(chart.ORANGE, "solid", "diamond"),
+    "likely holds": Style(chart.SKY, "solid", "circle"),
+    "likely fails": Style(chart.GREY, "solid", "cross"),
 }
 FAR = 8  # the least ratio of the greatest load to the least for a logarithmic axis
 AROUND = 1.1  # the second panel extends the capacity's ends by this factor, or by the cube of their ratio if larger
@@ -50,6 +52,7 @@ class Probe(Form):
 
     value: float
     holds: bool | None = None
+    likely: bool | None = None
     replicates: int = 0
     requests: int = 0
     reason: str | None = None
@@ -57,11 +60,12 @@ class Probe(Form):
 
     @property
     def verdict(self) -> str:
-        return VERDICTS[self.holds]
+        return VERDICTS[self.holds] if self.likely is None else f"likely {VERDICTS[self.likely]}"
 
     def interval(self, check: Check) -> tuple[float, float, float] | None:
         """Return (mean, low, high) of a condition's metric."""
-        return next(((each.mean, each.low, each.high) for each in self.values if each.condition == check.rule), None)
+        known = next((each for each in self.values if each.condition == check.rule), None)
+        return None if known is None else (known.mean, max(known.low, 0.0), known.high)
 
 
 class Limit(Form):
@@ -77,9 +81,11 @@ class Capacity(Form):
     name: str = ""
     loop: str = ""
     field: str
+    unit: str = ""
     holds: float | None
     fails: float | None
-    confidence: float
+    reason: str = ""
+    confidence: float | None
     replicates: int = 0
     requests: int = 0
     conditions: Annotated[list[str], Field(min_length=1)]
@@ -91,6 +97,11 @@ class Capacity(Form):
     @property
     def title(self) -> str:
         return " ".join(filter(None, (self.name, self.loop)))
+
+    @property
+    def load(self) -> str:
+        """What the loads are, such as requests/s."""
+        return self.unit or self.field
 
     @property
     def checks(self) -> list[Check]:
@@ -116,15 +127,20 @@ def build(capacity: Capacity, command: str) -> Report:
     """Return the report of one search."""
     disorder = "A larger load does better than a smaller one: there is no single capacity."
     caveats = [] if capacity.monotone else [Caveat("not monotone", "", disorder)]
-    header = (capacity.field, "verdict", "runs", "requests", *capacity.conditions, "why")
+    header = (capacity.load, "verdict", "runs", "requests", *capacity.conditions, "why")
     rows = []
     for probe in capacity.probes:
-        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
+        numbers = (
+            f"{probe.value:g}" if probe.value else "one at a time",
+            probe.verdict,
+            f"{probe.replicates:,}",
+            f"{probe.requests:,}",
+        )
         rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
-    note = "Mean over the runs of a load, and the interval that decides."
+    note = "Mean over the runs of a load, with its interval where a load has several. Likely: by the mean of two runs."
     return Report(
         title=f"Capacity of {capacity.title}",
-        question=f"Up to which {capacity.field} does {' and '.join(capacity.conditions)} hold?",
+        question=f"Up to how many {capacity.load} do the conditions hold: {' and '.join(capacity.conditions)}?",
         sources=(),
         caveats=[*caveats, *(Caveat("search", "", notice) for notice in capacity.notices)],
         findings=_findings(capacity),
@@ -136,13 +152,16 @@ def build(capacity: Capacity, command: str) -> Report:
 
 
 def _findings(capacity: Capacity) -> list[str]:
-    known = [
-        f"{word} at {at:g}" for word, at in (("holds", capacity.holds), ("fails", capacity.fails)) if at is not None
-    ]
-    missing = "fails" if capacity.holds is not None else "holds"
-    answer = f"{capacity.field} {' and '.join(known)}" if known else "No load that was tried is decided"
-    answer += f"; no load that was tried {missing}" if len(known) == 1 else ""
-    sentences = [f"{answer} (confidence {capacity.confidence:.4g})."]
+    sure = "" if capacity.confidence is None else f", with {100 * capacity.confidence:.6g}% confidence"
+    holds = "No load that was tried holds" if capacity.holds is None else f"Holds {capacity.holds:g} {capacity.load}"
+    fails = (
+        f"at {capacity.fails:g}, {capacity.reason or 'a condition fails'}"
+        if capacity.fails
+        else "none of the loads that were tried fails"
+    )
+    if capacity.fails == 0:
+        fails = f"even of one request alone {capacity.reason}"
+    sentences = [f"{holds}; {fails}{sure}."]
     if capacity.replicates:
         sentences.append(f"{len(capacity.probes)} loads, {capacity.replicates:,} runs, {capacity.requests:,} requests.")
     if capacity.binds:
@@ -154,21 +173,23 @@ def _cell(probe: Probe, check: Check) -> str:
     if (interval := probe.interval(check)) is None:
         return "-"
     mean, low, high = map(catalogue.metric(check.metric).shown, interval)
-    return f"{mean} [{low}, {high}]"
+    return f"{mean} [{low}, {high}]" if interval[1] < interval[2] else mean
 
 
 def figure(capacity: Capacity) -> Chart:
     """Draw a line of panels a condition: all loads, and if the capacity is known those near it."""
     ends = capacity.ends
-    near = [probe for probe in capacity.probes if ends and _within(probe.value, ends)]
-    close = ends is not None and len(near) < len(capacity.probes)
+    loads = [probe for probe in capacity.probes if probe.value] or capacity.probes
+    near = [probe for probe in loads if ends and _within(probe.value, ends)]
+    close = ends is not None and len(near) < len(loads)
     panels = []
     for check in capacity.checks:
-        panels.append(_panel(capacity, check, capacity.probes, near=False))
+        panels.append(_panel(capacity, check, loads, near=False))
         panels += [_panel(capacity, check, near, near=True)] * close
-    caption = "Means of the replicates of a load, with the intervals that decide. Dashed: the limit."
+    several = "with intervals where there are several" if capacity.confidence else "one each: there are no intervals"
+    caption = f"Means of the runs of a load, {several}. Dashed: the limit."
     caption += " Shaded: from the last load that holds to the first that fails." if ends else ""
-    title = f"{capacity.title}: capacity over {capacity.field}"
+    title = f"{capacity.title}: capacity in {capacity.load}"
     return Chart("capacity", title, caption, panels, columns=2 if close else 1)
 
 
@@ -182,7 +203,7 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
     known = [(probe, interval) for probe in loads if (interval := probe.interval(check))]
     metric = catalogue.metric(check.metric)
     intervals: Floats = np.array([interval for _, interval in known]).reshape(-1, 3)
-    means, lows, highs = np.maximum(intervals, [-np.inf, 0.0, -np.inf]).T
+    means, lows, highs = intervals.T
     scale = scale_of(metric.unit, float(max(highs.max(initial=0.0), check.bound)))
     y_log = spread([np.append(means, check.bound)])
     means, lows, highs = (values / scale.size for values in (means, lows, highs))
@@ -194,7 +215,7 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
         marks.append(Area("capacity", np.sort(capacity.ends), low, high, Style(chart.GREY)))
     marks += [Level("limit", bound, Style(chart.BLACK, "dashed")), Line("", x, means, Style(chart.GREY))]
     texts = [
-        f"{capacity.field} = {probe.value:g}: {metric.shown(interval[0])}, {probe.verdict}" for probe, interval in known
+        f"{probe.value:g} {capacity.load}: {metric.shown(interval[0])}, {probe.verdict}" for probe, interval in known
     ]
     verdicts = np.array([probe.verdict for probe, _ in known], dtype=object)
     for verdict in (each for each in STYLES if each in verdicts):
@@ -203,7 +224,7 @@ def _panel(capacity: Capacity, check: Check, loads: Sequence[Probe], *, near: bo
         marks.append(Points(verdict, x[own], means[own], style, [texts[at] for at in own]))
     title = f"{metric.label}, {'near the capacity' if near else 'all loads'} (limit {shown(check.bound, metric.form)})"
     ticks = _doubled(x)
-    return Panel(marks, capacity.field, scale.name, title, x_log=bool(ticks), y_log=y_log, y_range=reach, x_ticks=ticks)
+    return Panel(marks, capacity.load, scale.name, title, x_log=bool(ticks), y_log=y_log, y_range=reach, x_ticks=ticks)
 
 
 def _reach(means: Floats, lows: Floats, highs: Floats, bound: float, *, log: bool, near: bool) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,22 @@ def executor(arguments: argparse.Namespace) -> Executor:
 
 
 COMPARED = ("throughput", "ttft.p99", "tpot.p99")
-RATE = "workload.arrivals.rate_per_s"
 jobs = whole(1, 1024)  # processes: MOST_JOBS of cbsim.sweeps.work, which is slow to import
+
+
+def shares(least: float, most: float) -> Callable[[str], float]:
+    """Return the type of an option that takes a share between two bounds: `95%` or 0.95."""
+
+    def parse(value: str) -> float:
+        if not least <= share(value) <= most:
+            bounds = f"expected a share from {least:.6g} to {most:.6g}, such as {0.95 if least >= 0.5 else 0.05:.0%}"
+            raise argparse.ArgumentTypeError(f"{value!r}: {bounds}")
+        return share(value)
+
+    return parse
+
+
+a_confidence = shares(0.5, 1 - 1e-6)  # EVEN and SURE of cbsim.search.tune, which is slow to import
 
 
 def _cluster(value: str) -> str:
@@ -65,7 +80,13 @@ def contrast_arguments(parser: argparse.ArgumentParser) -> None:
     compared = f"what is compared (repeatable; {', '.join(COMPARED)})"
     add("--metric", action="append", metavar="M", help=compared)
     option(parser, "--confidence", type=a_confidence, help="that all intervals hold at once (95%%)")
-    add("--precision", type=a_share, default=0.01, metavar="P", help="of the reference, for the pairs needed (1%%)")
+    add(
+        "--precision",
+        type=shares(1e-6, 1),
+        default=0.01,
+        metavar="P",
+        help="of the reference, for the pairs needed (1%%)",
+    )
     common_options(parser, "--out", "--json")
 
 
@@ -114,13 +135,14 @@ def capacity_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
     option(parser, "--check", "--slo", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
     add("--goodput", metavar="SHARE", help="of requests within the scenario's slo, e.g. 99%%")
-    add("--over", default=RATE, metavar="FIELD", help=f"a number of the workload ({RATE})")
+    add("--over", default="rate_per_s", metavar="FIELD", help="a number of the workload (rate_per_s, of a trace too)")
     option(parser, "--loop", choices=("sync", "async"), help="serving loop")
-    option(parser, "--confidence", metavar="SHARE", help="of the answer (95%%)")
-    add("--width", type=share, default=0.05, metavar="SHARE", help="of the answer at most (5%%)")
-    add("--replicates", type=int, default=32, metavar="N", help="runs of a load at most (32)")
-    warmup = "of requests that do not count, the first (10%%)"
-    add("--warmup", type=share, default=0.1, metavar="SHARE", help=warmup)
+    option(parser, "--confidence", type=shares(0.5, 0.9999), help="that the capacity lies in the interval (95%%)")
+    wide = "how far apart the load that holds and the one that fails may be (5%%)"
+    add("--width", type=shares(0.001, 1), default=0.05, metavar="P", help=wide)
+    add("--replicates", type=whole(2, 10_000), default=32, metavar="N", help="runs of a load at most (32)")
+    warmup = "of the requests, the first ones, do not count (10%%)"
+    add("--warmup", type=shares(0, 0.9), default=0.1, metavar="P", help=warmup)
     store_arguments(parser)
     option(parser, "--json", help="print one object: the interval, and every probe")
 
@@ -178,22 +200,6 @@ def tune(arguments: argparse.Namespace) -> int:
     if tuned.outcome.best is not None:
         return OK
     return ERROR if all(trial.verdict == FAILED for trial in tuned.outcome.trials) else CHECK_FAILED
-
-
-def a_share(value: str) -> float:
-    """Parse a share above 0 and below 1: `95%` or 0.95."""
-    if not 0 < share(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected a share between 0 and 1, such as 95%")
-    return share(value)
-
-
-def a_confidence(value: str) -> float:
-    from cbsim.search.tune import EVEN, SURE
-
-    confidence = a_share(value)
-    if not EVEN <= confidence <= SURE:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected a share from {EVEN:g} to {SURE:g}")
-    return confidence
 
 
 def capacity(arguments: argparse.Namespace) -> int:

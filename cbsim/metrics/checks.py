@@ -52,6 +52,13 @@ class Check:
     compare: str
     bound: float
 
+    @property
+    def broken(self) -> str:
+        """How a value breaks the condition, in words, such as `TTFT p99 exceeds 50 ms`."""
+        known = metric(self.metric)
+        word = {"<": "exceeds", ">": "is below", "=": "is not"}[self.compare[0]]
+        return f"{known.label} {word} {known.shown(self.bound)}"
+
     def value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the metric's value in a summary; None if the run has no sample of it."""
         value = lookup(summary, self.metric)

@@ -1,8 +1,11 @@
 """The capacity of a server: an interval of the largest load at which conditions hold, and what limits it.
 
-The search starts at the scenario's load. It doubles and halves the load until one load is decided to hold and a larger
-one to fail; then it halves the gap by ratio. If the middle of the gap remains undecided, the gaps beside the undecided
-loads are halved, so that both ends of the answer are decided probes.
+A few requests one after the other show whether the conditions hold without load. Then the load doubles or halves from
+the scenario's, with two runs each, until means keep the conditions at one load and break them at another, and the gap
+is divided where they are expected to cross. Two loads about that place get further runs, look by look. Between them
+each run's metrics are interpolated: all loads have the same seeds, so a run changes smoothly from one to the other. The
+answer reaches from the largest load where an interval says that all conditions hold to the least where one says that a
+condition fails.
 
 `cbsim capacity` prints each probe as it is made, then the answer.
 """
@@ -11,21 +14,25 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue
+from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
-from cbsim.search.probe import MOST_PROBES, Over, Probe, Terms, Value, looked_at, probe
-from cbsim.sweeps.store import Runs, Store
+from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
+from cbsim.stats import intervals
+from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.work import Executor
 
+SINKING = {SHARE, *(name for name in catalogue.METRICS if name.partition(".")[0] in catalogue.DISTRIBUTIONS)}
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
 """A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
@@ -47,9 +54,12 @@ class Capacity:
     name: str
     loop: str
     field: str
+    unit: str
     terms: Terms
     holds: Value | None
     fails: Value | None
+    reason: str
+    """The conditions that fail there."""
     width: float | None
     """The ratio of the load of `fails` to that of `holds`, less 1."""
     probes: tuple[Probe, ...]
@@ -70,34 +80,37 @@ class Capacity:
 
     def numbers(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("name", "loop", "field", "holds", "fails", "width")},
-            "confidence": self.terms.confidence,
+            **{name: getattr(self, name) for name in ("name", "loop", "field", "unit", "holds", "fails", "reason")},
+            "width": self.width,
+            "confidence": None if self.terms.still else self.terms.confidence,
             "replicates": self.replicates,
             "requests": self.requests,
             "conditions": [check.rule for check in self.terms.conditions],
             "binds": self.binds and self.binds._asdict(),
             "monotone": not self.disorder,
             "notices": [*self.disorder, *self.notices],
-            "probes": [each.numbers(self.terms) for each in self.probes],
+            "probes": [each.numbers() for each in self.probes],
         }
 
     def __str__(self) -> str:
         lines = [self._end("holds", self.holds), self._end("fails", self.fails)]
+        total = f"{self.replicates:,} runs, {self.requests:,} requests that count"
         if self.width is not None:
-            total = f"{self.replicates:,} runs, {self.requests:,} requests that count"
-            lines.append(f"between   {self.width:.1%} apart, {100 * self.terms.confidence:g} % sure; {total}")
+            sure = "each load run once" if self.terms.still else f"{100 * self.terms.confidence:g} % confidence"
+            lines.append(f"between   {self.width:.1%} apart, {sure}; {total}")
         if self.binds is not None:
             lines += [f"binds     {self.binds.word}", *(f"          {sentence}" for sentence in self.binds.sentences)]
         lines += [f"WARNING   not monotone: {pair}" for pair in self.disorder]
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
     def _end(self, word: str, value: Value | None) -> str:
+        if value is None and not self.probes[-1].value:
+            return f"{word:<10}none"
         if value is None:
-            tried = f"from {self.probes[0].value:g} to {self.probes[-1].value:g}"
-            return f"{word:<10}none of the loads that were tried, {tried}"
-        at = next(each for each in self.probes if each.value == value)
-        reason = f" {at.reason}" if at.reason else ""
-        return f"{word:<10}{value:g}{reason} ({at.replicates} runs, {at.requests:,} requests)"
+            least = next(each.value for each in self.probes if each.value)
+            return f"{word:<10}none of the loads from {least:g} to {self.probes[-1].value:g} {self.unit}"
+        load = f"{value:g} {self.unit}" if value else "one request alone"
+        return f"{word:<10}{load}{f': {self.reason}' if word == 'fails' else ''}"
 
     def __repr__(self) -> str:
         return f"<Capacity {self.name} {self.loop}: {self.field} holds {self.holds}, fails {self.fails}>"
@@ -106,8 +119,8 @@ class Capacity:
 def _limit(fails: Probe) -> Limit:
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
-    causes = (cause for sentence in fails.limits if (cause := sentence.partition(":")[0]) != "arrivals")
-    return Limit(CAUSES.get(next(causes, ""), "queue"), tuple(fails.limits))
+    limits = tuple(sentence for sentence in fails.limits if not sentence.startswith("arrivals"))
+    return Limit(CAUSES.get(limits[0].partition(":")[0], "queue") if limits else "queue", limits)
 
 
 def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
@@ -119,7 +132,7 @@ def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
         for less, more in combinations(probes, 2)
         if less.holds is False and more.holds
     ]
-    for at, check in enumerate(terms.conditions):
+    for at, check in enumerate([] if terms.still else terms.conditions):
         for less, more in combinations([each for each in probes if each.intervals], 2):
             a, b = less.intervals[at], more.intervals[at]
             if (check.compare[0] == "<" and b.high < a.low) or (check.compare[0] == ">" and b.low > a.high):
@@ -128,54 +141,186 @@ def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
     return pairs
 
 
-MOST_DOUBLINGS = 10
-SMALL = 4  # a gap beside undecided loads is small if it is at most the width divided by this
-Hear = Callable[[Probe], None]
+MOST_DOUBLINGS, MOST_MOVES = 10, 4
+ROOM = 1.2  # the distance of the two loads from the expected capacity, in halves of the interval that is expected there
+NEAR, FAR = 0.8, 2.0  # a load nearer or farther than so many halves is replaced by one with that distance
+BEYOND = 1.9  # the ratio from an end at which a load shows whether more load is worse
+UNEVEN = 0.2  # of the rise from one load to the other: metrics that are so far off are not interpolated
+EARLY = 2  # looks before this one tell too little of how wide the interval will be
+STILL = "the seed changes nothing, so each load is run once: the answer is that of these requests, without an interval"
+PARTS = 128  # of the gap between two loads, at which an end of the answer may lie
+Hear = Callable[[Probe], object]
 
 
 class Search:
-    """The state of a search: the probes made so far, from which the next load follows."""
+    """The state of a search: the probes made so far, from which the next load follows. `ends` are the load that holds
+    and the one that fails; `reason` is the condition that fails there; `above` is the probe next to it.
+    """
 
     def __init__(self, over: Over, terms: Terms, runs: Runs, hear: Hear) -> None:
-        self._over, self._terms, self._runs, self._hear = over, terms, runs, hear
+        self._over, self._terms, self._hear = over, terms, hear
+        self._prober = Prober(over, terms, runs)
         self._made: dict[Value, Probe] = {}
+        self.ends: tuple[Value | None, Value | None] = None, None
+        self.above: Probe | None = None
+        self._sharp = False  # a jump lies between the ends: nothing is interpolated
+        self.reason = ""
         self.notices: list[str] = []
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        return tuple(sorted(self._made.values(), key=lambda each: self._over.load(each.value)))
+        """The last probe of each load, by load; one request alone is the load 0."""
+        return tuple(sorted(self._made.values(), key=lambda each: each.value and self._over.load(each.value)))
 
     @property
-    def fails(self) -> Probe | None:
-        """The probe of the least load that is decided to fail."""
-        return next((each for each in self.probes if each.holds is False), None)
+    def width(self) -> float | None:
+        """The ratio of the load that fails to the one that holds, less 1; None unless both are known."""
+        holds, fails = self.ends
+        return None if holds is None or fails is None else self._over.ratio(holds, fails) - 1
 
-    @property
-    def holds(self) -> Probe | None:
-        """The probe of the largest load below `fails` that is decided to hold."""
-        below = self.probes if self.fails is None else self.probes[: self.probes.index(self.fails)]
-        return next((each for each in reversed(below) if each.holds), None)
+    def gap(self) -> tuple[Probe | None, Probe | None]:
+        """Return the least load whose means break the conditions, after the largest one below whose means keep them."""
+        probes = [each for each in self.probes if each.value]
+        breaks = next((each for each in probes if each.excess > 0), None)
+        below = probes if breaks is None else probes[: probes.index(breaks)]
+        return (below[-1] if below else None), breaks
 
-    def bracket(self) -> None:
-        """Find a load that fails and one that holds. Raises what the probe of the scenario's own load raises."""
-        self._look(self._over.start)
-        self._scale(2.0, lambda: self.fails)
-        self._scale(0.5, lambda: self.holds)
+    def possible(self) -> bool:
+        """Return whether one request alone keeps the conditions. Only latencies and attainment are best there."""
+        alone = self._prober.alone()
+        if alone is None:
+            return True
+        sinking = all(check.metric in SINKING for check in self._terms.conditions)
+        broken = alone.holds is False and sinking
+        self._add(alone if broken else replace(alone, holds=None, likely=alone.excess <= 0))
+        if broken:
+            self.ends, self.above, self.reason = (None, 0.0), alone, str(alone.reason)
+        return not broken
 
-    def _scale(self, factor: float, end: Callable[[], Probe | None]) -> None:
-        """Multiply the load by `factor` until `end` returns a probe, or there is no further load."""
-        value, times = self._over.start, 0
-        while end() is None:
-            scaled = self._over.times(value, factor)
-            problem = self._problem(scaled)
-            if times == MOST_DOUBLINGS or len(self._made) == MOST_PROBES:
-                problem = f"{len(self._made)} loads were tried"
-            if scaled is None or problem:
-                more = "more" if factor > 1 else "less"
-                self.notices.append(f"no {more} load than {value:g} was tried: {problem}")
+    def locate(self) -> tuple[Probe | None, Probe | None]:
+        """Return two neighbouring loads of which the means of the first keep the conditions and those of the second do
+        not; None for one that was not found. Raises what the probe of the scenario's own load raises.
+        """
+        self._pilot(self._over.start)
+        self._scale(2.0, lambda: self.gap()[1])
+        self._scale(0.5, lambda: self.gap()[0])
+        return self._closer(2)
+
+    def _closer(self, power: int) -> tuple[Probe | None, Probe | None]:
+        """Divide the gap of the means until its ratio is at most this power of the width's, or the width's itself where
+        nothing is interpolated.
+        """
+        low, high = self.gap()
+        while low and high:
+            exact = self._terms.still or not high.intervals
+            middle = self._over.between(low.value, high.value, _crossing(low, high, 0.25))
+            near = (1 + self._terms.width) ** (1 if exact else power)
+            if middle is None or self._over.ratio(low.value, high.value) <= near:
+                break
+            self._pilot(middle)
+            low, high = self.gap()
+        return low, high
+
+    def decide(self, low: Probe | None, high: Probe | None) -> None:
+        """Find the ends of the answer by further runs of these loads, or of others beside the expected capacity, until
+        they are the width apart or after the last look.
+        """
+        for look in range(len(self._terms.looks)):
+            for _ in range(MOST_MOVES):
+                low, high = low and self._look(low, look), high and self._look(high, look)
+                self.ends, self.above = self._ends(low, high, look), high
+                if self._done():
+                    if self._terms.still or self._sharp or not (low and high) or self._smooth(low, high):
+                        return
+                    self._sharp = True
+                    low, high = self._closer(1)
+                    continue
+                if not (low and high) or self._sharp:
+                    break
+                values = self._beside(low, high, look)
+                if values == (low.value, high.value):
+                    break
+                low, high = (self._made.get(value) or self._pilot(value) for value in values)
+        self.notices.append(self._why_wide())
+
+    def _smooth(self, low: Probe, high: Probe) -> bool:
+        """Whether the metrics of two runs between these loads are about as they are interpolated: without a jump."""
+        part = _crossing(low, high, 0.25)
+        middle = self._over.between(low.value, high.value, part)
+        if middle is None or not (low.intervals and high.intervals):
+            return True
+        first, last = (self._prober.pilot(each.value).excess for each in (low, high))
+        off = self._pilot(middle).excess - first - part * (last - first)
+        return abs(off) <= UNEVEN * (high.excess - low.excess)
+
+    def _done(self) -> bool:
+        """Whether the ends are near enough, no load lies between them, or the only one there can be is decided."""
+        holds, fails = self.ends
+        if holds is None or fails is None:
+            return (holds is None) != (fails is None) and None in self.gap()
+        return self._over.ratio(holds, fails) - 1 <= self._terms.width or not self._over.between(holds, fails, 0.5)
+
+    def _ends(self, low: Probe | None, high: Probe | None, look: int) -> tuple[Value | None, Value | None]:
+        """Return the largest load that holds and the least that fails, from one of the two to the other."""
+        if self._terms.still or self._sharp or not (low and high and low.intervals and high.intervals):
+            self.reason = str(high.reason) if high else ""
+            return low.value if low and low.holds else None, high.value if high and high.holds is False else None
+
+        def verdicts(part: int) -> list[tuple[Check, bool | None]]:
+            return self._prober.inside(low.value * (high.value / low.value) ** (part / PARTS), look)
+
+        def holds(part: int) -> bool:
+            return all(verdict for _, verdict in verdicts(part))
+
+        def fails(part: int) -> bool:
+            return any(verdict is False for _, verdict in verdicts(part))
+
+        parts = range(PARTS + 1)
+        last, first = (
+            bisect_left(parts, True, key=lambda part: not holds(part)) - 1,
+            bisect_left(parts, True, key=fails),
+        )
+        self.reason = ", ".join(check.broken for check, verdict in verdicts(min(first, PARTS)) if verdict is False)
+        less, more = (math.ceil, math.floor) if self._over.falls else (math.floor, math.ceil)
+        above = self._over.between(low.value, high.value, first / PARTS, more) or high.value
+        below = self._over.between(low.value, high.value, max(last, 0) / PARTS, less) or low.value
+        return below if last >= 0 else None, above if first <= PARTS else None
+
+    def _beside(self, low: Probe, high: Probe, look: int) -> tuple[Value, Value]:
+        """Return two loads beside the expected capacity: the given ones if they are about ROOM halves of the interval
+        away from it that is expected there: the width, or what the last look would leave if that is wider.
+        """
+        span = math.log(self._over.ratio(low.value, high.value))
+        slope = (high.excess - low.excess) / span
+        if not (math.isfinite(slope) and slope > 0):
+            return low.value, high.value
+        final = self._terms.shrunk(look) * (low.spread + high.spread) / 2 / slope
+        half = max(math.log1p(self._terms.width) / 2, final if look >= EARLY else 0.0)
+        at = _crossing(low, high, -1.0) * span
+        values = []
+        for probe, distance, sign, end in zip((low, high), (at, span - at), (-1, 1), self.ends, strict=True):
+            moved, room = None, ROOM * half
+            if look == len(self._terms.looks) - 1 and end is None:
+                room = max(room, 1.5 * distance)
+            if not NEAR * half <= distance <= FAR * half or room > ROOM * half:
+                moved = self._over.times(probe.value, math.exp(sign * (room - distance)))
+            values.append(probe.value if moved is None or self._problem(moved) else moved)
+        return values[0], values[1]
+
+    def _scale(self, factor: float, found: Callable[[], Probe | None]) -> None:
+        """Multiply the scenario's load by `factor` until a probe is `found` or there is no further load."""
+        value = self._over.start
+        for times in range(1, MOST_DOUBLINGS + 2):
+            if found():
                 return
-            self._look(scaled)
-            value, times = scaled, times + 1
+            scaled = self._over.times(value, factor)
+            problem = f"{times} loads were tried" if times > MOST_DOUBLINGS else self._problem(scaled)
+            if scaled is None or problem:
+                beyond = "larger" if factor > 1 else "smaller"
+                self.notices.append(f"no load {beyond} than {value:g} {self._over.unit} was tried: {problem}")
+                return
+            self._pilot(scaled)
+            value = scaled
 
     def _problem(self, value: Value | None) -> str | None:
         """Return why no scenario can have this load; None if one can."""
@@ -187,61 +332,44 @@ class Search:
             return str(error)
         return None
 
-    def narrow(self) -> None:
-        """Narrow the gap until its ends are within the width, or no load between them can be decided."""
-        while (ends := self.ends) is not None and self._over.ratio(*ends) - 1 > self._terms.width:
-            value = self._next(*ends)
-            if value is None or len(self._made) == MOST_PROBES:
-                self.notices.append(self._why_wide(value is None))
-                return
-            self._look(value)
-
-    @property
-    def ends(self) -> tuple[Value, Value] | None:
-        """The values that hold and fail, between which the answer lies; None unless both are known."""
-        holds, fails = self.holds, self.fails
-        return None if holds is None or fails is None else (holds.value, fails.value)
-
     def beyond(self) -> None:
-        """Probe half the least load and twice the largest, one look each: the answer stays, but disorder may show."""
-        if self.ends is None:
+        """Probe half the load that holds and twice the one that fails, if none is as far: disorder may show."""
+        if self.width is None:
             return
-        for outermost, factor in zip((self.probes[0], self.probes[-1]), (0.5, 2.0), strict=True):
-            scaled = self._over.times(outermost.value, factor)
-            if scaled is not None and self._problem(scaled) is None:
-                self._add(next(looked_at(self._over, scaled, self._terms, self._runs)))
+        for end, factor in zip(self.ends, (0.5, 2.0), strict=True):
+            assert end is not None
+            farthest = [each.value for each in self.probes if each.value][-1 if factor > 1 else 0]
+            scaled = self._over.times(end, factor)
+            near = abs(math.log(self._over.ratio(end, farthest))) < math.log(BEYOND)
+            if near and scaled is not None and self._problem(scaled) is None:
+                self._pilot(scaled)
 
-    def _look(self, value: Value) -> None:
-        self._add(probe(self._over, value, self._terms, self._runs))
+    def _pilot(self, value: Value) -> Probe:
+        return self._add(self._prober.pilot(value))
 
-    def _add(self, made: Probe) -> None:
+    def _look(self, probe: Probe, look: int) -> Probe:
+        made = self._prober.look(probe.value, look)
+        return made if made == self._made.get(probe.value) else self._add(made)
+
+    def _add(self, made: Probe) -> Probe:
         self._made[made.value] = made
         self._hear(made)
+        return made
 
-    def _undecided(self, low: Value, high: Value) -> list[Value]:
-        loads = self._over.load(low), self._over.load(high)
-        return [each.value for each in self.probes if loads[0] < self._over.load(each.value) < loads[1]]
+    def _why_wide(self) -> str:
+        count = self._terms.looks[-1]
+        return (
+            f"not within {self._terms.width:.3g}: the {count} runs of a load differ too much; more of them "
+            f"(--replicates {4 * count}), or more requests a run, would narrow it"
+        )
 
-    def _next(self, low: Value, high: Value) -> Value | None:
-        """Return the middle of the gap, or of the larger gap beside its undecided loads; None if those are small."""
-        undecided = self._undecided(low, high)
-        if not undecided:
-            return self._over.between(low, high)
-        gap = max((low, undecided[0]), (undecided[-1], high), key=lambda ends: self._over.ratio(*ends))
-        small = math.log(self._over.ratio(*gap)) <= math.log1p(self._terms.width) / SMALL
-        return None if small else self._over.between(*gap)
 
-    def _why_wide(self, small: bool) -> str:
-        ends = self.ends
-        assert ends is not None
-        undecided = self._undecided(*ends)
-        if not small:
-            return f"ended after {MOST_PROBES} probes"
-        if not undecided:
-            return f"no value lies between {ends[0]:g} and {ends[1]:g}"
-        least, most = min(undecided), max(undecided)
-        where = f"{least:g} is" if least == most else f"{least:g} to {most:g} are"
-        return f"{where} undecided with {self._terms.replicates} replicates; more of them, or longer runs, would tell"
+def _crossing(low: Probe, high: Probe, least: float) -> float:
+    """Return the part of the way from one load to the other where their excess over the bounds is expected to be 0; at
+    `least` this, and as far from the other.
+    """
+    rise = high.excess - low.excess
+    return min(max(-low.excess / rise if math.isfinite(rise) and rise else 0.5, least), 1 - least)
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
@@ -249,52 +377,52 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
     if the field or a condition is unfit for a search, RunError if a run fails.
     """
     over = Over(scenario, field)
+    terms = replace(terms, still=over.still)
     steps = Search(over, terms, runs, hear)
-    steps.bracket()
-    steps.narrow()
-    ends, holds, fails = steps.ends, steps.holds, steps.fails
+    if steps.possible():
+        steps.decide(*steps.locate())
     steps.beyond()
+    above, (holds, fails) = steps.above, steps.ends
     return Capacity(
         scenario.name,
         scenario.loop.mode,
-        field,
+        over.field,
+        over.unit,
         terms,
-        None if holds is None else holds.value,
-        None if fails is None else fails.value,
-        None if ends is None else over.ratio(*ends) - 1,
+        holds,
+        fails,
+        steps.reason,
+        steps.width,
         steps.probes,
-        None if fails is None else _limit(fails),
-        tuple(_disorder(steps.probes, terms)),
-        (*steps.notices, *_notices(steps.probes)),
+        None if fails is None or above is None else _limit(above),
+        tuple(_disorder([each for each in steps.probes if each.value], terms)),
+        (*steps.notices, *_notices(steps.probes, terms)),
     )
 
 
-def _notices(probes: Sequence[Probe]) -> list[str]:
-    """Return a notice if replicates are all the same, so that the confidence is meaningless, and one for each
-    percentile that runs are too short for.
+def _notices(probes: Sequence[Probe], terms: Terms) -> list[str]:
+    """Return what the interval covers, and a notice for each percentile that runs are too short for and each bound that
+    may be meant in milliseconds.
     """
-    known = [at for each in probes for at in each.intervals]
-    still = known and all(at.low == at.high for at in known)
-    equal = ["replicates are equal: nothing in them is random, another seed changes nothing"] if still else []
-    names = dict.fromkeys(name for each in probes for name in each.few)
-    least = min(each.requests // each.replicates for each in probes)
+    loaded = [each for each in probes if each.value]
+    names = dict.fromkeys(name for each in loaded for name in each.few)
+    least = min((each.requests // each.replicates for each in loaded), default=0)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
     few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
-    return [*equal, *few]
-
-
-VERDICTS = {True: "holds", False: "fails", None: "undecided"}
+    means = [(check, at.mean) for each in loaded for check, at in zip(terms.conditions, each.intervals, strict=False)]
+    doubts = dict.fromkeys(f"{check.rule}{doubt}" for check, mean in means if (doubt := check.doubt(mean)))
+    return [STILL if terms.still else intervals.COVERS, *few, *list(doubts)[: len(terms.conditions)]]
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:
     """Search for a capacity, printing each probe as it is made, then the answer. Return the exit status."""
     with closing(executor):
-        Over(scenario, field)  # raise the errors of an unfit field before anything is printed
-        runs = Runs(Store(store), executor)
+        over = Over(scenario, field)  # raise the errors of an unfit field before anything is printed
+        runs = Runs(Store(store), executor, Progress(silent=as_json, brief=True))
         if not as_json:
             conditions = " and ".join(check.rule for check in terms.conditions)
-            print(f"{scenario.name}, {scenario.loop.mode}: {field} with {conditions}; {executor.about}\n")
-        answer = search(scenario, field, terms, runs, (lambda _: None) if as_json else _printer(terms, field))
+            print(f"{scenario.name}, {scenario.loop.mode}: {over.unit} with {conditions}; {executor.about}\n")
+        answer = search(scenario, field, terms, runs, (lambda _: None) if as_json else _printer(terms, over.unit))
     if as_json:
         print(json.dumps(answer.numbers(), indent=2, allow_nan=False))
     else:
@@ -302,19 +430,14 @@ def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Exe
     return OK
 
 
-def _printer(terms: Terms, field: str) -> Hear:
+def _printer(terms: Terms, unit: str) -> Hear:
     """Return a function that prints a line per probe, and a header before the first one."""
-    metrics = [check.metric for check in terms.conditions]
-    headers = [[field.rpartition(".")[2], "runs", "requests", "", *metrics]]
+    headers = [[unit, "runs", "requests", "", *(catalogue.metric(check.metric).label for check in terms.conditions)]]
 
     def show(made: Probe) -> None:
-        values = []
-        for name, at in zip(metrics, made.intervals, strict=False):
-            mean, low, high = map(catalogue.METRICS[name].shown, (at.mean, max(at.low, 0.0), at.high))
-            values.append(f"{mean} [{low}, {high}]")
-        counts = [f"{made.value:g}", f"{made.replicates}", f"{made.requests:,}"]
-        for cells in (*headers, [*counts, VERDICTS[made.holds], *(values or [str(made.reason)])]):
-            aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(9)]
+        load = f"{made.value:g}" if made.value else "alone"
+        for cells in (*headers, [load, f"{made.replicates}", f"{made.requests:,}", made.verdict, *made.cells()]):
+            aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(12)]
             print("  ".join([*aligned, *(cell.ljust(32) for cell in cells[4:])]).rstrip(), flush=True)
         headers.clear()
 

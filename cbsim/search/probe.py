@@ -1,36 +1,43 @@
-"""A probe of a capacity search: one load, with replicates until every condition is decided or their limit is reached.
+"""A probe of a capacity search: one load and its runs. A few runs show on which side of the capacity it seems to lie;
+where the answer is sought between two loads, they get further runs, look by look.
 
-Terms hold the conditions and the confidence that an answer needs; Over is the workload's field that sets the load.
+Terms hold the conditions and the confidence that an answer needs; Over is the load that is varied, a rate by default.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from cbsim.errors import CheckError, ScenarioError
-from cbsim.metrics.checks import Check, parse
+from cbsim.metrics import catalogue
+from cbsim.metrics.checks import OPERATORS, Check, parse
 from cbsim.record.record import FAILED
+from cbsim.scenario import demand
 from cbsim.scenario.fields import cut, near, shown
 from cbsim.scenario.scenario import Scenario, scenario_of
 from cbsim.stats import intervals
 from cbsim.stats.intervals import Interval, doublings
 from cbsim.sweeps.store import Run, Runs
+from cbsim.workload import generators
 
-FIRST = 4
-"""Replicates of the first interim analysis, called a look; each look has twice as many as the one before."""
-MOST_PROBES = 20
-"""The most loads that a search probes. The error probability is divided among them."""
+PILOTS = 2
+"""Runs of a load that only locate the capacity."""
+FIRST, GROWTH = 4, 1.5
+"""Replicates of the first interim analysis, called a look, and how many times as many the next one has."""
 SHARE = "slo.attainment"
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The conditions and the precision of a search. `replicates` is the limit per load; `width` is the largest ratio,
-    less 1, of the load that fails to the one that holds; `warmup` is that of Task. Raises ScenarioError.
+    less 1, of the load that fails to the one that holds; `warmup` is that of Task. `still`: the seed changes nothing,
+    so a load has one run, which decides it. Raises ScenarioError.
     """
 
     conditions: tuple[Check, ...]
@@ -38,12 +45,12 @@ class Terms:
     width: float = 0.05
     replicates: int = 32
     warmup: float = 0.1
+    still: bool = False
 
     def __post_init__(self) -> None:
         if not self.conditions:
             raise ScenarioError("capacity: no condition, expected --slo or --goodput")
-        bounds = {"confidence": (0.5, 0.9999), "width": (0.001, 1), "replicates": (2, 10_000), "warmup": (0, 0.9)}
-        for name, (least, most) in bounds.items():
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if not least <= value <= most:
                 bound = f"must be from {least:g} to {most:g}"
@@ -52,14 +59,26 @@ class Terms:
     @property
     def looks(self) -> tuple[int, ...]:
         """The numbers of replicates after which a load is tested for a decision (interim analyses)."""
-        return doublings(FIRST, self.replicates)
+        return (1,) if self.still else doublings(FIRST, self.replicates, GROWTH)
 
-    @property
-    def tail(self) -> float:
-        """The probability, on either side, that an interval misses the true mean. The looks, conditions and loads of a
-        search share the error, so that with probability `confidence` no decision of a search is wrong.
+    def tail(self, look: int) -> float:
+        """Return the probability, on either side, that an interval of this look misses the true mean: half the error,
+        shared by looks in proportion to their replicates, and by conditions.
         """
-        return (1 - self.confidence) / (MOST_PROBES * len(self.looks) * len(self.conditions))
+        return (1 - self.confidence) / 2 * self.looks[look] / sum(self.looks) / len(self.conditions)
+
+    def shrunk(self, look: int) -> float:
+        """Return how wide an interval will be after the last look, as a share of its width after this one."""
+        counts = self.looks[look], self.looks[-1]
+        tails = self.tail(look), self.tail(len(self.looks) - 1)
+        now, then = (
+            intervals.t_quantile(1 - tail, count - 1) / math.sqrt(count) if count > 1 else 1.0
+            for tail, count in zip(tails, counts, strict=True)
+        )
+        return then / now
+
+
+BOUNDS = {"confidence": (0.5, 0.9999), "width": (0.001, 1), "replicates": (2, 10_000), "warmup": (0, 0.9)}
 
 
 def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precision: Any) -> Terms:
@@ -88,52 +107,108 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
 
 
 RATE = "workload.arrivals.rate_per_s"
-LESS_IS_MORE = ("workload.time_scale", "workload.arrivals.think_s", "workload.arrivals.burstiness")
+ANY_RATE, USERS, SCALE = "rate_per_s", "workload.arrivals.users", "workload.time_scale"
+LESS_IS_MORE = (SCALE, "workload.arrivals.think_s", "workload.arrivals.burstiness")
 """Fields for which a larger value means less load. For all others it means more."""
+FEW = 32  # requests that are served one after the other, to see the latency without load
+UNITS = {RATE: "requests/s", ANY_RATE: "requests/s", USERS: "users"}
 
 Value = float  # a value of the searched field; an int if the field holds whole numbers
 
 
 class Over:
-    """The workload's field that a search varies. Raises ScenarioError if it is no number or not above 0."""
+    """The load that a search varies: a number of the workload by its field, or `rate_per_s`, which is the arrivals'
+    rate, their users, or the requests a second of a trace, whose times are divided. Raises ScenarioError if it is no
+    number or not above 0.
+    """
 
     def __init__(self, scenario: Scenario, field: str) -> None:
+        arrivals = getattr(scenario.workload, "arrivals", None)
+        self._trace = isinstance(scenario.workload, demand.Timed)
+        if field == ANY_RATE and not self._trace:
+            field = USERS if isinstance(arrivals, demand.ClosedLoop) else RATE
         self.field, self.falls, self._base = field, field in LESS_IS_MORE, scenario
-        value = _value(scenario.model_dump(mode="json"), field)
+        self._trace &= field == ANY_RATE
+        value = self._rate() if self._trace else _value(scenario.model_dump(mode="json"), field)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ScenarioError(f"--over {field}: got {shown(value)}, expected a number", field=field, value=value)
         if value <= 0:
             raise ScenarioError(f"--over {field}: got {value:g}, must be > 0", field=field, value=value, bound="> 0")
         self.start: Value = value
 
+    def _rate(self) -> float:
+        """Return the requests (or sessions) a second of a trace, from its first to its last arrival."""
+        arrivals = [spec.arrival_ns for spec in generators.build(self._base).open]
+        span_s = (max(arrivals) - min(arrivals)) / 1e9
+        if not span_s:
+            bound = "all its requests arrive at once, so it has no rate"
+            raise ScenarioError(f"--over {ANY_RATE}: {self._base.workload.kind}: {bound}", field=SCALE, bound=bound)
+        return float(f"{len(arrivals) / span_s:.4g}")
+
+    @property
+    def unit(self) -> str:
+        """What is counted, such as requests/s; the field's name if that is no rate."""
+        sessions = self._trace and isinstance(self._base.workload, demand.Agentic)
+        return "sessions/s" if sessions else UNITS.get(self.field, self.field.rpartition(".")[2])
+
     @property
     def whole(self) -> bool:
         return isinstance(self.start, int)
 
+    @cached_property
+    def still(self) -> bool:
+        """Whether another seed gives the same requests, as with a trace: then all runs of a load are the same."""
+        first, other = (generators.build(self.scenario(self.start, seed)) for seed in (0, 1))
+        return first.fingerprint() == other.fingerprint()
+
     def scenario(self, value: Value, replicate: int) -> Scenario:
         """Return the scenario with this value, its seed increased by `replicate`. Raises ScenarioError."""
-        changes = [f"{self.field}={json.dumps(value)}", f"seed={self._base.seed + replicate}"]
-        return scenario_of(self._base, changes)
+        field, number = self.field, value
+        if self._trace:
+            field, number = SCALE, getattr(self._base.workload, "time_scale", 1.0) * self.start / value
+        return scenario_of(self._base, [f"{field}={json.dumps(number)}", f"seed={self._base.seed + replicate}"])
+
+    def alone(self, replicate: int) -> Scenario | None:
+        """Return the scenario of a few requests, one after the other; None if the load is no rate, or requests of a
+        trace share prefixes: then the first ones find less in the cache than those of the whole trace.
+        """
+        form, field = self._base.workload, "workload.limit"
+        plain = isinstance(form, demand.Synthetic | demand.Lengths | demand.Azure | demand.Csv)
+        if self.field not in UNITS or not plain:
+            return None
+        least, changes = getattr(form, "limit", None) or FEW, [f"seed={self._base.seed + replicate}"]
+        if isinstance(form, demand.Synthetic):
+            field, least = "workload.requests", form.requests
+        slowly = f"{SCALE}={SCALE_ALONE}" if self._trace else "workload.arrivals={kind: closed_loop, users: 1}"
+        return scenario_of(self._base, [*changes, slowly, f"{field}={min(FEW, least)}"])
 
     def load(self, value: Value) -> float:
         """Return the load of a value: the value, or its inverse if a larger value means less load."""
         return 1 / value if self.falls else value
 
     def times(self, value: Value, factor: float) -> Value | None:
-        """Return the value with `factor` times the load; None if there is none."""
-        scaled = self._rounded(value / factor if self.falls else value * factor)
+        """Return the value with `factor` times the load, a whole one at least that far off; None if there is none."""
+        exact = value / factor if self.falls else value * factor
+        scaled = self._rounded(exact, (math.ceil if exact > value else math.floor) if self.whole else round)
         return scaled if scaled > 0 and scaled != value else None
 
-    def between(self, low: Value, high: Value) -> Value | None:
-        """Return the geometric mean of two values; None if no value lies between them."""
-        middle = self._rounded(math.sqrt(low * high))
+    def between(self, low: Value, high: Value, part: float, by: Callable[[float], int] = round) -> Value | None:
+        """Return the value this part of the way from one to the other, by ratio, rounded `by` a function; None if no
+        value lies between.
+        """
+        middle = self._rounded(low * (high / low) ** part, by)
         return middle if min(low, high) < middle < max(low, high) else None
+
+    def _rounded(self, value: float, by: Callable[[float], int]) -> Value:
+        unit = 10.0 ** (math.floor(math.log10(value)) - DIGITS + 1)
+        return by(value) if self.whole else float(f"{by(value / unit) * unit:.{DIGITS}g}")
 
     def ratio(self, low: Value, high: Value) -> float:
         return self.load(high) / self.load(low)
 
-    def _rounded(self, value: float) -> Value:
-        return round(value) if self.whole else float(f"{value:.6g}")
+
+DIGITS = 4  # of a load
+SCALE_ALONE = 1e5  # a trace's times are multiplied by it: its requests hardly overlap
 
 
 def _value(scenario: dict[str, Any], field: str) -> Any:
@@ -153,15 +228,19 @@ def _value(scenario: dict[str, Any], field: str) -> Any:
 
 
 LOST = ("refused", FAILED, "unfinished", "waiting")
+VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A load and its estimates. `holds` is None while undecided; `reason` states why it fails, or which conditions are
-    undecided. `requests` counts those of all replicates whose latencies count. `limits` is what limits its first run.
+    """A load and its estimates. `holds` is None while undecided; `likely` is set where only pilots ran, whose means
+    decide nothing. `reason` states why it fails, or which conditions are undecided. `requests` counts those of all
+    replicates whose latencies count. `limits` is what limits its first run. Its string is a line of progress.
     """
 
     value: Value
+    unit: str
+    conditions: Sequence[Check]
     replicates: int
     requests: int
     intervals: tuple[Interval, ...]
@@ -169,89 +248,157 @@ class Probe:
     reason: str | None
     limits: Sequence[str]
     few: tuple[str, ...] = ()  # percentiles that its runs are too short for
+    likely: bool | None = None
 
-    def undecided(self, terms: Terms) -> list[tuple[Check, Interval]]:
-        """Return the conditions whose bound lies inside their metric's interval, with that interval."""
-        pairs = zip(terms.conditions, self.intervals, strict=True)
-        return [(check, at) for check, at in pairs if intervals.decided(check, at) is None]
+    @property
+    def verdict(self) -> str:
+        return VERDICTS[self.holds] if self.likely is None else f"likely {VERDICTS[self.likely]}"
 
-    def numbers(self, terms: Terms) -> dict[str, Any]:
+    @property
+    def excess(self) -> float:
+        """By how much a mean is beyond its bound, as the largest logarithm of their ratio; 0 or less if all hold."""
+        pairs = zip(self.conditions, self.intervals, strict=False)
+        return max((_beyond(check, at) for check, at in pairs), default=math.inf)
+
+    @property
+    def spread(self) -> float:
+        """Half the width of the interval of the mean that is farthest beyond its bound, over that mean."""
+        pairs = zip(self.conditions, self.intervals, strict=False)
+        _, (mean, low, high) = max(pairs, key=lambda pair: _beyond(*pair), default=(None, Interval(1.0, 1.0, 1.0)))
+        return (high - low) / 2 / mean if mean else 0.0
+
+    def cells(self) -> list[str]:
+        """Return the metrics' means with their intervals, as text."""
+        cells = []
+        for check, (mean, low, high) in zip(self.conditions, self.intervals, strict=False):
+            text, *ends = map(catalogue.metric(check.metric).shown, (mean, low, high))
+            cells.append(f"{text} [{', '.join(ends)}]" if math.isfinite(high) and low < high else text)
+        return cells or [str(self.reason)]
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}: {self.verdict} after {self.replicates} runs, {', '.join(self.cells())}"
+
+    def numbers(self) -> dict[str, Any]:
         values = [
             {"condition": check.rule, **interval._asdict()}
-            for check, interval in zip(terms.conditions, self.intervals, strict=False)
+            for check, interval in zip(self.conditions, self.intervals, strict=False)
         ]
-        about = {name: getattr(self, name) for name in ("value", "replicates", "requests", "holds", "reason")}
-        return {**about, "values": values}
+        names = ("value", "replicates", "requests", "holds", "likely", "reason")
+        return {**{name: getattr(self, name) for name in names}, "values": values}
 
 
-def probe(over: Over, value: Value, terms: Terms, runs: Runs) -> Probe:
-    """Probe one load. Replicate r has the scenario's seed plus r at all loads: common random numbers. Raises
-    ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if a run fails.
+def _beyond(check: Check, at: Interval) -> float:
+    mean, bound = at.mean, check.bound
+    ratio = (mean / bound if check.compare[0] == "<" else bound / mean) if mean * bound else 0
+    size = abs(math.log(ratio)) if ratio > 0 and check.compare != "==" else math.inf
+    return -size if OPERATORS[check.compare](mean, bound) else max(size, 1e-9)
+
+
+class Prober:
+    """The runs of a search by load, and what they say. Replicate r has the scenario's seed plus r at all loads: common
+    random numbers. Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if one
+    fails.
     """
-    for made in looked_at(over, value, terms, runs):
-        undecided = [] if made.holds is not None else made.undecided(terms)
-        if all(_hopeless(check, at, made.replicates, terms) for check, at in undecided):
-            break
-    return made
+
+    def __init__(self, over: Over, terms: Terms, runs: Runs) -> None:
+        self._over, self._terms, self._runs = over, terms, runs
+        self._known: dict[Value, list[Run]] = {}
+
+    def alone(self) -> Probe | None:
+        """Probe a few requests one after the other, at the load 0; None if it would say nothing of other loads."""
+        scenarios = [made for seed in range(self._terms.looks[0]) if (made := self._over.alone(seed))]
+        runs = self._runs.of(scenarios, self._terms.warmup) if scenarios else []
+        return self._judged(0.0, runs, self._terms.tail(0)) if runs else None
+
+    def pilot(self, value: Value) -> Probe:
+        """Probe a load by its means, or decide it at once if the seed changes nothing."""
+        still = self._terms.still
+        made = self._judged(value, self._of(value, 1 if still else PILOTS), (1 - self._terms.confidence) / 2)
+        return made if still else replace(made, holds=None, likely=made.excess <= 0)
+
+    def look(self, value: Value, look: int) -> Probe:
+        """Probe a load after all replicates of a look."""
+        return self._judged(value, self._of(value, self._terms.looks[look]), self._terms.tail(look))
+
+    def inside(self, value: float, look: int) -> list[tuple[Check, bool | None]]:
+        """Return the verdicts at a load between two that have the runs of a look: the metrics of each run are
+        interpolated from one to the other.
+        """
+        count = self._terms.looks[look]
+        known = sorted(each for each, runs in self._known.items() if len(runs) >= count and _lost(runs[:count]) is None)
+        at = min(max(bisect_left(known, value), 1), len(known) - 1)
+        low, high = (self._known[each][:count] for each in known[at - 1 : at + 1])
+        part = math.log(value / known[at - 1]) / math.log(known[at] / known[at - 1])
+        verdicts = []
+        for check in self._terms.conditions:
+            pairs = zip(_values(check, low), _values(check, high), strict=True)
+            values = [a * (b / a) ** part if a > 0 and b > 0 else a + part * (b - a) for a, b in pairs]
+            interval = _interval(check, values, sum(map(_counted, low)), self._terms.tail(look))
+            verdicts.append((check, intervals.decided(check, interval)))
+        return verdicts
+
+    def _of(self, value: Value, count: int) -> list[Run]:
+        known = self._known.setdefault(value, [])
+        known += self._runs.of(
+            [self._over.scenario(value, seed) for seed in range(len(known), count)], self._terms.warmup
+        )
+        return known[:count]
+
+    def _judged(self, value: Value, runs: Sequence[Run], tail: float) -> Probe:
+        conditions, requests = self._terms.conditions, sum(map(_counted, runs))
+        about = value, self._over.unit, conditions, len(runs), requests
+        lost = _lost(runs)
+        if lost is not None:
+            return Probe(*about, (), False, lost, runs[0].limits)
+        values = tuple(_interval(check, _values(check, runs), requests, tail) for check in conditions)
+        verdicts = [(check, at, intervals.decided(check, at)) for check, at in zip(conditions, values, strict=True)]
+        missed = [f"{check.broken} ({_shown(check, at)})" for check, at, holds in verdicts if holds is False]
+        undecided = [check.rule for check, _, holds in verdicts if holds is None]
+        holds = False if missed else None if undecided else True
+        reason = ", ".join(missed or undecided) or None
+        return Probe(*about, values, holds, reason, runs[0].limits, _few(self._terms, runs))
 
 
-def _hopeless(check: Check, at: Interval, replicates: int, terms: Terms) -> bool:
-    """True if the interval of all replicates would contain the bound even if the mean moved by two standard errors."""
-    if not at.low < at.mean < at.high:
-        return False
-    most = terms.replicates
-    now, then = (intervals.t_quantile(1 - terms.tail, count - 1) / math.sqrt(count) for count in (replicates, most))
-    spread = (at.high - at.low) / 2 / now
-    return then * spread - abs(at.mean - check.bound) > 2 * spread * math.sqrt(1 / replicates - 1 / most)
+def _counted(run: Run) -> int:
+    return int(run.summary["e2e_s"]["n"])
 
 
-def looked_at(over: Over, value: Value, terms: Terms, runs: Runs) -> Iterator[Probe]:
-    known: list[Run] = []
-    for size in terms.looks:
-        scenarios = [over.scenario(value, replicate) for replicate in range(len(known), size)]
-        known += runs.of(scenarios, terms.warmup)
-        yield _judged(value, known, terms)
+def _shown(check: Check, at: Interval) -> str:
+    return catalogue.metric(check.metric).shown(at.mean)
 
 
-def _judged(value: Value, runs: Sequence[Run], terms: Terms) -> Probe:
-    summaries = [run.summary for run in runs]
-    requests = sum(summary["e2e_s"]["n"] for summary in summaries)
-    lost = _lost(summaries)
-    if lost is not None:
-        return Probe(value, len(runs), requests, (), False, lost, runs[0].limits)
-    values = tuple(_interval(check, summaries, terms.tail) for check in terms.conditions)
-    verdicts = {check.rule: intervals.decided(check, at) for check, at in zip(terms.conditions, values, strict=True)}
-    missed = [check for check, holds in verdicts.items() if holds is False]
-    undecided = [check for check, holds in verdicts.items() if holds is None]
-    holds = False if missed else None if undecided else True
-    reason = ", ".join(missed or undecided) or None
-    return Probe(value, len(runs), requests, values, holds, reason, runs[0].limits, _few(terms, summaries))
-
-
-def _interval(check: Check, summaries: Sequence[Mapping[str, Any]], tail: float) -> Interval:
-    """Return the interval of a metric's mean over replicates. Raises CheckError if a run lacks the metric."""
-    values = [value for summary in summaries if (value := check.value(summary)) is not None]
-    if len(values) < len(summaries):
+def _values(check: Check, runs: Sequence[Run]) -> list[float]:
+    """Return a condition's metric of each run. Raises CheckError if a run lacks it."""
+    values = [value for run in runs if (value := check.value(run.summary)) is not None]
+    if len(values) < len(runs):
         raise CheckError(f"--slo {check.rule!r}: the runs have no {check.metric}", field=check.metric)
-    if check.metric == SHARE and len(set(values)) == 1 and values[0] in (0, 1):
-        requests = sum(summary["e2e_s"]["n"] for summary in summaries)
+    return values
+
+
+def _interval(check: Check, values: Sequence[float], requests: int, tail: float) -> Interval:
+    """Return the interval of a metric's mean over replicates, within what the metric can be; that of a single value is
+    the value itself.
+    """
+    if check.metric == SHARE and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         sure = intervals.of_all(requests, tail)
         return sure if values[0] else Interval(0.0, 0.0, 1 - sure.low)
-    return intervals.t_interval(values, 1 - 2 * tail)
+    mean, low, high = intervals.shown_interval(values, 1 - 2 * tail)
+    most = 1.0 if catalogue.metric(check.metric).unit == "share" else math.inf
+    return Interval(mean, max(low, 0.0), min(high, most))
 
 
-def _lost(summaries: Sequence[Mapping[str, Any]]) -> str | None:
+def _lost(runs: Sequence[Run]) -> str | None:
     """Return the counts of requests that were not served, as text; cancelled ones are not included."""
-    counts = {status: sum(summary["requests_by_status"][status] for summary in summaries) for status in LOST}
-    sent = sum(summary["requests"] for summary in summaries)
+    counts = {status: sum(run.summary["requests_by_status"][status] for run in runs) for status in LOST}
+    sent = sum(run.summary["requests"] for run in runs)
     return ", ".join(f"{count:,} of {sent:,} requests {status}" for status, count in counts.items() if count) or None
 
 
-def _few(terms: Terms, summaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _few(terms: Terms, runs: Sequence[Run]) -> tuple[str, ...]:
     """Return the percentiles among the conditions' metrics for which some run has too few values."""
     names = []
     for metric in dict.fromkeys(check.metric for check in terms.conditions):
         head, _, statistic = metric.partition(".")
-        if any(statistic in summary[head].get("too_few_for", ()) for summary in summaries if statistic.startswith("p")):
+        if any(statistic in run.summary[head].get("too_few_for", ()) for run in runs if statistic.startswith("p")):
             names.append(metric)
     return tuple(names)

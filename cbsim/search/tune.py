@@ -22,6 +22,7 @@ from cbsim.scenario.fields import cut
 from cbsim.scenario.overrides import Changes, fields_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
+from cbsim.stats.intervals import COVERS
 from cbsim.stats.replicated import label
 from cbsim.sweeps import sweep, sweep_file
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
@@ -193,10 +194,11 @@ def _metrics(goal: Goal) -> list[str]:
 def _findings(tuned: Tuned) -> list[str]:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
+    covers = f"{COVERS[0].upper()}{COVERS[1:]}."
     method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
-        return ["No candidate could be run." if failed else "No candidate keeps all conditions.", method]
+        return ["No candidate could be run." if failed else "No candidate keeps all conditions.", method, covers]
     findings = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
     if outcome.second is not None:
         ahead = outcome.against(outcome.second)
@@ -205,7 +207,7 @@ def _findings(tuned: Tuned) -> list[str]:
             f"from {_relative(ahead.low, ahead.second)} to {_relative(ahead.high, ahead.second)}, "
             f"by {ahead.pairs} pairs of replicates."
         )
-    return [*findings, method]
+    return [*findings, method, covers]
 
 
 def _verdict(tuned: Tuned) -> str:

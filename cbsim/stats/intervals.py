@@ -23,6 +23,8 @@ from cbsim.metrics.checks import OPERATORS, Check
 MOST_SUMMED = 200
 MOST_NEEDED = 10_000_000
 NOTHING = 1e-6
+COVERS = "the confidence covers the draw of the requests, not the error of the cost model"
+"""What an interval over replicates says, and what it does not."""
 
 
 class Interval(NamedTuple):
@@ -74,11 +76,11 @@ def each(confidence: float, count: int) -> float:
     return 1 - (1 - confidence) / max(1, count)
 
 
-def doublings(first: int, most: int) -> tuple[int, ...]:
-    """Return the numbers of replicates after each look: `first`, twice as many each time, finally `most`."""
+def doublings(first: int, most: int, growth: float = 2) -> tuple[int, ...]:
+    """Return the numbers of replicates after each look: `first`, `growth` times as many each time, finally `most`."""
     sizes = [first]
     while sizes[-1] < most:
-        sizes.append(2 * sizes[-1])
+        sizes.append(math.ceil(growth * sizes[-1]))
     return (*sizes[:-1], most)
 
 

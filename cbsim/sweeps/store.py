@@ -115,11 +115,11 @@ def _not_finite(constant: str) -> None:
 
 class Progress:
     """A progress line on stderr for the runs that a store lacked: points done and failed, points a second, the time
-    left. Nothing is printed if `silent`.
+    left. Nothing is printed if `silent`, nor of quick runs if `brief`.
     """
 
-    def __init__(self, *, silent: bool = False) -> None:
-        self._silent = silent
+    def __init__(self, *, silent: bool = False, brief: bool = False) -> None:
+        self._silent, self._brief = silent, brief
 
     def begin(self, total: int) -> None:
         self._total, self._done, self._failed, self._written = total, 0, 0, 0
@@ -134,7 +134,7 @@ class Progress:
 
     def end(self) -> None:
         """Write the last line, after all runs or an interruption."""
-        if self._done != self._written:
+        if self._done != self._written and not (self._brief and not self._written):
             self._write(last=True)
 
     def _write(self, *, last: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from support.holding import SLOW, base, slow
 
 import cbsim
 from cbsim.errors import CheckError, RunError, ScenarioError
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario.scenario import Scenario
 from cbsim.search import capacity
 from cbsim.search import probe as terms
-from cbsim.search.probe import RATE
+from cbsim.search.probe import RATE, Over
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import Runs, Store
 from cbsim.sweeps.work import Here, Made, Task, work
@@ -46,7 +49,7 @@ def test_runs_are_kept_and_found_again(tmp_path: Path) -> None:
         capacity.search(scenario, RATE, wanted, first, _interrupt)
     again = here(tmp_path)
     found = capacity.search(scenario, RATE, wanted, again)
-    assert first.made == 4
+    assert first.made == 1
     assert first.made + again.made == found.replicates
     last = here(tmp_path)
     assert capacity.search(scenario, RATE, wanted, last).numbers() == found.numbers()
@@ -89,11 +92,58 @@ def test_from_python(tmp_path: Path) -> None:
     found = cbsim.capacity(slow(), ["e2e.mean<=250ms"], store=tmp_path, replicates=4, width=0.2)
     assert found.holds is not None and found.fails is not None
     assert found.terms.replicates == 4
-    assert str(found).startswith(f"holds     {found.holds:g}")
+    assert str(found).startswith(f"holds     {found.holds:g} requests/s")
+    lines: list[str] = []
+    again = cbsim.capacity(
+        slow(), ["e2e.mean<=250ms"], store=tmp_path, width=0.2, progress=lambda probe: lines.append(str(probe))
+    )
+    assert len(lines) == len(again.probes) and lines[0].startswith("0 requests/s: likely holds after 1 runs, 200 ms")
     with pytest.raises(ScenarioError, match=r"^slo: got 'ttft.p99<=1s', expected a list of conditions"):
         cbsim.capacity(base(), "ttft.p99<=1s", store=tmp_path)
     with pytest.raises(CheckError, match="unknown metric"):
         cbsim.capacity(base(), ["tftt.p99<=1s"], store=tmp_path)
+
+
+def trace(folder: Path, gaps_s: Sequence[float]) -> Scenario:
+    """A CSV of requests of 0.2 s on one seat."""
+    times = [sum(gaps_s[: at + 1]) for at in range(len(gaps_s))]
+    rows = [f"{at:.4f},16,4" for at in times]
+    (folder / "mine.csv").write_text("\n".join(["arrival_s,prefill_tokens,decode_tokens", *rows]))
+    return scenarios.parse({**SLOW, "workload": {"kind": "csv", "path": str(folder / "mine.csv")}}, "mine")
+
+
+def test_a_trace_is_searched_by_its_rate_and_each_load_is_run_once(tmp_path: Path) -> None:
+    """Its times are divided: 41 requests in 20 s are 2.05 a second, and the answer is in requests a second. Its runs
+    with other seeds would be the same.
+    """
+    scenario = trace(tmp_path, [0.0, *[0.5] * 40])
+    assert Over(scenario, "rate_per_s").start == 2.05
+    runs = here(tmp_path / "store")
+    found = capacity.search(scenario, "rate_per_s", terms.terms(scenario, ["e2e.mean<=250ms"], None), runs)
+    assert found.holds is not None and found.fails is not None and found.width is not None and found.width <= 0.05
+    exact = 41 / 40 / (0.2 - 0.05 / 21.5)  # request k waits k (0.2 s - gap), the gap is 41 / 40 of the rate's inverse
+    assert found.holds <= exact * 1.01 and found.fails >= exact * 0.99
+    assert {each.replicates for each in found.probes} == {1} and runs.made == found.replicates
+    assert found.unit == "requests/s" and "without an interval" in found.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("workload", "field", "unit"),
+    [
+        ({}, RATE, "requests/s"),
+        ({"arrivals": {"kind": "closed_loop", "users": 3}}, "workload.arrivals.users", "users"),
+    ],
+)
+def test_the_load_is_the_rate_or_the_users(workload: dict[str, Any], field: str, unit: str) -> None:
+    over = Over(base(**workload), "rate_per_s")
+    assert (over.field, over.unit) == (field, unit)
+    alone = over.alone(1)
+    assert alone is not None and alone.seed == 1 and alone.workload.arrivals.users == 1  # type: ignore[union-attr]
+
+
+def test_a_trace_that_comes_at_once_has_no_rate(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="--over rate_per_s: csv: all its requests arrive at once"):
+        Over(trace(tmp_path, [0.0, 0.0]), "rate_per_s")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -111,8 +161,9 @@ def test_the_command_prints_every_probe_and_the_interval(
     found = json.loads(numbers.out)
     for each in found["probes"]:
         assert f"{each['value']:g}" in said.out
-    assert f"\nholds     {found['holds']:g} " in said.out
-    assert f"\nfails     {found['fails']:g} e2e.mean<=250ms (" in said.out
+    assert f"\nholds     {found['holds']:g} requests/s\n" in said.out
+    assert f"\nfails     {found['fails']:g} requests/s: E2E mean exceeds 250 ms (" in said.out
+    assert found["confidence"] is None and "run once" in found["notices"][0], "arrivals and lengths are all given"
     assert f"made      {found['replicates']} of the runs" in said.out
 
 
@@ -132,10 +183,6 @@ def test_the_command_prints_every_probe_and_the_interval(
         (("--over", "scheduler.max_num_seqs"), "expected a number of the workload, such as workload.arrivals"),
         (("--set", "workload.arrivals={kind: at_once}"), "workload.arrivals has no rate_per_s; it has kind"),
         (("--set", "loop.mode=both"), "loop.mode: got both; a capacity is that of one loop, sync or async"),
-        (("--confidence", "100%"), "confidence: got 1, must be from 0.5 to 0.9999"),
-        (("--width", "0"), "width: got 0, must be from 0.001 to 1"),
-        (("--replicates", "1"), "replicates: got 1, must be from 2 to 10000"),
-        (("--warmup", "95%"), "warmup: got 0.95, must be from 0 to 0.9"),
         (("--set", "workload.requets=4"), "workload.requets: unknown field"),
     ],
 )
@@ -145,6 +192,21 @@ def test_a_mistake_is_one_line_before_anything_runs(
     condition = () if words[:1] in ((), ("--slo",), ("--goodput",)) else ("--slo", "ttft.mean<=1s")
     said = call("capacity", file, *words, *condition, "--store", tmp_path / "store", "--jobs", "1")
     refused(said, 2, text)
+
+
+@pytest.mark.parametrize(
+    ("option", "typed", "expected"),
+    [
+        ("--confidence", "95", "a share from 0.5 to 0.9999, such as 95%"),
+        ("--width", "1000%", "a share from 0.001 to 1, such as 5%"),
+        ("--width", "0", "a share from 0.001 to 1, such as 5%"),
+        ("--replicates", "1", "a whole number from 2 to 10,000"),
+        ("--warmup", "95%", "a share from 0 to 0.9, such as 5%"),
+    ],
+)
+def test_a_precision_out_of_bounds_names_the_option_and_what_was_typed(option: str, typed: str, expected: str) -> None:
+    said = call("capacity", "rates", "--slo", "ttft.mean<=1s", option, typed)
+    assert said.status == 2 and f"argument {option}: '{typed}': expected {expected}" in said.err
 
 
 def test_a_metric_that_the_runs_lack_is_a_mistake(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

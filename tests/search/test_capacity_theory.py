@@ -116,7 +116,12 @@ def test_ttft_is_the_wait_and_the_service() -> None:
 
 
 class Quick(Over):
-    """The same scenarios, without being validated again for each seed."""
+    """The same scenarios, without being validated again for each seed, and without one request alone."""
+
+    still = False
+
+    def alone(self, replicate: int) -> Scenario | None:
+        return None
 
     def scenario(self, value: float, replicate: int) -> Scenario:
         workload: Any = self._base.workload
@@ -126,16 +131,21 @@ class Quick(Over):
 
 
 def test_searches_cover_the_exact_capacity_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty searches, on the recursion: nine of ten at least hold the capacity, and half of them
-    are at most 5 % of it wide."""
+    """A hundred searches, on the recursion: 95 % of them are to hold the capacity; if just as many did, fewer than 90
+    would in one of a hundred such tests. They are at most 5 % of it wide, and take about 50 runs: those of every load
+    that is decided by itself, with the error divided among 20 loads, were 140.
+    """
     monkeypatch.setattr("cbsim.search.capacity.Over", Quick)
-    ends = [(made.holds or 0.0, made.fails or inf) for made in (answer(n, Recursion()) for n in range(20))]
-    assert sum(holds <= EXACT <= fails for holds, fails in ends) >= 18
+    found = [answer(number, Recursion()) for number in range(100)]
+    ends = [(made.holds or 0.0, made.fails or inf) for made in found]
+    assert sum(holds <= EXACT <= fails for holds, fails in ends) >= 90
     assert median(fails - holds for holds, fails in ends) <= 0.05 * EXACT
+    assert median(made.replicates for made in found) <= 60
 
 
-def test_the_recursion_is_what_the_simulator_does(tmp_path: Path) -> None:
+def test_the_recursion_is_what_the_simulator_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole search finds the same, probe by probe, whoever makes its runs; what binds only a simulation knows."""
+    monkeypatch.setattr("cbsim.search.capacity.Over", Quick)
     simulated = answer(2, Runs(Store(tmp_path), Here()), requests=400, replicates=8, width=0.3)
     quick = answer(2, Recursion(), requests=400, replicates=8, width=0.3)
     assert simulated.numbers() | {"binds": None} == quick.numbers() | {"binds": None}

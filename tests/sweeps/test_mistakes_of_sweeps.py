@@ -99,7 +99,7 @@ def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:
 
 
 def test_confidences_that_mean_nothing_are_refused(tmp_path: Path) -> None:
-    for share, expected in (("99.9999999999999%", "from 0.5 to 0.999999"), ("0.3", "from 0.5"), ("101%", "between 0")):
+    for share, expected in (("99.9999999999999%", "from 0.5 to 0.999999"), ("0.3", "from 0.5"), ("101%", "from 0.5")):
         wrong = call("pareto", tmp_path / "none.parquet", "--confidence", share)
         assert wrong.status == 2 and f"expected a share {expected}" in wrong.err
 

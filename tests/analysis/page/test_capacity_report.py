@@ -41,6 +41,8 @@ def answer() -> dict[str, Any]:
         "name": "rates",
         "loop": "async",
         "field": "workload.arrivals.rate_per_s",
+        "unit": "requests/s",
+        "reason": "TTFT p99 exceeds 1.00 s",
         "holds": 16.0,
         "fails": 17.0,
         "confidence": 0.95,
@@ -82,20 +84,37 @@ def test_the_report_says_the_answer_what_binds_and_every_load(
     given = answer() | {"monotone": False, "notices": ["32 fails and 40, which is more load, holds"]}
     assert main(["report", str(file(tmp_path, given)), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "workload.arrivals.rate_per_s holds at 16 and fails at 17 (confidence 0.95)" in text
+    assert "Holds 16 requests/s; at 17, TTFT p99 exceeds 1.00 s, with 95% confidence." in text
     assert "What binds: queue; seats: all are taken." in text and "there is no single capacity" in text
     assert "32 fails and 40, which is more load, holds" in text
     for value in (*LOADS, 64.0):
         assert f"| {value:g} | " in text
     assert (tmp_path / "out" / "figures" / "capacity.png").read_bytes().startswith(b"\x89PNG")
-    assert "holds at 16" in capsys.readouterr().out
+    assert "Holds 16 requests/s" in capsys.readouterr().out
+
+
+def test_no_latency_is_below_zero_and_one_request_alone_is_no_load_of_the_chart(tmp_path: Path) -> None:
+    """Answers of older files may have intervals that begin below 0; a load that only pilots saw is not decided."""
+    given = answer()
+    given["probes"][1]["values"][0]["low"] = -0.5
+    given["probes"][0] |= {"holds": None, "likely": True}
+    given["probes"].append({**given["probes"][2], "value": 0.0})
+    found = capacity_report.read(file(tmp_path, given))
+    (whole, *_) = capacity_report.figure(found).panels
+    assert min(low for mark in whole.marks if isinstance(mark, Whiskers) for low in mark.low) == 0.0
+    drawn = {mark.name: mark.x.tolist() for mark in whole.marks if isinstance(mark, Points)}
+    assert drawn["likely holds"] == [4] and 0.0 not in {x for xs in drawn.values() for x in xs}
+    assert any(row[0] == "one at a time" for row in capacity_report.build(found, "").tables[0].rows)
+    assert "-" not in capacity_report.build(found, "").tables[0].rows[2][4]
+    still = capacity_report.figure(capacity_report.read(file(tmp_path, given | {"confidence": None})))
+    assert "there are no intervals" in still.caption
 
 
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ((None, 4.0), "fails at 4; no load that was tried holds"),
-        ((32.0, None), "holds at 32; no load that was tried fails"),
+        ((None, 4.0), "No load that was tried holds; at 4, TTFT p99 exceeds 1.00 s"),
+        ((32.0, None), "Holds 32 requests/s; none of the loads that were tried fails"),
     ],
 )
 def test_a_search_without_an_end_says_so(tmp_path: Path, ends: tuple[Any, Any], said: str) -> None:
