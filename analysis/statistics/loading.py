@@ -15,12 +15,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.statistics import labels
-from cbsim.errors import RunError
 from cbsim.metrics import metrics
 from cbsim.record.record import STEP_COLUMNS, RequestRow
 from cbsim.record.tables import RUNS, TEXTS, Requests, Steps, token_times
 from cbsim.runs import reading
-from cbsim.scenario import documents
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
 SIMULATED = "simulated"
@@ -108,11 +106,7 @@ def read(paths: Sequence[Path]) -> list[LoadedRun]:
 def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = reading.load(path, whole=whole)
-    file = path / "scenario.resolved.yaml"
-    scenario = documents.parse(raw.scenario, str(file))
-    if not isinstance(scenario, dict):
-        raise RunError(f"{file}: not a scenario")
-    reading.check(file, scenario, reading.SCENARIO)
+    scenario = reading.fields(raw)
     reading.check_run(raw, scenario["loop"]["mode"], whole=whole)
     times = token_times(raw.requests, raw.steps)
     documents_read = (scenario, raw.environment, raw.summary, raw.incomplete)

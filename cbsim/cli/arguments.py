@@ -76,8 +76,9 @@ def run_verb(
     arguments.line = shlex.join(["python", "-m", program, *parts])
     chosen = next(verb for verb in verbs if verb.name == arguments.command)
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
-    if sys.stdout is None:  # closed by whoever started the process
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
     with suppress(ValueError):  # not the main thread
@@ -159,7 +160,9 @@ def _innermost(error: BaseException) -> str:
 
 
 def a_path(value: str) -> Path:
-    """Parse a path of the command line; the error for one too long to be looked up names the option."""
+    """Parse a path of the command line; the error for none, or one too long to be looked up, names the option."""
+    if not value:
+        raise argparse.ArgumentTypeError("got '', expected a path")
     if too_long(value):
         raise argparse.ArgumentTypeError(f"got {value[:40]!r}..., {PATH_BOUND}")
     return Path(value)
@@ -193,14 +196,15 @@ def share(value: str) -> float:
     return number
 
 
+SET: dict[str, Any] = {"action": "append", "dest": "set", "default": []}  # --seed and --loop are short for it
 OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change parts of a declaration
     "scenario": {"help": "a scenario file, or the name of one that comes with the project"},
     "runs": {"nargs": "+", "type": a_path, "metavar": "RUN", "help": "a run directory"},
-    "--set": {"action": "append", "default": [], "metavar": "FIELD=VALUE", "help": "override any field (repeatable)"},
+    "--set": SET | {"metavar": "FIELD=VALUE", "help": "override any field (repeatable; the last of a field counts)"},
     "table": {"type": a_path, "metavar": "TABLE", "help": "the .parquet file that a sweep wrote"},
     "--confidence": {"type": share, "default": 0.95, "metavar": "P"},
-    "--seed": {"type": int, "help": "root of all random numbers"},
-    "--loop": {"choices": ("sync", "async", "both"), "help": "serving loop; both writes two directories"},
+    "--seed": SET | {"type": "seed={}".format, "metavar": "N", "help": "root of all random numbers"},
+    "--loop": SET | {"type": "loop.mode={}".format, "metavar": "MODE", "help": "sync, async, or both: two directories"},
     "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
     "--check-policy": {"action": "store_true", "help": "check everything of a scheduler of your own in every step"},
@@ -219,15 +223,6 @@ def common_options(parser: argparse.ArgumentParser, *names: str) -> None:
         option(parser, name)
 
 
-def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    overrides = list(arguments.set)
-    if arguments.seed is not None:
-        overrides.append(f"seed={arguments.seed}")
-    if arguments.loop is not None:
-        overrides.append(f"loop.mode={arguments.loop}")
-    return overrides
-
-
 def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
     """Return the options of a command that runs a scenario; `more` are parts to add to its line to run it again."""
     from cbsim.metrics import checks
@@ -235,7 +230,7 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
 
     return RunOptions(
         scenario=arguments.scenario,
-        overrides=overrides_of(arguments),
+        overrides=arguments.set,
         out=arguments.out,
         window=arguments.trace_steps,
         span_s=arguments.window,

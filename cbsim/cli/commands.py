@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from cbsim.cli.arguments import run_options
 from cbsim.cli.many_runs import executor
@@ -33,7 +35,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 def conformance(arguments: argparse.Namespace) -> int:
     from cbsim.conformance import check
 
-    return check.run(arguments.paths, print)
+    return check.run(arguments.paths, print, partial(print, file=sys.stderr))
 
 
 def replan(arguments: argparse.Namespace) -> int:

@@ -136,7 +136,7 @@ def capacity_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--check", "--slo", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
     add("--goodput", metavar="SHARE", help="of requests within the scenario's slo, e.g. 99%%")
     add("--over", default="rate_per_s", metavar="FIELD", help="a number of the workload (rate_per_s, of a trace too)")
-    option(parser, "--loop", choices=("sync", "async"), help="serving loop")
+    option(parser, "--loop", help="sync or async")
     option(parser, "--confidence", type=shares(0.5, 0.9999), help="that the capacity lies in the interval (95%%)")
     wide = "how far apart the load that holds and the one that fails may be (5%%)"
     add("--width", type=shares(0.001, 1), default=0.05, metavar="P", help=wide)
@@ -208,8 +208,7 @@ def capacity(arguments: argparse.Namespace) -> int:
     from cbsim.search import capacity as searching
     from cbsim.search import probe
 
-    loop = [] if arguments.loop is None else [f"loop.mode={arguments.loop}"]
-    scenario = scenarios.load(arguments.scenario, [*arguments.set, *loop])
+    scenario = scenarios.load(arguments.scenario, arguments.set)
     precision = {name: getattr(arguments, name) for name in ("confidence", "width", "replicates", "warmup")}
     terms = probe.terms(scenario, arguments.slo, arguments.goodput, **precision)
     workers, as_json = executor(arguments), arguments.json

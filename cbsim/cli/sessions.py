@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, common_options, option, overrides_of, real, verb, whole
+from cbsim.cli.arguments import a_path, common_options, option, real, verb, whole
 
 if TYPE_CHECKING:
     from cbsim.http.listen import ServeOptions
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set", "--seed", "--check-policy")
-    option(parser, "--loop", choices=("sync", "async"), help="serving loop (the scenario's; of both async)")
+    option(parser, "--loop", help="sync or async (the scenario's; of both async)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
     served = "what clients ask for (the scenario's name)"
     parser.add_argument("--served-model-name", type=a_name, metavar="NAME", help=served)
@@ -36,7 +36,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
     from cbsim.runs.served import with_one_loop
     from cbsim.scenario import scenario
 
-    return with_one_loop(scenario.load(arguments.scenario, overrides_of(arguments)))
+    return with_one_loop(scenario.load(arguments.scenario, arguments.set))
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:

@@ -66,8 +66,12 @@ class TraceResult:
         return f"{head}  {counts}  {verdict}"
 
 
-def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool = False) -> int:
-    """Compare every trace in `paths`. Return 0 if all matched, 1 on a mismatch, 2 if unreadable or nothing compared."""
+def run(
+    paths: Sequence[Path], out: Callable[[str], None], alarm: Callable[[str], None], *, invariants: bool = False
+) -> int:
+    """Compare every trace in `paths`. Return 0 if all matched, 1 on a mismatch, 2 if unreadable or nothing compared.
+    Traces that cannot be read are told to `alarm`, all else to `out`.
+    """
     results: list[TraceResult] = []
     unreadable = 0
     for path in paths:
@@ -77,9 +81,12 @@ def run(paths: Sequence[Path], out: Callable[[str], None], *, invariants: bool =
                 out(f"{results[-1]}")
             except UnreadableError as error:
                 unreadable += 1
-                out(f"{stem(trace)}  unreadable: {error}")
+                alarm(f"{stem(trace)}  unreadable: {error}")
     compared = [r for r in results if r.skipped is None]
-    out(_table(compared))
+    if compared:
+        out(_table(compared))
+    elif not unreadable:
+        alarm(f"no trace to compare in {', '.join(map(str, paths))}")
     return 1 if any(r.difference is not None for r in compared) else 2 if unreadable or not compared else 0
 
 

@@ -135,7 +135,7 @@ class App:
         body = read(DetokenizeRequest, await read_json(request, self.settings.max_body_bytes))
         model_is(body.model, self.backend)
         ids = self._encoder.checked(body.tokens, "tokens") if body.tokens else []
-        return JSONResponse({"prompt": self.backend.tokenizer.decode(ids)})
+        return JSONResponse({"prompt": await self._encoder.text(ids)})
 
     async def _forget(self, _: Request) -> Response:
         self.backend.forget_prefixes()

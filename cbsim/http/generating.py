@@ -101,15 +101,15 @@ class Generating:
         )
 
     async def _prompts(self, request: GenerationRequest) -> list[list[int]]:
-        encoder, admission = self._encoder, self._admission
+        encoder, admission, context = self._encoder, self._admission, self._admission.backend.max_model_len
         if isinstance(request, ChatRequest):
             admission.admit(1)
-            return [encoder.checked(await encoder.chat(request.messages), "messages")]
+            return [encoder.checked(await encoder.chat(request.messages, context), "messages")]
         assert isinstance(request, CompletionRequest)
         prompts = request.prompts(admission.settings.max_prompts)
         admission.admit(len(prompts))
         return [
-            encoder.checked(await encoder.plain(prompt) if isinstance(prompt, str) else prompt, "prompt")
+            encoder.checked(await encoder.plain(prompt, context) if isinstance(prompt, str) else prompt, "prompt")
             for prompt in prompts
         ]
 

@@ -62,15 +62,17 @@ async def listen(
     *,
     stop: Stop | None = None,
     signals: bool = True,
+    bound: Callable[[], None] = lambda: None,
     ready: Callable[[str, int], None] | None = None,
 ) -> Ending:
-    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `ready` is called with host and port; port 0 is
-    any free one. Raises EndpointError if the host is empty or may not be open to others, or the port is taken.
+    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `bound` is called once the port is this server's,
+    before the first connection; `ready`, when connections are accepted, with host and port; port 0 is any free one.
+    Raises EndpointError if the host is empty or may not be open to others, or the port is taken.
     """
     check_host(host, app.settings)
     stop = stop or Stop()
     door = _Door(app)
-    door_port = await door.open(host, port)
+    door_port = await door.open(host, port, bound)
     work = asyncio.get_running_loop().create_task(app.backend.run())
     with _signals(stop if signals else None):
         if ready is not None:
@@ -120,15 +122,21 @@ class _Door:
         )
         self._config.load()
 
-    async def open(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raises EndpointError."""
+    async def open(self, host: str, port: int, bound: Callable[[], None]) -> int:
+        """Listen, and return the port; `bound` is called in between. Raises EndpointError, and what `bound` raises."""
         files_for(self._settings.max_connections)
         connection = partial(Connection, self._config, self._state, self._settings, self._loop)
         try:
-            self._server = await self._loop.create_server(connection, host, port, backlog=2048)
+            self._server = await self._loop.create_server(connection, host, port, backlog=2048, start_serving=False)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
+        try:
+            bound()
+        except BaseException:
+            self._server.close()
+            raise
+        await self._server.start_serving()
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -230,8 +238,11 @@ async def serve(backend: Backend, options: ServeOptions) -> int:
     """Serve until a signal; return the exit status. The run directory is complete if every answer ended by itself or
     was cancelled by its client. Raises EndpointError, RunError.
     """
-    check_host(options.host, options.settings)
-    directory = SessionDirectory(backend.session, backend.log, options.out)
+    directory: SessionDirectory | None = None
+
+    def bound() -> None:
+        nonlocal directory
+        directory = SessionDirectory(backend.session, backend.log, options.out)
 
     def alarm(problem: str) -> None:
         print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
@@ -241,15 +252,13 @@ async def serve(backend: Backend, options: ServeOptions) -> int:
         address = f"http://{shown}:{port}/v1"
         print(f"serving   {backend.model} at {address}, up to {backend.max_model_len:,} tokens", flush=True)
         if not options.quiet:
+            assert directory is not None
             print(f"run       {directory.path}\nend it    with Ctrl-C: answers under way may end", flush=True)
 
     backend.log.alarm = alarm
-    try:
-        app = App(backend, options.settings, VllmMeter(backend))
-        ending = await listen(app, options.host, options.port, ready=ready)
-    except EndpointError as error:
-        directory.write(_facts(backend), str(error))
-        raise
+    app = App(backend, options.settings, VllmMeter(backend))
+    ending = await listen(app, options.host, options.port, bound=bound, ready=ready)
+    assert directory is not None
     return _close(directory, backend, ending, options)
 
 

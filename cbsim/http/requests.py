@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic_core
@@ -242,22 +242,30 @@ DEFAULT_TOKENS = 16  # the output limit of a completion without `max_tokens`; a 
 Done = TypeVar("Done")
 
 
-@dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder of texts to token ids; long texts are encoded in a thread, so as not to delay a server's steps."""
+    """An encoder of texts to token ids. Long texts are encoded in a thread, one after the other: so they neither delay
+    a server's steps nor are in memory together.
+    """
 
-    tokenizer: Tokenizer
-    inline_characters: int
+    def __init__(self, tokenizer: Tokenizer, inline_characters: int) -> None:
+        self.tokenizer, self._inline_characters = tokenizer, inline_characters
+        self._thread = ThreadPoolExecutor(1, "texts")
 
-    async def plain(self, prompt: str) -> list[int]:
+    async def plain(self, prompt: str, context: int | None = None) -> list[int]:
+        """Return the ids of a prompt. Raises ApiError 400 if it has more characters than `context` tokens."""
+        self._bounded(prompt, context, "prompt")
         return await self._run(lambda: self.tokenizer.encode(prompt), len(prompt))
 
-    async def chat(self, messages: Sequence[Message]) -> list[int]:
-        turns = [message.plain for message in messages]
+    async def chat(self, messages: Sequence[Message], context: int | None = None) -> list[int]:
         try:
-            return await self._run(lambda: self.tokenizer.chat(turns), sum(len(turn["content"]) for turn in turns))
+            prompt = self.tokenizer.render([message.plain for message in messages])
         except ConversationError as error:
             raise ApiError(400, f"`messages`: {error}", "messages") from error
+        self._bounded(prompt, context, "messages")
+        return await self._run(lambda: self.tokenizer.encode(prompt, special=False), len(prompt))
+
+    async def text(self, ids: Sequence[int]) -> str:
+        return await self._run(lambda: self.tokenizer.decode(ids), len(ids))
 
     async def strings(self, ids: Sequence[int]) -> list[str]:
         """Return the names of these tokens in the vocabulary."""
@@ -272,9 +280,14 @@ class Encoder:
         return ids
 
     async def _run(self, work: Callable[[], Done], size: int) -> Done:
-        if size <= self.inline_characters:
+        if size <= self._inline_characters:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(None, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _bounded(self, prompt: str, context: int | None, name: str) -> None:
+        if context is not None and len(prompt) > (most := context * self.tokenizer.longest):
+            bound = f"more than the {most:,} that this model's context of {context} tokens can hold"
+            raise ApiError(400, f"the prompt has {len(prompt):,} characters, {bound}", name)
 
 
 def model_is(name: str | None, backend: Backend) -> None:

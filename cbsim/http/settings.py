@@ -34,7 +34,7 @@ class Settings:
     stall_s: float = 120.0  # limit for a client to read, once its socket is full
     grace_s: float = 30.0  # limit for answers under way to end, once the session is stopped
     retry_s: int = 1  # seconds that a rejected client should wait (Retry-After)
-    inline_characters: int = 16_384  # a longer text is encoded in a thread; threads end in any order
+    inline_characters: int = 16_384  # a longer text is encoded in a thread
 
 
 VARIABLE = "CBSIM_API_KEY"

@@ -30,8 +30,9 @@ class ConversationError(ValueError):
 
 class Tokenizer:
     """A tokenizer of tokenizer.json, with the end tokens and the chat template of tokenizer_config.json,
-    generation_config.json and chat_template.jinja if they exist. The vocabulary has `vocab` tokens; `ends` are those
-    that end a text.
+    generation_config.json and chat_template.jinja if they exist. The vocabulary has `vocab` tokens, none with a name of
+    more than `longest` characters; `ends` are those that end a text. Texts are converted without the interpreter's
+    lock, as the library does for batches only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,16 +44,17 @@ class Tokenizer:
         except Exception as error:  # the library raises no more specific class
             raise EndpointError(f"{path}: is no tokenizer: {error}", file=path) from error
         config = _settings(folder / "tokenizer_config.json")
-        self.vocab: int = self._tokenizer.get_vocab_size()
+        names = self._tokenizer.get_vocab()
+        self.vocab, self.longest = len(names), max(map(len, names), default=0)
         self.ends = frozenset(_ends(self._tokenizer, config, _settings(folder / "generation_config.json")))
-        self._render = _template(folder, config)
+        self.render = _template(folder, config)
 
-    def encode(self, string: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(string).ids
+    def encode(self, string: str, *, special: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_batch_fast([string], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        decoded: str = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]
         return decoded
 
     def names(self, ids: Sequence[int]) -> list[str]:
@@ -61,8 +63,7 @@ class Tokenizer:
 
     def chat(self, messages: Messages) -> list[int]:
         """Return the prompt of turns (`role`, `content`). Raises ConversationError if the template refuses them."""
-        ids: list[int] = self._tokenizer.encode(self._render(messages), add_special_tokens=False).ids
-        return ids
+        return self.encode(self.render(messages), special=False)
 
     def decoder(self) -> Callable[[int], str]:
         """Return a decoder, token by token: the text it completes, empty within a character and for special tokens."""

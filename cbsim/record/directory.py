@@ -44,6 +44,7 @@ from cbsim.record.tables import (
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
 PART = ".part"  # a file that is being written
+MOST_OF_NAME = 200  # letters of a run's name in that of its folder, which a system bounds at 255
 PIECE = 1 << 17  # steps a piece, rows a group of a table: 36 MB of memory
 STEP_PIECES, REQUEST_PIECES, TERMS = "steps", "requests", "pieces.json"  # of a run that is not over
 COUNTERS: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_BINARY_PACKED"}  # most columns of steps
@@ -67,7 +68,7 @@ class RunWriter:
     def new(cls, out: Path, name: str, digest: str, clock: datetime | None = None) -> RunWriter:
         """Return a writer of a new folder `out`/<UTC>-<name>-<hash8>, or with -2, -3 and so on. Raises RunError."""
         stamp = (clock or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-        path = out / f"{stamp}-{name}-{digest[:8]}"
+        path = out / f"{stamp}-{name[:MOST_OF_NAME]}-{digest[:8]}"
         for attempt in range(1, 1000):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
             try:

@@ -23,6 +23,7 @@ from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
 from cbsim.record.optional_tables import Files
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import RequestTable, Steps
+from cbsim.scenario import documents
 from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
 
 
@@ -115,6 +116,16 @@ def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     except AssertionError as error:
         raise RunError(f"{run.path / 'steps.parquet'}: {error}") from None
+
+
+def fields(run: Run) -> dict[str, Any]:
+    """Return the fields of a run's scenario. Raises RunError if it lacks some that a run of one loop has."""
+    file = run.path / "scenario.resolved.yaml"
+    scenario = documents.parse(run.scenario, str(file))
+    if not isinstance(scenario, dict):
+        raise RunError(f"{file}: not a scenario")
+    check(file, scenario, SCENARIO)
+    return scenario
 
 
 AT_MOST_NAMED = 3  # errors of a document that a message lists

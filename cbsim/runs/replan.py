@@ -51,6 +51,7 @@ def rederive(path: Path) -> Replanned:
     """Derive the plans of the run in `path` again. Raises RunError or ScenarioError if it cannot be read."""
     run = reading.load(path)
     scenario = load(path / "scenario.resolved.yaml")
+    reading.fields(run)
     return derived(run, scenario, generators.build(scenario))
 
 

@@ -124,8 +124,8 @@ class _Recorder:
 
 def settings(overrides: Sequence[str]) -> str:
     """Return the values of `--set` as part of a folder's name: fields by their last word, at most MOST_OF_NAME long."""
-    parts = (override.partition("=") for override in overrides)
-    label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in parts)
+    last = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in last.items())
     return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"\bname\W+", "", label))[:MOST_OF_NAME].strip("-.")
 
 

@@ -94,8 +94,10 @@ class Document:
 
     def where(self, path: PathParts) -> str:
         """Return the override that set `path`, or else file and line."""
-        for written, override in reversed(self.overrides):
-            if path[: len(written)] == written or (path and written[: len(path)] == path):
+        place = tuple(map(str, path))
+        for names, override in reversed(self.overrides):
+            written = tuple(map(str, names))
+            if place[: len(written)] == written or (place and written[: len(place)] == place):
                 return f"--set {cut(override)}"
         line = self.line(path)
         return f"{self.file}:{line}" if line else self.file
@@ -180,7 +182,7 @@ def _parsed(content: str, source: str, *, lines: bool = True) -> tuple[Node | No
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark is not None and lines else ""
-        problem = cut((error.problem or str(error)).splitlines()[0])
+        problem = cut((error.problem or str(error)).splitlines()[0].partition(' with value "')[0])
         raise ScenarioError(f"{source}{line}: not valid YAML: {problem}") from None
     except (YAMLError, ValueError) as error:
         raise ScenarioError(f"{source}: not valid YAML: {cut(str(error).splitlines()[0])}") from None

@@ -15,6 +15,7 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
+MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
 KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}
 KV_HEADS |= {"granitemoe": None, "minimax_m2": 8, "olmoe": None}
 """The supported model types, and transformers' default of `num_key_value_heads`. None: the heads."""
@@ -80,6 +81,8 @@ def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
     kind = _kind(config)
     layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    if layers > MOST_LAYERS:
+        raise config.bad("num_hidden_layers", f"a whole number <= {MOST_LAYERS:,}")
     absent = KV_HEADS[kind] if "num_key_value_heads" not in config.data else None
     kv_heads = config.whole("num_key_value_heads", absent or heads)
     if heads % kv_heads:
@@ -121,7 +124,7 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
     most = config.whole("max_position_embeddings")
     window, usual = _windows(config, kind, layers, most)
     types = config.data.get("layer_types") or usual
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= {SLIDING, WHOLE}:
+    if not isinstance(types, list) or len(types) != layers or any(one not in (SLIDING, WHOLE) for one in types):
         raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
     if window >= most or SLIDING not in types:
         return {}

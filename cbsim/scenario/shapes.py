@@ -17,6 +17,7 @@ from cbsim.policy.groups import Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Whole, complaint, shown
+from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
 GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
@@ -30,7 +31,6 @@ def _sight(seen: str) -> str:
     return seen
 
 
-MOST_DIFFERENT = 10_000  # most layers, if each is computed by itself
 Seen = Annotated[str, AfterValidator(_sight)]
 """A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
 
@@ -71,8 +71,10 @@ class ModelShape(Frozen):
             raise complaint(f"got {self.experts_per_token}, {bound}", "experts_per_token")
         if len(self.attention) > self.layers:
             raise complaint(f"got {len(self.attention)} entries, must be <= layers ({self.layers})", "attention")
-        if self.layers > MOST_DIFFERENT and not self.sees_all:
-            raise complaint(f"got {self.layers:,}, must be <= {MOST_DIFFERENT:,} if layers have windows", "layers")
+        if self.layers > MOST_LAYERS and not self.sees_all:
+            raise complaint(f"got {self.layers:,}, must be <= {MOST_LAYERS:,} if layers have windows", "layers")
+        if self.heads % self.kv_heads:
+            raise complaint(f"got {self.kv_heads}, must divide heads ({self.heads})", "kv_heads")
         return self
 
     @property

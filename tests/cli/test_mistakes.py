@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.calls import SMALL, call, refused
 
-from cbsim.scenario import rows
+from cbsim.scenario import documents, rows
 from cbsim.workload import generators
 
 
@@ -16,6 +16,9 @@ from cbsim.workload import generators
     [
         ("--check", "tttf.p99<3s", ("--check 'tttf.p99<3s'", "'tttf.p99'", "did you mean ttft.p99?")),
         *(("--set", nothing, ("expected field=value",)) for nothing in ("", "seed", "=5", "a..b=3")),
+        ("--loop", "fast", ("loop.mode: got 'fast', expected one of sync, async, both",)),
+        ("--seed", "abc", ("seed: got 'abc', expected a whole number",)),
+        ("--set", "0=1", ("--set 0=1: 0: unknown field",)),
         ("--set", "scheduler.name=vlm", ("--set scheduler.name=vlm: scheduler.name: got 'vlm'", "did you mean vllm?")),
         ("--set", "workload.prompt_tokens={uniform: {low: 9, high: 3}}", ("high: got 3", "must be >= low (9)")),
         ("--set", "kv_cache.memory_fraction=0.05", ("kv_cache.memory_fraction: got 0.05", "too little for a cache")),
@@ -39,6 +42,7 @@ def test_a_bad_option_is_named(small: Path, out: Path, option: str, value: str, 
         (SMALL + "colour: blue\n", (":12: colour: unknown field",)),
         (SMALL.replace("requests: 12", "requests: '12'"), (":6: workload.requests: got '12'", "a whole number")),
         (SMALL.replace("  mode", "\tmode"), (":11: not valid YAML",)),
+        (SMALL + "slo: {}\nslo: {}\n", (':13: not valid YAML: found duplicate key "slo"\n',)),
         (SMALL.replace("model: llama-3.1-8b", "model: shapes/mine.yaml"), (":2: model:", "no such file")),
         ("", ("got nothing, expected fields",)),
     ],
@@ -88,8 +92,6 @@ def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkey
         [],
         ["rnu"],
         ["run"],
-        ["run", "worked_example", "--loop", "fast"],
-        ["run", "worked_example", "--seed", "abc"],
         ["run", "worked_example", "--trace-steps", "5:2"],
         ["run", "worked_example", "--trace-steps", "5"],
         ["run", "worked_example", "--trace-steps", "a:b"],
@@ -151,3 +153,31 @@ def test_memory_that_runs_out_is_no_mistake_of_the_arguments(
     monkeypatch.setattr(generators.np, "full", full)
     said = call("run", small, "--set", "workload.prompt_tokens=5", "--out", out)
     refused(said, 1, f"run: out of memory in cbsim.workload.generators.draw{end}\n")
+
+
+def test_the_last_of_several_values_of_a_field_counts(small: Path, out: Path) -> None:
+    """`--loop` and `--seed` are short for `--set`: what stands last on the line wins, and the folder names it once."""
+    words = ("--loop", "sync", "--seed", 1, "--set", "seed=2", "--set", "loop.mode=async")
+    assert call("run", small, *words, "--out", out, "--quiet").status == 0
+    (run,) = out.iterdir()
+    assert "mode-async" in run.name and "mode-sync" not in run.name
+    resolved = documents.read(run / "scenario.resolved.yaml").data
+    assert (resolved["loop"]["mode"], resolved["seed"]) == ("async", 2)
+
+
+def test_the_longest_name_makes_a_folder(small: Path, out: Path) -> None:
+    """A scenario's name and the values of `--set`, both as long as they may be, give a folder that systems can make."""
+    words = ("--set", f"name={'n' * 150}", "--set", f"question={'q' * 150}")
+    assert call("run", small, *words, "--out", out, "--quiet").status == 0
+    (run,) = out.iterdir()
+    assert len(run.name) <= 250
+
+
+@pytest.mark.parametrize("option", ["--out", "--store"])
+def test_an_empty_path_is_none(option: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that a script left empty is no folder: nothing is written to the current one."""
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    said = call("run" if option == "--out" else "capacity", small, option, "", "--check", "ttft.p99<1s")
+    assert said.status == 2 and f"argument {option}: got '', expected a path" in said.err
+    assert set(tmp_path.iterdir()) == before

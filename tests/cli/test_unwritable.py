@@ -25,12 +25,16 @@ def test_out_that_is_a_file(small: Path, tmp_path: Path) -> None:
     refused(call("run", small, "--out", below, "--quiet"), 1, str(below), "cannot be created")
 
 
-def test_a_closed_stdout_is_no_failure() -> None:
-    """Started without a stdout, as some supervisors do, a command does its work and exits with its own status."""
-    command = [sys.executable, "-m", "cbsim", "list"]
-    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    done = subprocess.run(closed, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_failure(closed: str, small: Path, out: Path) -> None:
+    """Started without stdout or stderr, as some supervisors do, a command does its work and exits with its status."""
+    command = [sys.executable, "-m", "cbsim", "run", str(small), "--out", str(out)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    (run,) = out.iterdir()
+    assert not (run / directory.MARKER).exists()
 
 
 FILES = (

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.endpoint_calls import Answer, Session, listening, read_answer, request, scripted
+from support.endpoint_calls import Answer, Session, embedded, listening, read_answer, request, scripted
 
 from cbsim.errors import EndpointError
 from cbsim.http.app import App
-from cbsim.http.listen import Ending, check_host, listen
+from cbsim.http.listen import Ending, ServeOptions, check_host, listen, serve
 from cbsim.http.settings import VARIABLE, Settings, read_keys
+from cbsim.runs.served import with_one_loop
+from cbsim.scenario.scenario import load
+from cbsim.virtual.clocks import Clock
+from cbsim.virtual.simulated import SimulatedBackend
 
 ENDLESS = request("/v1/completions", {"prompt": "x", "max_tokens": 1 << 19, "stream": True})
 SHORT = request("/v1/completions", {"prompt": "x", "max_tokens": 20, "stream": True})
@@ -132,6 +136,16 @@ async def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(EndpointError, match=f"127.0.0.1:{server.port}: .*in use") as raised:
             await listen(App(scripted()), port=server.port, signals=False)
         assert raised.value.field == "port"
+
+
+async def test_a_port_that_is_taken_leaves_no_run(tmp_path: Path) -> None:
+    """The run directory of a session is made once the port is its own."""
+    scenario = with_one_loop(load("tiny_cpu"))
+    async with listening() as server:
+        backend = SimulatedBackend(scenario, Clock(), embedded(), None, "")
+        with pytest.raises(EndpointError, match="in use"):
+            await serve(backend, ServeOptions("127.0.0.1", server.port, tmp_path / "runs", Settings()))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tokenizer import train, write
-from support.endpoint_calls import answer_to, embedded
+from support.endpoint_calls import Instant, answer_to, call, embedded
 
 from cbsim.errors import EndpointError
 from cbsim.http.answers import Stops
+from cbsim.http.app import App
+from cbsim.http.requests import Encoder
 from cbsim.http.tokenizer import EMBEDDED, PLAIN_TEMPLATE, ConversationError, open_tokenizer, plain
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <s>\n {{ x }}"}]
@@ -36,6 +41,53 @@ def test_a_text_comes_back(string: str) -> None:
     decoder = embedded().decoder()
     assert embedded().decode(ids) == string == "".join(decoder(token) for token in ids)
     assert all(0 <= token < embedded().vocab for token in ids)
+
+
+def test_a_text_is_encoded_without_the_interpreters_lock() -> None:
+    """A server goes on while a long text is encoded in a thread: with the lock held its loop would not turn once."""
+    text, turns = "the quick brown fox " * 20_000, 0
+    with ThreadPoolExecutor(1) as thread:
+        work = thread.submit(embedded().encode, text)
+        while not work.done():
+            turns += 1
+            time.sleep(0)
+    assert embedded().decode(work.result()) == text
+    assert turns > 100
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+async def test_a_text_beyond_any_context_is_refused_unread(path: str, field: str) -> None:
+    """No token has more characters than the longest of the vocabulary, so such a text is not even encoded. /tokenize,
+    which asks for no answer, encodes it."""
+    backend = Instant(max_model_len=40)
+    text = "a" * (40 * embedded().longest + 1)
+    body = {"prompt": text} if field == "prompt" else {"messages": [{"role": "user", "content": text}]}
+    refused = await call(App(backend), path, body)
+    assert refused.status == 400 and refused.error["param"] == field
+    assert "more than the 2,560 that this model's context of 40 tokens can hold" in refused.error["message"]
+    assert (await call(App(backend), "/tokenize", body)).json["count"] > 40
+
+
+async def test_long_texts_are_encoded_one_after_the_other() -> None:
+    """Encoded texts take far more memory than texts: of many clients at once, one is encoded at a time."""
+    tokenizer = Counted()
+    encoder = Encoder(tokenizer, 10)  # type: ignore[arg-type] # as far as it is used
+    assert await asyncio.gather(*(encoder.plain("x" * 11) for _ in range(8))) == [[0]] * 8
+    assert tokenizer.most == 1
+
+
+class Counted:
+    """A tokenizer that counts the texts that it is encoding."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def encode(self, _: str) -> list[int]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0)
+        self.now -= 1
+        return [0]
 
 
 def naive(string: str, stops: list[str], include: bool) -> tuple[str, bool]:

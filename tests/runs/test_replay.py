@@ -205,6 +205,15 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(run: Path) -> None:
     assert (status, out, err) == (0, f"{run}: {said}\n", "")
 
 
+def test_a_scenario_without_its_loop_is_refused(run: Path) -> None:
+    """The loop of a recorded run is one of two: a file that lost it is named, not taken for one of both loops."""
+    file = run / "scenario.resolved.yaml"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("  mode:")))
+    status, _, err = replayed(run)
+    assert (status, err) == (1, f"cbsim: {file}: loop.mode is missing or null, expected sync or async\n")
+
+
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its line; one that differs makes the status 1, and those after it are still looked at."""
     alter(run / "steps.parquet", "plan_hash", 0, lambda value: value + 1)

@@ -178,6 +178,8 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected a supported model: granitemoe, llama, minimax_m2"),
         ({"model_type": ...}, "model_type: got nothing, expected a supported model"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number >= 1"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, expected a whole number <= 10,000"),
+        ({"layer_types": [{}] * 32}, "layer_types: got [{}, {}"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers: got '32', expected a whole number >= 1"),
         ({"num_key_value_heads": 5}, "num_key_value_heads: got 5, expected a divisor of num_attention_heads, 32"),
         ({"vocab_size": ...}, "vocab_size: got nothing, expected a whole number"),
