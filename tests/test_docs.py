@@ -273,7 +273,7 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    given |= {"INCOMPLETE", optional_tables.TRANSFERS, optional_tables.PARENTS}
+    given |= {"INCOMPLETE", "workload.FIELD.gz", optional_tables.TRANSFERS, optional_tables.PARENTS}
     assert sorted(listed("Files", DIRECTORY)) == sorted(given)
 
 

@@ -7,6 +7,7 @@ the same scenario and seed are byte-identical.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ from cbsim.record.tables import (
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
+MOST_INPUT_BYTES = 100_000_000  # of a file that a workload is read from and a run keeps
 PART = ".part"  # a file that is being written
 MOST_OF_NAME = 200  # letters of a run's name in that of its folder, which a system bounds at 255
 PIECE = 1 << 17  # steps a piece, rows a group of a table: 36 MB of memory
@@ -94,8 +96,14 @@ class RunWriter:
     def note(self, reason: str) -> None:
         self.file(MARKER, (reason + "\n").encode())
 
-    def scenario(self, resolved: str) -> None:
+    def scenario(self, resolved: str, inputs: Mapping[str, Path] | None = None) -> None:
+        """Write the scenario and, gzipped, the files that its workload is read from; none above MOST_INPUT_BYTES."""
         self.file("scenario.resolved.yaml", resolved.encode())
+        for name, source in (inputs or {}).items():
+            with access(source, RunError):
+                if source.stat().st_size <= MOST_INPUT_BYTES:
+                    content = source.read_bytes()
+                    self.file(name, content if source.suffix == ".gz" else gzip.compress(content, 6, mtime=0))
 
     def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
         if len(steps) <= self.group:

@@ -52,7 +52,7 @@ def rederive(path: Path) -> Replanned:
     run = reading.load(path)
     scenario = load(path / "scenario.resolved.yaml")
     reading.fields(run)
-    return derived(run, scenario, generators.build(scenario))
+    return derived(run, scenario, generators.build_of_run(scenario, path))
 
 
 def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | None = None) -> Replanned:

@@ -134,10 +134,16 @@ class Result(Printed):
             path, files = Path(f"{self.summary['name']} {self.loop}"), self.files
         documents = self.resolved, dict(self.environment), dict(self.summary)
         run = reading.Run(path, *documents, self.step_numbers, self.request_rows, self.incomplete, files)
-        rows = self.files.get(csv_requests.file_of(self.scenario))
+        rows = self._requests_handed_over
+        if rows is None and self.path is not None:
+            return occupancy.of(run, self.scenario, generators.build_of_run(self.scenario, path))
         return occupancy.of(
             run, self.scenario, generators.build(self.scenario, None if rows is None else rows.decode())
         )
+
+    @property
+    def _requests_handed_over(self) -> bytes | None:
+        return self.files.get(csv_requests.file_of(self.scenario))
 
     def check(self, condition: str) -> Verdict:
         """Evaluate a condition such as `gpu_active>=99%`. Raises CheckError if it cannot be parsed."""
@@ -150,7 +156,8 @@ class Result(Printed):
     def save(self, path: Path | str, timeline_steps: tuple[int, int] = TIMELINE) -> Path:
         """Write the run directory to `path`, a new or an empty folder. Raises RunError."""
         writer = RunWriter.at(Path(path))
-        writer.scenario(self.resolved)
+        kept = self.path is not None or self._requests_handed_over is not None
+        writer.scenario(self.resolved, {} if kept else generators.inputs(self.scenario))
         return self.write(writer, timeline_steps).folder
 
     def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> Result:

@@ -96,7 +96,7 @@ class Session:
         """Make the run directory, with `words` in its name. Raises RunError."""
         digest = hashlib.sha256(self.resolved.encode()).hexdigest()
         writer = RunWriter.new(out, "-".join(filter(None, (self.scenario.name, self.loop, words))), digest)
-        writer.scenario(self.resolved)
+        writer.scenario(self.resolved, {} if self._terms.requests is not None else generators.inputs(self.scenario))
         writer.json("env.json", self.environment)
         self.write_to(writer, early)
         return writer

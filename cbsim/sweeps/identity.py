@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
+from cbsim.workload import generators
 
 ROOMS = ("policy", "kv", "schedulers", "scenario", "workload", "cost", "machine", "runs", "record", "metrics")
 """The packages that determine a run's numbers; drawing, measurements and command lines do not affect them."""
@@ -33,19 +32,9 @@ def code() -> str:
 def key(scenario: Scenario, warmup: float = 0.0) -> str:
     """Return the key of a run of one loop; it is equal if all inputs of its numbers are. `warmup` is that of Task."""
     fields = scenario.model_dump(mode="json", exclude=set(LABELS))
-    files = {field: _content(field, path) for field, path in _paths(fields)}
+    files = {field: _content(field, path) for field, path in generators.files(fields)}
     parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
-
-
-def _paths(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted field, path) for every file or folder that a scenario names in a field called `path`."""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in parts:
-        if name == "path" and isinstance(part, str):
-            yield f"{field}path", part
-        else:
-            yield from _paths(part, f"{field}{name}.")
 
 
 def _content(field: str, path: str) -> str:

@@ -6,7 +6,9 @@ scheduler, or only in their arrivals, share all other random numbers exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import reduce
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
 from cbsim.workload.requests import Drawn, Ints, Streams, Users, Workload
 
+FILE_FIELDS = ("path", "recorded")  # of a scenario
 LATEST_S = 4.6e9
 """The latest arrival, seconds. No run gets there: the machine's clock ends before."""
 
@@ -41,6 +44,35 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
             raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
         return _synthetic(form, streams, texts)
     return BUILDERS[type(form)](form, streams)
+
+
+def files(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted field, path) for every file or folder that a scenario, or a part of it at `field`, names."""
+    for name, part in value.items() if isinstance(value, dict) else ():
+        if name in FILE_FIELDS and isinstance(part, str):
+            yield f"{field}{name}", part
+        else:
+            yield from files(part, f"{field}{name}.")
+
+
+def inputs(scenario: Scenario) -> dict[str, Path]:
+    """Return the files that the workload is read from, those that are there, by their names in a run directory."""
+    found = {}
+    for field, path in files(scenario.workload.model_dump(), "workload."):
+        with suppress(ScenarioError):
+            found[f"{field}.gz"] = catalog.data(path, field)
+    return found
+
+
+def build_of_run(scenario: Scenario, folder: Path) -> Workload:
+    """Build the workload of a run from the files in its directory, and from where they lay if it has none."""
+    fields: dict[str, Any] = {"workload": scenario.workload.model_dump()}
+    for field, _ in list(files(fields)):
+        *parts, last = field.split(".")
+        if (file := folder / f"{field}.gz").is_file():
+            reduce(dict.__getitem__, parts, fields)[last] = str(file.absolute())
+    form = type(scenario.workload).model_validate(fields["workload"])
+    return build(scenario.model_copy(update={"workload": form}))
 
 
 def draw(length: object, count: int, rng: np.random.Generator, name: str = "workload") -> Ints:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
 
+import cbsim
 from cbsim.cli.parser import main
 from cbsim.record import directory
 from cbsim.runs import reading, replan
@@ -51,6 +52,32 @@ def test_a_recorded_run_follows_from_its_record(kind: str, scheduler: str, loop:
         assert run.summary["preemptions"] > 0
     if kind == "poisson":
         assert "stop" in statuses
+
+
+def test_a_run_keeps_the_file_of_its_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace may be changed or deleted after a run, a copy of the run may be saved elsewhere: its plans and its
+    occupancy follow from the directory. A file too large is not kept.
+    """
+    (trace := tmp_path / "lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n40,5\n30,9\n")
+    lengths = {"empirical": {"path": str(trace), "column": "num_prefill_tokens"}}
+    fields = {"kind": "synthetic", "requests": 5, "prompt_tokens": lengths, "output_tokens": 4}
+    runs = []
+    for workload in ({"kind": "lengths", "path": str(trace)}, fields):
+        words = ["run", "tiny_cpu", "--set", f"workload={json.dumps(workload)}", "--set", "loop.mode=sync", "--quiet"]
+        assert main([*words, "--out", str(tmp_path / workload["kind"])]) == 0
+        runs += [*(tmp_path / workload["kind"]).iterdir()]
+    loaded = cbsim.run("tiny_cpu", [f"workload={json.dumps(fields)}", "loop.mode=sync"]).save(tmp_path / "saved")
+    for name, run in (("path", runs[0]), ("prompt_tokens.empirical.path", runs[1])):
+        assert gzip.decompress((run / f"workload.{name}.gz").read_bytes()) == trace.read_bytes()
+    for changed in ("num_prefill_tokens,num_decode_tokens\n1,1\n", None):
+        trace.unlink() if changed is None else trace.write_text(changed)
+        for number, run in enumerate([*runs, loaded, cbsim.read(runs[0]).save(tmp_path / f"copy {changed is None}")]):
+            assert rederive(run).difference is None, number
+            assert cbsim.read(run).occupancy
+    monkeypatch.setattr(directory, "MOST_INPUT_BYTES", 10)
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n40,5\n")
+    whole = cbsim.run("tiny_cpu", [f"workload={json.dumps({'kind': 'lengths', 'path': str(trace)})}", "loop.mode=sync"])
+    assert not [*whole.save(tmp_path / "large").glob("workload*")]
 
 
 GOLDENS = {
