@@ -55,9 +55,12 @@ class Check:
     @property
     def broken(self) -> str:
         """How a value breaks the condition, in words, such as `TTFT p99 exceeds 50 ms`."""
-        known = metric(self.metric)
         word = {"<": "exceeds", ">": "is below", "=": "is not"}[self.compare[0]]
-        return f"{known.label} {word} {known.shown(self.bound)}"
+        return f"{metric(self.metric).label} {word} {self.shown(self.bound)}"
+
+    def shown(self, value: float) -> str:
+        """Return a value of the metric with its unit."""
+        return metric(self.metric).shown(value)
 
     def value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the metric's value in a summary; None if the run has no sample of it."""

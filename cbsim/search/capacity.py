@@ -190,8 +190,7 @@ class Search:
         alone = self._prober.alone()
         if alone is None:
             return True
-        sinking = all(check.metric in SINKING for check in self._terms.conditions)
-        broken = alone.holds is False and sinking
+        broken = alone.holds is False and all(check.metric in SINKING for check in self._terms.conditions)
         self._add(alone if broken else replace(alone, holds=None, likely=alone.excess <= 0))
         if broken:
             self.ends, self.above, self.reason = (None, 0.0), alone, str(alone.reason)
@@ -241,7 +240,9 @@ class Search:
                 if values == (low.value, high.value):
                     break
                 low, high = (self._made.get(value) or self._pilot(value) for value in values)
-        self.notices.append(self._why_wide())
+        more = f"more of them (--replicates {4 * self._terms.replicates}), or more requests a run, would narrow it"
+        wide = f"not within {self._terms.width:.3g}: the {self._terms.replicates} runs of a load differ too much"
+        self.notices.append(f"{wide}; {more}")
 
     def _smooth(self, low: Probe, high: Probe) -> bool:
         """Whether the metrics of two runs between these loads are about as they are interpolated: without a jump."""
@@ -275,11 +276,8 @@ class Search:
         def fails(part: int) -> bool:
             return any(verdict is False for _, verdict in verdicts(part))
 
-        parts = range(PARTS + 1)
-        last, first = (
-            bisect_left(parts, True, key=lambda part: not holds(part)) - 1,
-            bisect_left(parts, True, key=fails),
-        )
+        first = bisect_left(range(PARTS + 1), True, key=fails)
+        last = bisect_left(range(PARTS + 1), True, key=lambda part: not holds(part)) - 1
         self.reason = ", ".join(check.broken for check, verdict in verdicts(min(first, PARTS)) if verdict is False)
         less, more = (math.ceil, math.floor) if self._over.falls else (math.floor, math.ceil)
         above = self._over.between(low.value, high.value, first / PARTS, more) or high.value
@@ -292,7 +290,7 @@ class Search:
         """
         span = math.log(self._over.ratio(low.value, high.value))
         slope = (high.excess - low.excess) / span
-        if not (math.isfinite(slope) and slope > 0):
+        if not 0 < slope < math.inf:
             return low.value, high.value
         final = self._terms.shrunk(look) * (low.spread + high.spread) / 2 / slope
         half = max(math.log1p(self._terms.width) / 2, final if look >= EARLY else 0.0)
@@ -348,20 +346,13 @@ class Search:
         return self._add(self._prober.pilot(value))
 
     def _look(self, probe: Probe, look: int) -> Probe:
-        made = self._prober.look(probe.value, look)
-        return made if made == self._made.get(probe.value) else self._add(made)
+        return self._add(self._prober.look(probe.value, look))
 
     def _add(self, made: Probe) -> Probe:
+        if made != self._made.get(made.value):
+            self._hear(made)
         self._made[made.value] = made
-        self._hear(made)
         return made
-
-    def _why_wide(self) -> str:
-        count = self._terms.looks[-1]
-        return (
-            f"not within {self._terms.width:.3g}: the {count} runs of a load differ too much; more of them "
-            f"(--replicates {4 * count}), or more requests a run, would narrow it"
-        )
 
 
 def _crossing(low: Probe, high: Probe, least: float) -> float:
@@ -409,9 +400,16 @@ def _notices(probes: Sequence[Probe], terms: Terms) -> list[str]:
     least = min((each.requests // each.replicates for each in loaded), default=0)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
     few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
-    means = [(check, at.mean) for each in loaded for check, at in zip(terms.conditions, each.intervals, strict=False)]
-    doubts = dict.fromkeys(f"{check.rule}{doubt}" for check, mean in means if (doubt := check.doubt(mean)))
-    return [STILL if terms.still else intervals.COVERS, *few, *list(doubts)[: len(terms.conditions)]]
+    most = [
+        max((each.intervals[at].mean for each in loaded if each.intervals), default=math.inf)
+        for at in range(len(terms.conditions))
+    ]
+    doubts = [
+        f"{check.rule}{doubt}"
+        for check, mean in zip(terms.conditions, most, strict=True)
+        if (doubt := check.doubt(mean))
+    ]
+    return [STILL if terms.still else intervals.COVERS, *few, *doubts]
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:

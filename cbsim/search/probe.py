@@ -17,6 +17,7 @@ from typing import Any
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.metrics.checks import OPERATORS, Check, parse
+from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record.record import FAILED
 from cbsim.scenario import demand
 from cbsim.scenario.fields import cut, near, shown
@@ -69,12 +70,7 @@ class Terms:
 
     def shrunk(self, look: int) -> float:
         """Return how wide an interval will be after the last look, as a share of its width after this one."""
-        counts = self.looks[look], self.looks[-1]
-        tails = self.tail(look), self.tail(len(self.looks) - 1)
-        now, then = (
-            intervals.t_quantile(1 - tail, count - 1) / math.sqrt(count) if count > 1 else 1.0
-            for tail, count in zip(tails, counts, strict=True)
-        )
+        now, then = (intervals.half_width(1.0, self.looks[at], 1 - 2 * self.tail(at)) for at in (look, -1))
         return then / now
 
 
@@ -271,7 +267,7 @@ class Probe:
         """Return the metrics' means with their intervals, as text."""
         cells = []
         for check, (mean, low, high) in zip(self.conditions, self.intervals, strict=False):
-            text, *ends = map(catalogue.metric(check.metric).shown, (mean, low, high))
+            text, *ends = map(check.shown, (mean, low, high))
             cells.append(f"{text} [{', '.join(ends)}]" if math.isfinite(high) and low < high else text)
         return cells or [str(self.reason)]
 
@@ -352,7 +348,7 @@ class Prober:
             return Probe(*about, (), False, lost, runs[0].limits)
         values = tuple(_interval(check, _values(check, runs), requests, tail) for check in conditions)
         verdicts = [(check, at, intervals.decided(check, at)) for check, at in zip(conditions, values, strict=True)]
-        missed = [f"{check.broken} ({_shown(check, at)})" for check, at, holds in verdicts if holds is False]
+        missed = [f"{check.broken} ({check.shown(at.mean)})" for check, at, holds in verdicts if holds is False]
         undecided = [check.rule for check, _, holds in verdicts if holds is None]
         holds = False if missed else None if undecided else True
         reason = ", ".join(missed or undecided) or None
@@ -361,10 +357,6 @@ class Prober:
 
 def _counted(run: Run) -> int:
     return int(run.summary["e2e_s"]["n"])
-
-
-def _shown(check: Check, at: Interval) -> str:
-    return catalogue.metric(check.metric).shown(at.mean)
 
 
 def _values(check: Check, runs: Sequence[Run]) -> list[float]:
@@ -396,9 +388,8 @@ def _lost(runs: Sequence[Run]) -> str | None:
 
 def _few(terms: Terms, runs: Sequence[Run]) -> tuple[str, ...]:
     """Return the percentiles among the conditions' metrics for which some run has too few values."""
-    names = []
-    for metric in dict.fromkeys(check.metric for check in terms.conditions):
-        head, _, statistic = metric.partition(".")
-        if any(statistic in run.summary[head].get("too_few_for", ()) for run in runs if statistic.startswith("p")):
-            names.append(metric)
-    return tuple(names)
+    percentiles = [check.metric for check in terms.conditions if check.metric.rpartition(".")[2] in SAMPLES_NEEDED]
+    parts = {name: name.split(".") for name in percentiles}
+    return tuple(
+        name for name, (head, tail) in parts.items() if any(tail in run.summary[head]["too_few_for"] for run in runs)
+    )
