@@ -113,7 +113,9 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
 )
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
-    option(parser, "--set", "--knob", required=True, metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V")
+    option(
+        parser, "--set", "--knob", required=True, dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V"
+    )
     goal = parser.add_mutually_exclusive_group(required=True)
     goal.add_argument("--maximise", metavar="M", help="goodput, throughput, or any metric by its dotted name")
     goal.add_argument("--minimise", metavar="M", help="likewise")

@@ -108,21 +108,14 @@ def every() -> Sequence[Curves]:
     return [json.loads(path.read_text()) for path in sorted((catalog.SCENARIOS / FOLDER).glob("*.json"))]
 
 
-def error(known: Sequence[Source], gpu: str, gpus: int, tokens: int | None = None) -> float | None:
-    """Return what 90 % of steps of so many query tokens, or of any, are within of a card's kernel tables, as a share:
-    of its own, or if there are none the worst card's when it was left out. None for a card that has no tables.
+def errors(known: Sequence[Source], gpu: str, gpus: int) -> dict[int, float]:
+    """Return what 90 % of steps are within of a card's kernel tables, as shares, by the most query tokens of a class of
+    steps: of its own tables, or if there are none of the worst card's when it was left out. Empty without tables.
     """
-    own = len(known) == 1 and known[0].curves["hardware"]["name"] == gpu
+    own = known[0].curves["hardware"]["name"] == gpu
     kinds = [source.curves["error" if own else "left_out"] for source in known if "error" in source.curves]
     bounds = [kind["1" if gpus == 1 else "more"] for kind in kinds]
-    if tokens is None:
-        return max((max(each.values()) for each in bounds), default=None)
-    return max((_of_size(each, tokens) for each in bounds), default=None)
-
-
-def _of_size(bounds: Mapping[str, float], tokens: int) -> float:
-    """Return the bound of the class that so many tokens fall in, or of the largest."""
-    return next((bound for most, bound in bounds.items() if tokens <= int(most)), [*bounds.values()][-1])
+    return {int(most): max(each[most] for each in bounds) for most in (bounds[0] if bounds else ())}
 
 
 class Grid:

@@ -74,16 +74,18 @@ UNKNOWN = "their error is not known"
 
 def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | None) -> str:
     model, gpu = scenario.model, scenario.hardware
-    bound, size = curves.error(known, gpu.name, scenario.gpus, tokens), f"of {tokens:,} tokens " if tokens else ""
-    cards = [source.curves["hardware"]["name"] for source in known]
-    whose = f"efficiency curves of {cards[0]}"
-    within = (
-        f"90 % of steps {size}within {bound:.0%} of its kernel tables" if bound else f"one model's layers: {UNKNOWN}"
-    )
+    bounds, cards = curves.errors(known, gpu.name, scenario.gpus), [each.curves["hardware"]["name"] for each in known]
+    whose, of = f"efficiency curves of {cards[0]}", "of its kernel tables"
     if cards[0] != gpu.name:
         nearest = max(known, key=lambda source: source.weight).curves["hardware"]["name"]
         whose = f"efficiency curves of {len(cards)} cards, {nearest} first, scaled to the data sheet of {gpu.name}"
-        within = f"a card that was left out: 90 % of steps {size}within {bound:.1%}"
+        of = "for a card that was left out"
+    within = f"one model's layers: {UNKNOWN}"
+    if bounds and tokens is None:
+        within = f"90 % of steps within {min(bounds.values()):.1%} to {max(bounds.values()):.1%} {of}, by their size"
+    elif bounds and tokens is not None:
+        bound = next((bound for most, bound in bounds.items() if tokens <= most), [*bounds.values()][-1])
+        within = f"90 % of steps of {tokens:,} tokens within {bound:.1%} {of}"
     unlike = {
         f"heads of {model.head_dim}": model.head_dim != WIDTH,
         "windows": not model.sees_all,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.errors import OK, ScenarioError
-from cbsim.metrics import catalogue
+from cbsim.metrics import catalogue, coverage
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
@@ -387,13 +387,13 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
         steps.probes,
         None if fails is None or above is None else _limit(above),
         tuple(_disorder([each for each in steps.probes if each.value], terms)),
-        (*steps.notices, *_notices(steps.probes, terms)),
+        (*steps.notices, *_notices(steps.probes, terms, coverage.bases([scenario]))),
     )
 
 
-def _notices(probes: Sequence[Probe], terms: Terms) -> list[str]:
-    """Return what the interval covers, and a notice for each percentile that runs are too short for and each bound that
-    may be meant in milliseconds.
+def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list[str]:
+    """Return what the interval covers, what step times `rest` on, and a notice for each percentile that runs are too
+    short for and each bound that may be meant in milliseconds.
     """
     loaded = [each for each in probes if each.value]
     names = dict.fromkeys(name for each in loaded for name in each.few)
@@ -409,7 +409,7 @@ def _notices(probes: Sequence[Probe], terms: Terms) -> list[str]:
         for check, mean in zip(terms.conditions, most, strict=True)
         if (doubt := check.doubt(mean))
     ]
-    return [STILL if terms.still else intervals.COVERS, *few, *doubts]
+    return [STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cbsim.draw import report
 from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
-from cbsim.metrics import catalogue
+from cbsim.metrics import catalogue, coverage
 from cbsim.scenario import documents
 from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import cut
@@ -194,7 +194,8 @@ def _metrics(goal: Goal) -> list[str]:
 def _findings(tuned: Tuned) -> list[str]:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
-    covers = f"{COVERS[0].upper()}{COVERS[1:]}."
+    rest = coverage.bases(point.scenario for point in tuned.candidates)
+    covers = f"{COVERS[0].upper()}{COVERS[1:]}: {'; '.join(rest)}."
     method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)

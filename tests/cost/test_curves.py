@@ -140,16 +140,21 @@ def test_what_step_times_rest_on_is_said_with_its_error() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_the_bound_of_a_size_is_that_of_its_class(gpus: int) -> None:
-    known = sources(H100)
-    classes = known[0].curves["error"]["1" if gpus == 1 else "more"]
-    assert curves.error(known, H100.name, gpus, 16) == classes["16"]
-    assert curves.error(known, H100.name, gpus, 17) == classes["128"]
-    assert curves.error(known, H100.name, gpus, 10**6) == classes["8192"]
-    assert curves.error(known, H100.name, gpus) == max(classes.values())
+def test_the_bound_of_a_class_is_the_cards_own_or_the_worst_left_out(gpus: int) -> None:
+    kind = "1" if gpus == 1 else "more"
+    (own,) = sources(H100)
+    assert curves.errors([own], H100.name, gpus) == {int(most): at for most, at in own.curves["error"][kind].items()}
     others = sources(H100, without=H100.name)
-    worst = max(each.curves["left_out"]["1" if gpus == 1 else "more"]["16"] for each in others)
-    assert curves.error(others, H100.name, gpus, 16) == worst
+    worst = max(each.curves["left_out"][kind]["16"] for each in others)
+    assert curves.errors(others, H100.name, gpus)[16] == worst
+    assert not curves.errors(sources(shapes.hardware("rtx-4090")), "NVIDIA GeForce RTX 4090 24GB", gpus)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(16, 16), (17, 128), (10**6, 8192)])
+def test_the_bound_of_a_size_is_that_of_its_class(tokens: int, most: int) -> None:
+    bound = curves.errors(sources(L40S), L40S.name, 1)[most]
+    assert f"of {tokens:,} tokens within {bound:.1%}" in coverage.basis(load(), tokens)
+    assert "by their size" in coverage.basis(load())
 
 
 def test_distance_of_data_sheets_is_the_sum_of_logarithms() -> None:
