@@ -24,6 +24,7 @@ from cbsim.schedulers import registry
 from reports import page
 
 SEATS = 64
+CONSTANT = "cost.compute_efficiency={}"  # shares of the data sheet whatever the size: decisions are compared here
 
 
 class Load(NamedTuple):
@@ -140,7 +141,7 @@ def run(workload: str, contender: Contender, *changes: str) -> Ran:
     scheduler = f"scheduler={json.dumps({'name': contender.kind, **settings})}"
     cache = f"kv_cache={{block_size: {size}, num_blocks: {load.kv_tokens // size}}}"
     overrides = (*load.changes, scheduler, cache, f"loop.mode={contender.loop}", *changes)
-    made: Any = cbsim.run(cbsim.load(load.scenario, *overrides))
+    made: Any = cbsim.run(cbsim.load(load.scenario, *overrides, CONSTANT))
     summary = made.summary
     return Ran(
         workload,

@@ -21,6 +21,7 @@ from cbsim.draw.chart import Chart, Line, Panel, series
 from cbsim.draw.report import Table
 from cbsim.stats import intervals
 from reports import page
+from reports.fidelity.landscape.make import CONSTANT
 
 RATES = (4, 8, 16, 24, 32, 40, 48, 64)
 REQUESTS = 600
@@ -87,6 +88,7 @@ def changes(scheduler: Mapping[str, Any], loop: str, rate: float, requests: int 
         f"loop.mode={loop}",
         f"workload.requests={requests}",
         f"workload.arrivals.rate_per_s={rate}",
+        CONSTANT,
     ]
 
 
