@@ -32,6 +32,7 @@ CORE = (
     "cbsim/machine",
     "cbsim/record/record.py",
     "cbsim/runs/inbox.py",
+    "cbsim/runs/rules.py",
 )
 PYTHON = (
     "__init__.py",
