@@ -5,8 +5,9 @@ Keys that are not read here may hold anything: a later version has more of them,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from cbsim.errors import RunError
 from cbsim.files import read_json, read_text
 from cbsim.metrics import metrics
-from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE
+from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE, quantities
 from cbsim.metrics.terminal import lookup
 from cbsim.record import directory, invariants, parquet, tables
 from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
@@ -92,13 +93,30 @@ def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable
     `file`, TERMS. Raises RunError if it is not what a run writes.
     """
     try:
-        counted: dict[str, Any] = {**terms["counted"]}
-        if counted["window_s"] is not None:
-            low, high = counted["window_s"]
-            counted["window_s"] = (-np.inf if low is None else low, np.inf if high is None else high)
-        return {**terms["about"], **metrics.summarise(requests, steps, **counted)}
+        counted = terms["counted"]
+        return {**terms["about"], **metrics.summarise(requests, steps, **counted | _window(counted["window_s"]))}
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file}: not what a run writes: {type(error).__name__}: {error}", file=file) from error
+
+
+def _window(written: Sequence[float | None] | None) -> dict[str, Any]:
+    """Return the window of `metrics.summarise` from a file, where null is an open end."""
+    if written is None:
+        return {"window_s": None}
+    low, high = written
+    return {"window_s": (-np.inf if low is None else low, np.inf if high is None else high)}
+
+
+def _check_numbers(file: Path, run: Run) -> None:
+    """Raise RunError unless every metric of a summary, in `file`, is that of the tables beside it, but for rounding."""
+    summary = run.summary
+    bounds, price = lookup(summary, "slo.bounds"), lookup(summary, "cost.price_usd_hour")
+    counted = {"total_blocks": summary["total_blocks"], "slo": bounds, "price_usd_hour": price}
+    derived = quantities(metrics.summarise(run.requests, run.steps, **counted | _window(summary.get("window_s"))))
+    for name, value in derived.items():
+        found = lookup(summary, name)
+        if found is None or not isclose(found, value, rel_tol=1e-9, abs_tol=1e-12):
+            raise RunError(f"{file}: {name} is {shown(found)}, that of the tables beside it is {value:.12g}", file=file)
 
 
 def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
@@ -116,6 +134,8 @@ def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     except AssertionError as error:
         raise RunError(f"{run.path / 'steps.parquet'}: {error}") from None
+    if whole:
+        _check_numbers(file, run)
 
 
 def fields(run: Run) -> dict[str, Any]:
@@ -162,6 +182,7 @@ NUMBER = Kind(f"a number up to {LARGEST_REAL:g}", _Number)
 AMOUNT = Kind(f"a number from 0 to {LARGEST_REAL:g}", Annotated[float, Field(ge=0, le=LARGEST_REAL)])
 NUMBERS = Kind(f"names with numbers up to {LARGEST_REAL:g}", dict[str, _Number])
 FIELDS, LIST = Kind("fields", dict[str, Any]), Kind("a list", list[Any])
+SLO_BOUNDS = Kind("bounds of ttft_s, tpot_s or e2e_s", dict[Literal["ttft_s", "tpot_s", "e2e_s"], _Number])
 LOOP = Kind("sync or async", Literal["sync", "async"])
 WINDOW = Kind("a list of two numbers or nulls", Annotated[list[_Number | None], Field(min_length=2, max_length=2)])
 SUMMARY = (
@@ -175,6 +196,7 @@ SUMMARY = (
     | {f"{name}.n": WHOLE for name in DISTRIBUTIONS}
     | {f"{name}.too_few_for": optional(LIST) for name in DISTRIBUTIONS}
     | {"slo": optional(FIELDS), "cost": optional(FIELDS), "cost.price_usd_hour": NUMBER}
+    | {"slo.bounds": SLO_BOUNDS}
 )
 ENVIRONMENT = (
     {"device": TEXT, "git": optional(FIELDS), "packages": optional(FIELDS), "injected_ms": optional(NUMBERS)}

@@ -16,18 +16,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.errors import Interrupted, RunError
-from cbsim.files import access
-from cbsim.record.directory import write_whole
+from cbsim.files import access, parsed_json
+from cbsim.record.directory import MARKER, write_whole
 from cbsim.runs.progress import ProgressLine
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity
 from cbsim.sweeps.work import BINDS, Executor, Made, Task
 
 SUMMARY = "summary.json"
+SEAL = "seal.json"  # digests of a run's files when they were stored, by name
 PART = ".part-"
 STALE_S = 24 * 3600.0  # older temporary directories were left by sweeps that were killed
 
@@ -58,7 +60,7 @@ class Store:
         return self._runs / key
 
     def holds(self, key: str, files: tuple[str, ...]) -> bool:
-        return all((self.run(key) / name).is_file() for name in files)
+        return all((self.run(key) / name).is_file() for name in (*files, SEAL))
 
     def keep(self, made: Made) -> None:
         """Store the outcome of a task: its run, or the reason why it failed."""
@@ -71,7 +73,8 @@ class Store:
     def _put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Store a run. A stored one of the same key is equal, so only one that lacks some of the files is replaced."""
         part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
-        for name, content in files.items():
+        seal = {name: _digest(key, name, content) for name, content in files.items()}
+        for name, content in {**files, SEAL: json.dumps(seal).encode()}.items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_bytes(content)
         part.chmod(0o755)
@@ -97,20 +100,21 @@ class Store:
         return dict(self.read(key, SUMMARY))
 
     def read(self, key: str, name: str) -> Any:
-        """Return the content of a JSON file of a stored run. Raises RunError if it cannot be read."""
+        """Return the content of a JSON file of a stored run. Raises RunError if it is not as it was stored."""
         path = self.run(key) / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
-            numbers = content if isinstance(content, dict) else {}
-            if name == SUMMARY and not isinstance(numbers.get("output_tokens_per_s"), int | float):
-                raise ValueError("it is no summary")
-        except (OSError, ValueError) as error:
+            content = path.read_bytes()
+            if parsed_json((path.parent / SEAL).read_bytes(), SEAL)[name] != _digest(key, name, content):
+                raise ValueError("it was altered since it was stored")
+            if (path.parent / MARKER).exists():
+                raise ValueError(f"{MARKER} lies beside it")
+            return json.loads(content)
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
-        return content
 
 
-def _not_finite(constant: str) -> None:
-    raise ValueError(f"got {constant}, expected a number")
+def _digest(key: str, name: str, content: bytes) -> str:
+    return sha256(f"{key}/{name}\n".encode() + content).hexdigest()
 
 
 class Progress:

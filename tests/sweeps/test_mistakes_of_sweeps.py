@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,37 @@ def test_calls_that_mean_nothing_are_a_user_s_mistake(wrong: Any) -> None:
         wrong()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "null", '{"output_tokens_per_s": NaN}'])
-def test_a_summary_that_is_none_is_named(small: Path, tmp_path: Path, content: str) -> None:
+def altered(**changes: Any) -> Callable[[Path, Path], object]:
+    """A function that changes numbers in the summary of a stored run."""
+    return lambda run, _: (run / "summary.json").write_text(
+        json.dumps(json.loads((run / "summary.json").read_text()) | changes)
+    )
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *(lambda run, _, text=text: (run / "summary.json").write_text(text) for text in ("{", "[]", "null", "")),
+        altered(output_tokens_per_s=-1),
+        altered(requests=1e30),
+        altered(preemptions=None),
+        altered(makespan_s="3"),
+        lambda run, other: shutil.copy(other / "summary.json", run),
+        lambda run, other: [shutil.copy(file, run) for file in other.iterdir()],
+        lambda run, _: (run / "INCOMPLETE").write_text("interrupted"),
+    ],
+)
+def test_a_stored_run_that_was_altered_is_named(
+    small: Path, tmp_path: Path, harm: Callable[[Path, Path], object]
+) -> None:
+    """Numbers of a table are those that were stored for the point: not altered, not another run's, not half of one."""
     file = small.with_name("two.yaml")
     file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\n")
-    key = cbsim.sweep(file, store=tmp_path / "store").rows[0].point.key
-    path = tmp_path / "store" / "runs" / identity.code() / key / "summary.json"
-    path.write_text(content)
-    refused(call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet"), 1, str(path), "remove")
+    rows = cbsim.sweep(file, store=tmp_path / "store").rows
+    one, other = (tmp_path / "store" / "runs" / identity.code() / row.point.key for row in rows)
+    harm(one, other)
+    said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet")
+    refused(said, 1, str(one / "summary.json"), f"remove {one} to make it again")
 
 
 def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:

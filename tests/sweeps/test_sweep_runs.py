@@ -96,7 +96,7 @@ def test_a_run_without_the_tables_is_made_again_when_they_are_wanted(sweep: Path
     first = wanted.run(Here()).rows[0].point.key
     folder = wanted.store.run(first)
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("env.json", "requests.parquet", "scenario.resolved.yaml", "steps.parquet", "summary.json")
+        *("env.json", "requests.parquet", "scenario.resolved.yaml", "seal.json", "steps.parquet", "summary.json")
     ]
     assert cbsim.read(folder).summary["requests"] == 4
     sweep.write_text(SWEEP)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.validations import case, edited, put
+from support.validations import case, edited, prolonged, put
 
 from analysis.cli import parser
 from analysis.statistics.compare import Incomparable
@@ -27,7 +27,7 @@ def test_a_case_has_its_runs_by_loop_and_the_median_stands_for_the_repeats(
     """Lanes, requests and phases are of one run: the one whose makespan no outlier decides."""
     made = case(tmp_path, "a", loops["fast"], [loops["fast"]] * 3)
     for index, makespan in enumerate((9.0, 1.0, 3.0)):
-        edited(made / "measured" / f"sync-{index}" / "summary.json", makespan_s=makespan)
+        prolonged(made / "measured" / f"sync-{index}", makespan)
     (found,) = cases.read(tmp_path).cases
     assert [run.label for run in found.loops["sync"].measured] == [f"a sync measured #{i}" for i in (1, 2, 3)]
     assert found.loops["sync"].middle.path.name == "sync-2"
@@ -42,9 +42,9 @@ def test_cases_stand_in_the_order_of_their_numbers(tmp_path: Path, loops: dict[s
 
 
 def test_incomplete_runs_are_left_out_and_told(one: Path, loops: dict[str, Path]) -> None:
-    """Half of a run has another makespan; one that died early has no tables at all. Neither stops the report."""
+    """Half of a run is no measurement; one that died early has no tables at all. Neither stops the report."""
     measured = one / "validation" / "a" / "measured"
-    put(loops["fast"] / "sync", measured / "cut", measured=True, makespan_s=99.0)
+    put(loops["fast"] / "sync", measured / "cut", measured=True)
     (measured / "cut" / "INCOMPLETE").write_text("interrupted, after 5 steps\n")
     (measured / "died").mkdir()
     (measured / "died" / "INCOMPLETE").write_bytes(b"")
@@ -171,9 +171,9 @@ def test_two_simulated_runs_of_a_loop_are_refused(one: Path, loops: dict[str, Pa
         cases.read(one)
 
 
-def test_a_run_without_a_makespan_is_named(one: Path) -> None:
+def test_a_summary_of_other_tables_is_named(one: Path) -> None:
     file = one / "validation" / "a" / "measured" / "sync-0" / "summary.json"
     edited(file, makespan_s=0)
-    with pytest.raises(RunError, match="makespan_s is 0, expected seconds above 0") as caught:
+    with pytest.raises(RunError, match="makespan_s is 0, that of the tables beside it is 0") as caught:
         cases.read(one)
     assert str(file) in str(caught.value)

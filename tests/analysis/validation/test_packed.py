@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from support.scripts import script
-from support.validations import case, edited
+from support.validations import case, prolonged
 
 from analysis.cli import parser
 from analysis.statistics.loading import VERDICT
@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, loops: dict[str, Path]) -> Pa
     for name, simulated, injected_ms in (("right", "fast", 0.0), ("wrong", "slow", 8.0)):
         folder = case(place, name, loops[simulated], [loops["fast"]] * 3, injected_ms=injected_ms, curve="tiny")
         for number, makespan in enumerate(MAKESPANS):
-            edited(folder / "measured" / f"sync-{number}" / "summary.json", makespan_s=makespan)
+            prolonged(folder / "measured" / f"sync-{number}", makespan)
     assert parser.main(["report", str(place)]) == 0
     packed.pack(place, ())
     return place
