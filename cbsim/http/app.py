@@ -180,12 +180,12 @@ _DOCUMENTED: dict[str, tuple[str, str, type[RequestBody] | None, str | None, tup
     "/reset_prefix_cache": ("post", "Forget every cached prefix", None, None, (401,)),
     "/v1/models": ("get", "The model that is served", None, "application/json", (401,)),
     "/health": ("get", "Whether it can serve: 200, else 503", None, None, (503,)),
-    "/ping": ("get", "The same as /health", None, None, (503,)),
+    "/ping": ("get post", "The same as /health", None, None, (503,)),
     "/version": ("get", "The version of cbsim", None, "application/json", (401,)),
     "/metrics": ("get", "Prometheus text under vLLM's names", None, "text/plain", (401, 404)),
     "/load": ("get", "Requests in progress", None, "application/json", (401,)),
 }
-"""The method, summary, body, type of the answer if documented, and statuses of errors of each route."""
+"""The methods, summary, body, type of the answer if documented, and statuses of errors of each route."""
 
 
 def _content(model: str) -> dict[str, Any]:
@@ -196,15 +196,16 @@ def openapi(version: str) -> dict[str, Any]:
     models: list[type[BaseModel]] = [Error, *(body for _, _, body, _, _ in _DOCUMENTED.values() if body is not None)]
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Any] = {}
-    for path, (method, summary, body, kind, statuses) in _DOCUMENTED.items():
+    for path, (methods, summary, body, kind, statuses) in _DOCUMENTED.items():
         done: dict[str, Any] = {"description": summary, **({"content": {kind: {}}} if kind else {})}
         error = {"description": "an error", **({} if statuses == (503,) else {"content": _content("Error")})}
-        entry = paths.setdefault(path, {})[method] = {
+        entry: dict[str, Any] = {
             "summary": summary,
             "responses": {"200": done, **{str(status): error for status in statuses}},
         }
         if body is not None:
             entry["requestBody"] = {"required": True, "content": _content(body.__name__)}
+        paths[path] = dict.fromkeys(methods.split(), entry)
     return {
         "openapi": "3.1.0",
         "info": {"title": "cbsim", "version": version},

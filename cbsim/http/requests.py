@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic_core
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,7 +29,7 @@ from cbsim.http.asgi import ApiError
 from cbsim.http.backend import Backend, Generation
 from cbsim.http.tokenizer import ConversationError, Tokenizer
 
-MOST_STOPS, MOST_STOP_BYTES = 16, 256
+MOST_STOPS, MOST_OF_STOP = 16, 256  # strings, characters
 MOST_COMPLAINTS = 5
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -57,12 +56,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _short(stop: str) -> str:
-    if not 0 < len(stop.encode()) <= MOST_STOP_BYTES:
-        raise ValueError(stop)
-    return stop
-
-
 def _otherwise(message: str) -> WrapValidator:
     """Return a validator with one message for a field of several types, in place of one per type."""
 
@@ -80,15 +73,15 @@ Token = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Item = TypeVar("Item")
 Some = Annotated[list[Item], Field(min_length=1, fail_fast=True)]  # reports only the first error of a long list
+Text = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]  # of one without tokens the error says so
 Prompt = Annotated[
-    str | Some[Id] | Some[str] | Some[Some[Id]],
+    Text | Some[Id] | Some[Text] | Some[Some[Id]],
     _otherwise("has to be a text, a list of token ids, a list of texts, or a list of lists of token ids"),
 ]
-_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_BYTES // 4}
-StopString = Annotated[str, AfterValidator(_short), WithJsonSchema(_STOP_SCHEMA)]
+StopString = Annotated[str, Field(min_length=1, max_length=MOST_OF_STOP)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None,
-    _otherwise(f"has to be a string or at most {MOST_STOPS} strings, each of 1 to {MOST_STOP_BYTES} bytes"),
+    _otherwise(f"has to be a string or at most {MOST_STOPS} strings, each of 1 to {MOST_OF_STOP} characters"),
 ]
 AnyOf = TypeVar("AnyOf", bound="RequestBody")
 
@@ -185,6 +178,14 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(RequestBody):
     """The body of POST /tokenize: a prompt, or messages."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [name], "properties": {name: {"type": kind}}}
+                for name, kind in (("prompt", "string"), ("messages", "array"))
+            ]
+        }
+    )
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16_384)] | None = None

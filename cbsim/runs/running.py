@@ -80,7 +80,7 @@ class Session:
         self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         workload = generators.build(self.scenario, terms.requests)
-        self.requests, self.notices = workload.total, workload.notices
+        self.requests, self.notices = workload.total, (*scenarios.notices(self.scenario), *workload.notices)
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
         self._pieces: Pieces | None = None

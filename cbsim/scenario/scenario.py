@@ -325,6 +325,18 @@ def solved_lines(scenario: Scenario) -> str:
     return "solved  " + "\n        ".join(lines) if lines else ""
 
 
+def notices(scenario: Scenario) -> tuple[str, ...]:
+    """Return the likely mistakes of a scenario that no rule forbids, a line each: a cache that is beyond the memory."""
+    blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
+    weights = model.shard_bytes(gpus)
+    cache = (blocks or 0) * scenario.block_size * model.kv_bytes_per_token // gpus * model.sees_all
+    if blocks is None or weights + cache <= gpu.memory_bytes:
+        return ()
+    needed, memory = (f"{size / 1e9:.2f} GB" for size in (weights + cache, gpu.memory_bytes))
+    reason = f"got {blocks:,}, which need {needed} with the weights; {gpu.name} has {memory}"
+    return (f"kv_cache.num_blocks: {reason}: it is taken as given",)
+
+
 def json_schema(part: type[Frozen] = Scenario) -> dict[str, Any]:
     """Return the JSON schema of a scenario file, or of another part, with a description of every field."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_standard(part.model_json_schema())}

@@ -151,7 +151,11 @@ def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Work
         shared_tokens=form.shared_prefix_tokens,
         samples=samples,
     )
-    return _arriving(drawn, form.arrivals, streams.users, samples)
+    made, longest = _arriving(drawn, form.arrivals, streams.users, samples), int(prompts.max())
+    if form.shared_prefix_tokens > longest:
+        notice = f"got {form.shared_prefix_tokens:,}, but no prompt has more than {longest:,} tokens: all share all"
+        made.notices = (f"workload.shared_prefix_tokens: {notice}",)
+    return made
 
 
 def _arriving(specs: Sequence[RequestSpec], arrivals: object, rng: np.random.Generator, samples: int = 1) -> Workload:

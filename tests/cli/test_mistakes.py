@@ -181,3 +181,17 @@ def test_an_empty_path_is_none(option: str, small: Path, tmp_path: Path, monkeyp
     said = call("run" if option == "--out" else "capacity", small, option, "", "--check", "ttft.p99<1s")
     assert said.status == 2 and f"argument {option}: got '', expected a path" in said.err
     assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("model=llama-3.1-405b", "kv_cache.num_blocks=500"), "which need 815.84 GB with the weights; NVIDIA H200"),
+        (("workload.shared_prefix_tokens=500",), "shared_prefix_tokens: got 500, but no prompt has more than 78"),
+    ],
+)
+def test_a_likely_mistake_is_noticed(small: Path, out: Path, fields: tuple[str, ...], words: str) -> None:
+    """What no rule forbids and hardly anybody wants is done, and said: a cache beyond memory, a prefix beyond all."""
+    said = call("run", small, *(word for field in fields for word in ("--set", field)), "--out", out, "--quiet")
+    assert said.status == 0
+    assert said.err.startswith("notice: ") and words in said.err

@@ -165,7 +165,7 @@ def test_unknown_fields_and_nulls_are_taken() -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": "é" * 129}, "stop"),
+        ({"stop": "é" * 257}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"seed": 2**64}, "seed"),
         ({"stream": 1}, "stream"),

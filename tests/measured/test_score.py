@@ -105,6 +105,15 @@ def test_scores_by_hand() -> None:
     assert MetricScore("tpot", "mean", 1.0, 0.0).error == float("inf")
 
 
+def test_an_error_relative_to_nothing_is_not_printed(pack: Pack) -> None:
+    """A statistic that was measured as 0 has no error in percent, and is not the largest one."""
+    packs.record(pack)
+    said = call("score", pack.folder, "--set", "scheduler.name=static")
+    assert said.status == 0
+    assert "inf" not in said.out.split() and "+inf%" not in said.out
+    assert "  -\n" in said.out, "the queue of the first requests was measured as 0"
+
+
 def test_requests_of_one_token_each(tmp_path: Path) -> None:
     """TPOT is 0 of 0; the answer is still numbers, and a table."""
     made = packs.pack(tmp_path)

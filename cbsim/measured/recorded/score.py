@@ -214,6 +214,11 @@ class MetricScore(NamedTuple):
             return 0.0
         return self.simulated_s / self.measured_s - 1 if self.measured_s else inf
 
+    @property
+    def shown(self) -> str:
+        """The error in percent; a dash where it is infinite, which says nothing of its size."""
+        return f"{self.error:+.2%}" if isfinite(self.error) else "-"
+
     def facts(self) -> dict[str, Any]:
         """Return the fields for report.json, with None for an infinite error."""
         return {**self._asdict(), "error": self.error if isfinite(self.error) else None}

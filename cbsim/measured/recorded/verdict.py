@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ def _errors(validation: Validation) -> list[Table]:
 def _row(scored: MetricScore) -> tuple[str, ...]:
     name, unit, factor = UNITS[scored.metric]
     shown = [f"{value * factor:,.2f}" for value in (scored.simulated_s, scored.measured_s)]
-    return (f"{name} {scored.statistic}".strip() + f", {unit}", *shown, f"{scored.error:+.2%}")
+    return (f"{name} {scored.statistic}".strip() + f", {unit}", *shown, scored.shown)
 
 
 def _run(validation: Validation) -> Table:
@@ -128,8 +129,8 @@ def _run(validation: Validation) -> Table:
 def _ablation(ablated: Sequence[Ablated]) -> Table:
     rows = []
     for entry in ablated:
-        means = [f"{part.error:+.2%}" for part in entry.errors if part.statistic in ("mean", "")]
-        largest = max(abs(part.error) for part in entry.errors if part.statistic)
+        means = [part.shown for part in entry.errors if part.statistic in ("mean", "")]
+        largest = abs(_worst(entry.errors).error)
         rows.append((entry.name, *means, f"{largest:.2%}", str(entry.preemptions)))
     header = ("replayed with", "TTFT mean", "TPOT mean", "E2E mean", "makespan", "largest", "preemptions")
     caption = "Errors with one part changed at a time; `largest` is over all means and percentiles."
@@ -137,15 +138,19 @@ def _ablation(ablated: Sequence[Ablated]) -> Table:
 
 
 def _findings(validation: Validation) -> list[str]:
-    means = {scored.metric: scored.error for scored in validation.scores if scored.statistic == "mean"}
-    worst = max((scored for scored in validation.scores if scored.statistic), key=lambda scored: abs(scored.error))
-    errors = ", ".join(f"{UNITS[metric][0]} {error:+.2%}" for metric, error in means.items())
+    means, worst = [each for each in validation.scores if each.statistic == "mean"], _worst(validation.scores)
+    errors = ", ".join(f"{UNITS[each.metric][0]} {each.shown}" for each in means)
     name = f"{UNITS[worst.metric][0]} {worst.statistic}"
     return [
-        f"Errors of the means: {errors}; the largest of all is that of {name}, {worst.error:+.2%}.",
+        f"Errors of the means: {errors}; the largest of all is that of {name}, {worst.shown}.",
         *_caveats(validation),
         _basis(validation),
     ]
+
+
+def _worst(scores: Sequence[MetricScore]) -> MetricScore:
+    """Return the largest error of a statistic, of those that are finite if any is."""
+    return max((each for each in scores if each.statistic), key=lambda each: (isfinite(each.error), abs(each.error)))
 
 
 def _basis(validation: Validation) -> str:
