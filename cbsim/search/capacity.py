@@ -393,22 +393,16 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
 
 def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list[str]:
     """Return what the interval covers, what step times `rest` on, and a notice for each percentile that runs are too
-    short for and each bound that may be meant in milliseconds.
+    short for and each bound that no load breaks and that may be meant in milliseconds.
     """
     loaded = [each for each in probes if each.value]
     names = dict.fromkeys(name for each in loaded for name in each.few)
     least = min((each.requests // each.replicates for each in loaded), default=0)
     needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
     few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
-    most = [
-        max((each.intervals[at].mean for each in loaded if each.intervals), default=math.inf)
-        for at in range(len(terms.conditions))
-    ]
-    doubts = [
-        f"{check.rule}{doubt}"
-        for check, mean in zip(terms.conditions, most, strict=True)
-        if (doubt := check.doubt(mean))
-    ]
+    light = loaded[0].intervals if all(each.excess <= 0 for each in loaded) and loaded else ()
+    held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
+    doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]
     return [STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
 
 

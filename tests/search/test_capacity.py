@@ -228,6 +228,7 @@ def test_what_the_interval_covers_and_short_runs_are_said() -> None:
     assert found.notices[0] == "the confidence covers the draw of the requests, not the error of the cost model"
     doubted = sought(Known(lambda value, _: value / 20), slo=["ttft.mean<=1000"])
     assert doubted.notices[-1] == "ttft.mean<=1000; a bound without a unit is in seconds: is 1000ms meant?"
+    assert "1000ms" not in str(sought(Known(lambda value, _: value), slo=["ttft.mean<=1000"]).notices), "1,024 fails"
 
 
 def test_words_for_what_binds_are_those_of_the_sentences() -> None:
