@@ -147,7 +147,7 @@ class CurveTimes:
 
     def __init__(self, known: Sequence[Source], engine: str, gpu: Hardware, model: ModelShape, tensor: int) -> None:
         self._sources, self._engine, self._sheet, self._gpu = known, engine, sheet(gpu), gpu
-        self._model, self._tensor, self._layers = model, tensor, model.layers
+        self._model, self._tensor, self._layers = model, tensor, float(model.layers)
         query, kv = model.heads / tensor, max(1.0, model.kv_heads / tensor)
         width, dtype = model.head_dim, model.weights_dtype or model.dtype
         shapes = [((query + 2 * kv) * width, model.hidden), (model.hidden, query * width)]
