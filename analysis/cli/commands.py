@@ -105,7 +105,11 @@ def _write(made: Report, out: Path, steered: Explorer | None = None, *, quiet: b
     has_page = webpage.write(made, out, steered)
     if not quiet:
         print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
-        print(f"page      {out / 'report.html'}" if has_page else "page      none: needs `pip install -e '.[report]'`")
+        print(
+            f"page      {out / 'report.html'}"
+            if has_page
+            else "page      none: report.html needs plotly, `pip install -e '.[report]'`"
+        )
 
 
 def _print(tables: Sequence[Table], findings: Sequence[str], shown: Sequence[Caveat]) -> None:

@@ -24,12 +24,14 @@ def _parser() -> Parser:
 
 
 def _out_argument(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--out", help="folder of the report: Markdown, a page, figures")
+    option(
+        parser, "--out", help="folder of the report: Markdown and figures; with plotly (the extra `report`) a page, too"
+    )
 
 
 @verb(
     "report",
-    "figures (PNG, SVG), report.md and report.html of runs, a sweep, a capacity",
+    "report.md and figures (PNG, SVG) of runs, a sweep, a capacity; report.html with the extra `report`",
     "runs/one runs/other --out reports/mine",
 )
 def _report_arguments(report: argparse.ArgumentParser) -> None:

@@ -195,18 +195,20 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
     for label, frame in steps.items():
         marks: list[Mark] = []
         total = totals.get(label)
+        near = not total or not len(frame) or int(frame["used_blocks"].max()) >= SEEN * total
         if len(frame):
-            parts = _block_parts(frame, time, total)
+            parts = _block_parts(frame, time, total if near else None)
             marks += stack(parts)
             drawn.append(used := parts[0][2])
             if not used.exact:
                 marks.append(Line("most used", used.x, used.high, Style(chart.BLACK, "dotted"), step=True))
             most = int(frame["used_blocks"].max())
             peaks.append(f"{label}: {most:,}" + (f" of {total:,} ({most / total:.1%})" if total else ""))
-        if total:
-            marks.append(Level("total", total, Style(chart.BLACK, "dashed")))
-        panels.append(Panel(marks, time.name, "blocks", title=label, y_range=(0.0, 1.05 * total) if total else None))
-    caption = "KV blocks in use, free but still holding content (cached), and empty."
+        shown = total if near else None
+        marks += [Level("total", shown, Style(chart.BLACK, "dashed"))] if shown else []
+        panels.append(Panel(marks, time.name, "blocks", title=label, y_range=(0.0, 1.05 * shown) if shown else None))
+    caption = "KV blocks in use, free but still holding content (cached), and empty; of a run that never uses a quarter"
+    caption += " of them no empty ones."
     caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + chart.without(steps)
     caption += thinned(drawn, "the dotted line is the most used in a bin")
     return Chart("blocks", "KV blocks", caption, panels, share_x=True)

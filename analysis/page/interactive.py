@@ -32,7 +32,7 @@ def figure(chart: Chart) -> Dict:
     data, shapes = [], []
     for number, panel in enumerate(chart.panels, start=1):
         bars = 0
-        for mark in filter(placed, panel.marks):
+        for mark in filter(placed, panel.seen):
             first = bool(mark.name) and mark.name not in shown
             shown.add(mark.name)
             common = {"name": escaped(mark.name), "legendgroup": mark.name, "showlegend": first}
@@ -244,7 +244,7 @@ def layout(chart: Chart, width: int) -> Dict:
 def _legend_lines(chart: Chart, width: int) -> int:
     """Return an estimate of the legend's number of lines. It may be as wide as the panels."""
     lines, left = 0, 0
-    for name in dict.fromkeys(mark.name for panel in chart.panels for mark in panel.marks if mark.name):
+    for name in dict.fromkeys(mark.name for panel in chart.panels for mark in panel.seen if mark.name):
         size = 45 + LETTER_PX * len(name)
         if size > left:
             lines, left = lines + 1, width - 100

@@ -23,6 +23,8 @@ from cbsim.record.tables import Requests, token_times
 from cbsim.scenario import documents
 
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; figures of more would be unreadable
+ACTIVE = 0.9995  # share of the time, which is shown as 100 %
+ALWAYS_ACTIVE = "The GPU is active 100 % of the time, so there is no figure of it."
 MOST_LINES = 16  # runs whose distributions are overlaid
 TILES = (
     *("makespan_s", "output_tokens_per_s", "gpu_active", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99"),
@@ -62,7 +64,8 @@ def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Repo
     if len(runs) > 1:
         compare.check(runs, swept=swept is not None)
     both = compared(runs) if len(runs) == 2 else None
-    title = ", ".join(dict.fromkeys(run.name for run in runs))
+    subjects = [f"{lookup(run.scenario, 'model.name')} on {lookup(run.scenario, 'hardware.name')}" for run in runs]
+    title = ", ".join(dict.fromkeys([*(run.name for run in runs), *subjects]))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
     if swept is not None:
         findings = sweeps.findings(swept)
@@ -73,11 +76,16 @@ def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Repo
         question=questions[0] if len(questions) == 1 else "",
         sources=[source(run, runs[0]) for run in runs],
         caveats=trust.caveats(runs),
-        findings=findings,
+        findings=[*findings, ALWAYS_ACTIVE] if draw and always_active(runs) else findings,
         tables=both.tables if both else tables(runs, by_rate=swept is not None and swept.by_rate),
         charts=charts(runs, swept) if draw else (),
         command=command,
     )
+
+
+def always_active(runs: Sequence[LoadedRun]) -> bool:
+    """Whether the GPU never waits in any of these runs, whose figure would be a straight line."""
+    return len(runs) <= MOST_IN_DETAIL and all(run.summary["gpu_active"] >= ACTIVE for run in runs)
 
 
 def source(run: LoadedRun, first: LoadedRun) -> Source:
@@ -164,7 +172,7 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     charts = [
         latencies(runs),
         lane_chart.lanes(frames),
-        steps.gpu_active(frames),
+        *([] if always_active(runs) else [steps.gpu_active(frames)]),
         steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
         steps.queues(frames),
         steps.blocks(frames, {run.label: run.summary.get("total_blocks") for run in runs}),

@@ -21,16 +21,20 @@ import numpy as np
 from analysis.figures import sweeps
 from analysis.page.webpage import Explorer, embedded, template
 from analysis.statistics import sweep_table
+from analysis.statistics.loading import flat
 from analysis.statistics.sweep_table import Axis, Bools, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart, series
-from cbsim.draw.report import Caveat, Report, Table
+from cbsim.draw.report import Caveat, Report, Source, Table
 from cbsim.errors import RunError
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics.terminal import lookup
+from cbsim.scenario import documents
 
 METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")
+WHOLE = 0.9995  # of a share, which is shown as 100 %
 MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
 
 
@@ -51,9 +55,14 @@ def look(table: SweepTable, requested: Sequence[str] = (), slo: Sequence[str] = 
     for limit in limits:
         table.metric(limit.metric, f"--slo {limit.rule!r}")
     requested = [table.metric(name, f"--metric {name}") for name in requested]
-    main = [metric for metric in METRICS if metric in table.metrics]
+    main = [metric for metric in METRICS if metric in table.metrics and not always_whole(table, metric)]
     metrics = list(dict.fromkeys(requested or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
     return Look(sweep_table.places(table), sweep_table.view(table, x), metrics, limits, _pareto(table, metrics))
+
+
+def always_whole(table: SweepTable, metric: str) -> bool:
+    """Whether a share is 100 % at every point: its figure would be a straight line."""
+    return catalogue.metric(metric).unit == "share" and float(np.nanmin(table.metrics[metric])) >= WHOLE
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
@@ -68,9 +77,10 @@ def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
 def build(table: SweepTable, shown: Look, command: str) -> Report:
     """Return the report; its charts are the files beside report.md, a page has an explorer in their place."""
     return Report(
-        title=f"Sweep {table.name}",
+        title=f"Sweep {table.name}" + (f", {table.subject}" if table.subject else ""),
         question="",
-        sources=(),
+        sources=sources(table),
+        coloured=False,
         caveats=caveats(table, shown),
         findings=[*findings(table, shown), *(f"{line[0].upper()}{line[1:]}." for line in table.step_times)],
         tables=[*_undone(table), *_numbers(table, shown)],
@@ -78,6 +88,12 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
         command=command,
         data={"points": len(table), **{status: table.count(status) for status in sweep_table.STATUSES}},
     )
+
+
+def sources(table: SweepTable) -> list[Source]:
+    """Return the sweep as the one source: its first point's scenario, and its command; none of tables without them."""
+    text = f"# that of the first point; the axes are {', '.join(axis.name for axis in table.axes)}\n{table.scenario}"
+    return [Source(table.name, table.path.name, "a sweep", (), text, "", table.command)] if table.scenario else []
 
 
 def charts(table: SweepTable, shown: Look) -> list[Chart]:
@@ -95,12 +111,20 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     places = shown.places
     counts = ", ".join(f"{table.count(status):,} {status}" for status in sweep_table.STATUSES if table.count(status))
     sentences = [f"{len(table):,} points at {len(places):,} places: {counts}."]
+    workload = lookup(documents.parse(table.scenario or "{}", str(table.path)), "workload") or {}
+    varied = {field.removeprefix("workload.") for axis in table.axes for field in axis.fields}
+    same = {name: value for name, value in flat(workload).items() if name not in varied}
+    given = ", ".join(f"{name} {value}" for name, value in same.items() if value not in (None, [], False))
+    sentences += [f"{table.subject}; workload: {given}."] if given else []
     constants = ", ".join(f"{name} = {value}" for name, value in table.constants.items())
     sentences += [f"The same at all: {constants}."] if constants else []
     met = sweeps.meets(table, places, shown.limits)
     if shown.limits:
         limits = " and ".join(limit.rule for limit in shown.limits)
         sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {limits} in the mean of their replicates.")
+    whole = [metric for metric in METRICS if metric in table.metrics and always_whole(table, metric)]
+    left_out = [catalogue.metric(metric).label for metric in whole if metric not in shown.metrics]
+    sentences += [f"{', '.join(left_out)}: 100 % at every point, so there is no figure of it."] if left_out else []
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
         sentences += _best(table, places, metric, met, bool(shown.limits))
     return sentences

@@ -27,7 +27,6 @@ from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table, Tile
 
 SCRIPTS = ("points.js", "charts.js", "explorer.js")  # of a page with an explorer
-MOST_IN_TILES = 4  # runs; a table of the report has the numbers of more
 MOST_LISTED = 24  # runs; more are folded
 CSS_DASHES = {"solid": "solid", "dashed": "dashed", "dotted": "dotted", "dashdot": "double"}
 KEYS = (  # key of a button, its sign, its name
@@ -112,11 +111,13 @@ def _policy(*scripts: str) -> str:
 def _parts(report: Report, explorer: Explorer | None) -> Iterable[tuple[str, str, str]]:
     """Yield (title, id, HTML) of each section in the order of reading; one without content is left out."""
     yield _section("Numbers", _numbers(report.sources))
-    yield "Caveats", "caveats", _caveats(report.caveats or ())
     lines = "".join(f"<li>{_code_marked(sentence)}</li>" for sentence in report.findings)
     yield _section("Findings", f'<ul class="findings">{lines}</ul>' if lines else "")
-    yield _section("Explore", explorer.html if explorer else "")
-    yield _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
+    tables = _section("Tables", "".join(_table(table, index) for index, table in enumerate(report.tables)))
+    caveats = "Caveats", "caveats", _caveats(report.caveats or ())
+    explored = _section("Explore", explorer.html if explorer else "")
+    many = len(report.sources) > reports.MOST_COLUMNS
+    yield from (tables, caveats, explored) if many else (caveats, explored, tables)
     yield _section("Charts", _charts(report.charts))
     for what in ("Scenario", "Environment"):
         folded = (
@@ -161,7 +162,7 @@ def _runs(report: Report) -> str:
 
 def _numbers(sources: Sequence[Source]) -> str:
     metrics = {tile.metric: tile.label for source in sources for tile in source.tiles}
-    if not metrics or len(sources) > MOST_IN_TILES:
+    if not metrics or len(sources) > reports.MOST_COLUMNS:
         return ""
     if len(sources) == 1:
         tiles = (f'<div class="tile"><dt>{escape(t.label)}</dt>{_value(t)}</div>' for t in sources[0].tiles)

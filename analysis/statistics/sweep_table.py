@@ -29,6 +29,7 @@ from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
 
 Ints = npt.NDArray[np.int64]
+METADATA = (coverage.STEP_TIMES, b"subject", b"scenario", b"command")
 LOOP, SEED = "loop", "seed"
 ABOUT = (LOOP, SEED, "replicate", "key", "status", "reason")
 DONE, FAILED, MISSING = STATUSES = ("done", "failed", "missing")
@@ -79,6 +80,9 @@ class SweepTable:
     metrics: Mapping[str, Floats]
     step_times: Sequence[str] = ()
     """What the step times of its runs rest on, and how far off they are known to be."""
+    subject: str = ""  #: Models and GPUs.
+    scenario: str = ""  #: YAML, that of the first point.
+    command: str = ""  #: The command that makes the table.
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -133,8 +137,13 @@ def read(path: Path) -> SweepTable:
     metrics = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in metrics.items() if np.isfinite(values).any()}
     seeds = np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64)
-    rest = (table.schema.metadata or {}).get(coverage.STEP_TIMES, b"").decode().splitlines()
-    return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest)
+    about = {
+        key.decode(): text.decode(errors="replace")
+        for key, text in (table.schema.metadata or {}).items()
+        if key in METADATA
+    }
+    rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
+    return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
 
 
 def _checked(path: Path) -> pa.Table:

@@ -27,7 +27,7 @@ FIRST, SLOW, ALIKE = 5, 3.0, 2.0
 TAIL = 0.1
 NEAR_FULL = 0.9
 """Capacity: share of the KV blocks in use above which their number determines waits and preemptions."""
-MOST_IN_FULL = 3  # caveats of one kind in full
+MOST_IN_FULL, MOST_NAMED = 2, 8  # runs with a caveat of one kind each, and runs named in one of many
 NO_MODEL = re.compile(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)")
 Floats = npt.NDArray[np.float64]
 
@@ -40,15 +40,27 @@ def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
 
 
 def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
-    """Return a rule's caveats: the first few texts in full, for the other runs only that it applies."""
-    runs_by_reason: dict[str, list[str]] = {}
-    for run in runs:
-        if reason := rule(run):
-            runs_by_reason.setdefault(reason, []).append(run.label)
-    whose = ["" if len(labels) == len(runs) > 1 else ", ".join(labels) for labels in runs_by_reason.values()]
-    shown = [Caveat(kind, run, reason) for run, reason in zip(whose, runs_by_reason, strict=True)][:MOST_IN_FULL]
-    rest = ", ".join(whose[MOST_IN_FULL:])
-    return [*shown, Caveat(kind, rest, f"{kind}, too, with other figures.")] if rest else shown
+    """Return a rule's caveats: one a text of a few runs; of more runs one in all, with the first text as example."""
+    reasons = {run.label: reason for run in runs if (reason := rule(run))}
+    several = len(set(reasons.values())) > 1
+    if several and len(runs) <= MOST_IN_FULL:
+        return [Caveat(kind, run, reason) for run, reason in reasons.items()]
+    if not reasons:
+        return []
+    (first, reason), count = next(iter(reasons.items())), len(reasons)
+    more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+    named = f"{', '.join([*reasons][:MOST_NAMED])}{more}"
+    whose = (
+        ""
+        if count == len(runs) > 1
+        else named
+        if len(runs) <= MOST_IN_FULL
+        else f"{count} of {len(runs)} runs ({named})"
+    )
+    if several:
+        whose = whose or f"all {count} runs"
+        reason = f"{kind}, e.g. {first}: {reason}"
+    return [Caveat(kind, whose, reason)]
 
 
 def _incomplete(run: LoadedRun) -> str | None:

@@ -27,9 +27,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps import sweep as sweeps
 
     workers, shard = executor(arguments), arguments.shard
-    return sweeps.run(
-        arguments.file, arguments.store, workers, shard=shard, as_json=arguments.json, quiet=arguments.quiet
-    )
+    shown = {"as_json": arguments.json, "quiet": arguments.quiet, "command": arguments.line}
+    return sweeps.run(arguments.file, arguments.store, workers, shard=shard, **shown)
 
 
 def conformance(arguments: argparse.Namespace) -> int:

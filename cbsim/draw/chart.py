@@ -197,6 +197,9 @@ class Edge:
 Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 
 
+THINNEST = 0.004  # share of a panel's height: less than a pixel
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
@@ -216,6 +219,18 @@ class Panel:
     y_range: tuple[float, float] | None = None
     x_ticks: Sequence[float] = ()
     tall: bool = False
+
+    @property
+    def seen(self) -> list[Mark]:
+        """The marks that can be seen: not lines and points without a value, nor areas thinner than a pixel."""
+        highs = [np.nan_to_num(mark.high).max(initial=0.0) for mark in self.marks if isinstance(mark, Area)]
+        thinnest = THINNEST * (self.y_range[1] if self.y_range else max(highs, default=0.0))
+        there = {
+            Area: lambda mark: (np.nan_to_num(mark.high - mark.low) > thinnest).any(),
+            Line: lambda mark: np.isfinite(mark.y).any(),
+            Points: lambda mark: np.isfinite(mark.y).any(),
+        }
+        return [mark for mark in self.marks if type(mark) not in there or there[type(mark)](mark)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,11 +124,11 @@ def _panel(axis: Axes, panel: Panel) -> None:
     axis.set_xlabel(_plain(panel.x))
     axis.set_ylabel(_plain(panel.y))
     _scales(axis, panel)
-    bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
-    for mark in panel.marks:
+    bars = [mark for mark in panel.seen if isinstance(mark, Bars)]
+    for mark in panel.seen:
         _draw(axis, mark, bars)
     _limits(axis, panel)
-    for mark in panel.marks:
+    for mark in panel.seen:
         if isinstance(mark, Spans) and mark.labels:
             _write_labels(axis, mark)
 

@@ -127,15 +127,16 @@ def _lines(report: Report) -> Iterator[str]:
         yield from (plain(report.question), "")
     if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
         yield from table(_tiles(report.sources))
+    if report.findings:
+        yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
+    tables = [line for part in report.tables for line in (f"## {plain(part.title)}", "", *table(part))]
+    yield from tables if len(report.sources) > MOST_COLUMNS else ()
     if report.caveats is not None:
         reasons = [
             f"- **{plain(it.run)}**: {plain(it.reason)}" if it.run else f"- {plain(it.reason)}" for it in report.caveats
         ]
         yield from ("## When not to trust this", "", *(reasons or ["No caveat found."]), "")
-    if report.findings:
-        yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
-    for part in report.tables:
-        yield from (f"## {plain(part.title)}", "", *table(part))
+    yield from () if len(report.sources) > MOST_COLUMNS else tables
     if report.charts:
         yield from ("## Figures", "")
     for chart in report.charts:

@@ -150,9 +150,9 @@ def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def table_of(rows: Sequence[Row]) -> pa.Table:
+def table_of(rows: Sequence[Row], command: str = "") -> pa.Table:
     """Return the columns `loop`, the fields that axes set, `seed`, `replicate`, `key`, `status`, `reason`, then the
-    metrics; a value that a run does not have is null.
+    metrics; a value that a run does not have is null. The metadata says of what the sweep is, and its command.
     """
     points = [row.point for row in rows]
     columns: dict[str, Any] = {"loop": [point.loop for point in points]}
@@ -168,7 +168,10 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
     table = pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
     rest = "\n".join(coverage.bases(point.scenario for point in points))
-    return table.replace_schema_metadata({coverage.STEP_TIMES: rest.encode()})
+    subjects = dict.fromkeys(f"{each.scenario.model.name} on {each.scenario.hardware.name}" for each in points)
+    about = {"subject": ", ".join(subjects), "command": command}
+    about |= {"scenario": scenarios.dump(points[0].scenario)} if points else {}
+    return table.replace_schema_metadata({coverage.STEP_TIMES: rest.encode()} | about)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.Array]) -> dict[str, pa.Array]:
@@ -193,10 +196,11 @@ class Swept:
     name: str
     rows: Sequence[Row]
     path: Path
+    command: str = ""
 
     @cached_property
     def table(self) -> pa.Table:
-        return table_of(self.rows)
+        return table_of(self.rows, self.command)
 
     @property
     def failed(self) -> dict[str, list[Point]]:
@@ -222,8 +226,8 @@ class Swept:
 class Sweep:
     """A sweep: the points of a file, and the store of their runs. Raises ScenarioError, RunError."""
 
-    def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1)) -> None:
-        self.file = file
+    def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1), command: str = "") -> None:
+        self.file, self.command = file, command
         self.points = of(file, base)
         self.store = Store(folder)
         number, parts = shard
@@ -254,16 +258,18 @@ class Sweep:
             else Row(point, None, self.store.reason(point.key))
             for point in self.points
         ]
-        swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet")
+        swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet", self.command)
         with access(swept.path, RunError, "written"):
             write_whole(swept.path, partial(pq.write_table, swept.table, compression="zstd"))
         return swept
 
 
-def run(path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool) -> int:
+def run(
+    path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool, command: str = ""
+) -> int:
     """Make the missing runs of a sweep and print its outcome. Return the exit status: 1 if a point failed, else 0."""
     file, base = sweep_file.read(path)
-    sweep = Sweep(file, base, store, shard)
+    sweep = Sweep(file, base, store, shard, command)
     silent = quiet or as_json
     if not silent:
         part = f", shard {shard[0]} of {shard[1]}" if shard[1] > 1 else ""

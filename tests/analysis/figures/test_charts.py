@@ -207,8 +207,17 @@ def test_lanes_start_with_the_step_that_was_asked_for(cases: dict[str, list[Load
     assert "step" in lane_chart.lanes({"run": cases["example"][1].steps}, (10_000, 1)).panels[0].title
 
 
-def test_queue_and_blocks_over_time_average_to_the_metrics(runs: list[LoadedRun]) -> None:
-    """The same weights as in cbsim.metrics.metrics: a count holds until the next plan, and an idle server has none."""
+def test_queue_and_blocks_over_time_average_to_the_metrics(
+    runs: list[LoadedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights as in cbsim.metrics.metrics: a count holds until the next plan, and an idle server has none. A
+    cache of which little is used is drawn without its empty part, which would fill the figure.
+    """
+    for share, there in ((2.0, False), (0.0, True)):
+        monkeypatch.setattr(steps, "SEEN", share)
+        (panel,) = steps.blocks({"run": runs[0].steps}, {"run": runs[0].summary["total_blocks"]}).panels
+        assert ({"empty", "total"} <= {mark.name for mark in panel.marks}) == there
+        assert (panel.y_range is not None) == there
     for run in runs:
         size = unit(run.steps["update_end_ns"].max() / 1e9).size
         span = run.summary["makespan_s"] / size

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.browser import costs, lanes, latencies, tokens
 
 from analysis.page import interactive
+from cbsim.draw import render
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Panel, Points, Spans, Style, Whiskers
 
 PLAIN = Style("#0072B2", "dashed", "triangle")
@@ -43,6 +44,16 @@ def test_an_area_with_a_gap_is_two_areas_with_one_name() -> None:
     traces = drawn(Area("a", x, np.zeros(5), np.array([1, 2, np.nan, 4, 5]), PLAIN))["data"]
     assert [trace["x"] for trace in traces] == [[0, 1], [0, 1], [3, 4], [3, 4]]
     assert [trace["showlegend"] for trace in traces] == [False, True, False, False]
+
+
+def test_what_nobody_can_see_is_no_entry_of_the_legend() -> None:
+    """An area thinner than a pixel, a line and points without a value; in the page as in the picture."""
+    x, none = np.arange(3.0), np.full(3, np.nan)
+    marks = [Area("used", x, np.zeros(3), np.full(3, 900.0), PLAIN), Area("cached", x, np.zeros(3), np.ones(3), PLAIN)]
+    marks += [Line("failed", x, none, PLAIN), Points("failed", x, none, PLAIN), Line("mean", x, x, PLAIN)]
+    assert {trace["name"] for trace in drawn(*marks)["data"]} == {"used", "mean"}
+    (legend,) = render.figure(Chart("key", "title", "says", [Panel(marks, "x")])).legends
+    assert [entry.get_text() for entry in legend.get_texts()] == ["used", "mean"]
 
 
 def test_spans_are_bars_that_start_where_they_start() -> None:
@@ -184,7 +195,9 @@ def test_any_chart_is_strict_json_and_no_number_of_it_is_lost(
     with np.errstate(invalid="ignore", over="ignore"):  # inf - inf
         made = interactive.figure(chart)
     assert json.loads(json.dumps(made, allow_nan=False)) == json.loads(json.dumps(made))
-    lines = [mark for marks in panels for mark in marks if isinstance(mark, Line | Points)]
+    lines = [
+        mark for marks in panels for mark in marks if isinstance(mark, Line | Points) and np.isfinite(mark.y).any()
+    ]
     traces = [trace for trace in made["data"] if trace["type"] == "scatter"]
     sent = [trace for trace in traces if "customdata" not in trace and trace.get("hoverinfo") != "skip"]
     for mark, trace in zip(lines, sent, strict=True):

@@ -42,7 +42,9 @@ def test_the_page_names_no_address_and_runs_nothing_that_is_not_its_own(runs: in
 def test_sections_come_in_the_order_of_reading_and_empty_ones_are_left_out() -> None:
     html = webpage.html(report(2), "1")
     found = re.findall(r'<section id="(\w+)"', html)
-    assert found == ["numbers", "caveats", "findings", "tables", "charts", "scenarios", "environments", "commands"]
+    assert found == ["numbers", "findings", "caveats", "tables", "charts", "scenarios", "environments", "commands"]
+    found = re.findall(r'<section id="(\w+)"', webpage.html(report(6), "1"))
+    assert found[:4] == ["findings", "tables", "caveats", "charts"]
     bare = webpage.html(replace(report(1, caveats=0), findings=(), tables=(), charts=()), "1")
     assert "No caveat found." in bare
     assert re.findall(r'<section id="(\w+)"', bare) == ["numbers", "caveats", "scenarios", "environments", "commands"]

@@ -65,8 +65,28 @@ def test_what_a_report_holds_follows_from_how_many_runs_there_are(paths: list[Pa
     assert not one.findings and two.findings
     rates = [f"workload.arrivals={{kind: constant, rate_per_s: {rate}}}" for rate in (5, 10, 20)]
     swept = report.build(loading.read([simulate(rate, "loop.mode=sync")[0] for rate in rates]), "c")
-    assert swept.title == "worked_example: workload.arrivals.rate_per_s from 5 to 20"
+    assert (
+        swept.title
+        == "worked_example, Llama-3.1-8B on NVIDIA H200 SXM 141GB: workload.arrivals.rate_per_s from 5 to 20"
+    )
     assert {"pareto", "sweep"} <= {chart.key for chart in swept.charts}
+
+
+def test_a_gpu_that_never_waits_has_a_sentence_and_no_figure(paths: list[Path]) -> None:
+    """The figure would be a straight line at 100 %."""
+    run = loading.read(paths[:1])[0]
+    busy = replace(run, summary={**run.summary, "gpu_active": 0.9999})
+    for one, there in ((run, True), (busy, False)):
+        made = report.build([one], "c")
+        assert ("gpu_active" in [chart.key for chart in made.charts]) == there
+        assert (report.ALWAYS_ACTIVE in made.findings) == (not there)
+
+
+def test_the_numbers_of_many_runs_come_before_what_is_doubtful() -> None:
+    text = reports.markdown(sample(6))
+    assert text.index("## Findings") < text.index("|---") < text.index("## When not to trust this")
+    few = reports.markdown(sample(2))
+    assert few.index("|---") < few.index("## When not to trust this")
 
 
 def test_tiles_are_the_numbers_of_the_summary(paths: list[Path]) -> None:
@@ -93,7 +113,10 @@ def test_report_json_names_the_runs_and_the_index_lists_the_report(written: Path
     facts = json.loads((written / folder.FACTS).read_text())
     assert [run["folder"] for run in facts["runs"]] == [path.name for path in paths]
     script("index").main(written.parent)
-    assert "| [worked_example](both/report.md) |" in (written.parent / "README.md").read_text()
+    assert (
+        "| [worked_example, Llama-3.1-8B on NVIDIA H200 SXM 141GB](both/report.md) |"
+        in (written.parent / "README.md").read_text()
+    )
 
 
 def test_a_report_made_twice_is_the_same_bytes_and_keeps_nothing_of_the_one_before(

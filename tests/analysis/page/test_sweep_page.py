@@ -20,6 +20,7 @@ from analysis.cli.parser import main
 from analysis.figures import sweeps
 from analysis.page import sweep_report, webpage
 from analysis.statistics import sweep_table
+from cbsim.cli.parser import main as cbsim_main
 from cbsim.metrics import checks
 
 TITLE, LIMIT = "Rates <i>& loops", "ttft.p99<=350ms"
@@ -88,6 +89,30 @@ def test_a_table_of_one_point_has_a_report(tmp_path: Path) -> None:
     assert main(["report", str(path)]) == 0
     text = (tmp_path / "one" / "report.md").read_text()
     assert "1 points at 1 places: 1 done." in text and "chance from effect" in text
+
+
+def test_the_report_says_of_what_the_sweep_is_and_how_it_was_made(tmp_path: Path) -> None:
+    """Model and GPU in the title, the workload that all points share, a scenario, and the command of the sweep. A share
+    that is 100 % at every point has a sentence in place of a panel.
+    """
+    (file := tmp_path / "mine.yaml").write_text("scenario: tiny_cpu\naxes: {workload.requests: [2, 3]}\nloop: [sync]\n")
+    assert cbsim_main(["sweep", str(file), "--store", str(tmp_path), "--jobs", "1", "--quiet"]) == 0
+    table = sweep_table.read(tmp_path / "mine.parquet")
+    assert table.command == f"python -m cbsim sweep {file} --store {tmp_path} --jobs 1 --quiet"
+    active = np.full(len(table), 0.99999)
+    for metrics, whole in ((table.metrics, False), ({**table.metrics, "gpu_active": active}, True)):
+        changed = replace(table, metrics=metrics)
+        shown = sweep_report.look(changed)
+        made = sweep_report.build(changed, shown, "again")
+        assert made.title == "Sweep mine, Tiny on one core of a laptop"
+        (about,) = [
+            line for line in made.findings if line.startswith("Tiny on one core of a laptop; workload: kind synthetic")
+        ]
+        assert "requests 2" not in about and "output_tokens" in about
+        (source,) = made.sources
+        assert source.command == table.command and "name: tiny_cpu" in source.scenario
+        assert ("GPU active: 100 % at every point, so there is no figure of it." in made.findings) == whole
+        assert ("gpu_active" in shown.metrics) == (not whole)
 
 
 def test_metrics_and_limits_are_what_is_drawn_first(file: Path) -> None:

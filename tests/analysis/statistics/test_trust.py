@@ -185,7 +185,7 @@ def test_a_text_of_several_runs_is_said_once(plain: LoadedRun) -> None:
     runs = [replace(plain, label=label) for label in ("one", "two", "three")]
     modelled = [_with(run, device="modelled") for run in runs]
     assert [one.run for one in trust.caveats(modelled)] == [""]
-    assert [one.run for one in trust.caveats([*modelled[:2], runs[2]])] == ["one, two"]
+    assert [one.run for one in trust.caveats([*modelled[:2], runs[2]])] == ["2 of 3 runs (one, two)"]
     assert [one.run for one in trust.caveats(modelled[:1])] == ["one"]
     assert all(isinstance(one, Caveat) for one in trust.caveats(modelled))
 
@@ -252,12 +252,16 @@ def test_throughput_below_capacity_is_the_traffic_s(serve: Serve) -> None:
 
 
 def test_many_runs_are_no_flood(serve: Serve) -> None:
-    """Three of a kind are told in full, the others by name."""
+    """A line a kind: how many runs, and the first one's figures."""
     runs = [serve(f"workload.requests={count}") for count in range(11, 17)]
     runs = [replace(run, label=f"run {i}") for i, run in enumerate(runs)]
     told = [one for one in trust.caveats(runs) if one.kind == "few requests"]
-    assert len(told) == trust.MOST_IN_FULL + 1
-    assert told[-1].run == "run 3, run 4, run 5"
+    assert [(one.run, one.reason.split(" requests are")[0]) for one in told] == [
+        ("all 6 runs", "few requests, e.g. run 0: 11")
+    ]
+    modelled = [_with(run, device="modelled") for run in runs[:2]]
+    told = [one for one in trust.caveats([*modelled, *runs[2:]]) if one.kind == "device"]
+    assert [one.run for one in told] == ["2 of 6 runs (run 0, run 1)"]
 
 
 def test_why_requests_were_refused(serve: Serve) -> None:
