@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from analysis.page import report as reports
 from analysis.page.webpage import Explorer
 from analysis.statistics import compare as comparing
 from analysis.statistics import loading, sweep_table
+from analysis.statistics.loading import LoadedRun
 from analysis.statistics.trust import caveats
 from analysis.validation import cases
 from analysis.validation import report as predictions
@@ -35,16 +36,19 @@ def report(arguments: argparse.Namespace) -> int:
     status, steered = OK, None
     if kind == "sweep":
         table = sweep_table.read(path)
-        shown = sweep_report.look(table, arguments.metric, arguments.slo, arguments.x)
+        shown = sweep_report.look(table, arguments.metric, arguments.check, arguments.x)
         made, steered = sweep_report.build(table, shown, arguments.line), sweep_report.explorer(table, shown)
     elif kind == "capacity":
         made = capacity_report.build(capacity_report.read(path), arguments.line)
     elif kind == "predictions":
         validation = cases.read(path)
         made = predictions.build(validation, arguments.line)
-        status = CHECK_FAILED if arguments.check and not predictions.holds(validation.cases) else OK
+        status = CHECK_FAILED if arguments.strict and not predictions.holds(validation.cases) else OK
     else:
-        made = reports.build(loading.read(arguments.paths), arguments.line, draw=out is not None)
+        runs = loading.read(arguments.paths)
+        made = reports.build(runs, arguments.line, draw=out is not None)
+        if len(runs) > 1:
+            _directories({run.label: run for run in runs})
     made = replace(made, title=arguments.title or made.title)
     if out is not None:
         _write(made, out, steered)
@@ -65,9 +69,9 @@ def _kind(paths: Sequence[Path]) -> str:
 
 def _check_options(arguments: argparse.Namespace, kind: str) -> None:
     """Raise UserError for an option of another kind of report."""
-    for name, owner in {"metric": "sweep", "slo": "sweep", "x": "sweep", "check": "predictions"}.items():
+    for name, owner in {"metric": "sweep", "check": "sweep", "x": "sweep", "strict": "predictions"}.items():
         if getattr(arguments, name) and owner != kind:
-            what = "a folder of predictions" if name == "check" else "the table of a sweep, NAME.parquet"
+            what = "a folder of predictions" if name == "strict" else "the table of a sweep, NAME.parquet"
             raise UserError(f"--{name}: {arguments.paths[0]} is not {what}", field=f"--{name}")
 
 
@@ -79,7 +83,7 @@ def compare(arguments: argparse.Namespace) -> int:
     compared = reports.compared(runs, everything=arguments.all)
     if arguments.out is not None:
         _write(reports.build(runs, arguments.line), arguments.out)
-    print("".join(f"{name:<9}  {run.path}\n" for name, run in compared.named.items()))
+    _directories(compared.named)
     _print(compared.tables, compared.findings, caveats(runs))
     verdicts = [comparing.judged(each, compared.differences, sure=arguments.sure) for each in conditions]
     for _, line in verdicts:
@@ -110,6 +114,12 @@ def _write(made: Report, out: Path, steered: Explorer | None = None, *, quiet: b
             if has_page
             else "page      none: report.html needs plotly, `pip install -e '.[report]'`"
         )
+
+
+def _directories(named: Mapping[str, LoadedRun]) -> None:
+    """Print the directories of runs, each behind its name in the tables."""
+    width = max(map(len, named))
+    print("".join(f"{name:<{width}}  {run.path}\n" for name, run in named.items()))
 
 
 def _print(tables: Sequence[Table], findings: Sequence[str], shown: Sequence[Caveat]) -> None:

@@ -46,10 +46,10 @@ def _report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument("--title", default="", metavar="TEXT", help="of the report (the name of what it is of)")
     sweep = report.add_argument_group("of a sweep")
     sweep.add_argument("--metric", action="append", default=[], metavar="M", help="drawn, e.g. ttft.p99 (repeatable)")
-    option(sweep, "--check", "--slo", help="a limit, e.g. 'ttft.p99<=2s' (repeatable)")
+    option(sweep, "--check", help="a limit, e.g. 'ttft.p99<=2s' (repeatable)")
     sweep.add_argument("--x", metavar="FIELD", help="the field on x at first (the one of most numbers)")
     predictions = report.add_argument_group("of predictions")
-    predictions.add_argument("--check", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
+    predictions.add_argument("--strict", action="store_true", help="exit 3 if a bar is missed or a run does not replay")
 
 
 @verb(

@@ -51,9 +51,9 @@ class Look:
 
 def look(table: SweepTable, requested: Sequence[str] = (), slo: Sequence[str] = (), x: str | None = None) -> Look:
     """Look the command line's names up in the table; without metrics: the main ones. Raises RunError or CheckError."""
-    limits = [checks.parse(condition, "--slo") for condition in slo]
+    limits = [checks.parse(condition) for condition in slo]
     for limit in limits:
-        table.metric(limit.metric, f"--slo {limit.rule!r}")
+        table.metric(limit.metric, f"--check {limit.rule!r}")
     requested = [table.metric(name, f"--metric {name}") for name in requested]
     main = [metric for metric in METRICS if metric in table.metrics and not always_whole(table, metric)]
     metrics = list(dict.fromkeys(requested or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))

@@ -313,7 +313,7 @@ def judged(condition: Condition, differences: Sequence[MetricDifference], *, sur
     """
     difference = next((difference for difference in differences if difference.metric == condition.metric), None)
     if difference is None:
-        return True, f"FAILED  {condition.rule}: not both runs have {condition.metric}"
+        return True, f"FAILED  {condition.rule}: not both runs have {METRICS[condition.metric].spelled}"
     change, interval = condition.change(difference), condition.range(difference)
     beyond = condition.meets(change)
     edges = [condition.meets(edge) for edge in interval or ()]
@@ -335,4 +335,6 @@ def _facts(condition: Condition, difference: MetricDifference, interval: Range |
         extent = f"{LEVEL} interval {' .. '.join(f'{end * 100:+z.2f}' for end in interval)} %"
     elif interval:
         extent = f"{LEVEL} interval {' .. '.join(signed(end, difference.unit) for end in interval)}"
-    return f"{difference.metric} is {a}, then {b}: {change} ({extent}{', few samples' * difference.few})"
+    return (
+        f"{METRICS[difference.metric].spelled} is {a}, then {b}: {change} ({extent}{', few samples' * difference.few})"
+    )

@@ -93,14 +93,14 @@ def contrast_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "pareto",
     "the points of a sweep that no other point dominates in two metrics",
-    "sweeps/sweep.parquet --where 'ttft.p99<=2s'",
+    "sweeps/sweep.parquet --check 'ttft.p99<=2s'",
 )
 def pareto_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "table")
     for axis, usual in (("x", "output_tokens_per_s_per_user"), ("y", "output_tokens_per_s_per_gpu")):
         about = f"a metric; min: or max: before it say what is best ({usual})"
         parser.add_argument(f"--{axis}", default=usual, metavar="M", help=about)
-    option(parser, "--check", "--where", help="e.g. 'ttft.p99<=2s' (repeatable)")
+    option(parser, "--check", help="has to hold on the frontier, e.g. 'ttft.p99<=2s' (repeatable)")
     option(parser, "--confidence", type=a_confidence, help="of each interval (95%%)")
     parser.add_argument("--all", action="store_true", help="list dominated points, too")
     common_options(parser, "--out", "--json")
@@ -109,7 +109,7 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "tune",
     "find the best settings of a scenario, and how sure that is",
-    "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --slo 'ttft.p99<=2s'",
+    "rates --knob scheduler.max_num_seqs=16..128 --maximise goodput --check 'ttft.p99<=2s'",
 )
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
@@ -119,7 +119,7 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     goal = parser.add_mutually_exclusive_group(required=True)
     goal.add_argument("--maximise", metavar="M", help="goodput, throughput, or any metric by its dotted name")
     goal.add_argument("--minimise", metavar="M", help="likewise")
-    option(parser, "--check", "--slo", help="e.g. 'ttft.p99<=2s' (repeatable)")
+    option(parser, "--check", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
     number = whole(2, 10_000)
     parser.add_argument("--replicates", type=number, default=20, metavar="N", help="of a candidate, at most (20)")
     option(parser, "--confidence", type=a_confidence, help="of what is said of the best (95%%)")
@@ -130,12 +130,12 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "capacity",
     "how much load a server holds within conditions: an interval, and what binds",
-    "rates --loop async --slo 'ttft.p99<=2s' --slo 'tpot.p99<=50ms'",
+    "rates --loop async --check 'ttft.p99<=2s' --check 'tpot.p99<=50ms'",
 )
 def capacity_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     common_options(parser, "scenario", "--set")
-    option(parser, "--check", "--slo", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
+    option(parser, "--check", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
     add("--goodput", metavar="SHARE", help="of requests within the scenario's slo, e.g. 99%%")
     add("--over", default="rate_per_s", metavar="FIELD", help="a number of the workload (rate_per_s, of a trace too)")
     option(parser, "--loop", help="sync or async")
@@ -172,7 +172,7 @@ def pareto(arguments: argparse.Namespace) -> int:
 
     check_out(arguments.out)
     x, y = (checks.objective(getattr(arguments, axis), f"--{axis} {getattr(arguments, axis)}") for axis in "xy")
-    where = [checks.parse(condition, "--where", sweep=True) for condition in arguments.where]
+    where = [checks.parse(condition, sweep=True) for condition in arguments.check]
     question = frontiers.Question(x, y, where, arguments.confidence)
     study = frontiers.study(replicated.read(arguments.table), question, all_places=arguments.all)
     return answer(study, arguments, "simulated")
@@ -189,7 +189,7 @@ def tune(arguments: argparse.Namespace) -> int:
     metric, option, sign = arguments.maximise, "--maximise", 1
     if metric is None:
         metric, option, sign = arguments.minimise, "--minimise", -1
-    slo = [checks.parse(each, "--slo", sweep=True) for each in arguments.slo]
+    slo = [checks.parse(each, sweep=True) for each in arguments.check]
     goal = Goal(checks.objective(metric, f"{option} {metric}", sign), slo, arguments.confidence, arguments.replicates)
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)
     workers = executor(arguments)
@@ -212,6 +212,6 @@ def capacity(arguments: argparse.Namespace) -> int:
 
     scenario = scenarios.load(arguments.scenario, arguments.set)
     precision = {name: getattr(arguments, name) for name in ("confidence", "width", "replicates", "warmup")}
-    terms = probe.terms(scenario, arguments.slo, arguments.goodput, **precision)
+    terms = probe.terms(scenario, arguments.check, arguments.goodput, **precision)
     workers, as_json = executor(arguments), arguments.json
     return searching.run(scenario, arguments.over, terms, arguments.store, workers, as_json=as_json)

@@ -37,6 +37,12 @@ class Metric:
     style: str = ""
 
     @property
+    def spelled(self) -> str:
+        """The name as messages and conditions have it, without the unit of a duration: `ttft.p99` of `ttft_s.p99`."""
+        head, dot, tail = self.name.partition(".")
+        return f"{head.removesuffix('_s')}{dot}{tail}" if self.unit == "s" or head in DISTRIBUTIONS else self.name
+
+    @property
     def form(self) -> str:
         return self.style or FORMS.get(self.unit, "count")
 

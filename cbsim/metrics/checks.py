@@ -62,6 +62,11 @@ class Check:
         """Return a value of the metric with its unit."""
         return metric(self.metric).shown(value)
 
+    @property
+    def spelled(self) -> str:
+        """The metric's name as in a condition."""
+        return metric(self.metric).spelled
+
     def value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the metric's value in a summary; None if the run has no sample of it."""
         value = lookup(summary, self.metric)
@@ -71,10 +76,10 @@ class Check:
         """Evaluate the condition on a summary. A metric without a sample fails."""
         value = self.value(summary)
         if value is None:
-            return Verdict(False, f"FAILED  {self.rule}: the run has no {self.metric}")
+            return Verdict(False, f"FAILED  {self.rule}: the run has no {self.spelled}")
         holds, unit = OPERATORS[self.compare](value, self.bound), metric(self.metric).unit
         number = f"{value:.6g} s, the bound {self.bound:.6g} s" if unit == "s" else f"{value:.6g}"
-        line = f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.metric} is {number}{self.doubt(value)}"
+        line = f"{'ok    ' if holds else 'FAILED'}  {self.rule}: {self.spelled} is {number}{self.doubt(value)}"
         return Verdict(holds, line)
 
     def doubt(self, value: float) -> str:
@@ -107,14 +112,16 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
     if unit not in allowed:
         takes = f"takes {', '.join(each or 'none' for each in allowed)}"
         unexpected = f"unit {unit!r}" if unit else "no unit"
-        raise CheckError(f"{source}: {unexpected}, {name} {takes}", field=name, value=unit, bound=takes)
+        raise CheckError(f"{source}: {unexpected}, {metric(name).spelled} {takes}", field=name, value=unit, bound=takes)
     try:
         value = float(number) * allowed[unit]
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
         bound = "a finite number"
-        raise CheckError(f"{source}: {name}: {number!r} is not {bound}", field=name, value=number, bound=bound)
+        raise CheckError(
+            f"{source}: {metric(name).spelled}: {number!r} is not {bound}", field=name, value=number, bound=bound
+        )
     return value
 
 
@@ -126,7 +133,7 @@ def objective(name: str, source: str, sign: int | None = None, *, directed: bool
     known = metric(named(name.removeprefix(prefix), source, sweep=True))
     sign = sign or DIRECTIONS.get(prefix) or known.sign
     if directed and not sign:
-        bound = f"expected max:{known.name} or min:{known.name}"
+        bound = f"expected max:{known.spelled} or min:{known.spelled}"
         raise CheckError(f"{source}: neither more nor less of it is better, {bound}", field=known.name, bound=bound)
     return replace(known, sign=sign)
 
@@ -143,5 +150,5 @@ def named(name: str, source: str, *, sweep: bool = False) -> str:
         each = [f"{head}.{statistic}" for statistic in STATISTICS]
         bound = f"needs one of {', '.join(each)}"
         raise CheckError(f"{source}: {head} {bound}{near(name, each) if tail else ''}", field=name, bound=bound)
-    hints = [known.replace("_s.", ".") for known in (*METRICS, *SHORT, *(OF_SWEEPS if sweep else ()))]
+    hints = [metric(known).spelled for known in (*METRICS, *SHORT, *(OF_SWEEPS if sweep else ()))]
     raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}", field=name)

@@ -136,7 +136,7 @@ def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
         for less, more in combinations([each for each in probes if each.intervals], 2):
             a, b = less.intervals[at], more.intervals[at]
             if (check.compare[0] == "<" and b.high < a.low) or (check.compare[0] == ">" and b.low > a.high):
-                pairs.append(f"{check.metric} is {a.mean:.4g} at {less.value:g} and {b.mean:.4g} at {more.value:g}")
+                pairs.append(f"{check.spelled} is {a.mean:.4g} at {less.value:g} and {b.mean:.4g} at {more.value:g}")
                 break
     return pairs
 
@@ -398,7 +398,7 @@ def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list
     loaded = [each for each in probes if each.value]
     names = dict.fromkeys(name for each in loaded for name in each.few)
     least = min((each.requests // each.replicates for each in loaded), default=0)
-    needed = {name: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
+    needed = {catalogue.metric(name).spelled: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
     few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
     light = loaded[0].intervals if all(each.excess <= 0 for each in loaded) and loaded else ()
     held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]

@@ -50,7 +50,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         if not self.conditions:
-            raise ScenarioError("capacity: no condition, expected --slo or --goodput")
+            raise ScenarioError("capacity: no condition, expected --check or --goodput")
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if not least <= value <= most:
@@ -83,7 +83,7 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
-    checks = [parse(condition, "--slo") for condition in slo]
+    checks = [parse(condition) for condition in slo]
     if goodput is not None:
         check = parse(f"{SHARE}>={goodput}", "--goodput")
         if not 0 < check.bound < 1:  # no sample can prove a share of 1
@@ -363,7 +363,7 @@ def _values(check: Check, runs: Sequence[Run]) -> list[float]:
     """Return a condition's metric of each run. Raises CheckError if a run lacks it."""
     values = [value for run in runs if (value := check.value(run.summary)) is not None]
     if len(values) < len(runs):
-        raise CheckError(f"--slo {check.rule!r}: the runs have no {check.metric}", field=check.metric)
+        raise CheckError(f"--check {check.rule!r}: the runs have no {check.spelled}", field=check.metric)
     return values
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
+from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.stats import intervals
@@ -59,7 +60,7 @@ class Trial:
         """Append the runs of the next replicates; drop the candidate if one failed or lacks the metric."""
         for run in runs:
             if isinstance(run, str) or metric not in run:
-                self.drop(FAILED, run if isinstance(run, str) else f"the run has no {metric}")
+                self.drop(FAILED, run if isinstance(run, str) else f"the run has no {catalogue.metric(metric).spelled}")
                 return
             self.runs.append(run)
 

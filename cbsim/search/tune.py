@@ -168,8 +168,8 @@ def study(tuned: Tuned) -> Report:
     conditions = f" with {' and '.join(check.rule for check in goal.slo)}" if goal.slo else ""
     most = "most" if goal.metric.sign > 0 else "least"
     return Report(
-        title=f"Settings of {tuned.scenario} for {goal.metric.name}",
-        question=f"Which settings give {tuned.scenario} the {most} {goal.metric.name}{conditions}?",
+        title=f"Settings of {tuned.scenario} for {goal.metric.spelled}",
+        question=f"Which settings give {tuned.scenario} the {most} {goal.metric.spelled}{conditions}?",
         findings=_findings(tuned),
         tables=[_table(tuned)],
         data={
@@ -239,7 +239,16 @@ def _table(tuned: Tuned) -> Table:
         means = [sum(of) / len(of) if of else None for of in values]
         cells = [catalogue.metric(name).shown(mean) for name, mean in zip(metrics, means, strict=True)]
         rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _note(tuned, i)))
-    return Table("candidates", ("", *metrics, "behind", "from", "to", "replicates", "verdict"), rows)
+    header = (
+        "",
+        *(catalogue.metric(name).spelled for name in metrics),
+        "behind",
+        "from",
+        "to",
+        "replicates",
+        "verdict",
+    )
+    return Table("candidates", header, rows)
 
 
 def _rank(tuned: Tuned, i: int) -> tuple[int, float]:

@@ -50,7 +50,7 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Met
         findings=[*_findings(sweep, compared, terms, confidence), *sweep.step_times],
         tables=[
             Table(
-                metric.name,
+                metric.spelled,
                 HEADER,
                 [_row(each, fields, terms) for each in compared if each.metric == metric],
                 DIRECTIONS[metric.sign],

@@ -114,10 +114,10 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
     standings = frontier(sweep, question)
     standings.sort(key=lambda each: (each.verdict == MISSING, -question.x.sign * each.x[0]))
     listed = [each for each in standings if all_places or each.verdict in (FRONTIER, PERHAPS)]
-    directions = [f"{'most' if metric.sign > 0 else 'least'} {metric.name}" for metric in question[:2]]
+    directions = [f"{'most' if metric.sign > 0 else 'least'} {metric.spelled}" for metric in question[:2]]
     conditions = f", with {' and '.join(check.rule for check in question.where)}" if question.where else ""
     return Report(
-        title=f"{question.y.name} against {question.x.name}",
+        title=f"{question.y.spelled} against {question.x.spelled}",
         question=f"Which points have {' and '.join(directions)}{conditions}?",
         findings=[*_findings(sweep, standings, question), *sweep.step_times],
         tables=[_table(listed, sweep.changing, question)],
@@ -135,7 +135,16 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
 def _table(listed: Sequence[Standing], fields: Sequence[str], question: Question) -> Table:
     priced = any(each.cost is not None for each in listed)
     numbers = _numbers(listed)
-    header = ("", question.x.name, "±", question.y.name, "±", *(["$ a million output tokens"] * priced), "", "runs")
+    header = (
+        "",
+        question.x.spelled,
+        "±",
+        question.y.spelled,
+        "±",
+        *(["$ a million output tokens"] * priced),
+        "",
+        "runs",
+    )
     rows = []
     for each in listed:
         cells = [*_cells(question.x, each.x), *_cells(question.y, each.y)]
@@ -200,7 +209,7 @@ def _chart(standings: Sequence[Standing], fields: Sequence[str], question: Quest
         marks.append(Points(verdict, xs[:, 0], ys[:, 0], style, hover, labels))
         if verdict == FRONTIER:
             marks.append(Line("", xs[:, 0], ys[:, 0], style))
-    panel = Panel(marks, question.x.name, question.y.name)
+    panel = Panel(marks, question.x.spelled, question.y.spelled)
     out = f"; out: breaks {', '.join(check.rule for check in question.where)}" if question.where else ""
     caption = f"Numbers are the table's. Bars are intervals with a confidence of {question.confidence:g}{out}."
-    return Chart("pareto", f"{question.y.name} against {question.x.name}", caption, [panel])
+    return Chart("pareto", f"{question.y.spelled} against {question.x.spelled}", caption, [panel])

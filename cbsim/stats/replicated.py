@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbsim.errors import ScenarioError
-from cbsim.metrics import coverage
+from cbsim.metrics import catalogue, coverage
 from cbsim.scenario.fields import near
 from cbsim.sweeps.sweep import DONE
 
@@ -56,7 +56,9 @@ class Replicated:
 
     def check(self, metric: str) -> None:
         if metric not in self.metrics:
-            raise ScenarioError(f"{self.path}: no run has {metric}", file=self.path, field=metric)
+            raise ScenarioError(
+                f"{self.path}: no run has {catalogue.metric(metric).spelled}", file=self.path, field=metric
+            )
 
     def check_field(self, name: str) -> None:
         """Raise ScenarioError unless the field differs between configurations."""

@@ -239,7 +239,7 @@ def test_a_failed_check_is_exit_3_and_says_by_how_much(both: Both, small: Path, 
     ]
     summary = read(runs(out)[0] / "summary.json")
     assert f"gpu_active is {summary['gpu_active']:.6g}" in said.out
-    assert f"e2e_s.mean is {summary['e2e_s']['mean']:.6g}" in said.out
+    assert f"e2e.mean is {summary['e2e_s']['mean']:.6g}" in said.out
     assert not (runs(out)[0] / directory.MARKER).exists()
 
 
@@ -260,7 +260,7 @@ def test_a_metric_without_a_sample_fails_its_check(small: Path, out: Path) -> No
     words = ("--set", "workload.prompt_tokens=140000", "--out", out)
     said = call("run", small, *words, "--check", "ttft.p99<60min", "--check", "steps==0")
     assert said.status == 3
-    assert "the run has no ttft_s.p99" in said.out
+    assert "the run has no ttft.p99" in said.out
     assert "sync: 12 of 12 requests refused: " in said.err and "131072" in said.err.replace(",", "")
     quiet = call("run", small, *words, "--check", "refused==0", "--quiet")
     assert quiet.status == 3 and "12 of 12 requests refused: " in quiet.err

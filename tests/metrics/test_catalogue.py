@@ -43,7 +43,7 @@ def test_command_line_and_page_name_the_same_winner(name: str, swept: Path, read
     of_page = next(each["sign"] for each in data["metrics"] if each["name"] == name)
     best = sweep_curves.trade_off(read, sweep_table.places(read), (name, name), []).best.tolist()
     if not EVERY[name].sign:
-        with pytest.raises(CheckError, match=f"expected max:{name} or min:{name}"):
+        with pytest.raises(CheckError, match=f"expected max:{METRICS[name].spelled} or min:{METRICS[name].spelled}"):
             objective(name, "--x")
         assert (of_page, best, sentences) == (0, [], [])
         return

@@ -201,14 +201,14 @@ def test_disorder_is_a_warning() -> None:
     assert found.holds is not None
     assert found.holds < 10 < (found.fails or 0)
     assert not found.numbers()["monotone"]
-    assert any(text.startswith("ttft_s.mean is 2 at 10.") for text in found.disorder)
+    assert any(text.startswith("ttft.mean is 2 at 10.") for text in found.disorder)
     assert "WARNING   not monotone: " in str(found)
 
 
 def test_a_metric_in_the_wrong_order_is_a_warning() -> None:
     """All loads below 20 hold, but at less load the metric is worse, which no noise explains."""
     found = sought(Known(lambda value, _: 2.0 if value > 20 else 0.9 if value < 15 else 0.1))
-    assert any(text.startswith("ttft_s.mean is 0.9 at ") for text in found.disorder)
+    assert any(text.startswith("ttft.mean is 0.9 at ") for text in found.disorder)
 
 
 def test_all_within_the_slo_needs_enough_requests() -> None:
@@ -224,7 +224,7 @@ def test_all_within_the_slo_needs_enough_requests() -> None:
 def test_what_the_interval_covers_and_short_runs_are_said() -> None:
     """18 requests are too few for a p99; a bound in milliseconds without a unit is doubted."""
     found = sought(Known(lambda value, seed: value / 20 * (1 + 0.01 * noise(seed))), slo=["ttft.p99<=1s"])
-    assert "ttft_s.p99 needs 368 requests that count, runs have 18" in found.notices
+    assert "ttft.p99 needs 368 requests that count, runs have 18" in found.notices
     assert found.notices[0] == "the confidence covers the draw of the requests, not the error of the cost model"
     doubted = sought(Known(lambda value, _: value / 20), slo=["ttft.mean<=1000"])
     assert doubted.notices[-1] == "ttft.mean<=1000; a bound without a unit is in seconds: is 1000ms meant?"

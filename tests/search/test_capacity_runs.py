@@ -26,7 +26,7 @@ from cbsim.sweeps.work import Here, Made, Task, work
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-WORDS_OF = ("--slo", "e2e.mean<=250ms", "--replicates", "4", "--width", "50%", "--jobs", "1")
+WORDS_OF = ("--check", "e2e.mean<=250ms", "--replicates", "4", "--width", "50%", "--jobs", "1")
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def test_the_command_prints_every_probe_and_the_interval(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "no condition, expected --slo or --goodput"),
-        (("--slo", "tttf.p99<=1s"), "--slo 'tttf.p99<=1s': unknown metric 'tttf.p99'; did you mean ttft.p99?"),
-        (("--slo", "ttft.p99<=1%"), "unit '%', ttft_s.p99 takes"),
-        (("--slo", "ttft.p99"), "expected METRIC<VALUE[UNIT]"),
+        ((), "no condition, expected --check or --goodput"),
+        (("--check", "tttf.p99<=1s"), "--check 'tttf.p99<=1s': unknown metric 'tttf.p99'; did you mean ttft.p99?"),
+        (("--check", "ttft.p99<=1%"), "unit '%', ttft.p99 takes"),
+        (("--check", "ttft.p99"), "expected METRIC<VALUE[UNIT]"),
         (("--goodput", "99"), "--goodput 99: got 99, must be > 0 and < 1, such as 99%"),
         (("--goodput", "99ms"), "--goodput 'slo.attainment>=99ms': unit 'ms'"),
         (("--goodput", "9%", "--set", "slo.ttft_s=null"), "slo.attainment>=9%: the scenario base has no slo"),
@@ -189,7 +189,7 @@ def test_the_command_prints_every_probe_and_the_interval(
 def test_a_mistake_is_one_line_before_anything_runs(
     file: Path, tmp_path: Path, words: tuple[str, ...], text: str
 ) -> None:
-    condition = () if words[:1] in ((), ("--slo",), ("--goodput",)) else ("--slo", "ttft.mean<=1s")
+    condition = () if words[:1] in ((), ("--check",), ("--goodput",)) else ("--check", "ttft.mean<=1s")
     said = call("capacity", file, *words, *condition, "--store", tmp_path / "store", "--jobs", "1")
     refused(said, 2, text)
 
@@ -205,12 +205,12 @@ def test_a_mistake_is_one_line_before_anything_runs(
     ],
 )
 def test_a_precision_out_of_bounds_names_the_option_and_what_was_typed(option: str, typed: str, expected: str) -> None:
-    said = call("capacity", "rates", "--slo", "ttft.mean<=1s", option, typed)
+    said = call("capacity", "rates", "--check", "ttft.mean<=1s", option, typed)
     assert said.status == 2 and f"argument {option}: '{typed}': expected {expected}" in said.err
 
 
 def test_a_metric_that_the_runs_lack_is_a_mistake(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of one token have no time between tokens."""
     monkeypatch.setattr("cbsim.cli.many_runs.executor", lambda _: Here())
-    words = ("--set", "workload.output_tokens=1", "--slo", "tpot.p99<=50ms", "--store", tmp_path / "store", "--json")
-    refused(call("capacity", file, *words), 2, "--slo 'tpot.p99<=50ms': the runs have no tpot_s.p99")
+    words = ("--set", "workload.output_tokens=1", "--check", "tpot.p99<=50ms", "--store", tmp_path / "store", "--json")
+    refused(call("capacity", file, *words), 2, "--check 'tpot.p99<=50ms': the runs have no tpot.p99")

@@ -14,7 +14,7 @@ from cbsim.search.racing import BREAKS, FAILED, FIRST, IN, WORSE, Goal, Numbers,
 
 MORE = objective("output_tokens_per_s", "")
 TTFT = "ttft_s.p99"
-SLO = (parse("ttft.p99<=2s", "--slo"),)
+SLO = (parse("ttft.p99<=2s", "--check"),)
 TRIALS = 200
 
 
@@ -150,6 +150,6 @@ def test_a_run_that_fails_drops_its_candidate_alone() -> None:
 
 def test_the_confidence_of_an_interval() -> None:
     """Three rounds; of four candidates one is compared with three; two conditions each: 3 (3 + 8) intervals."""
-    goal = Goal(MORE, (*SLO, parse("tpot.p99<=50ms", "--slo")), 0.95, 20)
+    goal = Goal(MORE, (*SLO, parse("tpot.p99<=50ms", "--check")), 0.95, 20)
     assert 1 - goal.each(4) == pytest.approx(0.05 / 33)
     assert Goal(MORE, (), 0.95, 20).each(1) == pytest.approx(0.95)

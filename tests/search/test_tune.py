@@ -91,7 +91,7 @@ def tuned(scenario: Path, store: Path, knob: str, goal: Goal) -> Tuned:
 
 
 def goal(name: str = "throughput", *conditions: str, most: int = 5) -> Goal:
-    return Goal(objective(name, ""), [parse(text, "--slo") for text in conditions], 0.95, most)
+    return Goal(objective(name, ""), [parse(text, "--check") for text in conditions], 0.95, most)
 
 
 def test_more_seats_win_where_steps_cost_the_same(constant: Path, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_from_python(constant: Path, tmp_path: Path) -> None:
 
 
 def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
-    words = ("--knob", "scheduler.max_num_seqs=1..4", "--maximise", "throughput", "--slo", "ttft.p99<=9s")
+    words = ("--knob", "scheduler.max_num_seqs=1..4", "--maximise", "throughput", "--check", "ttft.p99<=9s")
     more = ("--replicates", "3", "--store", tmp_path / "store", "--jobs", "1", "--json")
     said = call("tune", constant, *words, *more)
     assert said.status == 0
@@ -164,7 +164,7 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
     nobody = call("tune", constant, *words[:-1], "ttft.p99<=1us", *more[:-1], "--out", tmp_path / "report")
     assert nobody.status == 3
     assert "No candidate keeps all conditions." in nobody.out
-    assert "--slo 'ttft.p99<=1us'" in (tmp_path / "report" / "report.md").read_text()
+    assert "--check 'ttft.p99<=1us'" in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
     [
         (("--knob", "scheduler.max_num_seq=1..4"), ("max_num_seq: unknown field", "did you mean max_num_seqs?")),
         (("--knob", "scheduler.max_num_seqs=4..1"), ("got 1, must be > 4",)),
-        (("--knob", "scheduler.name=vllm", "--slo", "tttf.p99<=1s"), ("--slo 'tttf.p99<=1s'", "did you mean")),
+        (("--knob", "scheduler.name=vllm", "--check", "tttf.p99<=1s"), ("--check 'tttf.p99<=1s'", "did you mean")),
         (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),
         (("--knob", "seed=1,2"), ("seed is no knob", "replicates take seeds of their own")),
         (("--knob", "scheduler.name=vllm", "--replicates", "1"), ("'1': expected a whole number from 2 to 10,000",)),

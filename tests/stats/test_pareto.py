@@ -75,7 +75,7 @@ def test_conditions_put_points_out_or_in_doubt() -> None:
     for i, runs in enumerate(points):
         for seed, numbers in runs.items():
             numbers[TTFT] = waits[i][seed]
-    question = Question(X, Y, [parse("ttft.p99<=2s", "--where")], 0.95)
+    question = Question(X, Y, [parse("ttft.p99<=2s")], 0.95)
     assert verdicts(points, question) == [OUT, FRONTIER, PERHAPS, DOMINATED]
 
 
@@ -126,7 +126,7 @@ def answer(*words: object) -> Any:
 
 def test_pareto_marks_and_keeps_all(table: Path) -> None:
     """Users first: those with the most tokens/s a user lead. Nobody is left out of the numbers."""
-    said = answer(table, "--where", "ttft.p99<=2s")
+    said = answer(table, "--check", "ttft.p99<=2s")
     found = {(p["settings"]["scheduler.name"], p["settings"]["scheduler.max_num_seqs"]): p for p in said["places"]}
     assert [key for key, place in found.items() if place["verdict"] == FRONTIER] == [("fast", n) for n in (1, 2, 4)]
     assert [key for key, place in found.items() if place["verdict"] == OUT] == [("fast", 8), ("slow", 8)]
@@ -157,10 +157,10 @@ def test_pareto_draws(table: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--x", "tpot.p99"), ("no run has tpot_s.p99",)),
+        (("--x", "tpot.p99"), ("no run has tpot.p99",)),
         (("--y", "thruput"), ("--y thruput", "unknown metric", "throughput")),
-        (("--where", "ttft.p99"), ("--where 'ttft.p99'", "METRIC<VALUE[UNIT]")),
-        (("--where", "output_tokens_per_s_per_user>=3s"), ("unit 's'",)),
+        (("--check", "ttft.p99"), ("--check 'ttft.p99'", "METRIC<VALUE[UNIT]")),
+        (("--check", "output_tokens_per_s_per_user>=3s"), ("unit 's'",)),
     ],
 )
 def test_mistakes_are_one_line(table: Path, words: tuple[str, ...], says: tuple[str, ...]) -> None:

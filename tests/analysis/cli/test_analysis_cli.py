@@ -45,6 +45,13 @@ def test_compare_exits_3_if_a_condition_holds(runs: Path, condition: str, sure: 
     assert _said("compare", runs / "sync", runs / "async", "--fail-if", condition, *options).status == status
 
 
+def test_the_directory_of_each_run_is_named(runs: Path, tmp_path: Path) -> None:
+    """Runs that nothing tells apart are numbered in the tables; a list says which directory each is."""
+    shutil.copytree(runs / "sync", tmp_path / "again")
+    said = _said("report", runs / "sync", runs / "async", tmp_path / "again").out.splitlines()
+    assert said[:3] == [f"sync     {runs / 'sync'}", f"async    {runs / 'async'}", f"sync #2  {tmp_path / 'again'}"]
+
+
 def test_the_other_commands_exit_0(runs: Path) -> None:
     assert _said("report", runs / "sync", runs / "async").status == 0
     assert _said("compare", runs / "sync", runs / "sync", "--fail-if", "makespan_s>+0%").status == 0
@@ -66,8 +73,8 @@ def test_the_other_commands_exit_0(runs: Path) -> None:
         (("compare", "RUNS/sync", "RUNS/async", "--fail-if", ""), "expected METRIC>CHANGE"),
         (("report", "RUNS/sync", "--out", "RUNS/sync"), "which is no report"),
         (("report", "RUNS/sync", "--out", "RUNS/sync/env.json"), "cannot be written"),
-        (("report", "RUNS/sync", "--slo", "ttft<1s"), "--slo: "),
-        (("report", "RUNS/sync", "--check"), "--check: "),
+        (("report", "RUNS/sync", "--check", "ttft<1s"), "--check: "),
+        (("report", "RUNS/sync", "--strict"), "--strict: "),
         (("report", "RUNS/sync", "RUNS/nope.parquet"), "nope.parquet: no such run directory"),
     ],
 )

@@ -34,7 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def out(file: Path) -> Path:
     """The report of the table, where it goes by itself."""
-    assert main(["report", str(file), "--slo", LIMIT, "--title", TITLE]) == 0
+    assert main(["report", str(file), "--check", LIMIT, "--title", TITLE]) == 0
     return file.with_suffix("")
 
 
@@ -69,9 +69,9 @@ def test_the_command_in_the_report_makes_it_again(out: Path, file: Path) -> None
         (["--metric", "ttft.p999"], "--metric ttft.p999: no point has a metric 'ttft.p999'; did you mean"),
         (["--metric", "preemption"], "did you mean preemptions?"),
         (["--x", "rate_per_s"], f"no such field; did you mean {RATE}?"),
-        (["--slo", "ttft.p99<=2"], None),
-        (["--slo", "ttft.p99<=2%"], "--slo 'ttft.p99<=2%': unit '%', ttft_s.p99 takes"),
-        (["--slo", "gpu_active>=50%"], "--slo 'gpu_active>=50%': no point has a metric 'gpu_active'"),
+        (["--check", "ttft.p99<=2"], None),
+        (["--check", "ttft.p99<=2%"], "--check 'ttft.p99<=2%': unit '%', ttft.p99 takes"),
+        (["--check", "gpu_active>=50%"], "--check 'gpu_active>=50%': no point has a metric 'gpu_active'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(

@@ -298,8 +298,8 @@ def test_a_number_that_is_none_is_null_in_the_facts(slow: DeviceCases) -> None:
 
 def test_missed_bars_fail_only_a_check(slow: DeviceCases, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report is written either way, by default into the folder itself, again and again."""
-    for words, status in (((), 0), (("--check",), 3)):
+    for words, status in (((), 0), (("--strict",), 3)):
         assert parser.main(["report", str(slow.folder), *words]) == status
         assert (slow.folder / "report" / "report.md").is_file()
-    assert parser.main(["report", str(one), "--check"]) == 0
+    assert parser.main(["report", str(one), "--strict"]) == 0
     assert "asked scores are met, 0 missed" in " ".join(capsys.readouterr().out.split())
