@@ -238,11 +238,7 @@ async def serve(backend: Backend, options: ServeOptions) -> int:
     """Serve until a signal; return the exit status. The run directory is complete if every answer ended by itself or
     was cancelled by its client. Raises EndpointError, RunError.
     """
-    directory: SessionDirectory | None = None
-
-    def bound() -> None:
-        nonlocal directory
-        directory = SessionDirectory(backend.session, backend.log, options.out)
+    made: list[SessionDirectory] = []  # the session's directory, from when the port is its own
 
     def alarm(problem: str) -> None:
         print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
@@ -252,14 +248,13 @@ async def serve(backend: Backend, options: ServeOptions) -> int:
         address = f"http://{shown}:{port}/v1"
         print(f"serving   {backend.model} at {address}, up to {backend.max_model_len:,} tokens", flush=True)
         if not options.quiet:
-            assert directory is not None
-            print(f"run       {directory.path}\nend it    with Ctrl-C: answers under way may end", flush=True)
+            print(f"run       {made[0].path}\nend it    with Ctrl-C: answers under way may end", flush=True)
 
     backend.log.alarm = alarm
     app = App(backend, options.settings, VllmMeter(backend))
-    ending = await listen(app, options.host, options.port, bound=bound, ready=ready)
-    assert directory is not None
-    return _close(directory, backend, ending, options)
+    make = partial(SessionDirectory, backend.session, backend.log, options.out)
+    ending = await listen(app, options.host, options.port, bound=lambda: made.append(make()), ready=ready)
+    return _close(made[0], backend, ending, options)
 
 
 def _facts(backend: Backend) -> dict[str, Any]:

@@ -175,17 +175,14 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
 
 
+def _given(field: str, kind: str) -> dict[str, Any]:
+    return {"required": [field], "properties": {field: {"type": kind}}}
+
+
 class TokenizeRequest(RequestBody):
     """The body of POST /tokenize: a prompt, or messages."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [name], "properties": {name: {"type": kind}}}
-                for name, kind in (("prompt", "string"), ("messages", "array"))
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16_384)] | None = None

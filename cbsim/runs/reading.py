@@ -101,10 +101,8 @@ def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable
 
 def _window(written: Sequence[float | None] | None) -> dict[str, Any]:
     """Return the window of `metrics.summarise` from a file, where null is an open end."""
-    if written is None:
-        return {"window_s": None}
-    low, high = written
-    return {"window_s": (-np.inf if low is None else low, np.inf if high is None else high)}
+    low, high = written or (None, None)
+    return {"window_s": written and (-np.inf if low is None else low, np.inf if high is None else high)}
 
 
 def _check_numbers(file: Path, run: Run) -> None:

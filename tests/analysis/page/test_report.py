@@ -204,6 +204,19 @@ def test_no_text_is_taken_for_html(question: str) -> None:
     assert "<" not in line
 
 
+def test_a_scenario_is_markup_nowhere() -> None:
+    """What a user wrote in scenario, environment or command stands in fences, which no reader takes for HTML."""
+    script = "<script>alert(1)</script>\n\n```\n<script>"
+    source = replace(sample(1).sources[0], scenario=script, environment=script, command=script)
+    fence, outside = "", list[str]()
+    for line in reports.markdown(replace(sample(1), sources=[source], command=script)).splitlines():
+        if fence or line.startswith("```"):
+            fence = "" if line == fence else fence or line.rstrip("abcdefghijklmnopqrstuvwxyz")
+        else:
+            outside.append(line)
+    assert not fence and "<script" not in "".join(outside)
+
+
 def test_a_fence_is_longer_than_what_it_holds() -> None:
     assert reports.fenced("yaml", "a: '````'") == ["`````yaml", "a: '````'", "`````"]
     assert reports.fenced("sh", "ls") == ["```sh", "ls", "```"]
