@@ -40,8 +40,8 @@ settings.load_profile("fixed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Folders are tested by a worker a core, if pytest-xdist is installed. Single files are done before workers have
-    started, and a GPU is for one process at a time. `-n` says otherwise.
+    """Folders are tested by one worker per core, if pytest-xdist is installed. Single files are done before workers
+    have started, and a GPU is for one process at a time. `-n` says otherwise.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # workers come here, too, and have none of their own

@@ -109,14 +109,20 @@ BREAKS = {  # what the text becomes another text in, and what is said of it
         *(ROW, f"self.requests.pop(request.spec, None)\n            {ROW}"),
         *("step", "which is not one of the requests"),
     ),
-    "a-block-twice": (CHUNK, CHUNK.replace("()", "(0,)"), "step", "in the pool"),
+    "a-block-twice": (CHUNK, CHUNK.replace("()", "(0,)"), "step", "but the pool has"),
     "over-budget": ("tokens=self.step_tokens", "tokens=10", "step 0", "10 query tokens are allowed"),
     "raises": (LINE, f"        raise OSError('no file is read')\n{LINE}", "step 0, add", "OSError: no file is read"),
     "a-stolen-table": (
         *(".admit(request)", ".admit(request)\n            self.pool.tables[request] = [0]"),
         *("step", "breaks a rule"),
     ),
-    "guesses": (CHUNK, CHUNK.replace(", ()", " + 1, (), guesses=1"), "schedule", "may yield several tokens"),
+    "no-blocks": ("self.pool.grow(request, needed)", "()", "schedule", "tokens, but its 0 KV blocks of"),
+    "guesses": (
+        CHUNK,
+        CHUNK.replace(", ()", " + 1, (), guesses=1"),
+        "schedule",
+        "has 2 output tokens; a run records one",
+    ),
     "too-far": (CHUNK, CHUNK.replace("left)", "left) + 1"), "schedule", "breaks a rule"),
     "not-made": (
         *("        self.options, self", "        1 / 0\n        self.options, self"),
@@ -155,11 +161,11 @@ BREAKS = {  # what the text becomes another text in, and what is said of it
         "step 0, over",
         "no step can be planned for the requests that are left",
     ),
-    "keeps": (END, f"{END[:-1]}, keeps_blocks=True)", "over", "has ended and still has blocks"),
+    "keeps": (END, f"{END[:-1]}, keeps_blocks=True)", "over", "are not freed"),
     "forgets-to-release": (
         END,
         f"        kept = self.pool.allocated(request)\n{END}\n{KEEPS}",
-        *("schedule", "has ended and still has blocks"),
+        *("schedule", "are not freed"),
     ),
     "leaks": (
         *(END, f"        self.pool.tables[request].pop(0)\n{END}"),
@@ -243,7 +249,7 @@ def test_everything_is_checked_in_every_step_if_asked_for(module: Path, small: P
     module.write_text(TEXT.replace(PLAN, late + PLAN))
     words = ["run", small, "--set", NAME, "--set", "kv_cache.num_blocks=200000", "--out", out, "--quiet"]
     assert call(*words).status == 0
-    refused(call(*words, "--check-policy"), 1, "step 37, schedule", "by its plans")
+    refused(call(*words, "--check-policy"), 1, "step 37, schedule", "its plans gave it KV blocks")
 
 
 @pytest.mark.parametrize("loop", ["sync", "async"])

@@ -156,16 +156,24 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
     made = []
     for status, verb in ((sweep_table.FAILED, "failed"), (sweep_table.MISSING, "are missing")):
         if count := table.count(status):
-            made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}: means are of what there is."))
+            made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}; means are over the others."))
     few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
     if few:
-        made.append(Caveat("one run", "", f"{few:,} places have one run each: there is no telling chance from effect."))
+        made.append(
+            Caveat(
+                "one run",
+                "",
+                f"{few:,} places have one run each, so there are no intervals: differences may be chance.",
+            )
+        )
     for metric in shown.metrics:
         head, _, statistic = metric.partition(".")
         samples = table.metrics.get(f"{head}.n")
         if statistic in SAMPLES_NEEDED and samples is not None:
             least, needed = int(np.nanmin(samples)), SAMPLES_NEEDED[statistic]
-            reason = f"{catalogue.metric(metric).label} is of {least:,} values where they are fewest, needs {needed}."
+            reason = (
+                f"{catalogue.metric(metric).label} rests on as few as {least:,} requests at a place; it needs {needed}."
+            )
             made += [Caveat("few requests", "", reason)] if least < needed else []
     return made
 

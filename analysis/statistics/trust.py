@@ -94,7 +94,7 @@ def _near_capacity(run: LoadedRun) -> str | None:
     """Report that waiting dominates TTFT, though the queue may not grow: near capacity it is long and varies slowly."""
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
         return None
-    wait = f"{run.summary['queue_s']['p95']:.3g} s of {run.summary['ttft_s']['p95']:.3g} s TTFT are the wait for a seat"
+    wait = f"{run.summary['queue_s']['p95']:.3g} s of {run.summary['ttft_s']['p95']:.3g} s TTFT are time in the queue"
     return f"at p95 {wait}: the server is near its capacity or beyond, and a longer run may well give other latencies."
 
 
@@ -139,7 +139,9 @@ def _arrivals_limit(run: LoadedRun) -> str | None:
     """Report that a server keeps up: throughput is that of the traffic; no scheduler or loop could raise it much."""
     if not is_open(run) or not sweeps.keeps_up(run) or sweeps.waits(run):
         return None
-    return "requests end as fast as they come: throughput and cost are the traffic's, not the server's limit."
+    return (
+        "the server keeps up with the arrivals: throughput and cost are those of this load, not the most it can serve."
+    )
 
 
 def _warm_up(run: LoadedRun) -> str | None:
@@ -156,9 +158,9 @@ def _warm_up(run: LoadedRun) -> str | None:
     if early <= EARLY * total:
         return None
     return (
-        f"{early:,} of {total:,} requests came before the server ran its usual {usual:g} requests, at "
-        f"{(reached - run.start_ns) / 1e9:.3g} s; they count in latencies, and `cbsim run --window` would leave them "
-        "out."
+        f"{early:,} of {total:,} requests arrived before the server first ran its median of {usual:g} requests "
+        f"at once, at {(reached - run.start_ns) / 1e9:.3g} s; they count in latencies, and `cbsim run --window` "
+        "would leave them out."
     )
 
 
@@ -196,8 +198,8 @@ def _tail(run: LoadedRun) -> str | None:
 
 def _few(run: LoadedRun) -> str | None:
     n = int(run.summary["ttft_s"]["n"])
-    short = [f"{name} wants {needed}" for name, needed in SAMPLES_NEEDED.items() if n < needed]
-    return f"{n:,} requests are in the latencies: {', '.join(short)}." if short else None
+    short = [f"{name} needs {needed}" for name, needed in SAMPLES_NEEDED.items() if n < needed]
+    return f"latencies are of {n:,} requests, too few: {', '.join(short)}." if short else None
 
 
 def _modelled(run: LoadedRun) -> str | None:

@@ -207,10 +207,10 @@ def architecture(folder: Path) -> Architecture:
     fields = {k: v for k, v in read_json(path).items() if k not in ("dtype", "torch_dtype")}  # the run has its own
     config = Config(str(path), None, fields, error_type=WeightsError)
     if fields.get("model_type") not in KINDS:
-        raise config.bad("model_type", f"one of {', '.join(KINDS)}: nothing else is modelled")
+        raise config.bad("model_type", f"one of {', '.join(KINDS)}: the engine computes no other")
     for field, only in MODELLED.items():
         if fields.get(field) not in (None, only):
-            raise config.bad(field, f"{shown(only)}: nothing else is modelled")
+            raise config.bad(field, f"{shown(only)}: the engine computes no other")
     values = pretrained.fields_of(config)
     if values["head_dim"] % 2:
         raise config.bad("head_dim", "an even number: rotation pairs the values of a head")
@@ -229,9 +229,9 @@ def _rope(config: Config) -> dict[str, Any]:
     field = "rope_type" if "rope_type" in rope.data else "type"
     kind = rope.data.get(field, "default")
     if kind not in ("default", "llama3"):
-        raise rope.bad(field, "'default' or 'llama3': nothing else is modelled")
+        raise rope.bad(field, "'default' or 'llama3': the engine computes no other")
     if rope.data.get("partial_rotary_factor") not in (None, 1.0):
-        raise rope.bad("partial_rotary_factor", "1.0: nothing else is modelled")
+        raise rope.bad("partial_rotary_factor", "1.0: the engine rotates whole heads")
     if kind == "default":
         return {"rope_theta": theta}
     low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")

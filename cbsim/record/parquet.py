@@ -125,7 +125,7 @@ class TableFiles:
         if len(values) != rows:
             raise TableError(f"column {name} has {len(values)} values, expected {rows}")
         if values.null_count and not column.nullable:
-            raise TableError(f"column {name} has {values.null_count} nulls, expected none")
+            raise TableError(f"column {name} has {values.null_count} null values, and may have none")
         if column.unit in COUNTED and rows and (least := pc.min(values).as_py()) < 0:
             raise TableError(f"column {name} has {least}, expected 0 or more {column.unit}")
         return values
@@ -156,7 +156,7 @@ def list_items(name: str, values: pa.ChunkedArray) -> tuple[Ints, Ints]:
     """Return a column of lists as the length of each list and the items of all. Raises TableError for nulls."""
     items = pc.list_flatten(values)
     if items.null_count:
-        raise TableError(f"column {name} has {items.null_count} nulls in its lists, expected none")
+        raise TableError(f"column {name} has {items.null_count} null values in its lists, and may have none")
     return pc.list_value_length(values).to_numpy(), items.to_numpy()
 
 

@@ -90,12 +90,12 @@ class Rules:
         spec, end, size = chunk.spec, chunk.start + chunk.tokens, self._pool.block_size
         request = requests.get(spec)
         if request is None:
-            raise AssertionError(f"a row of {spec.id}, which is not one of the requests")
+            raise AssertionError(f"the plan has a row of request {spec.id}, which is not one of the requests")
         total = end + chunk.order + chunk.outputs + chunk.cached + chunk.recomputed + chunk.padding
         if type(total) is not int:
-            raise AssertionError(f"a row of {spec.id} has numbers that are no integers")
+            raise AssertionError(f"the row of request {spec.id} has numbers that are no integers")
         if chunk.outputs > 1:
-            raise AssertionError(f"a row of {spec.id} may yield several tokens, which no run table can hold")
+            raise AssertionError(f"the row of request {spec.id} has {chunk.outputs} output tokens; a run records one")
         if chunk.admitted or spec not in self._tables:
             self._drop(spec, self._tables.pop(spec, ()))
             self._tables[spec] = []
@@ -106,10 +106,10 @@ class Rules:
         if len(table) > self._pool.entries(request):
             self.check(requests)
         if chunk.tokens < 1 or end != request.computed or end > request.target:
-            known = f"{request.computed} are computed then, of {request.target}"
-            raise AssertionError(f"a row of {spec.id} has tokens {chunk.start} to {end}, but {known}")
+            known = f"then {request.computed} of its {request.target} tokens are computed"
+            raise AssertionError(f"the row of request {spec.id} computes tokens {chunk.start} to {end}, but {known}")
         if end > len(table) * size and not self._pool.groups:
-            raise AssertionError(f"{spec.id} computes past its {len(table) * size} tokens of cache")
+            raise AssertionError(_too_few_blocks(spec, end, len(table), size))
 
     def _take(self, blocks: Sequence[int]) -> None:
         """Take in that these blocks are in one more table."""
@@ -136,7 +136,7 @@ class Rules:
         for request in pool.tables:
             if over or (request.finish is not None and not request.keeps_blocks):
                 blocks = pool.table(request)[:8]
-                raise AssertionError(f"request {request.spec.id} has ended and still has blocks: {blocks}")
+                raise AssertionError(f"request {request.spec.id} has ended, but KV blocks {blocks} are not freed")
         try:
             pool.check()
         except AssertionError as broken:
@@ -148,9 +148,10 @@ class Rules:
                 continue
             own, computed = pool.table(requests[spec]), requests[spec].computed
             if table != own[: len(table)]:
-                raise AssertionError(f"{spec.id} has blocks {table[:8]} by its plans, {own[:8]} in the pool")
+                plans = f"its plans gave it KV blocks {table[:8]}"
+                raise AssertionError(f"request {spec.id}: {plans}, but the pool has {own[:8]}")
             if computed > len(table) * pool.block_size:
-                raise AssertionError(f"{spec.id} computes past its {len(table) * pool.block_size} tokens of cache")
+                raise AssertionError(_too_few_blocks(spec, computed, len(table), pool.block_size))
         self._beside = pool.num_blocks - pool.free - len(self._held)
 
     def _misplaced(self) -> str:
@@ -179,3 +180,8 @@ def message_of(broken: AssertionError) -> str:
     """Return the message of an assertion in one line."""
     (message,) = broken.args or ("an assertion without a message",)
     return " ".join(str(part) for part in message) if isinstance(message, tuple) else str(message)
+
+
+def _too_few_blocks(spec: RequestSpec, tokens: int, blocks: int, size: int) -> str:
+    """Return the message on a request without room in the KV cache for what it computes."""
+    return f"request {spec.id} computes {tokens} tokens, but its {blocks} KV blocks of {size} hold {blocks * size}"

@@ -125,7 +125,7 @@ def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
     window, usual = _windows(config, kind, layers, most)
     types = config.data.get("layer_types") or usual
     if not isinstance(types, list) or len(types) != layers or any(one not in (SLIDING, WHOLE) for one in types):
-        raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}': nothing else is modelled")
+        raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}', the supported kinds")
     if window >= most or SLIDING not in types:
         return {}
     if kind not in WINDOWED:

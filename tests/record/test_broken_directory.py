@@ -93,8 +93,13 @@ def test_a_column_of_another_type_is_named(
         ("requests.parquet", "token_runs", ..., "is missing"),
         ("steps.parquet", "waiting", [-1], "has -1, expected 0 or more"),  # a hash or a mark may be below 0
         ("requests.parquet", "prompt_tokens", [-1], "has -1, expected 0 or more"),
-        ("steps.parquet", "rows", [None, None], "has 2 nulls, expected none"),  # null is for times that never happened
-        ("requests.parquet", "reason", [None, None], "has 2 nulls, expected none"),
+        (
+            "steps.parquet",
+            "rows",
+            [None, None],
+            "has 2 null values, and may have none",
+        ),  # null is for times that never happened
+        ("requests.parquet", "reason", [None, None], "has 2 null values, and may have none"),
     ],
 )
 def test_a_broken_column_is_named(complete: Path, name: str, column: str, first: Any, problem: str) -> None:
@@ -123,8 +128,8 @@ RUN, MOST = "token_runs of request NAME has", (1 << 63) - 1
         ("token_runs", [3, MOST], f"{RUN} {MOST} steps from step 3 on, expected 1 or more between 0 and LAST"),
         ("token_runs", [5, 2, 6, 1], f"{RUN} 1 steps from step 6 on, expected 1 or more between 7 and LAST"),
         ("token_runs", [5, 2, 3, 1], f"{RUN} 1 steps from step 3 on, expected 1 or more between 7 and LAST"),
-        ("token_runs", [None, 2], "column token_runs has 1 nulls in its lists, expected none"),
-        ("token_runs", None, "column token_runs has 1 nulls, expected none"),
+        ("token_runs", [None, 2], "column token_runs has 1 null values in its lists, and may have none"),
+        ("token_runs", None, "column token_runs has 1 null values, and may have none"),
         ("first_step", 1 << 40, f"first_step of request NAME is {1 << 40}, expected -1 to LAST"),
         ("first_step", -2, "first_step of request NAME is -2, expected -1 to LAST"),
         ("status", "lost", f"status of request NAME is 'lost', expected one of {', '.join(STATUSES)}"),

@@ -45,7 +45,7 @@ def test_the_report_has_counts_reasons_the_best_places_and_figures(out: Path) ->
     assert f"| {reason} | failed | 3 | scheduler.name = sarathi; {RATE} = 16; loop = sync |" in text
     assert f"| not run yet | missing | 1 | scheduler.name = vllm; {RATE} = 16; loop = sync |" in text
     assert re.search(r"- Least TTFT p99 within the SLO: \S+ ms ± \S+ % at .*rate_per_s = 1, async\.", text)
-    assert "TTFT p99 is of 40 values where they are fewest, needs 368." in text
+    assert "TTFT p99 rests on as few as 40 requests at a place; it needs 368." in text
     figures = re.findall(r"\]\(figures/(.+)\.png\)", text)
     assert figures == ["curves", "heat_map", "pareto"]
     assert all((out / "figures" / f"{name}.png").is_file() for name in figures)
@@ -88,7 +88,7 @@ def test_a_table_of_one_point_has_a_report(tmp_path: Path) -> None:
     path = written(tmp_path / "one.parquet", [row({}, preemptions=3.0, steps=10.0)])
     assert main(["report", str(path)]) == 0
     text = (tmp_path / "one" / "report.md").read_text()
-    assert "1 points at 1 places: 1 done." in text and "chance from effect" in text
+    assert "1 points at 1 places: 1 done." in text and "differences may be chance" in text
 
 
 def test_the_report_says_of_what_the_sweep_is_and_how_it_was_made(tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def test_warm_up_is_said_until_a_window_leaves_it_out(serve: Serve) -> None:
 def test_too_few_requests_name_how_many_there_are_and_are_needed(serve: Serve) -> None:
     text = _text("few requests", serve("workload.requests=100"))
     assert "100 requests" in text
-    assert "p99 wants 368" in text
+    assert "p99 needs 368" in text
     assert "p95" not in text
-    assert "p95 wants 72" in _text("few requests", serve("workload.requests=71"))
+    assert "p95 needs 72" in _text("few requests", serve("workload.requests=71"))
 
 
 def test_a_long_tail_is_said_with_its_share(serve: Serve, plain: LoadedRun) -> None:
@@ -256,8 +256,8 @@ def test_many_runs_are_no_flood(serve: Serve) -> None:
     runs = [serve(f"workload.requests={count}") for count in range(11, 17)]
     runs = [replace(run, label=f"run {i}") for i, run in enumerate(runs)]
     told = [one for one in trust.caveats(runs) if one.kind == "few requests"]
-    assert [(one.run, one.reason.split(" requests are")[0]) for one in told] == [
-        ("all 6 runs", "few requests, e.g. run 0: 11")
+    assert [(one.run, one.reason.split(" requests, too")[0]) for one in told] == [
+        ("all 6 runs", "few requests, e.g. run 0: latencies are of 11")
     ]
     modelled = [_with(run, device="modelled") for run in runs[:2]]
     told = [one for one in trust.caveats([*modelled, *runs[2:]]) if one.kind == "device"]

@@ -175,13 +175,13 @@ def test_known_extra_tensors_are_passed_over(tmp_path: Path) -> None:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gemma3"}, "model_type: got 'gemma3', expected one of llama, mistral, qwen2, qwen3: nothing else"),
+    ({"model_type": "gemma3"}, "model_type: got 'gemma3', expected one of llama, mistral, qwen2, qwen3: the engine"),
     ({"hidden_size": "32"}, "hidden_size: got '32', expected a whole number >= 1"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps: got -1e-05, expected a number > 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of num_attention_heads, 4"),
     ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
     ({"eos_token_id": [1, "x"]}, "eos_token_id: got [1, 'x'], expected a token id or a list of them"),
-    ({"attention_bias": True}, "attention_bias: got true, expected false: nothing else is modelled"),
+    ({"attention_bias": True}, "attention_bias: got true, expected false: the engine computes no other"),
     ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     ({"sliding_window": 8}, "sliding_window: got 8, expected null: layers of model_type llama have no windows"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}, expected nothing"),
