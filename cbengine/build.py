@@ -104,9 +104,7 @@ def check_model(shape: ModelShape) -> None:
     if shape.head_dim % 2:
         raise ScenarioError(f"model.head_dim: got {shape.head_dim}, must be even: rotation pairs the values of a head")
     if shape.qkv_bias and shape.qk_norm:
-        raise ScenarioError(
-            "model.qkv_bias: got true, must be false with model.qk_norm: the engine does not compute both"
-        )
+        raise ScenarioError("model.qkv_bias: got true, must be false with model.qk_norm: the engine has not both")
 
 
 def check_setup(scenario: Scenario, setup: Setup) -> None:

@@ -109,7 +109,7 @@ BREAKS = {  # what the text becomes another text in, and what is said of it
         *(ROW, f"self.requests.pop(request.spec, None)\n            {ROW}"),
         *("step", "which is not one of the requests"),
     ),
-    "a-block-twice": (CHUNK, CHUNK.replace("()", "(0,)"), "step", "but the pool has"),
+    "a-block-twice": (CHUNK, CHUNK.replace("()", "(0,)"), "step", "in the pool"),
     "over-budget": ("tokens=self.step_tokens", "tokens=10", "step 0", "10 query tokens are allowed"),
     "raises": (LINE, f"        raise OSError('no file is read')\n{LINE}", "step 0, add", "OSError: no file is read"),
     "a-stolen-table": (
@@ -249,7 +249,7 @@ def test_everything_is_checked_in_every_step_if_asked_for(module: Path, small: P
     module.write_text(TEXT.replace(PLAN, late + PLAN))
     words = ["run", small, "--set", NAME, "--set", "kv_cache.num_blocks=200000", "--out", out, "--quiet"]
     assert call(*words).status == 0
-    refused(call(*words, "--check-policy"), 1, "step 37, schedule", "its plans gave it KV blocks")
+    refused(call(*words, "--check-policy"), 1, "step 37, schedule", "by its plans")
 
 
 @pytest.mark.parametrize("loop", ["sync", "async"])

@@ -55,14 +55,15 @@ def look(table: SweepTable, requested: Sequence[str] = (), slo: Sequence[str] = 
     for limit in limits:
         table.metric(limit.metric, f"--check {limit.rule!r}")
     requested = [table.metric(name, f"--metric {name}") for name in requested]
-    main = [metric for metric in METRICS if metric in table.metrics and not always_whole(table, metric)]
+    main = [metric for metric in METRICS if metric in table.metrics and metric not in whole(table)]
     metrics = list(dict.fromkeys(requested or [*(limit.metric for limit in limits), *main] or [*table.metrics][:1]))
     return Look(sweep_table.places(table), sweep_table.view(table, x), metrics, limits, _pareto(table, metrics))
 
 
-def always_whole(table: SweepTable, metric: str) -> bool:
-    """Whether a share is 100 % at every point: its figure would be a straight line."""
-    return catalogue.metric(metric).unit == "share" and float(np.nanmin(table.metrics[metric])) >= WHOLE
+def whole(table: SweepTable) -> list[str]:
+    """Return the main metrics that are 100 % at every point: their figures would be straight lines."""
+    shares = [name for name in METRICS if name in table.metrics and catalogue.metric(name).unit == "share"]
+    return [name for name in shares if float(np.nanmin(table.metrics[name])) >= WHOLE]
 
 
 def _pareto(table: SweepTable, metrics: Sequence[str]) -> tuple[str, str]:
@@ -122,8 +123,7 @@ def findings(table: SweepTable, shown: Look) -> list[str]:
     if shown.limits:
         limits = " and ".join(limit.rule for limit in shown.limits)
         sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {limits} in the mean of their replicates.")
-    whole = [metric for metric in METRICS if metric in table.metrics and always_whole(table, metric)]
-    left_out = [catalogue.metric(metric).label for metric in whole if metric not in shown.metrics]
+    left_out = [catalogue.metric(metric).label for metric in whole(table) if metric not in shown.metrics]
     sentences += [f"{', '.join(left_out)}: 100 % at every point, so there is no figure of it."] if left_out else []
     for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
         sentences += _best(table, places, metric, met, bool(shown.limits))
@@ -159,21 +159,13 @@ def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
             made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}; means are over the others."))
     few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
     if few:
-        made.append(
-            Caveat(
-                "one run",
-                "",
-                f"{few:,} places have one run each, so there are no intervals: differences may be chance.",
-            )
-        )
+        made.append(Caveat("one run", "", f"{few:,} places have one run, no interval: differences may be chance."))
     for metric in shown.metrics:
         head, _, statistic = metric.partition(".")
         samples = table.metrics.get(f"{head}.n")
         if statistic in SAMPLES_NEEDED and samples is not None:
             least, needed = int(np.nanmin(samples)), SAMPLES_NEEDED[statistic]
-            reason = (
-                f"{catalogue.metric(metric).label} rests on as few as {least:,} requests at a place; it needs {needed}."
-            )
+            reason = f"{catalogue.metric(metric).label} is of only {least:,} requests at a place; it needs {needed}."
             made += [Caveat("few requests", "", reason)] if least < needed else []
     return made
 

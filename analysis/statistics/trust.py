@@ -40,27 +40,17 @@ def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
 
 
 def _of_kind(kind: str, rule: Callable[[LoadedRun], str | None], runs: Sequence[LoadedRun]) -> list[Caveat]:
-    """Return a rule's caveats: one a text of a few runs; of more runs one in all, with the first text as example."""
+    """Return a rule's caveats: one a run of two; of more runs one in all, with the first one's figures."""
     reasons = {run.label: reason for run in runs if (reason := rule(run))}
-    several = len(set(reasons.values())) > 1
-    if several and len(runs) <= MOST_IN_FULL:
+    texts, count, total = [*dict.fromkeys(reasons.values())], len(reasons), len(runs)
+    if len(texts) > 1 and total <= MOST_IN_FULL:
         return [Caveat(kind, run, reason) for run, reason in reasons.items()]
-    if not reasons:
-        return []
-    (first, reason), count = next(iter(reasons.items())), len(reasons)
-    more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
-    named = f"{', '.join([*reasons][:MOST_NAMED])}{more}"
-    whose = (
-        ""
-        if count == len(runs) > 1
-        else named
-        if len(runs) <= MOST_IN_FULL
-        else f"{count} of {len(runs)} runs ({named})"
-    )
-    if several:
-        whose = whose or f"all {count} runs"
-        reason = f"{kind}, e.g. {first}: {reason}"
-    return [Caveat(kind, whose, reason)]
+    named = ", ".join([*reasons][:MOST_NAMED]) + (f" and {count - MOST_NAMED} more" if count > MOST_NAMED else "")
+    whose = named if total <= MOST_IN_FULL else f"{count} of {total} runs ({named})"
+    if count == total > 1:
+        whose = f"all {count} runs" if len(texts) > 1 else ""
+    first = f"{kind}, e.g. {next(iter(reasons))}: " if len(texts) > 1 else ""
+    return [Caveat(kind, whose, f"{first}{text}") for text in texts[:1]]
 
 
 def _incomplete(run: LoadedRun) -> str | None:
@@ -139,9 +129,7 @@ def _arrivals_limit(run: LoadedRun) -> str | None:
     """Report that a server keeps up: throughput is that of the traffic; no scheduler or loop could raise it much."""
     if not is_open(run) or not sweeps.keeps_up(run) or sweeps.waits(run):
         return None
-    return (
-        "the server keeps up with the arrivals: throughput and cost are those of this load, not the most it can serve."
-    )
+    return "the server keeps up with the arrivals: throughput and cost are this load's, not the most it can serve."
 
 
 def _warm_up(run: LoadedRun) -> str | None:
@@ -158,9 +146,9 @@ def _warm_up(run: LoadedRun) -> str | None:
     if early <= EARLY * total:
         return None
     return (
-        f"{early:,} of {total:,} requests arrived before the server first ran its median of {usual:g} requests "
-        f"at once, at {(reached - run.start_ns) / 1e9:.3g} s; they count in latencies, and `cbsim run --window` "
-        "would leave them out."
+        f"{early:,} of {total:,} requests arrived before the server first ran {usual:g}, its median, at "
+        f"{(reached - run.start_ns) / 1e9:.3g} s; they count in latencies, and `cbsim run --window` would leave them "
+        "out."
     )
 
 

@@ -225,12 +225,12 @@ class Panel:
         """The marks that can be seen: not lines and points without a value, nor areas thinner than a pixel."""
         highs = [np.nan_to_num(mark.high).max(initial=0.0) for mark in self.marks if isinstance(mark, Area)]
         thinnest = THINNEST * (self.y_range[1] if self.y_range else max(highs, default=0.0))
-        there = {
-            Area: lambda mark: (np.nan_to_num(mark.high - mark.low) > thinnest).any(),
-            Line: lambda mark: np.isfinite(mark.y).any(),
-            Points: lambda mark: np.isfinite(mark.y).any(),
-        }
-        return [mark for mark in self.marks if type(mark) not in there or there[type(mark)](mark)]
+        return [
+            mark
+            for mark in self.marks
+            if not isinstance(mark, Area | Line | Points)
+            or (np.isfinite(mark.y) if not isinstance(mark, Area) else mark.high - mark.low > thinnest).any()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

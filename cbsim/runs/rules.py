@@ -148,8 +148,7 @@ class Rules:
                 continue
             own, computed = pool.table(requests[spec]), requests[spec].computed
             if table != own[: len(table)]:
-                plans = f"its plans gave it KV blocks {table[:8]}"
-                raise AssertionError(f"request {spec.id}: {plans}, but the pool has {own[:8]}")
+                raise AssertionError(f"request {spec.id} has KV blocks {table[:8]} by its plans, {own[:8]} in the pool")
             if computed > len(table) * pool.block_size:
                 raise AssertionError(_too_few_blocks(spec, computed, len(table), pool.block_size))
         self._beside = pool.num_blocks - pool.free - len(self._held)

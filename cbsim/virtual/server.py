@@ -376,9 +376,7 @@ def _called(name: str, function: Any) -> Client:
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     if len(needed) > 1:
-        message = (
-            f"client: {name} takes {len(needed)} arguments; it is called with the server's address, or without one"
-        )
+        message = f"client: {name} takes {len(needed)} arguments, must take none or one, the server's address"
         raise ScenarioError(message, field="client")
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if not inspect.iscoroutinefunction(inspect.unwrap(called)):

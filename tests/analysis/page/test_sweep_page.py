@@ -45,7 +45,7 @@ def test_the_report_has_counts_reasons_the_best_places_and_figures(out: Path) ->
     assert f"| {reason} | failed | 3 | scheduler.name = sarathi; {RATE} = 16; loop = sync |" in text
     assert f"| not run yet | missing | 1 | scheduler.name = vllm; {RATE} = 16; loop = sync |" in text
     assert re.search(r"- Least TTFT p99 within the SLO: \S+ ms ± \S+ % at .*rate_per_s = 1, async\.", text)
-    assert "TTFT p99 rests on as few as 40 requests at a place; it needs 368." in text
+    assert "TTFT p99 is of only 40 requests at a place; it needs 368." in text
     figures = re.findall(r"\]\(figures/(.+)\.png\)", text)
     assert figures == ["curves", "heat_map", "pareto"]
     assert all((out / "figures" / f"{name}.png").is_file() for name in figures)
