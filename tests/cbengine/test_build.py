@@ -135,7 +135,6 @@ def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kv_heads=3"], "model.kv_heads: got 3, must divide model.heads (4)"),
         (["model.head_dim=7"], "model.head_dim: got 7, must be even"),
         (["model.qkv_bias=true", "model.qk_norm=true"], "model.qkv_bias: got true, must be false with model.qk_norm"),
         (["model.weights_dtype=int4"], "model.weights_dtype: got int4, must be null"),

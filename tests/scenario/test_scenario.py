@@ -294,6 +294,11 @@ def test_every_scalar_field_can_be_overridden(small: Path, scheduler: str, cost:
         assert at(scenario.load(small, [*base, f"{dotted}=40"]).model_dump(mode="json"), dotted) == 40
 
 
+def test_query_heads_share_kv_heads_evenly(small: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"model\.kv_heads: got 3, must divide heads \(\d+\)"):
+        scenario.load(small, ["model.kv_heads=3"])
+
+
 def test_override_of_a_kind_drops_the_fields_of_the_other(small: Path) -> None:
     """landscape.yaml gives vLLM options; `--set scheduler.name=static` has to work on it all the same."""
     small.write_text(SMALL + "scheduler: {name: vllm, max_num_seqs: 7}\n")
