@@ -193,7 +193,7 @@ def test_paged_blocks_hold_larger_batches_than_whole_sequences() -> None:
 
 def test_chunks_remove_the_stalls_of_those_who_decode() -> None:
     first, chunked = (stalls(name) for name in ("vllm_v0", "sarathi"))
-    for measure, times in (("max", 50), ("p99", 5)):
+    for measure, times in (("max", 40), ("p99", 5)):
         stalled, smooth = (1000 * summary["itl_s"][measure] for summary in (first, chunked))
         assert stalled > times * smooth
         assert documented(f"`vllm_v0` {stalled:,.0f}", f"`sarathi` {smooth:,.0f}")

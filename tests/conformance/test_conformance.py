@@ -63,7 +63,7 @@ def written(folder: Path, name: str, trace: list[Line], given: Line) -> Path:
 
 def ran(*paths: Path) -> tuple[int, str]:
     output: list[str] = []
-    return run(paths, output.append), "\n".join(output)
+    return run(paths, output.append, output.append), "\n".join(output)
 
 
 def table(output: str) -> list[list[str]]:

@@ -14,6 +14,7 @@ import pytest
 from support.browser import chromium, needs_browser, report, requested, show, window
 
 from analysis.page import webpage
+from cbsim.draw import report as reports
 
 
 def without_library(html: str) -> str:
@@ -118,7 +119,7 @@ def size(span: list[float]) -> float:
 def test_numbers_are_there_and_caveats_come_before_figures(browser: Any, folder: Path, runs: int) -> None:
     open_page(browser, folder, str(runs))
     shown = browser.find_elements("css selector", '[data-metric="ttft_s.p99"] .value')
-    tiled = runs if runs <= webpage.MOST_IN_TILES else 0  # the table has the numbers of more
+    tiled = runs if runs <= reports.MOST_COLUMNS else 0  # the table has the numbers of more
     assert [element.text for element in shown] == [f"{840 + run} ms" for run in range(tiled)]
     caveats = browser.find_element("id", "caveats")
     assert ("No caveat found." in caveats.text) == (runs == 1)
