@@ -221,7 +221,7 @@ def test_garbage_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     assert output.startswith("x  unreadable: ")
     assert f"{path}" in output
     assert expected in output.splitlines()[0]
-    assert table(output)[2:] == [["all", "0", "0", "0"]]
+    assert "scheduler  " not in output  # nothing was compared: there is no table
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     assert ran(tmp_path / f"{VLLM.rsplit('/', 1)[1].split('.', maxsplit=1)[0]}.json")[0] == 2
     (tmp_path / "empty").mkdir()
     status, output = ran(tmp_path / "empty")
-    assert (status, table(output)[2:]) == (2, [["all", "0", "0", "0"]])
+    assert (status, output) == (2, f"no trace to compare in {tmp_path / 'empty'}")
     assert ran(cut, GOLDEN / f"{VLLM}.jsonl.gz")[0] == 2
 
 
