@@ -214,7 +214,7 @@ class CurveTimes:
             points = [((m,), *at) for m, *at in zip(of["tokens"], work, shares, strict=True)]
             return self._scaled(source, 0.0, points)
 
-        return self._mean(curve)
+        return self._mean(curve, "experts")
 
     def _decode_ladder(self, kv: float) -> Ladder:
         """Return the ns of a layer's attention of decoding rows, by rows and context."""
@@ -256,9 +256,13 @@ class CurveTimes:
             scaled.append((at, launched + (theirs / share - launched) * ours / theirs))
         return scaled
 
-    def _mean(self, curve: Callable[[Source], Points], of: Sequence[Source] = ()) -> Ladder:
-        """Return the weighted geometric mean of the curves of `of`, or of all sources, which have the same points."""
-        curves = [(curve(source), source.weight) for source in of or self._sources]
+    def _mean(self, curve: Callable[[Source], Points], part: str = "") -> Ladder:
+        """Return the weighted geometric mean of the sources' curves, which have the same points; of those of all other
+        cards if they need a `part` that this card was not measured for.
+        """
+        lacking = part and not all(self._of_engine(source)[part] for source in self._sources)
+        known = sources(self._gpu, self._gpu.name) if lacking else self._sources
+        curves = [(curve(source), source.weight) for source in known]
         logs = [sum(log(points[i][1]) * weight for points, weight in curves) for i in range(len(curves[0][0]))]
         return Ladder((at, exp(mean)) for (at, _), mean in zip(curves[0][0], logs, strict=True))
 
@@ -276,14 +280,12 @@ class CurveTimes:
             least, ratio = min(of[launch]), source.sheet.link / self._sheet.link
             return [((size,), least + (ns - least) * ratio) for size, ns in times]
 
-        if all(self._of_engine(source)["reduce"] for source in self._sources):
-            return self._mean(curve)
-        return self._mean(curve, sources(self._gpu, self._gpu.name))  # the card was measured alone
+        return self._mean(curve, "reduce")
 
 
 def _typed(curves: Curves, dtype: str) -> Curves:
-    """Return the curves of a type; those of bfloat16 stand for types without any."""
-    known: Curves = curves.get(dtype) or curves["bfloat16"]
+    """Return the curves of a type; for types without any those of bfloat16, or of the first type that has some."""
+    known: Curves = curves.get(dtype) or curves.get("bfloat16") or next(iter(curves.values()))
     return known
 
 

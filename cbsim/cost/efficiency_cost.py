@@ -11,7 +11,7 @@ from typing import Any
 from cbsim.cost.base import NS, Cost
 from cbsim.cost.curves import CurveTimes, sources
 from cbsim.cost.engine_cost import EngineCost, KernelTimes, captured_tokens
-from cbsim.cost.roofline import copy_ns, roofline_cost
+from cbsim.cost.roofline import check_listed, copy_ns, roofline_cost
 from cbsim.cost.table import Attention as Work
 from cbsim.cost.table import one_chunk
 from cbsim.policy.groups import Attention
@@ -40,7 +40,7 @@ class EfficiencyCost(EngineCost):
     def _of_attention(self, plan: StepPlan) -> float:
         if self._whole:
             return super()._of_attention(plan)
-        assert not plan.work.decodes, "rows that are counted do not say what each of them sees"
+        check_listed(plan)
         return sum([share * self.attention_ns(seen(kind, plan)) for kind, share in self._kinds])
 
 

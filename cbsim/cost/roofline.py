@@ -65,6 +65,12 @@ def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
     return nearest(4 * (3 * tokens + plan.counts.table_blocks) * byte_ns), nearest(4 * rows * byte_ns)
 
 
+def check_listed(plan: StepPlan) -> None:
+    """Raise RunError if a plan counts decoding rows, which says nothing of what a layer with a window sees of them."""
+    if plan.work.decodes:
+        raise RunError("rows of a decode batch do not say what each layer sees of them: list them one by one")
+
+
 class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
@@ -143,8 +149,7 @@ class WindowedRoofline(RooflineCost):
     """A roofline model of layers that see different parts of the sequence."""
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        if plan.work.decodes:
-            raise RunError("rows of a decode batch do not say what each layer sees of them: list them one by one")
+        check_listed(plan)
         return super().gpu_ns(plan, tokens)
 
     def _listed_attention(self, plan: StepPlan) -> float:

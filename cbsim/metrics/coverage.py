@@ -30,7 +30,6 @@ RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV to
 
 
 LARGEST = 8192  # query tokens of the steps that efficiency curves were compared with tables for
-WIDTH = 128  # of the heads that were measured
 
 
 def basis(scenario: Scenario, tokens: int | None = None) -> str:
@@ -49,7 +48,7 @@ def basis(scenario: Scenario, tokens: int | None = None) -> str:
         return f"data sheet of {gpu.name} and constant shares of it ({shares}): {UNKNOWN}"
     if isinstance(cost, TableSettings):
         whose = f"{cost.engine} in " if cost.engine else ""
-        added = f"terms {cost.terms}" if cost.terms else "terms as given; their error for this server is not known"
+        added = f"terms {cost.terms}" if cost.terms else f"terms as given or its defaults: {UNKNOWN}"
         return f"kernel tables of {whose}{PurePath(cost.path).name}, and {added}"
     if isinstance(cost, FittedSettings):
         fits = cost.calibrated.fits if cost.calibrated else None
@@ -87,7 +86,7 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | No
         bound = next((bound for most, bound in bounds.items() if tokens <= most), [*bounds.values()][-1])
         within = f"90 % of steps of {tokens:,} tokens within {bound:.1%} {of}"
     unlike = {
-        f"heads of {model.head_dim}": model.head_dim != WIDTH,
+        f"heads of {model.head_dim}": model.head_dim != curves.WIDTH,
         "windows": not model.sees_all,
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
     }

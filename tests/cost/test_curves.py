@@ -17,7 +17,7 @@ from cbsim.cost.table import attention_work
 from cbsim.metrics import coverage
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.runs.assemble import cost_model
-from cbsim.scenario import scenario, shapes
+from cbsim.scenario import catalog, scenario, shapes
 
 MODEL = shapes.model("llama-3.1-8b")
 H100, H200, L40S = (shapes.hardware(name) for name in ("h100-sxm", "h200-sxm", "l40s"))
@@ -92,6 +92,22 @@ def test_a_mixture_takes_the_curve_of_the_nearest_shape() -> None:
     times = CurveTimes(sources(H100), "vllm", H100, experts, 1)
     assert 3 * times.experts_ns(1) < times.experts_ns(64) < times.experts_ns(4096)
     assert CurveTimes(sources(H100), "vllm", H100, MODEL, 1).experts_ns(64) == 0
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (catalog.SCENARIOS / "curves").glob("*.json")])
+def test_every_card_times_every_type_on_every_engine(name: str) -> None:
+    """Where a card was not measured for a type, or for experts, others stand for it; times grow with large steps."""
+    gpu = shapes.hardware(name)
+    for model in (MODEL, shapes.model("qwen3-30b-a3b")):
+        for dtype in (None, "fp8", "fp8_block", "nvfp4", "int4"):
+            typed = model.model_copy(update={"weights_dtype": dtype})
+            for engine in ("vllm", "sglang", "trtllm"):
+                times = CurveTimes(sources(gpu), engine, gpu, typed, 2)
+                assert (
+                    0
+                    < times.linear_ns(4097) + times.experts_ns(4097)
+                    < times.linear_ns(16384) + times.experts_ns(16384)
+                )
 
 
 def test_a_card_that_was_measured_alone_reduces_as_others_do() -> None:
