@@ -94,7 +94,7 @@ def test_a_mixture_takes_the_curve_of_the_nearest_shape() -> None:
     assert CurveTimes(sources(H100), "vllm", H100, MODEL, 1).experts_ns(64) == 0
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (catalog.SCENARIOS / "curves").glob("*.json")])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (catalog.SCENARIOS / "curves").glob("*.json")))
 def test_every_card_times_every_type_on_every_engine(name: str) -> None:
     """Where a card was not measured for a type, or for experts, others stand for it; times grow with large steps."""
     gpu = shapes.hardware(name)
