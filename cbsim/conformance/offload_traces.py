@@ -101,7 +101,9 @@ class ConnectorLines:
     """
 
     by_step = True
+    sorts_received = False  # by id, not by their completion
     connector: Any
+    unfetched: Iterable[Request] = ()  # requests whose blocks wait to be sent
     jobs: Callable[[StepPlan], Line]  # the transfers of a plan
     done: Callable[[int, tuple[int, ...]], Line]  # what a step's result, which reports jobs, says of transfers
 
@@ -143,7 +145,7 @@ class ConnectorLines:
         for transfer in plan.transfers:
             if transfer.job != IN_ORDER:
                 self._due[transfer.job] = start + self.lasts(transfer)
-        self._due.update(dict.fromkeys(plan.awaited, end))
+        self._due.update(dict.fromkeys(self._due.keys() & plan.awaited, end))  # others are reported already
         over = sorted([job for job, at in self._due.items() if at <= end], key=lambda job: (self._due[job], job))
         self._reports[plan.step] = tuple(over)
         for job in over:
@@ -160,7 +162,10 @@ class ConnectorLines:
         """Return the connector's fields of an update line."""
         jobs = self._reports.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
-        line: Line = {"recved": received, "sent": [], "bad": [], "kept": []}
+        received = sorted(received) if self.sorts_received else received
+        kept = [*self.unfetched, *(request for request, load in self._transfers.loads.items() if load.dead)]
+        kept.sort(key=lambda request: (request.spec.arrival_ns, request.spec.index))
+        line: Line = {"recved": received, "sent": [], "bad": [], "kept": [request.spec.id for request in kept]}
         return line | self.done(step, jobs) | self.tier()
 
 
@@ -190,7 +195,7 @@ class SimpleLines(ConnectorLines):
         return {"stored": [self._events[job] for job in jobs if job in self._events]}
 
     def tier(self) -> Line:
-        return {"cpu": {"free": self.connector.host.free, "cached": self.connector.host.contents}}
+        return {"cpu": {"free": self.connector.host.free, "cached": self.connector.host.keyed}}
 
 
 def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
@@ -200,6 +205,7 @@ def _joined(sides: Iterable[tuple[int, ...]]) -> list[int]:
 class NativeLines(ConnectorLines):
     """The lines of OffloadingConnector: a request's load or store in a step is a job, all numbered together."""
 
+    sorts_received = True
     connector: NativeOffload
 
     def __init__(self, *parts: Any) -> None:
@@ -257,6 +263,7 @@ class HandOffLines(ConnectorLines):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._sending: dict[int, str] = {}  # job -> id
+        self.unfetched = self.connector.unfetched
 
     def lasts(self, transfer: Transfer) -> int:
         assert transfer.spec is not None
@@ -278,13 +285,8 @@ class HandOffLines(ConnectorLines):
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
         del step
-        dead = [request for request, load in self._transfers.loads.items() if load.dead]
-        waiting = [request.spec for request in (*self.connector.unfetched, *dead)]
-        return {
-            "sent": [self._sending.pop(job) for job in jobs if job in self._sending],
-            "bad": sorted(self._broken),
-            "kept": [spec.id for spec in sorted(waiting, key=lambda spec: (spec.arrival_ns, spec.index))],
-        }
+        sent = [self._sending.pop(job) for job in jobs if job in self._sending]
+        return {"sent": sent, "bad": sorted(self._broken)}
 
 
 LINES = {"simple_cpu": SimpleLines, "offloading": NativeLines, "pd": HandOffLines}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, case_of, due, header_fields, not_modelled
 from cbsim.policy.kind import SchedulerKind
-from cbsim.policy.plan import Row, StepPlan, StepResult
-from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.plan import Outcome, Row, StepPlan, StepResult
+from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.schedulers.sarathi import scheduler as policies
 from cbsim.schedulers.sarathi.scheduler import Policy, SarathiServe, Step
 from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOptions, VllmV0Settings
@@ -203,13 +203,16 @@ def _effective(options: ServeOptions[Any]) -> Line:
 
 
 class DefectiveServe(SarathiServe):
-    """Sarathi-Serve with its defects: preemption adds outputs to the prompt; requests above `longest` are ignored."""
+    """Sarathi-Serve with its defects: preemption adds outputs to the prompt; requests above `longest` are ignored; with
+    stages a result counts for every request that runs when it comes, also for one preempted and planned again since.
+    """
 
     def __init__(self, options: ServeOptions[Any], policy: Policy, longest: int) -> None:
         super().__init__(options, policy)
         self._longest = longest
         self.prompts: dict[Request, int] = {}
-        self.claims: dict[Request, int] = {}  # prompt tokens that count as computed, though they are lost
+        self.read_tokens: dict[Request, int] = {}  # prompt tokens whose results have come, perhaps lost since
+        self.in_flight: dict[int, dict[Request, int]] = {}  # by step: prompt tokens of its rows
         self.claimed: dict[Request, int] = {}  # tokens counted as computed for requests that this pass admitted
         self.ignored: list[RequestSpec] = []  # requests that this pass ignored
         self.preempted: list[Request] = []  # requests that this pass preempted
@@ -217,7 +220,7 @@ class DefectiveServe(SarathiServe):
 
     def add(self, spec: RequestSpec) -> None:
         request = self.decoding.add(spec, spec.max_tokens)
-        self.prompts[request] = spec.prompt_tokens
+        self.prompts[request], self.read_tokens[request] = spec.prompt_tokens, 0
         self.waiting.append(request)
 
     def attempt(self) -> Step:
@@ -227,19 +230,36 @@ class DefectiveServe(SarathiServe):
         self.lost = step.empty and changed and not self.staged
         if not self.lost:
             for request in self.preempted:
-                self.claims.pop(request, None)
+                self.read_tokens[request] = 0
                 self.prompts[request] = request.spec.prompt_tokens + request.seen
                 request.limit = request.last = request.seen + request.spec.max_tokens
         return step
 
+    def commit(self, step: Step) -> StepPlan:
+        plan = super().commit(step)
+        self.in_flight[plan.step] = {request: row.tokens for request, row in step.prompts.items()}
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> Outcome:
+        early = []  # requests whose prompt is complete by a row of before their preemption, while another is in flight
+        for request, tokens in self.in_flight.pop(plan.step).items():
+            if request.status is not Status.WAITING and self.left(request):
+                self.read_tokens[request] += tokens
+                if not self.left(request) and self._rows.get(request, plan.step) != plan.step:
+                    early.append(request)
+        outcome = super().update(plan, result)
+        for request in early:
+            if request.status is not Status.FINISHED:
+                request.advance(1, 1)
+        return outcome
+
     def done(self, request: Request) -> int:
-        return self.claims.get(request, request.computed)
+        return self.read_tokens[request]
 
     def left(self, request: Request) -> int:
         return self.prompts[request] - self.done(request)
 
     def preempt(self, request: Request, step: Step) -> None:
-        self.claims[request] = min(request.computed, self.prompts[request])
         self.preempted.append(request)
         super().preempt(request, step)
         step.preempts = False
@@ -252,11 +272,14 @@ class DefectiveServe(SarathiServe):
             self.decoding.end(request, Finish.REFUSED)
         return super().head(step)
 
-    def admit(self, request: Request, tokens: int, step: Step) -> None:
-        self.claimed[request] = self.done(request)
-        self.claims.pop(request, None)
+    def admit(self, request: Request, tokens: int, step: Step, computed: int = 0) -> None:
+        """Admit a request whose row starts behind what will count as computed when its result comes."""
+        self.claimed[request] = done = self.done(request)
         if tokens:
-            super().admit(request, tokens, step)
+            counted = computed if request in self.preempted else done
+            counted += sum(rows.get(request, 0) for rows in self.in_flight.values())
+            super().admit(request, tokens, step, counted if counted + tokens <= request.target else 0)
+            request.epoch -= counted == request.target  # so the row in flight delivers, too
             return
         step.taken = True
         self.waiting.popleft()

@@ -1,9 +1,10 @@
 """Golden traces of vLLM's scheduler: the replayed lines for the same workload, on the same virtual clock.
 
-The formats, what each reports at the end, and the engine loop with its clock are described beside the traces. Format 2
-counts the tokens of an update and, at the end, all blocks with a key instead of their distinct contents; it leaves out
-cached tokens. Its fields on a connector are in offload_traces.py. Format 3 counts as format 1 does, and adds fields on
-layer groups. Times are integer microseconds.
+The formats, what each reports at the end, and the engine loop with its clock are described beside the traces. Format 0
+counts distinct contents at the end, the others all blocks with a key, and reports what happens to a request at once,
+the others with its next output. Format 2 counts the tokens of an update and leaves out cached tokens; its fields on a
+connector are in offload_traces.py. Format 3 adds fields on layer groups. Formats 2 and 3 deliver one cancellation at a
+time. Times are integer microseconds.
 """
 
 from __future__ import annotations
@@ -131,13 +132,14 @@ class VllmReplay(Replay):
         self._cancelled()
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.lines}
         pool = self.scheduler.pool
-        cached = self._groups.cached() if self._groups else pool.contents if self._format == 1 else pool.keyed
+        cached = self._groups.cached() if self._groups else pool.keyed if self._format else pool.contents
         self._written.append(line | {"prefix_cache_final_cached_blocks": cached})
 
     def _cancelled(self) -> None:
         """Append the line on requests that were aborted since the last effect."""
         if self._aborted:
             free, ids = self.scheduler.free_after_cancel, self._aborted
+            ids = sorted(ids) if self._format else ids
             self._written.append({"ev": "abort", "t": self._now, "ids": ids, "free": free})
         self._aborted = []
 
@@ -179,12 +181,11 @@ class VllmReplay(Replay):
         return Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:
-        """Return live requests whose abort is due, ordered by time in format 1; one before the arrival is lost."""
-        due = [s for at, s in self._aborts if at <= self._now]
-        self._aborts = [(at, s) for at, s in self._aborts if at > self._now]
-        due = [s for s in due if s in self._alive]
-        if self._format > 1:
-            due.sort(key=lambda spec: spec.index)
+        """Return live requests whose abort is due, by time; from format 2 on only the first. Others are lost."""
+        count = sum(at <= self._now for at, _ in self._aborts)
+        count = min(count, 1) if self._format > 1 else count
+        due = [spec for _, spec in self._aborts[:count] if spec in self._alive]
+        del self._aborts[:count]
         for spec in due:
             del self._alive[spec]
         self._aborted = [s.id for s in due]
@@ -226,7 +227,7 @@ class VllmReplay(Replay):
         blocks = self.scheduler.pool.allocated(request)
         line = {"id": row.spec.id, "kind": kind, "n": row.tokens, "computed": row.start, "held": blocks}
         line["blocks"] = list(row.blocks)
-        if chunk and chunk.admitted and self._format == 1:
+        if chunk and chunk.admitted and self._format < 2:
             line["cached"] = chunk.cached
         if self._groups:
             line |= self._groups.row(row, plan)
@@ -331,7 +332,7 @@ class Reports:
     def __init__(self, trace_format: int) -> None:
         self.lines: dict[str, Line] = {}
         self._events: dict[str, Line] = {}  # as `lines`, with events that are not reported yet
-        self._at_once = trace_format == 1
+        self._at_once = trace_format == 0
 
     def arrived(self, spec: RequestSpec, now: int) -> None:
         line = self.lines[spec.id] = {"arrival": spec.arrival_ns, "preemptions": 0, "n_out": 0}

@@ -13,7 +13,7 @@ The original's defects are not shared; docs/policies.md lists them, and what pro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -120,14 +120,25 @@ class SarathiServe(SchedulerBase):
             return sorted(unread_prompts, key=by_order) if len(unread_prompts) > 1 else unread_prompts
         return [request for request in self.running if request in unread_prompts]
 
-    def decode(self, step: Step) -> None:
-        """Plan a token for each request whose prompt is computed, in order: together, if none can lack a block."""
+    def decode(self, step: Step, *, unread_last: bool = False) -> None:
+        """Plan a token for each request whose prompt is computed, in order of arrival: together, if none can lack a
+        block. With `unread_last`, requests with prompt left go behind the others.
+        """
         if self._undisturbed():
             step.batched = self.decoding.go_on()
             step.tokens += step.batched
         else:
             self.decoding.split()
-            self._walk(step)
+            self._walk(step, unread_last=unread_last)
+
+    def line_up(self) -> None:
+        """Put the running requests in order of arrival."""
+        if not self._in_line:
+            self._set_line(sorted(self.running, key=_arrival))
+
+    def _set_line(self, line: Iterable[Request]) -> None:
+        self.running = dict.fromkeys(line)
+        self._in_line = all(a.order < b.order and _arrival(a) <= _arrival(b) for a, b in pairwise(self.running))
 
     def _undisturbed(self) -> bool:
         """True if planning one by one would give all members their rows, in order, and leave the line as it is."""
@@ -140,19 +151,18 @@ class SarathiServe(SchedulerBase):
                 return False
         return True
 
-    def _walk(self, step: Step) -> None:
-        """Plan running requests in order of arrival; those with prompt left go behind the others."""
+    def _walk(self, step: Step, *, unread_last: bool) -> None:
         line = sorted(self.running, key=_arrival)
-        decoding: list[Request] = []
+        kept: list[Request] = []
         reading: list[Request] = []
         first, end = 0, len(line)
         while first < end:
             request = line[first]
             first += 1
             if not self.may_run(request):
-                decoding.append(request)
+                kept.append(request)
             elif request.status is Status.PREFILL:
-                reading.append(request)
+                (reading if unread_last else kept).append(request)
             else:
                 while self._grows and not self.pool.free and first < end:
                     end -= 1
@@ -160,12 +170,11 @@ class SarathiServe(SchedulerBase):
                 if self._grows and not self.pool.free:
                     self.preempt(request, step)
                     break
-                decoding.append(request)
+                kept.append(request)
                 blocks = self.pool.grow(request, self.pool.due(request, 1))
                 step.decodes[request] = self.decoding.row(request, 1, blocks)
                 step.tokens += 1
-        self.running = dict.fromkeys([*decoding, *reading])
-        self._in_line = all(a.order < b.order and _arrival(a) <= _arrival(b) for a, b in pairwise(self.running))
+        self._set_line([*kept, *reading])
 
     def preempt(self, request: Request, step: Step) -> None:
         """Preempt a request; it is the next to be admitted. With stages its rows in flight are dropped; else they are
@@ -193,11 +202,11 @@ class SarathiServe(SchedulerBase):
     def _needed(self, request: Request) -> int:
         return self.pool.blocks_for(request.target if self._grows else self.options.max_model_len)
 
-    def admit(self, request: Request, tokens: int, step: Step) -> None:
-        """Admit the head of the queue, with a row of its first tokens."""
+    def admit(self, request: Request, tokens: int, step: Step, computed: int = 0) -> None:
+        """Admit the head of the queue, with a row of its first tokens, or of those behind the `computed` ones."""
         step.taken = True
         self.waiting.popleft()
-        self.decoding.admit(request)
+        self.decoding.admit(request, computed)
         last = next(reversed(self.running), None)
         self._in_line = self._in_line and (last is None or _arrival(last) <= _arrival(request))
         self.running[request] = None
@@ -247,7 +256,7 @@ class Sarathi:
         self._sizes, self._stage_tokens = chosen.chunk_sizes, chosen.stage_tokens
 
     def __call__(self, serve: SarathiServe, step: Step) -> None:
-        serve.decode(step)
+        serve.decode(step, unread_last=True)
         read_begun(self.chunk, serve, step)
         if not step.preempts:
             admit_chunks(self.chunk, serve, step)
@@ -306,6 +315,7 @@ class SimpleChunking:
         self.decodes = False
 
     def __call__(self, serve: SarathiServe, step: Step) -> None:
+        serve.line_up()
         if not self.decodes:
             read_begun(self.chunk, serve, step)  # if none is partly computed, the queue is admitted from
             if not step.prompts:

@@ -194,11 +194,13 @@ class LazyOffload(SimpleOffload):
         """Choose blocks of the free queue. A host smaller than the device's cache never has it all, and a store puts
         its blocks behind the cursor again: vLLM stores for ever. Here it ends after as many stores as there are blocks.
         """
+        line = self._pool.free_order()
+        if self._cursor not in line:
+            self._cursor = -1  # a block in use is no place to go on from, also when it is free again
         self._restless = self._restless if ahead.alone else 0
         if self._restless > self._pool.num_blocks:
             return [], []
-        line = self._pool.free_order()
-        first = line.index(self._cursor) + 1 if self._cursor in line else 0
+        first = line.index(self._cursor) + 1 if self._cursor >= 0 else 0
         sources: list[int] = []
         for block in line[first : first + self._most]:
             if len(sources) == self.host.free:

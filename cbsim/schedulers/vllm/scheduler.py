@@ -111,6 +111,7 @@ class VllmScheduler(SchedulerBase):
         if not threshold or not self._new:
             return threshold
         present = len(self.running) + len(self.waiting)
+        present += len(self.transfers.holding) if self.transfers is not None else 0
         if present <= 1:
             return 0
         return max(threshold, o.max_num_batched_tokens // present) if o.adaptive_long_prefill_threshold else threshold

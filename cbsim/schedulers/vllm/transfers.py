@@ -149,7 +149,7 @@ class Transfers:
         if load is not None:
             if not load.reported:
                 return "skipped"
-            self._loaded(request, load)
+            self._loaded(request, load, publish=scheduler.options.enable_prefix_caching)
             if self._decoding.pool.allocated(request):  # with a prompt of one token, none of which counts as computed
                 return self._start(scheduler, queue, load.computed, [], step)
         hits = scheduler.hits(request)
@@ -170,7 +170,7 @@ class Transfers:
         self.loads.pop(request, None)
         return "admitted"
 
-    def _loaded(self, request: Request, load: Load) -> None:
+    def _loaded(self, request: Request, load: Load, *, publish: bool) -> None:
         """Publish the blocks of a loaded request, whose last token is computed; without any it starts like others."""
         pool = self._decoding.pool
         if load.named:
@@ -179,7 +179,8 @@ class Transfers:
         if not load.computed:
             pool.release(request)
             return
-        pool.publish(request, load.computed // pool.block_size)
+        if publish:
+            pool.publish(request, load.computed // pool.block_size)
         load.computed = min(load.computed, request.target - 1)
 
     def _load(self, scheduler: Admission, request: Request, hits: list[int], local: int, external: int) -> Verdict:
