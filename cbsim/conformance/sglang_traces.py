@@ -74,7 +74,7 @@ class WatchedPool(RadixPool):
     evictions: list[list[list[int]]]
 
     def make_room(self, tokens: int) -> list[list[int]]:
-        short = self.ready * self.block_size < tokens
+        short = self._shares and self.ready * self.block_size < tokens
         evicted = super().make_room(tokens)
         if short:
             self.evictions.append(evicted)
@@ -100,7 +100,29 @@ class WatchedSglang(SglangScheduler):
         self.preempted: list[list[Any]] = []
         self.aborted: list[str] = []
         self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
+        self._launched_tokens = 0  # of the last prefill
+        self._batch_tokens = 0  # of the prefill whose object the decode batch is
         super().__init__(options, heard)
+
+    def _merge(self) -> None:
+        """Note which prefill's object the decode batch is; those that have ended are still in it."""
+        fresh = not self.batch and not self._departed
+        super()._merge()
+        if fresh and self.batch:
+            self._batch_tokens = self._launched_tokens
+
+    def _launch(self, prefill: Prefill) -> StepPlan:
+        """Count the decoding rows beside a prefill as processed, too."""
+        plan = super()._launch(prefill)
+        self._launched_tokens = plan.work.tokens
+        self.waiting.processed += plan.work.tokens - plan.work.prefill_tokens
+        return plan
+
+    def _decode(self) -> StepPlan | None:
+        """Count the tokens of a prefill as processed again with each decode step of its object."""
+        plan = super()._decode()
+        self.waiting.processed += self._batch_tokens if plan else 0
+        return plan
 
     def make_prefill(self) -> DefectivePrefill:
         return DefectivePrefill(self.options, self.ratio, self.batch, self.most)
@@ -208,7 +230,7 @@ class SglangReplay(Replay):
             return None
         scheduler = self.scheduler
         self._now += 1
-        self._last = not self._coming and scheduler.finished
+        self._last = not (self._coming or self._cancels) and scheduler.finished
         scheduler.forget()
         arrived = due(self._coming, self._now, lambda entry: entry.arrival)
         cancelled = due(self._cancels, self._now, lambda entry: entry.cancel or 0)

@@ -194,10 +194,10 @@ class SglangScheduler(SchedulerBase):
         return True
 
     def _admit(self, prefill: Prefill) -> None:
-        """Admit the queue in order; none is passed over."""
+        """Admit the queue in order; none is passed over. Spent budgets end it only while there is memory."""
         o, taken, running = self.options, prefill.taken, len(prefill.taken)
         for entry in self.waiting.entries:
-            if prefill.spent:
+            if prefill.spent and prefill.fits(self.room):
                 return
             self.full |= len(taken) >= self._slots(running)
             if self.full and not (o.preempts and self._preempt(entry, prefill)):
