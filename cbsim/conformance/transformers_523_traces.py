@@ -139,6 +139,7 @@ class SectorsReplay(TransformersReplay):
 
     scheduler: WatchedSectors
     scheduler_type = WatchedSectors
+    _kinds: Sequence[str] = (KIND,)
 
     def resolve(self, resolved: Line, workload: Line) -> Line:
         if not transformers_traces.several_kinds(workload):
@@ -148,14 +149,16 @@ class SectorsReplay(TransformersReplay):
         self.scheduler_type = WatchedKinds
         [size] = set(resolved["page_size"].values())
         made = cut(transformers_traces.sights(workload["model"]), size, "5.23")
-        self._names = [transformers_traces.KINDS[group.attention.sight] for group in made.groups]
+        self._kinds = [transformers_traces.KINDS[group.attention.sight] for group in made.groups]
+        self._names = self._kinds if len(self._kinds) > 1 else []
         per = made.per_sector(made.layers * size * transformers_traces.TOKEN_BYTES // 2)
         sizes = {"block_size": size, "layer_groups": made.groups, "blocks_per_sector": per, "cpu_blocks": 0}
+        sizes["max_blocks_per_request"] = 0  # no fast path, whatever the header says
         return resolved | sizes | {"num_blocks": resolved["num_sectors"] * per} | _on_host(resolved, per)
 
     def _by_kind(self, sectors: Sectors | KindSectors) -> dict[str, Sectors]:
         kinds = sectors.kinds if isinstance(sectors, KindSectors) else [sectors]
-        return dict(zip(self._names or [KIND], kinds, strict=True))
+        return dict(zip(self._kinds, kinds, strict=True))
 
     def _free(self) -> Line:
         pool, sectors = self.scheduler.pool, self.scheduler.heard.sectors
@@ -177,14 +180,15 @@ class SectorsReplay(TransformersReplay):
             return {}
         sectors = host.places
         assert isinstance(sectors, HostSectors)
-        names = self._names or [KIND]
-        tables = {r.spec.id: dict(zip(names, map(list, tables), strict=True)) for r, tables in host.tables.items()}
+        tables = {
+            r.spec.id: dict(zip(self._kinds, map(list, tables), strict=True)) for r, tables in host.tables.items()
+        }
         free = {name: kind.claimed_free for name, kind in self._by_kind(sectors).items()}
         return {"cpu": {"free_sectors": list(sectors.stack), "free_blocks": free, "held": tables}}
 
     def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
-        """Return the number of blocks that a row completes; an empty dict if none or with several kinds of layers."""
-        return {} if self._names else super()._completes(spec, start, tokens) or {}
+        """Return the number of blocks that a row completes; an empty dict if none or with windows."""
+        return {} if self.scheduler.options.groups else super()._completes(spec, start, tokens) or {}
 
 
 def _on_host(resolved: Line, per_sector: int) -> Line:

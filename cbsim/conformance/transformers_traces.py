@@ -124,7 +124,8 @@ class Events(Observer):
         self.empty_rows: list[tuple[int, Request]] = []  # (position, request) in the step being planned
         self.entries = 0  # block-table entries that a row needs
         self.names = names
-        self._full = [name for name, group in zip(names, options.groups, strict=True) if not group.ring]
+        self._full = [name for name, group in zip(names, options.groups, strict=False) if not group.ring]
+        self._counted = bool(options.groups)  # whether entries of a table are counted, not blocks
         self._size = options.block_size
         self._grown, self._freed = list[list[int]](), list[list[int]]()
         self._hashed: list[int] = []
@@ -167,7 +168,7 @@ class Events(Observer):
     def grew(self, request: Request, blocks: Sequence[int]) -> None:
         tables = self._by_group(self._grown, blocks)
         if tables is not None:
-            self.note("alloc", request, n=self.entries if self.names else len(blocks), blocks=tables)
+            self.note("alloc", request, n=self.entries if self._counted else len(blocks), blocks=tables)
 
     def released(self, request: Request, blocks: Sequence[int]) -> None:
         tables = self._by_group(self._freed, blocks)
@@ -179,7 +180,7 @@ class Events(Observer):
         exchanged = [[own, now] for own, now in replaced]
         if self.names:
             self._by_name[self._full[len(self._by_name) % len(self._full)]] = exchanged
-        self._hashed, self._replaced = self._hashed + sorted(named), self._replaced + exchanged
+        self._hashed, self._replaced = [*self._hashed, *named], self._replaced + exchanged
 
     def looked_up(self, request: Request, tokens: int, blocks: Sequence[int]) -> None:
         matched = len(blocks) * self._size
@@ -207,7 +208,7 @@ class Events(Observer):
     def completed(self, completion: Completion, over: bool) -> None:
         if over:
             self.finished.append((completion.request.spec, completion.request.natural_end))
-        hashed, replaced, by_name = self._hashed, self._replaced, self._by_name
+        hashed, replaced, by_name = sorted(self._hashed), self._replaced, self._by_name
         self._hashed, self._replaced, self._by_name = [], [], {}
         request = completion.request
         if completion.fills and (completion.outputs or request.status is Status.PREFILL):
@@ -331,7 +332,8 @@ class TransformersReplay(Replay):
         if not several_kinds(workload):
             return resolved
         groups = settings.cut(sights(workload["model"]), resolved["block_size"], "5.17").groups
-        self._names = [f"{KINDS[group.attention.sight]}.{g}" for g, group in enumerate(groups)]
+        if len(groups) > 1:
+            self._names = [f"{KINDS[group.attention.sight]}.{g}" for g, group in enumerate(groups)]
         return resolved | {"layer_groups": groups}
 
     def check(self) -> None:
@@ -391,7 +393,8 @@ class TransformersReplay(Replay):
             empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
             batch.insert(position, empty)
         self.scheduler.heard.empty_rows = []
-        read = sum(row["past"] for row in batch)
+        window = self.scheduler.options.window
+        read = sum(min(row["past"], window) if window else row["past"] for row in batch)
         return {
             "scheduled": True,
             "batch": batch,

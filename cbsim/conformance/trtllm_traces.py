@@ -45,7 +45,7 @@ def options(config: Line) -> TrtllmOptions:
         enable_chunked_prefill=config["chunking"] is not None,
         context_chunking_policy=chunking,
         chunk_unit_size=unit,
-        two_step_lookahead=config.get("two_step_lookahead", False),
+        two_step_lookahead=config.get("two_step_lookahead", False) and config["policy"] == "MAX_UTILIZATION",
     )
 
 
