@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from cbsim.cli.arguments import run_options
+from cbsim.cli.arguments import check_out, run_options
 from cbsim.cli.many_runs import executor
 from cbsim.cli.sessions import options_of, scenario_of
-from cbsim.errors import ERROR, OK, RunError
+from cbsim.errors import ERROR, OK, RunError, UserError
 from cbsim.files import access
 from cbsim.machine.simulate import Simulation
 from cbsim.runs import reading, run_command
@@ -33,7 +33,14 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def conformance(arguments: argparse.Namespace) -> int:
     from cbsim.conformance import check
+    from cbsim.live import session
 
+    if bool(arguments.live) == bool(arguments.paths):
+        raise UserError("conformance: expected traces, or --live and a package, not both")
+    if arguments.live:
+        check_out(arguments.out)
+        drawn = {"count": arguments.count, "seed": arguments.seed, "workload": arguments.workload}
+        return session.run(arguments.live, **drawn, folder=arguments.out, out=partial(print, flush=True))
     return check.run(arguments.paths, print, partial(print, file=sys.stderr))
 
 

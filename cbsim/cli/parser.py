@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cbsim.cli import many_runs, measured, sessions
-from cbsim.cli.arguments import Parser, a_path, common_options, option, parser_of, run_arguments, run_verb, verb
+from cbsim.cli.arguments import Parser, a_path, common_options, option, parser_of, run_arguments, run_verb, verb, whole
 from cbsim.cli.many_runs import a_shard, store_arguments
+from cbsim.live import ORIGINALS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,13 @@ def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
 
 @verb("conformance", "compare the policies with traces of the real schedulers", "tests/golden/transformers")
 def _conformance_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
+    parser.add_argument("paths", nargs="*", type=a_path, metavar="PATH", help="a trace, or a folder of traces")
+    live = parser.add_argument_group("with the package that is installed")
+    live.add_argument("--live", choices=ORIGINALS, help="record random workloads with it, and compare them at once")
+    live.add_argument("--count", type=whole(1, 1_000_000), default=20, metavar="N", help="how many (20)")
+    live.add_argument("--seed", type=whole(0, 1 << 62), default=0, metavar="S", help="number of the first (0)")
+    live.add_argument("--workload", type=a_path, metavar="FILE", help="this one instead")
+    live.add_argument("--out", type=a_path, metavar="DIR", help="keep workloads and traces here")
 
 
 @verb(

@@ -1,0 +1,3 @@
+"""Conformance with the schedulers that are installed: recorders of the originals, and what compares them with ours."""
+
+ORIGINALS = ("vllm", "sglang", "transformers")
