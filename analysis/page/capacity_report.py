@@ -130,12 +130,7 @@ def build(capacity: Capacity, command: str) -> Report:
     header = (capacity.load, "verdict", "runs", "requests", *capacity.conditions, "why")
     rows = []
     for probe in capacity.probes:
-        numbers = (
-            f"{probe.value:g}" if probe.value else "one at a time",
-            probe.verdict,
-            f"{probe.replicates:,}",
-            f"{probe.requests:,}",
-        )
+        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
         rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
     note = "Mean over the runs of a load, with its interval where a load has several. Likely: by the mean of two runs."
     return Report(
@@ -154,13 +149,9 @@ def build(capacity: Capacity, command: str) -> Report:
 def _findings(capacity: Capacity) -> list[str]:
     sure = "" if capacity.confidence is None else f", with {100 * capacity.confidence:.6g}% confidence"
     holds = "No load that was tried holds" if capacity.holds is None else f"Holds {capacity.holds:g} {capacity.load}"
-    fails = (
-        f"at {capacity.fails:g}, {capacity.reason or 'a condition fails'}"
-        if capacity.fails
-        else "none of the loads that were tried fails"
-    )
-    if capacity.fails == 0:
-        fails = f"even of one request alone {capacity.reason}"
+    fails = "none of the loads that were tried fails"
+    if capacity.fails is not None:
+        fails = f"at {capacity.fails:g}, {capacity.reason or 'a condition fails'}"
     sentences = [f"{holds}; {fails}{sure}."]
     if capacity.replicates:
         sentences.append(f"{len(capacity.probes)} loads, {capacity.replicates:,} runs, {capacity.requests:,} requests.")
@@ -179,7 +170,7 @@ def _cell(probe: Probe, check: Check) -> str:
 def figure(capacity: Capacity) -> Chart:
     """Draw a line of panels a condition: all loads, and if the capacity is known those near it."""
     ends = capacity.ends
-    loads = [probe for probe in capacity.probes if probe.value] or capacity.probes
+    loads = capacity.probes
     near = [probe for probe in loads if ends and _within(probe.value, ends)]
     close = ends is not None and len(near) < len(loads)
     panels = []

@@ -1,11 +1,10 @@
 """The capacity of a server: an interval of the largest load at which conditions hold, and what limits it.
 
-A few requests one after the other show whether the conditions hold without load. Then the load doubles or halves from
-the scenario's, with two runs each, until means keep the conditions at one load and break them at another, and the gap
-is divided where they are expected to cross. Two loads about that place get further runs, look by look. Between them
-each run's metrics are interpolated: all loads have the same seeds, so a run changes smoothly from one to the other. The
-answer reaches from the largest load where an interval says that all conditions hold to the least where one says that a
-condition fails.
+The load doubles or halves from the scenario's, with two runs each, until means keep the conditions at one load and
+break them at another, and the gap is divided where they are expected to cross. Two loads about that place get further
+runs, look by look. Between them each run's metrics are interpolated: all loads have the same seeds, so a run changes
+smoothly from one to the other. The answer reaches from the largest load where an interval says that all conditions hold
+to the least where one says that a condition fails.
 
 `cbsim capacity` prints each probe as it is made, then the answer.
 """
@@ -16,23 +15,22 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue, coverage
-from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
-from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
+from cbsim.search.probe import Over, Probe, Prober, Terms, Value
 from cbsim.stats import intervals
 from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.work import Executor
 
-SINKING = {SHARE, *(name for name in catalogue.METRICS if name.partition(".")[0] in catalogue.DISTRIBUTIONS)}
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
 """A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
@@ -104,13 +102,10 @@ class Capacity:
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
     def _end(self, word: str, value: Value | None) -> str:
-        if value is None and not self.probes[-1].value:
-            return f"{word:<10}none"
         if value is None:
-            least = next(each.value for each in self.probes if each.value)
-            return f"{word:<10}none of the loads from {least:g} to {self.probes[-1].value:g} {self.unit}"
-        load = f"{value:g} {self.unit}" if value else "one request alone"
-        return f"{word:<10}{load}{f': {self.reason}' if word == 'fails' else ''}"
+            least, most = self.probes[0].value, self.probes[-1].value
+            return f"{word:<10}none of the loads from {least:g} to {most:g} {self.unit}"
+        return f"{word:<10}{value:g} {self.unit}{f': {self.reason}' if word == 'fails' else ''}"
 
     def __repr__(self) -> str:
         return f"<Capacity {self.name} {self.loop}: {self.field} holds {self.holds}, fails {self.fails}>"
@@ -141,14 +136,11 @@ def _disorder(probes: Sequence[Probe], terms: Terms) -> list[str]:
     return pairs
 
 
-MOST_DOUBLINGS, MOST_MOVES = 10, 4
-ROOM = 1.2  # the distance of the two loads from the expected capacity, in halves of the interval that is expected there
+MOST_DOUBLINGS = 10
+ROOM = 1.2  # the distance of the two loads from the expected capacity, in halves of the width
 NEAR, FAR = 0.8, 2.0  # a load nearer or farther than so many halves is replaced by one with that distance
-BEYOND = 1.9  # the ratio from an end at which a load shows whether more load is worse
-UNEVEN = 0.2  # of the rise from one load to the other: metrics that are so far off are not interpolated
-EARLY = 2  # looks before this one tell too little of how wide the interval will be
+UNEVEN = 0.2  # of the rise from one load to another: metrics between them that are so far off are not interpolated
 STILL = "the seed changes nothing, so each load is run once: the answer is that of these requests, without an interval"
-PARTS = 128  # of the gap between two loads, at which an end of the answer may lie
 Hear = Callable[[Probe], object]
 
 
@@ -163,14 +155,14 @@ class Search:
         self._made: dict[Value, Probe] = {}
         self.ends: tuple[Value | None, Value | None] = None, None
         self.above: Probe | None = None
-        self._sharp = False  # a jump lies between the ends: nothing is interpolated
+        self._smooth = False  # whether metrics between loads are about as they are interpolated
         self.reason = ""
         self.notices: list[str] = []
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """The last probe of each load, by load; one request alone is the load 0."""
-        return tuple(sorted(self._made.values(), key=lambda each: each.value and self._over.load(each.value)))
+        """The last probe of each load, by load."""
+        return tuple(sorted(self._made.values(), key=lambda each: self._over.load(each.value)))
 
     @property
     def width(self) -> float | None:
@@ -180,79 +172,55 @@ class Search:
 
     def gap(self) -> tuple[Probe | None, Probe | None]:
         """Return the least load whose means break the conditions, after the largest one below whose means keep them."""
-        probes = [each for each in self.probes if each.value]
-        breaks = next((each for each in probes if each.excess > 0), None)
-        below = probes if breaks is None else probes[: probes.index(breaks)]
-        return (below[-1] if below else None), breaks
-
-    def possible(self) -> bool:
-        """Return whether one request alone keeps the conditions. Only latencies and attainment are best there."""
-        alone = self._prober.alone()
-        if alone is None:
-            return True
-        broken = alone.holds is False and all(check.metric in SINKING for check in self._terms.conditions)
-        self._add(alone if broken else replace(alone, holds=None, likely=alone.excess <= 0))
-        if broken:
-            self.ends, self.above, self.reason = (None, 0.0), alone, str(alone.reason)
-        return not broken
+        probes = self.probes
+        at = next((at for at, each in enumerate(probes) if each.excess > 0), len(probes))
+        return (probes[at - 1] if at else None), (probes[at] if at < len(probes) else None)
 
     def locate(self) -> tuple[Probe | None, Probe | None]:
         """Return two neighbouring loads of which the means of the first keep the conditions and those of the second do
-        not; None for one that was not found. Raises what the probe of the scenario's own load raises.
+        not; None for one that was not found. They are at most twice the width apart, or the width where the metrics
+        jump. Raises what the probe of the scenario's own load raises.
         """
         self._pilot(self._over.start)
-        self._scale(2.0, lambda: self.gap()[1])
-        self._scale(0.5, lambda: self.gap()[0])
-        return self._closer(2)
+        self._scale(2.0)
+        self._scale(0.5)
+        low, high = self._closer((1 + self._terms.width) ** 2)
+        self._smooth = low is not None and high is not None and self._even(low, high)
+        return self.gap() if self._smooth else self._closer(1 + self._terms.width)
 
-    def _closer(self, power: int) -> tuple[Probe | None, Probe | None]:
-        """Divide the gap of the means until its ratio is at most this power of the width's, or the width's itself where
-        nothing is interpolated.
-        """
+    def _closer(self, ratio: float) -> tuple[Probe | None, Probe | None]:
+        """Divide the gap of the means until its ends have at most this ratio."""
         low, high = self.gap()
-        while low and high:
-            exact = self._terms.still or not high.intervals
+        while low and high and self._over.ratio(low.value, high.value) > ratio:
             middle = self._over.between(low.value, high.value, _crossing(low, high, 0.25))
-            near = (1 + self._terms.width) ** (1 if exact else power)
-            if middle is None or self._over.ratio(low.value, high.value) <= near:
+            if middle is None:
                 break
             self._pilot(middle)
             low, high = self.gap()
         return low, high
+
+    def _even(self, low: Probe, high: Probe) -> bool:
+        """Whether the metrics of a load between these are about as they are interpolated: without a jump."""
+        part, rise = _crossing(low, high, 0.25), high.excess - low.excess
+        middle = self._over.between(low.value, high.value, part)
+        if self._terms.still or not rise < math.inf:
+            return False
+        return middle is None or abs(self._pilot(middle).excess - low.excess - part * rise) <= UNEVEN * rise
 
     def decide(self, low: Probe | None, high: Probe | None) -> None:
         """Find the ends of the answer by further runs of these loads, or of others beside the expected capacity, until
         they are the width apart or after the last look.
         """
         for look in range(len(self._terms.looks)):
-            for _ in range(MOST_MOVES):
-                low, high = low and self._look(low, look), high and self._look(high, look)
-                self.ends, self.above = self._ends(low, high, look), high
-                if self._done():
-                    if self._terms.still or self._sharp or not (low and high) or self._smooth(low, high):
-                        return
-                    self._sharp = True
-                    low, high = self._closer(1)
-                    continue
-                if not (low and high) or self._sharp:
-                    break
-                values = self._beside(low, high, look)
-                if values == (low.value, high.value):
-                    break
-                low, high = (self._made.get(value) or self._pilot(value) for value in values)
+            if self._smooth and low and high:
+                low, high = self._beside(low, high)
+            low, high = low and self._look(low, look), high and self._look(high, look)
+            self.ends, self.above = self._ends(low, high, look), high
+            if self._done():
+                return
         more = f"more of them (--replicates {4 * self._terms.replicates}), or more requests a run, would narrow it"
         wide = f"not within {self._terms.width:.3g}: the {self._terms.replicates} runs of a load differ too much"
         self.notices.append(f"{wide}; {more}")
-
-    def _smooth(self, low: Probe, high: Probe) -> bool:
-        """Whether the metrics of two runs between these loads are about as they are interpolated: without a jump."""
-        part = _crossing(low, high, 0.25)
-        middle = self._over.between(low.value, high.value, part)
-        if middle is None or not (low.intervals and high.intervals):
-            return True
-        first, last = (self._prober.pilot(each.value).excess for each in (low, high))
-        off = self._pilot(middle).excess - first - part * (last - first)
-        return abs(off) <= UNEVEN * (high.excess - low.excess)
 
     def _done(self) -> bool:
         """Whether the ends are near enough, no load lies between them, or the only one there can be is decided."""
@@ -262,85 +230,46 @@ class Search:
         return self._over.ratio(holds, fails) - 1 <= self._terms.width or not self._over.between(holds, fails, 0.5)
 
     def _ends(self, low: Probe | None, high: Probe | None, look: int) -> tuple[Value | None, Value | None]:
-        """Return the largest load that holds and the least that fails, from one of the two to the other."""
-        if self._terms.still or self._sharp or not (low and high and low.intervals and high.intervals):
+        """Return the largest load that holds and the least that fails: these two, or others about them."""
+        if not (self._smooth and low and high and low.intervals and high.intervals):
             self.reason = str(high.reason) if high else ""
             return low.value if low and low.holds else None, high.value if high and high.holds is False else None
+        values = self._over.around(low.value, high.value)
+        verdict = partial(self._prober.between, low.value, high.value, look)
+        holding = bisect_left(values, True, key=lambda value: not verdict(value)[0])
+        failing = bisect_left(values, True, key=lambda value: verdict(value)[0] is False)
+        fails = values[failing] if failing < len(values) else None
+        self.reason = "" if fails is None else str(verdict(fails)[1])
+        return values[holding - 1] if holding else None, fails
 
-        def verdicts(part: int) -> list[tuple[Check, bool | None]]:
-            return self._prober.inside(low.value * (high.value / low.value) ** (part / PARTS), look)
-
-        def holds(part: int) -> bool:
-            return all(verdict for _, verdict in verdicts(part))
-
-        def fails(part: int) -> bool:
-            return any(verdict is False for _, verdict in verdicts(part))
-
-        first = bisect_left(range(PARTS + 1), True, key=fails)
-        last = bisect_left(range(PARTS + 1), True, key=lambda part: not holds(part)) - 1
-        self.reason = ", ".join(check.broken for check, verdict in verdicts(min(first, PARTS)) if verdict is False)
-        less, more = (math.ceil, math.floor) if self._over.falls else (math.floor, math.ceil)
-        above = self._over.between(low.value, high.value, first / PARTS, more) or high.value
-        below = self._over.between(low.value, high.value, max(last, 0) / PARTS, less) or low.value
-        return below if last >= 0 else None, above if first <= PARTS else None
-
-    def _beside(self, low: Probe, high: Probe, look: int) -> tuple[Value, Value]:
-        """Return two loads beside the expected capacity: the given ones if they are about ROOM halves of the interval
-        away from it that is expected there: the width, or what the last look would leave if that is wider.
-        """
-        span = math.log(self._over.ratio(low.value, high.value))
-        slope = (high.excess - low.excess) / span
-        if not 0 < slope < math.inf:
-            return low.value, high.value
-        final = self._terms.shrunk(look) * (low.spread + high.spread) / 2 / slope
-        half = max(math.log1p(self._terms.width) / 2, final if look >= EARLY else 0.0)
+    def _beside(self, low: Probe, high: Probe) -> tuple[Probe, Probe]:
+        """Return two loads on both sides of the expected capacity, about half the width away from it."""
+        half, span = math.log1p(self._terms.width) / 2, math.log(self._over.ratio(low.value, high.value))
         at = _crossing(low, high, -1.0) * span
-        values = []
-        for probe, distance, sign, end in zip((low, high), (at, span - at), (-1, 1), self.ends, strict=True):
-            moved, room = None, ROOM * half
-            if look == len(self._terms.looks) - 1 and end is None:
-                room = max(room, 1.5 * distance)
-            if not NEAR * half <= distance <= FAR * half or room > ROOM * half:
-                moved = self._over.times(probe.value, math.exp(sign * (room - distance)))
-            values.append(probe.value if moved is None or self._problem(moved) else moved)
-        return values[0], values[1]
+        made = []
+        for probe, distance, sign in ((low, at, -1), (high, span - at, 1)):
+            value = probe.value
+            if not NEAR * half <= distance <= FAR * half:
+                with suppress(ScenarioError):  # it stays where no scenario has the other load
+                    value = self._over.times(value, math.exp(sign * (ROOM * half - distance)))
+            made.append(self._made.get(value) or self._pilot(value))
+        return made[0], made[1]
 
-    def _scale(self, factor: float, found: Callable[[], Probe | None]) -> None:
-        """Multiply the scenario's load by `factor` until a probe is `found` or there is no further load."""
-        value = self._over.start
-        for times in range(1, MOST_DOUBLINGS + 2):
-            if found():
+    def _scale(self, factor: float) -> None:
+        """Multiply the scenario's load by `factor` until that side of the gap is known or there is no further load."""
+        value, problem = self._over.start, f"{MOST_DOUBLINGS + 1} loads were tried"
+        for _ in range(MOST_DOUBLINGS):
+            if self.gap()[factor > 1]:
                 return
-            scaled = self._over.times(value, factor)
-            problem = f"{times} loads were tried" if times > MOST_DOUBLINGS else self._problem(scaled)
-            if scaled is None or problem:
-                beyond = "larger" if factor > 1 else "smaller"
-                self.notices.append(f"no load {beyond} than {value:g} {self._over.unit} was tried: {problem}")
-                return
-            self._pilot(scaled)
-            value = scaled
-
-    def _problem(self, value: Value | None) -> str | None:
-        """Return why no scenario can have this load; None if one can."""
-        if value is None:
-            return "there is none"
-        try:
-            self._over.scenario(value, 0)
-        except ScenarioError as error:
-            return str(error)
-        return None
-
-    def beyond(self) -> None:
-        """Probe half the load that holds and twice the one that fails, if none is as far: disorder may show."""
-        if self.width is None:
-            return
-        for end, factor in zip(self.ends, (0.5, 2.0), strict=True):
-            assert end is not None
-            farthest = [each.value for each in self.probes if each.value][-1 if factor > 1 else 0]
-            scaled = self._over.times(end, factor)
-            near = abs(math.log(self._over.ratio(end, farthest))) < math.log(BEYOND)
-            if near and scaled is not None and self._problem(scaled) is None:
-                self._pilot(scaled)
+            try:
+                value = self._over.times(value, factor)
+            except ScenarioError as error:
+                problem = str(error)
+                break
+            self._pilot(value)
+        if not self.gap()[factor > 1]:
+            beyond = "larger" if factor > 1 else "smaller"
+            self.notices.append(f"no load {beyond} than {value:g} {self._over.unit} was tried: {problem}")
 
     def _pilot(self, value: Value) -> Probe:
         return self._add(self._prober.pilot(value))
@@ -360,7 +289,7 @@ def _crossing(low: Probe, high: Probe, least: float) -> float:
     `least` this, and as far from the other.
     """
     rise = high.excess - low.excess
-    return min(max(-low.excess / rise if math.isfinite(rise) and rise else 0.5, least), 1 - least)
+    return min(max(-low.excess / rise if 0 < rise < math.inf else 0.5, least), 1 - least)
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
@@ -370,9 +299,7 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
     over = Over(scenario, field)
     terms = replace(terms, still=over.still)
     steps = Search(over, terms, runs, hear)
-    if steps.possible():
-        steps.decide(*steps.locate())
-    steps.beyond()
+    steps.decide(*steps.locate())
     above, (holds, fails) = steps.above, steps.ends
     return Capacity(
         scenario.name,
@@ -386,7 +313,7 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
         steps.width,
         steps.probes,
         None if fails is None or above is None else _limit(above),
-        tuple(_disorder([each for each in steps.probes if each.value], terms)),
+        tuple(_disorder(steps.probes, terms)),
         (*steps.notices, *_notices(steps.probes, terms, coverage.bases([scenario]))),
     )
 
@@ -395,12 +322,11 @@ def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list
     """Return what the interval covers, what step times `rest` on, and a notice for each percentile that runs are too
     short for and each bound that no load breaks and that may be meant in milliseconds.
     """
-    loaded = [each for each in probes if each.value]
-    names = dict.fromkeys(name for each in loaded for name in each.few)
-    least = min((each.requests // each.replicates for each in loaded), default=0)
+    names = dict.fromkeys(name for each in probes for name in each.few)
+    least = min(each.requests // each.replicates for each in probes)
     needed = {catalogue.metric(name).spelled: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
     few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
-    light = loaded[0].intervals if all(each.excess <= 0 for each in loaded) and loaded else ()
+    light = probes[0].intervals if all(each.excess <= 0 for each in probes) else ()
     held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
     doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]
     return [STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
@@ -427,8 +353,10 @@ def _printer(terms: Terms, unit: str) -> Hear:
     headers = [[unit, "runs", "requests", "", *(catalogue.metric(check.metric).label for check in terms.conditions)]]
 
     def show(made: Probe) -> None:
-        load = f"{made.value:g}" if made.value else "alone"
-        for cells in (*headers, [load, f"{made.replicates}", f"{made.requests:,}", made.verdict, *made.cells()]):
+        for cells in (
+            *headers,
+            [f"{made.value:g}", f"{made.replicates}", f"{made.requests:,}", made.verdict, *made.cells()],
+        ):
             aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(12)]
             print("  ".join([*aligned, *(cell.ljust(32) for cell in cells[4:])]).rstrip(), flush=True)
         headers.clear()

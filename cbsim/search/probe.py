@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,11 +67,6 @@ class Terms:
         """
         return (1 - self.confidence) / 2 * self.looks[look] / sum(self.looks) / len(self.conditions)
 
-    def shrunk(self, look: int) -> float:
-        """Return how wide an interval will be after the last look, as a share of its width after this one."""
-        now, then = (intervals.half_width(1.0, self.looks[at], 1 - 2 * self.tail(at)) for at in (look, -1))
-        return then / now
-
 
 BOUNDS = {"confidence": (0.5, 0.9999), "width": (0.001, 1), "replicates": (2, 10_000), "warmup": (0, 0.9)}
 
@@ -106,7 +100,6 @@ RATE = "workload.arrivals.rate_per_s"
 ANY_RATE, USERS, SCALE = "rate_per_s", "workload.arrivals.users", "workload.time_scale"
 LESS_IS_MORE = (SCALE, "workload.arrivals.think_s", "workload.arrivals.burstiness")
 """Fields for which a larger value means less load. For all others it means more."""
-FEW = 32  # requests that are served one after the other, to see the latency without load
 UNITS = {RATE: "requests/s", ANY_RATE: "requests/s", USERS: "users"}
 
 Value = float  # a value of the searched field; an int if the field holds whole numbers
@@ -164,38 +157,32 @@ class Over:
             field, number = SCALE, getattr(self._base.workload, "time_scale", 1.0) * self.start / value
         return scenario_of(self._base, [f"{field}={json.dumps(number)}", f"seed={self._base.seed + replicate}"])
 
-    def alone(self, replicate: int) -> Scenario | None:
-        """Return the scenario of a few requests, one after the other; None if the load is no rate, or requests of a
-        trace share prefixes: then the first ones find less in the cache than those of the whole trace.
-        """
-        form, field = self._base.workload, "workload.limit"
-        plain = isinstance(form, demand.Synthetic | demand.Lengths | demand.Azure | demand.Csv)
-        if self.field not in UNITS or not plain:
-            return None
-        least, changes = getattr(form, "limit", None) or FEW, [f"seed={self._base.seed + replicate}"]
-        if isinstance(form, demand.Synthetic):
-            field, least = "workload.requests", form.requests
-        slowly = f"{SCALE}={SCALE_ALONE}" if self._trace else "workload.arrivals={kind: closed_loop, users: 1}"
-        return scenario_of(self._base, [*changes, slowly, f"{field}={min(FEW, least)}"])
-
     def load(self, value: Value) -> float:
         """Return the load of a value: the value, or its inverse if a larger value means less load."""
         return 1 / value if self.falls else value
 
-    def times(self, value: Value, factor: float) -> Value | None:
-        """Return the value with `factor` times the load, a whole one at least that far off; None if there is none."""
+    def times(self, value: Value, factor: float) -> Value:
+        """Return the value with `factor` times the load, a whole one at least that far off. Raises ScenarioError if
+        there is none that a scenario can have.
+        """
         exact = value / factor if self.falls else value * factor
         scaled = self._rounded(exact, (math.ceil if exact > value else math.floor) if self.whole else round)
-        return scaled if scaled > 0 and scaled != value else None
+        if scaled <= 0 or scaled == value:
+            raise ScenarioError("there is none", field=self.field, value=scaled)
+        self.scenario(scaled, 0)
+        return scaled
 
-    def between(self, low: Value, high: Value, part: float, by: Callable[[float], int] = round) -> Value | None:
-        """Return the value this part of the way from one to the other, by ratio, rounded `by` a function; None if no
-        value lies between.
-        """
-        middle = self._rounded(low * (high / low) ** part, by)
+    def between(self, low: Value, high: Value, part: float) -> Value | None:
+        """Return the value this part of the way from one to the other, by ratio; None if no value lies between."""
+        middle = self._rounded(low * (high / low) ** part)
         return middle if min(low, high) < middle < max(low, high) else None
 
-    def _rounded(self, value: float, by: Callable[[float], int]) -> Value:
+    def around(self, low: Value, high: Value) -> list[Value]:
+        """Return values from one to the other and as far again beyond both, in order of their load."""
+        values = {self._rounded(low * (high / low) ** (part / PARTS)) for part in range(-PARTS, 2 * PARTS + 1)}
+        return sorted(values - {0}, key=self.load)
+
+    def _rounded(self, value: float, by: Callable[[float], int] = round) -> Value:
         unit = 10.0 ** (math.floor(math.log10(value)) - DIGITS + 1)
         return by(value) if self.whole else float(f"{by(value / unit) * unit:.{DIGITS}g}")
 
@@ -204,7 +191,7 @@ class Over:
 
 
 DIGITS = 4  # of a load
-SCALE_ALONE = 1e5  # a trace's times are multiplied by it: its requests hardly overlap
+PARTS = 128  # of the gap between two loads, at which an end of the answer may lie
 
 
 def _value(scenario: dict[str, Any], field: str) -> Any:
@@ -256,13 +243,6 @@ class Probe:
         pairs = zip(self.conditions, self.intervals, strict=False)
         return max((_beyond(check, at) for check, at in pairs), default=math.inf)
 
-    @property
-    def spread(self) -> float:
-        """Half the width of the interval of the mean that is farthest beyond its bound, over that mean."""
-        pairs = zip(self.conditions, self.intervals, strict=False)
-        _, (mean, low, high) = max(pairs, key=lambda pair: _beyond(*pair), default=(None, Interval(1.0, 1.0, 1.0)))
-        return (high - low) / 2 / mean if mean else 0.0
-
     def cells(self) -> list[str]:
         """Return the metrics' means with their intervals, as text."""
         cells = []
@@ -300,12 +280,6 @@ class Prober:
         self._over, self._terms, self._runs = over, terms, runs
         self._known: dict[Value, list[Run]] = {}
 
-    def alone(self) -> Probe | None:
-        """Probe a few requests one after the other, at the load 0; None if it would say nothing of other loads."""
-        scenarios = [made for seed in range(self._terms.looks[0]) if (made := self._over.alone(seed))]
-        runs = self._runs.of(scenarios, self._terms.warmup) if scenarios else []
-        return self._judged(0.0, runs, self._terms.tail(0)) if runs else None
-
     def pilot(self, value: Value) -> Probe:
         """Probe a load by its means, or decide it at once if the seed changes nothing."""
         still = self._terms.still
@@ -316,22 +290,17 @@ class Prober:
         """Probe a load after all replicates of a look."""
         return self._judged(value, self._of(value, self._terms.looks[look]), self._terms.tail(look))
 
-    def inside(self, value: float, look: int) -> list[tuple[Check, bool | None]]:
-        """Return the verdicts at a load between two that have the runs of a look: the metrics of each run are
-        interpolated from one to the other.
+    def between(self, low: Value, high: Value, look: int, value: Value) -> tuple[bool | None, str | None]:
+        """Return the verdict on a value and its reason, of metrics that are interpolated, run by run, from those of two
+        loads that have the runs of this look (beyond them, extrapolated).
         """
-        count = self._terms.looks[look]
-        known = sorted(each for each, runs in self._known.items() if len(runs) >= count and _lost(runs[:count]) is None)
-        at = min(max(bisect_left(known, value), 1), len(known) - 1)
-        low, high = (self._known[each][:count] for each in known[at - 1 : at + 1])
-        part = math.log(value / known[at - 1]) / math.log(known[at] / known[at - 1])
-        verdicts = []
+        first, last = (self._of(each, self._terms.looks[look]) for each in (low, high))
+        part, found = math.log(value / low) / math.log(high / low), []
         for check in self._terms.conditions:
-            pairs = zip(_values(check, low), _values(check, high), strict=True)
+            pairs = zip(_values(check, first), _values(check, last), strict=True)
             values = [a * (b / a) ** part if a > 0 and b > 0 else a + part * (b - a) for a, b in pairs]
-            interval = _interval(check, values, sum(map(_counted, low)), self._terms.tail(look))
-            verdicts.append((check, intervals.decided(check, interval)))
-        return verdicts
+            found.append(_interval(check, values, sum(map(_counted, first)), self._terms.tail(look)))
+        return self._verdict(found)
 
     def _of(self, value: Value, count: int) -> list[Run]:
         known = self._known.setdefault(value, [])
@@ -347,12 +316,16 @@ class Prober:
         if lost is not None:
             return Probe(*about, (), False, lost, runs[0].limits)
         values = tuple(_interval(check, _values(check, runs), requests, tail) for check in conditions)
-        verdicts = [(check, at, intervals.decided(check, at)) for check, at in zip(conditions, values, strict=True)]
-        missed = [f"{check.broken} ({check.shown(at.mean)})" for check, at, holds in verdicts if holds is False]
-        undecided = [check.rule for check, _, holds in verdicts if holds is None]
-        holds = False if missed else None if undecided else True
-        reason = ", ".join(missed or undecided) or None
-        return Probe(*about, values, holds, reason, runs[0].limits, _few(self._terms, runs))
+        return Probe(*about, values, *self._verdict(values), runs[0].limits, _few(self._terms, runs))
+
+    def _verdict(self, values: Sequence[Interval]) -> tuple[bool | None, str | None]:
+        """Return whether the conditions hold, and which fail, or else which are undecided."""
+        pairs = [
+            (check, at, intervals.decided(check, at)) for check, at in zip(self._terms.conditions, values, strict=True)
+        ]
+        missed = [f"{check.broken} ({check.shown(at.mean)})" for check, at, holds in pairs if holds is False]
+        undecided = [check.rule for check, _, holds in pairs if holds is None]
+        return (False if missed else None if undecided else True), ", ".join(missed or undecided) or None
 
 
 def _counted(run: Run) -> int:

@@ -116,12 +116,9 @@ def test_ttft_is_the_wait_and_the_service() -> None:
 
 
 class Quick(Over):
-    """The same scenarios, without being validated again for each seed, and without one request alone."""
+    """The same scenarios, without being validated again for each seed."""
 
     still = False
-
-    def alone(self, replicate: int) -> Scenario | None:
-        return None
 
     def scenario(self, value: float, replicate: int) -> Scenario:
         workload: Any = self._base.workload
