@@ -1,4 +1,9 @@
-"""Kernel tables of vLLM's layers, as LLMServingSim's profiler writes them for one GPU, model and type.
+"""The cost model `table` with a profile of vLLM's layers, as LLMServingSim's profiler writes it for one GPU, model and
+type: a step takes the sum of its kernels' measured times and of times that the scenario adds.
+
+Measured: linear layers and small kernels by query tokens, attention by what it reads, head and sampler by rows, experts
+by tokens. Added: ring all-reduces of tensor parallelism and the exchange of tokens between expert-parallel GPUs, from
+latency and bandwidth of the link; and times a step, a layer and a row for what no table holds.
 
     meta.yaml                  what was profiled, and whether skew is to be corrected
     tp<n>/dense.csv            layer, tokens, time_us
@@ -15,16 +20,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.cost.kernels import numbers
-from cbsim.cost.table import Attention, Ladder
+from cbsim.cost.base import NS, cpu_cost
+from cbsim.cost.table import Attention, Ladder, attention_work
 from cbsim.errors import ScenarioError
-from cbsim.scenario import documents
-from cbsim.scenario.fields import shown
+from cbsim.policy.plan import StepPlan
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.costs import TableSettings
+from cbsim.scenario.fields import bare, shown
 from cbsim.scenario.rows import CsvTable, open_text
+from cbsim.scenario.scenario import Scenario
 
 NS_A_US = 1000.0
 ONCE = ("prologue", "head")
@@ -51,6 +60,27 @@ class Experts(NamedTuple):
         runs, and the sum behind them adds zeros; what was just written is read from the cache.
         """
         return (3 * self.intermediate + self.hidden) / (3 * self.hidden * self.intermediate)
+
+
+def table_cost(scenario: Scenario, settings: TableSettings) -> TableCost:
+    """Build a cost model from a profile of the scenario's model and GPU. Raises ScenarioError."""
+    model, folder, tensor = scenario.model, catalog.tables(settings.path), settings.tensor_parallel
+    if next(folder.glob("gemm__*.csv.gz"), None) is not None:
+        raise ScenarioError(f"cost.engine: is required: {folder} holds tables of several engines")
+    meta = folder / "meta.yaml"
+    if not meta.is_file():
+        problem = f"{folder} holds neither a profile of vLLM's layers (meta.yaml) nor an engine's tables"
+        raise ScenarioError(f"cost.path: {problem}: `python -m cbsim fetch-tables CARD` brings those, for cost.engine")
+    source = documents.read(meta).data
+    for field, of, name in (("model", "model", model.name), ("hardware", "hardware", scenario.hardware.name)):
+        profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
+        if bare(profiled) not in bare(name):
+            raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
+    experts = None
+    if model.experts:
+        experts = Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
+    tables = Bundle(folder, tensor, model.layers, experts, max(1, model.kv_heads // tensor))
+    return TableCost(tables, settings, model.layers, model.hidden * model.dtype_bytes)
 
 
 class Bundle:
@@ -109,6 +139,68 @@ class Bundle:
         return NS_A_US * self._layers * (own + skipped * self._expert_us)
 
 
+class Link(NamedTuple):
+    """The link between the GPUs of a group: nanoseconds a message, bytes a nanosecond."""
+
+    latency_ns: float
+    bytes_ns: float
+
+    def all_reduce_ns(self, size_bytes: float, ranks: int) -> float:
+        """Return the ns of a ring: 2 (p - 1) messages of a p-th of the data."""
+        return 2 * (ranks - 1) * (self.latency_ns + size_bytes / ranks / self.bytes_ns)
+
+    def gather_ns(self, sizes_bytes: Sequence[float]) -> float:
+        """Return the ns of an all-gather of so much from each, or a reduce-scatter back: p - 1 messages of mean size.
+        The two directions of a link share it: one that carries less leaves its part to the other.
+        """
+        ranks = len(sizes_bytes)
+        return (ranks - 1) * (self.latency_ns + sum(sizes_bytes) / ranks / self.bytes_ns)
+
+
+class TableCost:
+    """A table cost model of `layers` layers, and of `row_bytes` bytes of residual stream a token."""
+
+    def __init__(self, tables: Bundle, settings: TableSettings, layers: int, row_bytes: int) -> None:
+        self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * layers * NS)
+        self._tables, self._tensor, self._layers, self._row_bytes = tables, settings.tensor_parallel, layers, row_bytes
+        link = settings.link
+        self._link = Link(link.latency_s * NS, link.bytes_s / NS) if link else None
+        self._step_ns, self._row_ns = (settings.step_s + settings.layer_s * layers) * NS, settings.row_s * NS
+        self._linear_ns, self._head_ns, self._skew = cache(tables.linear_ns), cache(tables.head_ns), settings.skew
+
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        return 0, self.lockstep_ns([plan], [tokens]), 0
+
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        """Return the ns of kernels of a step that data-parallel GPUs take together, computing so many query tokens
+        each; the first of them have the work of `plans`, the others none.
+
+        Every layer ends with an exchange, so all take as long as the slowest.
+        """
+        own = max((self._own_ns(*at) for at in zip(plans, tokens, strict=False) if at[0].work.rows), default=-1.0)
+        if own < 0:
+            return 0
+        ranks = len(tokens)
+        experts = self._tables.experts_ns(-(-sum(tokens) // ranks), ranks)
+        return round(own + experts + self._exchange_ns(tokens) + self._step_ns)
+
+    def _own_ns(self, plan: StepPlan, tokens: int) -> float:
+        work = plan.work
+        rows = work.rows + work.padding_rows
+        attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
+        return self._linear_ns(tokens) + attention + self._head_ns(rows) + rows * self._row_ns
+
+    def _exchange_ns(self, tokens: Sequence[int]) -> float:
+        """Return the ns of two all-reduces a layer (tensor-parallel), a gather and a scatter (expert-parallel)."""
+        link = self._link
+        if link is None:
+            return 0.0
+        sizes = [count * self._row_bytes for count in tokens]
+        reduced = 2 * link.all_reduce_ns(max(sizes), self._tensor) if self._tensor > 1 else 0.0
+        gathered = 2 * link.gather_ns(sizes) if len(sizes) > 1 else 0.0
+        return self._layers * (reduced + gathered)
+
+
 class _Skew:
     """The interpolation weight between the times at mean and longest context, from batches with a few long rows.
 
@@ -146,6 +238,16 @@ class _Skew:
             rows = self._split_size if rows < self._whole else self._whole_size
         at = log2(1 + prefill), log2(1 + cached), log2(rows or decodes), log2(longest), context / longest
         return min(1.0, max(0.0, self._share(*map(min, at, self._most)) * max(1.0, rows / decodes)))
+
+
+def numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
+    """Return these columns of a CSV file, row by row. Raises ScenarioError, also if there is no row."""
+    with open_text(path) as file:
+        table = CsvTable(path, file, columns)
+        rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
+    if not rows:
+        raise ScenarioError(f"{path}: holds no rows")
+    return rows
 
 
 def _of_degree(folder: Path, tensor_parallel: int) -> Path:

@@ -18,15 +18,14 @@ sheet: the nearer, the heavier.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import exp, inf, log
 from typing import Any, NamedTuple
 
-from cbsim.cost.table import Attention, Ladder, chunk_ms, pairs
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, KernelTimes, Ladder, neighbours, pairs
 from cbsim.scenario import catalog
-from cbsim.scenario.shapes import DTYPE_BYTES, GROUPED, Hardware, ModelShape
+from cbsim.scenario.shapes import WEIGHT_BYTES, Hardware, ModelShape
 
 FOLDER = "curves"
 FAR = 5.0  # the sum of the logarithms of three ratios, from which on a data sheet says nothing about shares
@@ -51,7 +50,7 @@ class Sheet(NamedTuple):
 def sheet(gpu: Hardware) -> Sheet:
     """Return the rates of a GPU's data sheet."""
     wide, narrow = gpu.flops.bfloat16 / 1e9, (gpu.flops.float8 or gpu.flops.bfloat16) / 1e9
-    flops = dict.fromkeys((*DTYPE_BYTES, *GROUPED), wide) | {"float32": gpu.flops.float32 / 1e9}
+    flops = dict.fromkeys(WEIGHT_BYTES, wide) | {"float32": gpu.flops.float32 / 1e9}
     flops |= {"float16": gpu.flops.float16 / 1e9, "fp8": narrow, "fp8_block": narrow, "nvfp4": narrow}
     return Sheet(flops, gpu.memory_bandwidth_bytes_s / 1e9, (gpu.link_bytes_s or gpu.pcie_bytes_s) / 1e9)
 
@@ -69,12 +68,6 @@ class Work(NamedTuple):
 
 At = tuple[float, ...]
 Points = Sequence[tuple[At, float]]
-
-
-def weight_bytes(dtype: str) -> float:
-    """Return the bytes of a weight of that type."""
-    size, group = GROUPED.get(dtype) or (DTYPE_BYTES[dtype], 1)
-    return size / group
 
 
 class Source(NamedTuple):
@@ -130,63 +123,32 @@ class Grid:
     def _log(self, shares: Any, at: Sequence[float], axis: int) -> float:
         if axis == len(at):
             return log(shares)
-        grid, x = self._axes[axis], at[axis]
-        above = bisect_right(grid, x)
-        low = max(above - 1, 0)
-        first = self._log(shares[low], at, axis + 1)
-        if above in (0, len(grid)) or grid[low] == x:
-            return first
-        weight = log(x / grid[low]) / log(grid[above] / grid[low])
-        return first + weight * (self._log(shares[above], at, axis + 1) - first)
+        near = neighbours(self._axes[axis], at[axis])
+        return sum([weight * self._log(shares[index], at, axis + 1) for index, weight in near])
 
 
-class CurveTimes:
-    """Times of kernels on one of `tensor` GPUs that share `model`, by curves and the data sheet of the GPU. They have
-    the methods of `engine_tables.EngineTables`. Where a card has no curves of `engine`, vLLM's stand for it.
+class CurveTimes(KernelTimes):
+    """Times of kernels by curves and the data sheet of a GPU. Where a card has no curves of `engine`, vLLM's stand for
+    it.
     """
 
     def __init__(self, known: Sequence[Source], engine: str, gpu: Hardware, model: ModelShape, tensor: int) -> None:
         self._sources, self._engine, self._sheet, self._gpu = known, engine, sheet(gpu), gpu
-        self._model, self._tensor, self._layers = model, tensor, float(model.layers)
-        query, kv = model.heads / tensor, max(1.0, model.kv_heads / tensor)
-        width, dtype = model.head_dim, model.weights_dtype or model.dtype
-        shapes = [((query + 2 * kv) * width, model.hidden), (model.hidden, query * width)]
-        if not model.experts:
-            shapes += [(2 * model.intermediate / tensor, model.hidden), (model.hidden, model.intermediate / tensor)]
-        self._layer = [self._product(dtype, n, k) for n, k in shapes]
-        self._head = self._product(model.dtype, model.vocab / tensor, model.hidden)
-        self._experts = self._expert_ladder(dtype) if model.experts else None
-        self._decode, self._prompt = self._decode_ladder(kv), self._prompt_ladder(query)
-        self._reduce = {launch: self._reduce_ladder(launch) for launch in ("graph", "eager")} if tensor > 1 else {}
-
-    def linear_ns(self, tokens: int) -> float:
-        """Return the ns of the matrix products of all layers except those of experts."""
-        return self._layers * sum([ladder(tokens) for ladder in self._layer])
-
-    def experts_ns(self, tokens: int) -> float:
-        """Return the ns of the experts of all layers."""
-        return self._layers * self._experts(tokens) if self._experts else 0.0
-
-    def head_ns(self, rows: int) -> float:
-        """Return the ns of the output head's product and of the all-gather of its shares."""
-        if not rows:
-            return 0.0
-        size = rows * self._model.vocab * self._model.dtype_bytes
-        gathered = GATHER * self._reduce["eager"](size) if self._reduce else 0.0
-        return self._head(rows) + gathered
-
-    def reduce_ns(self, tokens: int, *, graph: bool) -> float:
-        """Return the ns of one all-reduce of the residual stream, in a graph or launched by itself."""
-        ladder = self._reduce.get("graph" if graph else "eager")
-        return ladder(tokens * self._model.hidden * self._model.dtype_bytes) if ladder else 0.0
-
-    def decode_ns(self, rows: int, context: float) -> float:
-        """Return the ns of attention of decoding rows in all layers, each over `context` tokens, its own included."""
-        return self._layers * self._decode(rows, context) if rows else 0.0
-
-    def prompt_ns(self, work: Attention) -> float:
-        """Return the ns of attention of a chunk in all layers."""
-        return self._layers * chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
+        self._model, self._tensor = model, tensor
+        dtype, launches = model.weights_dtype or model.dtype, LAUNCHES if tensor > 1 else ()
+        reduce = {launch: self._reduce_ladder(launch) for launch in launches}
+        super().__init__(
+            model,
+            tensor,
+            1.0,
+            product=partial(self._product, dtype),
+            head=self._product(model.dtype, model.vocab / tensor, model.hidden),
+            experts=self._expert_ladder(dtype) if model.experts else None,
+            decode=self._decode_ladder(max(1.0, model.kv_heads / tensor)),
+            prompt=self._prompt_ladder(model.heads / tensor),
+            reduce=reduce,
+            gather=(lambda elements: GATHER * reduce["eager"](elements)) if reduce else None,
+        )
 
     def _product(self, dtype: str, n: float, k: float) -> Ladder:
         """Return the ns of the product [m, k] x [k, n] by m; without curves of a type, by the shares of bfloat16."""
@@ -219,7 +181,7 @@ class CurveTimes:
     def _decode_ladder(self, kv: float) -> Ladder:
         """Return the ns of a layer's attention of decoding rows, by rows and context."""
         model = self._model
-        dtype, wide = model.kv_dtype or model.dtype, kv * model.head_dim / WIDTH
+        dtype, wide = model.kv_dtype or model.dtype, kv * model.head_dim / HEAD_DIM
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["decode"], dtype)
@@ -234,7 +196,7 @@ class CurveTimes:
     def _prompt_ladder(self, query: float) -> Ladder:
         """Return the ns of a layer's attention of a prompt computed at once, by its pairs."""
         model = self._model
-        dtype, wide = model.dtype, query * model.head_dim / WIDTH
+        dtype, wide = model.dtype, query * model.head_dim / HEAD_DIM
 
         def curve(source: Source) -> Points:
             of = self._of_engine(source)["prompt"]
@@ -271,14 +233,14 @@ class CurveTimes:
         return engines.get(self._engine) or engines["vllm"]
 
     def _reduce_ladder(self, launch: str) -> Ladder:
-        """Return the ns of an all-reduce by its bytes: the least that was measured is latency, the rest by the link."""
+        """Return the ns of an all-reduce by elements: the least that was measured is latency, the rest by the link."""
 
         def curve(source: Source) -> Points:
             known = self._of_engine(source)["reduce"]
             of = known[min(known, key=lambda gpus: abs(log(int(gpus) / self._tensor)))]
             times = zip(of["bytes"], of[launch], strict=True)
             least, ratio = min(of[launch]), source.sheet.link / self._sheet.link
-            return [((size,), least + (ns - least) * ratio) for size, ns in times]
+            return [((size / self._model.dtype_bytes,), least + (ns - least) * ratio) for size, ns in times]
 
         return self._mean(curve, "reduce")
 
@@ -289,22 +251,19 @@ def _typed(curves: Curves, dtype: str) -> Curves:
     return known
 
 
-WIDTH = 128  # of the heads whose attention was measured
-
-
 def product(dtype: str, n: float, k: float, m: float) -> Work:
     """Return the work of the product [m, k] x [k, n] with weights of that type and activations of 16 bits."""
-    return Work(2 * m * n * k, weight_bytes(dtype) * n * k + 2 * m * (n + k), dtype)
+    return Work(2 * m * n * k, WEIGHT_BYTES[dtype] * n * k + 2 * m * (n + k), dtype)
 
 
 def decode(dtype: str, tokens: float) -> Work:
-    """Return the work of decoding rows that read so many tokens of a KV head of WIDTH between them."""
-    return Work(0.0, 2 * WIDTH * weight_bytes(dtype) * tokens, dtype)
+    """Return the work of decoding rows that read so many tokens of a KV head of HEAD_DIM between them."""
+    return Work(0.0, 2 * HEAD_DIM * WEIGHT_BYTES[dtype] * tokens, dtype)
 
 
 def prompt(dtype: str, head_pairs: float) -> Work:
-    """Return the work of so many query-key pairs of heads of WIDTH."""
-    return Work(4 * WIDTH * head_pairs, 0.0, dtype)
+    """Return the work of so many query-key pairs of heads of HEAD_DIM."""
+    return Work(4 * HEAD_DIM * head_pairs, 0.0, dtype)
 
 
 def experts(dtype: str, shape: Sequence[float], tokens: float) -> Work:
@@ -314,4 +273,4 @@ def experts(dtype: str, shape: Sequence[float], tokens: float) -> Work:
     hidden, inner, each, total = shape
     hit = total * (1 - (1 - each / total) ** tokens)
     weights = 3 * hidden * inner
-    return Work(2 * tokens * each * weights, hit * weights * weight_bytes(dtype), dtype)
+    return Work(2 * tokens * each * weights, hit * weights * WEIGHT_BYTES[dtype], dtype)

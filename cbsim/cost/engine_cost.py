@@ -1,4 +1,5 @@
-"""The cost model `table` with an engine's tables: a step takes its kernels' measured times and a few named terms.
+"""The cost models `table` with an engine's tables and `roofline` where no efficiency is given, by efficiency curves: a
+step takes its kernels' measured times and a few named terms.
 
     step = products + attention + experts + head + all-reduces    measured
          + step_s + layers x layer_s + rows x row_s               what no table holds
@@ -14,16 +15,18 @@ after the embedding.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import Any
 
-from cbsim.cost import bundle, engine_tables, kernels
+from cbsim.cost import bundle, engine_tables
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
+from cbsim.cost.curves import CurveTimes, sources
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.table import Attention, TableCost, Tables, attention_work
+from cbsim.cost.roofline import check_listed, copy_ns, kinds, roofline_cost
+from cbsim.cost.table import Attention, KernelTimes, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
-from cbsim.scenario import catalog, documents
-from cbsim.scenario.costs import TableSettings
+from cbsim.scenario import catalog
+from cbsim.scenario.costs import RooflineSettings, TableSettings, untabulated
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
@@ -45,27 +48,24 @@ def elementwise_bytes(model: ModelShape, tensor: int) -> float:
     return (8 * model.hidden + 2 * heads * model.head_dim + inner) * width + kv
 
 
-class KernelTimes(Protocol):
-    """What `EngineTables` says, whichever way it is known: nanoseconds on one of the GPUs that share a model."""
-
-    def linear_ns(self, tokens: int) -> float: ...
-    def experts_ns(self, tokens: int) -> float: ...
-    def head_ns(self, rows: int) -> float: ...
-    def reduce_ns(self, tokens: int, *, graph: bool) -> float: ...
-    def decode_ns(self, rows: int, context: float) -> float: ...
-    def prompt_ns(self, work: Attention) -> float: ...
-
-
 class EngineCost:
-    """A cost model on engine tables. Steps above `captured` tokens have no graph and launch all-reduces one by one;
-    memory moves `bytes_ns` bytes a nanosecond.
+    """A cost model on kernel times. Steps above `captured` tokens have no graph and launch all-reduces one by one;
+    memory moves `bytes_ns` bytes a nanosecond. Copies take `copied_ns` a byte. Layers that see different parts of the
+    sequence have their own attention.
     """
 
     def __init__(
-        self, tables: KernelTimes, settings: TableSettings, model: ModelShape, *, bytes_ns: float, captured: int
+        self,
+        kernels: KernelTimes,
+        settings: TableSettings,
+        model: ModelShape,
+        *,
+        bytes_ns: float,
+        captured: int,
+        copied_ns: float = 0.0,
     ) -> None:
         self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
-        self._tables, self._captured = tables, captured
+        self._kernels, self._captured, self._copied_ns = kernels, captured, copied_ns
         self._products, self._large_products = settings.products, settings.large_products
         self._experts, self._decode_attention = settings.experts, settings.decode_attention
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
@@ -74,29 +74,31 @@ class EngineCost:
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
+        self._kinds, self._whole = kinds(model.layer_attention), model.sees_all
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         rows = plan.work.rows + plan.work.padding_rows
         if not rows:
             return 0, 0, 0
-        return 0, round(self._of_tokens(tokens) + self._of_rows(rows) + self._of_attention(plan)), 0
-
-    def _of_attention(self, plan: StepPlan) -> float:
-        return self.attention_ns(attention_work(plan))
+        if not self._whole:
+            check_listed(plan)
+        attention = sum([share * self.attention_ns(attention_work(plan, kind)) for kind, share in self._kinds])
+        h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
+        return h2d_ns, round(self._of_tokens(tokens) + self._of_rows(rows) + attention), d2h_ns
 
     def attention_ns(self, work: Attention) -> float:
         """Return the ns of attention in all layers."""
-        time = self._decode_attention * self._tables.decode_ns(work.decodes, work.context + 1) if work.decodes else 0.0
-        return time + self._tables.prompt_ns(work) if work.prefill else time
+        time = self._decode_attention * self._kernels.decode_ns(work.decodes, work.context + 1) if work.decodes else 0.0
+        return time + self._kernels.prompt_ns(work) if work.prefill else time
 
     def _all_tokens(self, tokens: int) -> float:
-        tables, graph = self._tables, tokens <= self._captured
+        kernels, graph = self._kernels, tokens <= self._captured
         factor = self._products if graph else self._large_products
-        time = factor * (tables.linear_ns(tokens) + self._experts * tables.experts_ns(tokens))
-        return time + (self._reduces * tables.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
+        time = factor * (kernels.linear_ns(tokens) + self._experts * kernels.experts_ns(tokens))
+        return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:
-        return self._tables.head_ns(rows) + rows * self._row_ns
+        return self._kernels.head_ns(rows) + rows * self._row_ns
 
 
 def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
@@ -128,38 +130,22 @@ def captured_tokens(scenario: Scenario) -> int:
 
 def table(scenario: Scenario, settings: TableSettings) -> Cost:
     """Build the cost model `table`, on an engine's tables if it names one. Raises ScenarioError."""
-    if settings.engine:
-        return engine_cost(scenario, settings)
-    _check_profiled(scenario, settings)
-    return table_cost(scenario.model, settings)
+    return engine_cost(scenario, settings) if settings.engine else bundle.table_cost(scenario, settings)
 
 
-def table_cost(model: ModelShape, settings: TableSettings) -> TableCost:
-    """Build a cost model from the measured tables that `settings` name. Raises ScenarioError."""
-    return TableCost(_tables(model, settings), settings, model.layers, model.hidden * model.dtype_bytes)
-
-
-def _check_profiled(scenario: Scenario, settings: TableSettings) -> None:
-    """Raise ScenarioError if the tables are of another model or GPU than the scenario's."""
-    meta = catalog.tables(settings.path) / "meta.yaml"
-    if not meta.is_file():
-        return
-    source = documents.read(meta).data
-    for field, of, name in (("model", "model", scenario.model.name), ("hardware", "hardware", scenario.hardware.name)):
-        profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
-        if bare(profiled) not in bare(name):
-            raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
-
-
-def _tables(model: ModelShape, settings: TableSettings) -> Tables:
-    """Read layer profiles if the path is a folder, else tables of single kernels whose names begin with it."""
-    folder = catalog.tables(settings.path)
-    if next(folder.glob("gemm__*.csv.gz"), None) is not None:
-        raise ScenarioError(f"cost.engine: is required: {folder} holds tables of several engines")
-    if not folder.is_dir():
-        return kernels.Kernels(folder, settings.tensor_parallel, model)
-    experts = None
-    if model.experts:
-        experts = bundle.Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
-    ranks = settings.tensor_parallel
-    return bundle.Bundle(folder, ranks, model.layers, experts, max(1, model.kv_heads // ranks))
+def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
+    """Build the cost model `roofline`: on efficiency curves of the scheduler's engine, vLLM's for schedulers of no such
+    engine, with an engine's defaults for what no table holds; or with the efficiencies that are given.
+    """
+    gpu, model, tensor = scenario.hardware, scenario.model, settings.tensor_parallel
+    known = sources(gpu)
+    if settings.compute_efficiency or settings.memory_efficiency or not known:
+        return roofline_cost(scenario, settings)
+    engine = scenario.scheduler.name.partition("_")[0]
+    terms: dict[str, Any] = {**untabulated(engine)}
+    terms["step_s"] = terms.get("step_s", 0.0) + settings.step_overhead_s
+    launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
+    added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
+    bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
+    kernels, captured = CurveTimes(known, engine, gpu, model, tensor), captured_tokens(scenario)
+    return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=captured, copied_ns=copied_ns)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import le
 from pathlib import Path
 from typing import NamedTuple
@@ -40,15 +40,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from cbsim.cost.kernels import MeanCurve, Products
-from cbsim.cost.table import Attention, Ladder, chunk_ms, pairs
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
 from cbsim.errors import ScenarioError
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
 GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo"}  # by weights_dtype
 WIDE = "bfloat16"
-HEAD_DIM = 128  # of all attention tables
 
 
 class Share(NamedTuple):
@@ -61,85 +59,28 @@ class Share(NamedTuple):
     routing: str = "balanced"
 
 
-class Fastest(NamedTuple):
-    """The minimum of several curves at each point."""
-
-    curves: Sequence[MeanCurve]
-
-    def __call__(self, m: float) -> float:
-        return min([curve(m) for curve in self.curves])
-
-
-class Blend(NamedTuple):
-    """An interpolation between two tables, `weight` being the second one's share."""
-
-    low: Ladder
-    high: Ladder
-    weight: float
-
-    def __call__(self, *at: float) -> float:
-        low = self.low(*at)
-        return low + self.weight * (self.high(*at) - low) if self.weight else low
-
-
-class EngineTables:
+class EngineTables(KernelTimes):
     """The tables of `engine` in `folder`, for one GPU's share of `model`. `fastest`: products take the time of the
     card's fastest engine. Raises ScenarioError.
     """
 
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
         _check(folder, model, share)
-        tensor = share.tensor
-        query, kv = (
-            model.heads // tensor,
-            max(1, model.kv_heads // tensor),
-        )  # of a GPU; one if there are fewer than GPUs
         tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
-        width = model.heads * model.head_dim / tensor
-        pairs = [(width + 2 * kv * model.head_dim, model.hidden), (model.hidden, width)]
-        if not model.experts:
-            inner = model.intermediate / tensor
-            pairs += [(2 * inner, model.hidden), (model.hidden, inner)]
-        dtype = GEMM.get(model.weights_dtype or "", WIDE)
-        self._layer = [tables.product(dtype, n, k) for n, k in pairs]
-        self._head = tables.product(WIDE, model.vocab / tensor, model.hidden)
-        self._experts = tables.experts(dtype, model, share) if model.experts else None
-        kv_dtype = model.kv_dtype or WIDE
-        self._decode = tables.attention("generation_attention", query, kv, kv_dtype, _rows)
-        self._prompt = tables.attention("context_attention", query, kv, kv_dtype, _prompts)
-        self._reduce = tables.all_reduces(tensor) if tensor > 1 else {}
-        self._gather = tables.gathers(tensor) if tensor > 1 else None
-        self._hidden, self._vocab, self._ns = model.hidden, model.vocab, NS_A_MS * model.layers
-
-    def linear_ns(self, tokens: int) -> float:
-        """Return the ns of the matrix products of all layers except those of experts."""
-        return self._ns * sum([curve(tokens) for curve in self._layer])
-
-    def experts_ns(self, tokens: int) -> float:
-        """Return the ns of the experts of all layers and of their routing."""
-        return self._ns * self._experts(tokens) if self._experts else 0.0
-
-    def head_ns(self, rows: int) -> float:
-        """Return the ns of the output head's product and of the all-gather of its shares."""
-        if not rows:
-            return 0.0
-        gathered = self._gather(rows * self._vocab) if self._gather else 0.0
-        return NS_A_MS * (self._head(rows) + gathered)
-
-    def reduce_ns(self, tokens: int, *, graph: bool) -> float:
-        """Return the ns of one all-reduce of the residual stream, in a graph or launched by itself."""
-        if not self._reduce:
-            return 0.0
-        ladder = self._reduce.get("graph" if graph else "eager") or self._reduce["any"]
-        return NS_A_MS * ladder(tokens * self._hidden)
-
-    def decode_ns(self, rows: int, context: float) -> float:
-        """Return the ns of attention of decoding rows in all layers, each over `context` tokens, its own included."""
-        return self._ns * self._decode(rows, context) if rows else 0.0
-
-    def prompt_ns(self, work: Attention) -> float:
-        """Return the ns of attention of a chunk in all layers."""
-        return self._ns * chunk_ms(work, self._prompt, self._decode) if work.prefill else 0.0
+        dtype, tensor = GEMM.get(model.weights_dtype or "", WIDE), share.tensor
+        query, kv = model.heads // tensor, max(1, model.kv_heads // tensor)
+        super().__init__(
+            model,
+            tensor,
+            NS_A_MS,
+            product=partial(tables.product, dtype),
+            head=tables.product(WIDE, model.vocab / tensor, model.hidden),
+            experts=tables.experts(dtype, model, share) if model.experts else None,
+            decode=tables.attention("generation_attention", query, kv, model.kv_dtype or WIDE, _rows),
+            prompt=tables.attention("context_attention", query, kv, model.kv_dtype or WIDE, _prompts),
+            reduce=tables.all_reduces(tensor) if tensor > 1 else {},
+            gather=tables.gathers(tensor) if tensor > 1 else None,
+        )
 
 
 Axes = Callable[[float, float, float], "tuple[float, ...] | None"]
@@ -155,20 +96,22 @@ class _Tables(NamedTuple):
 
     def file(self, operation: str) -> Path:
         """Return the engine's table of an operation, or of the version nearest to it that has one."""
-        named = self.folder.glob(f"{operation}__{self.engine.partition('_')[0]}_*.csv.gz")
-        versions = sorted(path.name.partition("__")[2].removesuffix(".csv.gz") for path in named)
-        return self.folder / f"{operation}__{_nearest(versions, self.engine) or self.engine}.csv.gz"
+        name, _, version = self.engine.partition("_")
+        return self.folder / f"{operation}__{nearest(self.folder, name, version, operation) or self.engine}.csv.gz"
 
-    def product(self, dtype: str, n: float, k: float) -> Fastest:
+    def product(self, dtype: str, n: float, k: float) -> Curve:
         """Return the milliseconds of the product [m, k] x [k, n], by m."""
-        known = [_products(self.folder, engine, dtype) for engine in self.products]
-        curves = [products.curve(n, k) for products in known if products is not None]
-        if curves and self.bounded and dtype != WIDE:
-            curves += self.product(WIDE, n, k).curves
+        curves = self._curves(dtype, n, k)
         if not curves:
             whose = ", ".join(self.products)
             raise ScenarioError(f"{self.folder}: no products of {dtype} in the tables of {whose}")
-        return Fastest(curves)
+        if self.bounded and dtype != WIDE:
+            curves += self._curves(WIDE, n, k)
+        return lambda m: min([curve(m) for curve in curves])
+
+    def _curves(self, dtype: str, n: float, k: float) -> list[Curve]:
+        known = [_products(self.folder, engine, dtype) for engine in self.products]
+        return [products.curve(n, k) for products in known if products is not None]
 
     def experts(self, dtype: str, model: ModelShape, share: Share) -> Ladder:
         """Return the milliseconds of a layer's experts, by tokens."""
@@ -184,7 +127,7 @@ class _Tables(NamedTuple):
         }
         return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
 
-    def attention(self, operation: str, query: int, kv: int, kv_dtype: str, axes: Axes) -> Blend:
+    def attention(self, operation: str, query: int, kv: int, kv_dtype: str, axes: Axes) -> Measured:
         """Return milliseconds by what `axes` makes of batch, new and cached tokens; it is None for rows to skip."""
         path = self.file(operation)
         by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
@@ -198,21 +141,25 @@ class _Tables(NamedTuple):
         if fewer is None or more is None:
             known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
             raise ScenarioError(f"{path}: no rows of {query} query heads with {kv} of keys and values (found: {known})")
-        weight = (query - fewer) / (more - fewer) if more > fewer else 0.0
         low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
-        return Blend(low, high, weight)
+        if fewer == more:
+            return low
+        weight = (query - fewer) / (more - fewer)
+
+        def between(*at: float) -> float:
+            return low(*at) + weight * (high(*at) - low(*at))
+
+        return between
 
     def all_reduces(self, gpus: int) -> dict[str, Ladder]:
-        """Return milliseconds by launch: "graph" and "eager", or "any" if the table does not distinguish them."""
-        path, columns = self.file("custom_allreduce"), ("message_size",)
-        name = self.engine.partition("_")[0]
-        try:
-            return {
-                launch: Ladder(select(path, columns, {"num_gpus": gpus, "backend": f"{name}_{launch}"}).items())
-                for launch in ("graph", "eager")
-            }
-        except NoColumnError:
-            return {"any": Ladder(select(path, columns, {"num_gpus": gpus}).items())}
+        """Return milliseconds by launch, the same for all if the table does not distinguish them."""
+        path, times = self.file("custom_allreduce"), {}
+        for launch in LAUNCHES:
+            required: dict[str, object] = {"num_gpus": gpus}
+            if "backend" in _read(path).column_names:
+                required["backend"] = f"{self.engine.partition('_')[0]}_{launch}"
+            times[launch] = Ladder(select(path, ("message_size",), required).items())
+        return times
 
     def gathers(self, gpus: int) -> Ladder:
         """Return the milliseconds of an all-gather by NCCL, by elements of the gathered tensor."""
@@ -221,18 +168,48 @@ class _Tables(NamedTuple):
         return Ladder(select(newest, ("message_size",), required).items())
 
 
+class Products:
+    """The milliseconds of a product [m, k] x [k, n], from `times` by (m, n, k), as read from `path`.
+
+    In m it is linear between the measured sizes of a pair (n, k). Between pairs it is a power law in n and in k: linear
+    in log n, log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
+    """
+
+    def __init__(self, path: Path, times: Mapping[tuple[float, ...], float]) -> None:
+        self._path = path
+        self._points: dict[tuple[float, float], list[tuple[tuple[float], float]]] = defaultdict(list)
+        for (m, n, k), ms in times.items():
+            self._points[n, k].append(((m,), ms))
+        self._n, self._k = (sorted({pair[axis] for pair in self._points}) for axis in (0, 1))
+
+    def curve(self, n: float, k: float) -> Curve:
+        """Return the milliseconds of the product of that shape, by m. Raises ScenarioError."""
+        in_n, in_k = neighbours(self._n, n), neighbours(self._k, k)
+        corners = [(self._ladder(self._n[i], self._k[j]), a * b) for i, a in in_n for j, b in in_k]
+        beyond = max(1.0, n / self._n[-1]) * max(1.0, k / self._k[-1])
+
+        def mean(m: float) -> float:
+            time = beyond
+            for ladder, weight in corners:
+                time *= ladder(m) ** weight
+            return time
+
+        return mean
+
+    def _ladder(self, n: float, k: float) -> Ladder:
+        if (n, k) not in self._points:
+            raise ScenarioError(f"{self._path}: no rows with n = {n:g} and k = {k:g}, which the model's shape needs")
+        return Ladder(self._points[n, k])
+
+
 @lru_cache(maxsize=32)
 def _products(folder: Path, engine: str, dtype: str) -> Products | None:
     """Return the products of an engine in one type; None if it has no such table rows."""
     path = folder / f"gemm__{engine}.csv.gz"
-    points: dict[tuple[float, float], dict[float, float]] = defaultdict(dict)
     try:
-        rows = select(path, ("m", "n", "k"), {"gemm_dtype": dtype})
+        return Products(path, select(path, ("m", "n", "k"), {"gemm_dtype": dtype}))
     except NoRowsError:
         return None
-    for (m, n, k), ms in rows.items():
-        points[n, k][m] = ms
-    return Products(path, points)
 
 
 def _rows(batch: float, new: float, cached: float) -> tuple[float, ...]:
@@ -269,31 +246,25 @@ MOST = 1e12  # bound on the values of every column
 
 
 class DamagedError(ScenarioError):
-    """An error for a table that cannot be read or holds an invalid value."""
-
-
-class NoColumnError(DamagedError):
-    """An error for a table that lacks a column."""
+    """An error for a table that cannot be read or holds an invalid value, or that lacks a column."""
 
 
 class NoRowsError(ScenarioError):
     """An error for a table without a row of a required value."""
 
 
-def engines(folder: Path) -> list[str]:
-    """Return the engines that `folder` has GEMM tables of, such as vllm_0.14.0, in order."""
-    return sorted(path.name.partition("__")[2].removesuffix(".csv.gz") for path in folder.glob("gemm__*.csv.gz"))
+def engines(folder: Path, operation: str = "gemm") -> list[str]:
+    """Return the engines that `folder` has tables of an operation of, such as vllm_0.14.0, in order."""
+    names = [path.name.removesuffix(".csv.gz") for path in folder.glob(f"{operation}__*.csv.gz")]
+    return sorted(name.partition("__")[2] for name in names)
 
 
-def nearest(folder: Path, engine: str, version: str | None) -> str | None:
+def nearest(folder: Path, engine: str, version: str | None, operation: str = "gemm") -> str | None:
     """Return the engine of that name with the version nearest to `version`, else the newest. None if there is none."""
-    known = [each for each in engines(folder) if each.partition("_")[0] == engine]
-    return max(known, key=_number, default=None) if version is None else _nearest(known, f"{engine}_{version}")
-
-
-def _nearest(known: Sequence[str], engine: str) -> str | None:
-    """Return the engine of `known` with the version nearest to that of `engine`."""
-    required = _number(engine)
+    known = [each for each in engines(folder, operation) if each.partition("_")[0] == engine]
+    if version is None:
+        return max(known, key=_number, default=None)
+    required = _number(f"{engine}_{version}")
     return min(known, key=lambda each: [abs(a - b) for a, b in zip(_number(each), required, strict=True)], default=None)
 
 
@@ -323,7 +294,7 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
     table = _read(path)
     for name in (*columns, *required, TIME):
         if name not in table.column_names:
-            raise NoColumnError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names)})")
+            raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names)})")
     for name, value in required.items():
         chosen = table.filter(pc.equal(table[name], value))
         if not chosen.num_rows:

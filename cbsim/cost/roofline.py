@@ -71,6 +71,11 @@ def check_listed(plan: StepPlan) -> None:
         raise RunError("rows of a decode batch do not say what each layer sees of them: list them one by one")
 
 
+def kinds(attention: Sequence[Attention]) -> list[tuple[Attention, float]]:
+    """Return the kinds of attention of layers, with the share of the layers that have each."""
+    return [(kind, attention.count(kind) / len(attention)) for kind in dict.fromkeys(attention)]
+
+
 class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
@@ -105,7 +110,7 @@ class RooflineCost:
         self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
         self._reduces_s, self._reduce_token_s = reduces_s
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
-        self._kinds = [(one, attention.count(one) / len(attention)) for one in dict.fromkeys(attention)]
+        self._kinds = kinds(attention)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = plan.work

@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from cbsim.cost.engine_tables import HEAD_DIM, TIME
+from cbsim.cost.engine_tables import TIME
+from cbsim.cost.table import HEAD_DIM
 from cbsim.draw.folder import write
 from cbsim.errors import OK, ScenarioError
 from cbsim.files import read_json

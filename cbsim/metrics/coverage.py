@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cbsim.cost import curves
+from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
 from cbsim.scenario.costs import (
@@ -86,7 +87,7 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | No
         bound = next((bound for most, bound in bounds.items() if tokens <= most), [*bounds.values()][-1])
         within = f"90 % of steps of {tokens:,} tokens within {bound:.1%} {of}"
     unlike = {
-        f"heads of {model.head_dim}": model.head_dim != curves.WIDTH,
+        f"heads of {model.head_dim}": model.head_dim != HEAD_DIM,
         "windows": not model.sees_all,
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
     }

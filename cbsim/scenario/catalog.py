@@ -71,23 +71,15 @@ def data_folders() -> list[Path]:
     return [*([Path(folder)] if folder else []), ROOT.parent / "shared" / "data"]
 
 
-def begins_a_name(path: Path, further: str = "") -> bool:
-    """True if a file's name begins with the name of `path` and `further`, literally: without wildcards."""
-    try:
-        return any(file.name.startswith(path.name + further) for file in path.parent.iterdir())
-    except (OSError, ValueError):  # no such folder
-        return False
-
-
-TablesPath = Annotated[PlainPath, beside(begins_a_name)]
-"""A path of kernel tables. If they lie beside the scenario file the value is absolute, else it stays as written."""
+TablesPath = Annotated[PlainPath, beside(Path.is_dir)]
+"""A folder of kernel tables. If it lies beside the scenario file the value is absolute, else it stays as written."""
 
 
 def tables(path: str) -> Path:
-    """Return the path of a scenario's kernel tables: a folder, or a prefix of file names. Raises ScenarioError."""
+    """Return the folder of a scenario's kernel tables. Raises ScenarioError."""
     candidates = [Path(path), *(folder / path for folder in data_folders())]
     get = "`python -m cbsim fetch-tables CARD` brings those of engines, "
-    return _found("cost.path", f"no tables {path!r}", candidates, lambda at: at.is_dir() or begins_a_name(at, "_"), get)
+    return _found("cost.path", f"no folder of tables {path!r}", candidates, Path.is_dir, get)
 
 
 def data(path: str, field: str = "workload.path") -> Path:

@@ -89,7 +89,7 @@ class RooflineSettings(Frozen):
     """
 
     about: ClassVar[str] = "FLOPs and bytes of the model's shape, data sheet, and efficiency curves of measured kernels"
-    builder: ClassVar[str] = "cbsim.cost.efficiency_cost:roofline"
+    builder: ClassVar[str] = "cbsim.cost.engine_cost:roofline"
     kind: Literal["roofline"]
     compute_efficiency: ComputeEfficiency | None = None
     """Share of the peak FLOP/s, the same for all sizes; null: measured curves, or 0.6 and 0.5 beside the other."""
@@ -294,11 +294,12 @@ class CalibratedTerms(Range):
 class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
-    about: ClassVar[str] = "measured kernel times: vLLM layer profiles, or GEMM and attention tables"
+    about: ClassVar[str] = "measured kernel times: an engine's tables of a card, or vLLM layer profiles"
     builder: ClassVar[str] = "cbsim.cost.engine_cost:table"
     kind: Literal["table"]
     path: catalog.TablesPath
-    """Folder of vLLM layer profiles, or how the names of GEMM and attention tables begin; found as other data are."""
+    """Folder of an engine's tables of a card (then `engine` says whose), or of a vLLM layer profile; found as other
+    data are."""
     tensor_parallel: Number = 1  #: GPUs that share every layer.
     link: LinkSettings | None = None
     """What joins them; required if there are several, unless `engine` has measured it."""

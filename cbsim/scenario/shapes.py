@@ -20,9 +20,9 @@ from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Whole, c
 from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
-GROUPED: dict[str, tuple[int, int]] = {"int4": (133, 256), "nvfp4": (9, 16)}
-"""Bytes that so many weights take. int4: two groups of 128 with a scale of 2 bytes and a zero point of 4 bits each, 128
-+ 2 x 2.5 bytes. nvfp4: a group of 16 with a scale of a byte."""
+WEIGHT_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": 133 / 256, "nvfp4": 9 / 16}
+"""Bytes of a weight with its share of what is stored for a group. int4: two groups of 128 with a scale of 2 bytes and a
+zero point of 4 bits each, 128 + 2 x 2.5 bytes. nvfp4: a group of 16 with a scale of a byte."""
 
 
 def _sight(seen: str) -> str:
@@ -123,10 +123,7 @@ class ModelShape(Frozen):
 
     def matrix_bytes(self, weights: int) -> int:
         """Return the bytes of so many weights of the layers' matrices."""
-        if self.weights_dtype in GROUPED:
-            size, group = GROUPED[self.weights_dtype]
-            return weights * size // group
-        return weights * DTYPE_BYTES[self.weights_dtype or self.dtype]
+        return int(weights * WEIGHT_BYTES[self.weights_dtype or self.dtype])
 
     @property
     def weight_bytes(self) -> int:

@@ -38,10 +38,9 @@ def key(scenario: Scenario, warmup: float = 0.0) -> str:
 
 
 def _content(field: str, path: str) -> str:
-    """Return a hash of a data file, or of all cost tables at a path prefix. Raises ScenarioError if there is none."""
+    """Return a hash of a data file, or of all cost tables in a folder. Raises ScenarioError if there is none."""
     if field.startswith("cost."):
-        tables = catalog.tables(path)
-        files = sorted(tables.rglob("*") if tables.is_dir() else tables.parent.glob(f"{tables.name}*"))
+        files = sorted(catalog.tables(path).rglob("*"))
     else:
         files = [catalog.data(path, field)]
     digest = hashlib.sha256()

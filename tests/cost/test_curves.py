@@ -10,12 +10,12 @@ from support.plans import plan
 
 from cbsim.cost import curves
 from cbsim.cost.curves import CurveTimes, Grid, Source, sheet, sources
-from cbsim.cost.efficiency_cost import EfficiencyCost, seen
+from cbsim.cost.engine_cost import EngineCost
 from cbsim.cost.roofline import RooflineCost
 from cbsim.cost.table import Attention as Work
 from cbsim.cost.table import attention_work
 from cbsim.metrics import coverage
-from cbsim.policy.groups import FULL, Attention, Sight
+from cbsim.policy.groups import Attention, Sight
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import catalog, scenario, shapes
 
@@ -117,11 +117,11 @@ def test_a_card_that_was_measured_alone_reduces_as_others_do() -> None:
 
 
 def test_layers_with_windows_attend_to_what_they_see() -> None:
-    """All layers full is the work that is counted anyhow; a window of 100 leaves a row of 5,000 the last 100,
-    and 200 tokens 20,000 pairs, as many as an uncached chunk of 199.5."""
+    """A window of 100 leaves a row of 5,000 the last 100, and 200 tokens 20,000 pairs, as many as an uncached chunk of
+    199.5; full attention all of them."""
     chunks = plan(0, 0, ((4999, 1), (300, 200)))
-    assert seen(FULL, chunks) == attention_work(chunks)
-    window = seen(Attention(Sight.SLIDING, 100), chunks)
+    assert attention_work(chunks) == Work(200, 300, 1, 4999, 4999)
+    window = attention_work(chunks, Attention(Sight.SLIDING, 100))
     assert (window.decodes, window.context, window.prefill) == (1, 99, pytest.approx(199.5, abs=0.01))
 
 
@@ -135,7 +135,7 @@ def test_the_default_is_curves_and_given_shares_are_constant() -> None:
     """A step of 280 tokens takes an L40S 59.8 ms by its kernel tables and 42 ms with constant shares of its data sheet;
     at 2,048 tokens both agree within a tenth (reports/fidelity/curves)."""
     default, constant = cost_model(load()), cost_model(load("cost={kind: roofline, compute_efficiency: {}}"))
-    assert isinstance(default, EfficiencyCost)
+    assert isinstance(default, EngineCost)
     assert isinstance(constant, RooflineCost)
     step, large = plan(24, 24 * 600, ((300, 256),)), plan(0, 0, ((0, 2048),))
     assert default.gpu_ns(step, 280)[1] > 1.3 * constant.gpu_ns(step, 280)[1]

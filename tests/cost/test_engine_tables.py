@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gzip
+from itertools import product
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import engine_folder
 from support.engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
 from support.plans import plan as a_plan
 
 from cbsim.cost import engine_tables
 from cbsim.cost.engine_cost import EngineCost, elementwise_bytes
-from cbsim.cost.engine_tables import EngineTables, Share
+from cbsim.cost.engine_tables import EngineTables, Products, Share
 from cbsim.cost.table import Attention
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
-from cbsim.scenario import scenario, shapes
+from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.costs import TableSettings
 
 LLAMA = shapes.model("llama-3.1-8b")
@@ -46,6 +49,76 @@ def test_what_was_measured_comes_back(folder: Path) -> None:
     assert tables.decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 32))
     assert tables.prompt_ns(Attention(1024, 0, 0, 0, 0)) / NS == pytest.approx(32 * prompt_ms(1024))
     assert tables.reduce_ns(64, graph=True) == 0.0
+
+
+def test_times_that_obey_a_power_law_come_back_at_every_shape() -> None:
+    """In the grid or beyond it, with products of m n k 1e-6 ms."""
+    grid = product((1, 8, 64), (32, 64, 256, 1024), (32, 64, 128))
+    products = Products(Path("gemm"), {(m, n, k): m * n * k * 1e-6 for m, n, k in grid})
+    for m, n, k in product((1, 5, 64, 1000), (40, 256, 5000), (32, 96, 200)):
+        assert products.curve(n, k)(m) == pytest.approx(m * n * k * 1e-6)
+    with pytest.raises(ScenarioError, match="gemm: no rows with n = 32 and k = 64, which the model's shape needs"):
+        Products(Path("gemm"), {(1, 32, 32): 1.0, (1, 64, 64): 1.0}).curve(32, 64)
+
+
+GRID = st.lists(st.integers(1, 5000), min_size=2, max_size=4, unique=True).map(sorted)
+AT = st.integers(1, 8000)
+
+
+@settings(max_examples=40)
+@given(grid=st.tuples(GRID, GRID, GRID), at=st.tuples(AT, AT, AT), more=st.tuples(AT, AT, AT))
+def test_a_larger_product_takes_no_less(
+    grid: tuple[list[int], ...], at: tuple[int, int, int], more: tuple[int, int, int]
+) -> None:
+    """Where the measured times never fall with m, n and k, neither do those between and beyond them; and a time inside
+    the grid lies between the measured corners around it, and on a point is that point's."""
+
+    def measured(m: int, n: int, k: int) -> float:
+        return 0.003 + 1e-9 * m * n * k + 1e-5 * n
+
+    products = Products(Path("gemm"), {(m, n, k): measured(m, n, k) for m, n, k in product(*grid)})
+    m, n, k = at
+    time, larger = products.curve(n, k)(m), products.curve(n + more[1], k + more[2])(m + more[0])
+    assert time <= larger * (1 + 1e-12)
+    inside = [min(max(x, axis[0]), axis[-1]) for x, axis in zip(at, grid, strict=True)]
+    low = [max(a for a in axis if a <= x) for x, axis in zip(inside, grid, strict=True)]
+    high = [min(a for a in axis if a >= x) for x, axis in zip(inside, grid, strict=True)]
+    between = products.curve(inside[1], inside[2])(inside[0])
+    assert measured(*low) * (1 - 1e-12) <= between <= measured(*high) * (1 + 1e-12)
+    assert products.curve(low[1], low[2])(low[0]) == measured(*low)
+
+
+def test_a_chunk_is_the_rest_of_its_prompt(folder: Path) -> None:
+    """Linear in query-key pairs. A chunk of 300 behind 700 takes what 1,000 take above 700. By that two tokens behind
+    two would take nearly nothing, but no chunk takes less than without a cache, or than a row that reads as much."""
+    tables = EngineTables(folder, ENGINE, LLAMA, Share())
+
+    def ms(prefill: int, cached: int = 0) -> float:
+        return tables.prompt_ns(Attention(prefill, cached, 0, 0, 0)) / NS / 32
+
+    for tokens in (1, 100, 500, 2000):
+        assert ms(tokens) == pytest.approx(prompt_ms(tokens))
+    assert ms(6000, 10000) == pytest.approx(prompt_ms(16000) - prompt_ms(10000))
+    assert ms(2, 2) == pytest.approx(prompt_ms(2))
+    assert ms(2, 12000) == pytest.approx(decode_ms(1, 12002, 32))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "decode_s", "prompt_ms"), [("h100", (97, 99.5), (182, 186)), ("h200", (69, 74.5), (180, 190))]
+)
+def test_sums_are_those_of_whole_runs(gpu: str, decode_s: tuple[float, float], prompt_ms: tuple[float, float]) -> None:
+    """What a row means, checked by known sums over the layers: 8,192 steps of 32 requests take 97 to 99 s on an H100
+    and 69 to 74 s on an H200, an 8K prefill 183 ms on an H100. A row counted for all heads, layers or GPUs, or per
+    request, would be off by factors."""
+    try:
+        card = catalog.tables(f"public_measured/aiconfigurator/{gpu}_sxm")
+    except ScenarioError as error:
+        pytest.skip(f"no kernel tables: {error}")
+    tables = EngineTables(card, "vllm_0.24.0", LLAMA, Share(), fastest=False)
+    attention = sum(tables.decode_ns(32, 17 + step) for step in range(0, 8192, 16)) * 16
+    assert decode_s[0] < (attention + 8192 * (tables.linear_ns(32) + tables.head_ns(32))) / 1e9 < decode_s[1]
+    prompt = tables.linear_ns(8192) + tables.prompt_ns(Attention(8192, 0, 0, 0, 0))
+    assert prompt_ms[0] < prompt / NS < prompt_ms[1]
 
 
 def test_an_all_reduce_is_of_the_residual_stream_and_cheaper_in_a_graph(folder: Path) -> None:
@@ -193,3 +266,14 @@ def test_a_folder_without_tables_of_engines_is_told(tmp_path: Path) -> None:
     made = scenario.load("rates", [f"cost={{kind: table, path: {tmp_path / 'empty'}, engine: vllm}}"])
     with pytest.raises(ScenarioError, match=r"cost\.engine: got vllm, but .*empty holds no tables of engines"):
         assemble.cost_model(made)
+
+
+@pytest.mark.parametrize("path", ["kernels", "kernels/h100_sxm"])
+def test_tables_as_csv_files_are_refused_with_what_to_use(tmp_path: Path, path: str) -> None:
+    """A folder without a profile's meta.yaml, and the beginning of file names, which is no folder."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "h100_sxm_gemm_bf16.csv").write_text("m,n,k,latency_ms\n")
+    made = scenario.load("rates", [f"cost={{kind: table, path: {tmp_path / path}}}"])
+    with pytest.raises(ScenarioError, match=r"^cost\.path: .*kernels.*`python -m cbsim fetch-tables CARD`") as error:
+        assemble.cost_model(made)
+    assert "\n" not in str(error.value)

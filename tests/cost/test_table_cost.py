@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support import packs
 from support.plans import padded, plan
 
-from cbsim.cost.bundle import Bundle, Experts
-from cbsim.cost.table import Attention, Ladder, Link, TableCost, attention_work
+from cbsim.cost.bundle import Bundle, Experts, Link, TableCost
+from cbsim.cost.table import Attention, Ladder, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.runs import assemble

@@ -121,7 +121,7 @@ def test_a_case_that_cannot_be_used_is_one_message(name: str, pack: Pack) -> Non
         ("workload.limit=5", ["workload: got 5 requests, the recorded run has 40"]),
         ("kv_cache.num_blocks=3", ["cannot be served"]),
         ("kv_cache.blocks=3", ["--set kv_cache.blocks=3", "unknown field"]),
-        ("cost.path=nowhere/at/all", ["cost.path: no tables 'nowhere/at/all'"]),
+        ("cost.path=nowhere/at/all", ["cost.path: no folder of tables 'nowhere/at/all'"]),
     ],
 )
 def test_set_that_cannot_be_used(change: str, words: Sequence[str], pack: Pack) -> None:

@@ -176,7 +176,7 @@ def test_the_marks_of_the_older_engine_are_its_file_s() -> None:
 def tables() -> None:
     """The measured kernels."""
     for gpu in hopper.GPUS.values():
-        data(f"hopper_kernels/{gpu}_sxm_gemm_bf16.csv")
+        data(f"{hopper.TABLES}/{gpu}_sxm/gemm__{hopper.ENGINE}.csv.gz")
 
 
 def stated(cpu_s: float) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import simpy
 
-from cbsim.cost.table import TableCost
+from cbsim.cost.bundle import TableCost
 from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
 from cbsim.machine.device import Device, OneGpu

@@ -18,9 +18,8 @@ import numpy as np
 
 from cbsim.cost import bundle, curves, engine_tables
 from cbsim.cost.curves import FOLDER, sheet
-from cbsim.cost.engine_cost import KernelTimes
 from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share, select
-from cbsim.cost.table import Attention, pairs
+from cbsim.cost.table import Attention, KernelTimes, pairs
 from cbsim.draw.report import Table
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, shapes
@@ -149,8 +148,7 @@ def reduce(folder: Path, engine: str) -> dict[str, Any]:
             known = tables.all_reduces(gpus)
         except ScenarioError:
             continue
-        either = {launch: known.get(launch) or known["any"] for launch in ("graph", "eager")}
-        times = {launch: [share(1e6 * ms(size / 2)) for size in sizes] for launch, ms in either.items()}
+        times = {launch: [share(1e6 * ms(size / 2)) for size in sizes] for launch, ms in known.items()}
         made[str(gpus)] = {"bytes": sizes, **times}
     return made
 

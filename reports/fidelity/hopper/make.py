@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cbsim
-from cbsim.cost.kernels import Kernels
+from cbsim.cost.engine_tables import select
 from cbsim.draw.chart import BLACK, GREY, Chart, Floats, Level, Line, Mark, Panel, Points, Style, series
 from cbsim.draw.report import Table
 from cbsim.policy.plan import StepCounts, StepPlan, StepWork
@@ -24,6 +24,7 @@ from reports import page
 
 NS = 1e9
 GPUS = {"H100": "h100", "H200": "h200"}
+TABLES, ENGINE = "public_measured/aiconfigurator", "vllm_0.24.0"
 ADDED_MS = 0.6  # assumed, a step: norms, rotary embeddings, activations, gaps between kernels
 LAYER_S = ADDED_MS / 1e3 / 32  # in Llama-3.1-8B
 CPU_MS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -35,8 +36,18 @@ MATTERS = 0.05
 
 def scenario_on(gpu: str, layer_s: float, *overrides: str) -> cbsim.Scenario:
     """scenarios/8k_b32 on the kernel tables of a GPU of `GPUS`, with the default CPU cost."""
-    cost = f"cost={{kind: table, path: hopper_kernels/{GPUS[gpu]}_sxm, layer_s: {layer_s}}}"
+    tables = f"path: {TABLES}/{GPUS[gpu]}_sxm, engine: {ENGINE}, fastest: false, layer_s: {layer_s}"
+    cost = f"cost={{kind: table, {tables}, step_s: 0, row_s: 0, elementwise: 0, decode_attention: 1}}"
     return cbsim.load("8k_b32", f"hardware={GPUS[gpu]}-sxm", cost, *overrides)
+
+
+def longest(scenario: Any) -> Callable[[int], float]:
+    """Return the tokens up to which attention of so many rows was measured; 0 above the most rows measured."""
+    model = scenario.model
+    path = catalog.tables(scenario.cost.path) / f"generation_attention__{ENGINE}.csv.gz"
+    heads = {"kv_cache_dtype": model.dtype, "num_key_value_heads": model.kv_heads, "num_heads": model.heads}
+    rows = select(path, ("batch_size", "isl", "step"), heads)
+    return lambda batch: max((new + cached for each, new, cached in rows if each >= batch), default=0.0)
 
 
 class Both(NamedTuple):
@@ -120,7 +131,7 @@ def saved(cpu_s: float, gpu_s: float) -> float:
 def cells(gpu: str) -> list[Cell]:
     """Every context with every batch. Memory as vLLM's defaults share it out."""
     scenario: Any = scenario_on(gpu, LAYER_S, "scheduler={name: vllm}", "kv_cache={}")
-    cost, kernels = cost_model(scenario), Kernels(catalog.tables(scenario.cost.path), 1, scenario.model)
+    cost, measured = cost_model(scenario), longest(scenario)
     blocks = scenario.options("async").num_blocks - 1  # one is never given out
     points = []
     for context, batch in product(CONTEXTS, BATCHES):
@@ -128,7 +139,7 @@ def cells(gpu: str) -> list[Cell]:
         work = StepWork(decodes=batch, decode_context=batch * context, longest_context=context)
         plan = StepPlan(0, work, counts=StepCounts(table_blocks=allocated, running=batch))
         gpu_s, cpu_s = sum(cost.gpu_ns(plan, batch)) / NS, sum(cost.cpu_ns(plan)) / NS
-        points.append(Cell(batch, context, gpu_s, cpu_s, allocated <= blocks, kernels.longest(batch) >= context))
+        points.append(Cell(batch, context, gpu_s, cpu_s, allocated <= blocks, measured(batch) >= context))
     return points
 
 
