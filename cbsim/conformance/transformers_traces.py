@@ -276,9 +276,14 @@ class WatchedTransformers(TransformersScheduler):
         self.heard.lines = lines
 
     def cancel(self, spec: RequestSpec) -> None:
-        if spec not in self.requests:
+        closed, lines = self.block_new_requests, list(self.heard.lines)
+        request = self.requests.get(spec)
+        if request is None:
             self.heard.note("free", blocks=[])["req"] = spec.id
-        closed = self.block_new_requests
+        else:
+            for sample in [*self.sampling.samples.get(request, ())]:  # not forked yet: the original never makes it
+                super().cancel(sample.spec)
+            self.heard.lines = lines
         super().cancel(spec)
         self.block_new_requests = closed
 

@@ -40,7 +40,7 @@ def _cuts(workload: Line, original: Original) -> Iterator[Line]:
     for name in options:
         if name not in original.plain:
             yield workload | {original.options: {key: value for key, value in options.items() if key != name}}
-        elif options[name] != original.plain[name]:
+        elif original.plain[name] not in (..., options[name]):
             yield workload | {original.options: options | {name: original.plain[name]}}
     for i, request in enumerate(requests):
         for shorter in _shorter(request, original):

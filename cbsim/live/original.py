@@ -18,7 +18,7 @@ Line = dict[str, Any]
 class Original(Protocol):
     """A recorded package. `versions`: those that our rules were read from, the newest last. `lengths`: the fields of a
     request that hold lists of tokens or numbers of them. `options`: the field of a workload that holds its options,
-    and `plain` their values that a smallest workload has.
+    and `plain` their values that a smallest workload has, `...` for those that stay. Others may be left out.
     """
 
     versions: Sequence[str]
@@ -57,9 +57,10 @@ def rules_for(found: str, versions: Sequence[str]) -> str:
     >>> rules_for("0.34.1", ["0.19.0", "0.33.0"])
     '0.33.0'
     """
-    earlier = [each for each in versions if _numbers(each) <= _numbers(found)]
+    earlier = [each for each in versions if numbers(each) <= numbers(found)]
     return earlier[-1] if earlier else versions[0]
 
 
-def _numbers(release: str) -> list[int]:
+def numbers(release: str) -> list[int]:
+    """Return a version as numbers that can be compared."""
     return [int(part) for part in release.split(".") if part.isdecimal()]

@@ -120,8 +120,10 @@ class SimpleOffload:
 class EagerOffload(SimpleOffload):
     """An offload of blocks once they are computed: with every step, and the rest when a request ends."""
 
-    def __init__(self, decoding: Decoding, host: HostBlocks) -> None:
+    def __init__(self, decoding: Decoding, host: HostBlocks, *, ahead: bool) -> None:
+        """Make the rules. `ahead`: steps are planned while others are in flight, whose tokens are not stored yet."""
         super().__init__(decoding, host)
+        self._ahead = ahead
         self._cursors: dict[Request, int] = {}  # blocks of a request that have been considered
         self._underway: set[int] = set()  # device blocks that are being stored
         self._rest: tuple[list[int], list[int]] = ([], [])  # of requests that have ended, for the next step
@@ -144,9 +146,14 @@ class EagerOffload(SimpleOffload):
 
     def _choose_all(self, rows: Rows, sources: list[int], targets: list[int]) -> None:
         for request, _ in rows:
-            done = (request.computed + request.seen - request.scheduled) // self._pool.block_size
+            done = self._done(request, request.computed)
             if done > self._cursors[request]:
                 self._choose(request, done, sources, targets)
+
+    def _done(self, request: Request, computed: int) -> int:
+        """Return the blocks that `computed` tokens fill, without the tokens in flight that were planned ahead."""
+        in_flight = request.scheduled - request.seen if self._ahead else 0
+        return (computed - in_flight) // self._pool.block_size
 
     def _choose(self, request: Request, blocks: int, sources: list[int], targets: list[int]) -> None:
         """Choose the blocks to store among the first `blocks` of a request. Those passed over are never stored, but
@@ -170,8 +177,7 @@ class EagerOffload(SimpleOffload):
         """Store the rest with the next step; take references now, for the table is about to be freed."""
         keeps = super().ended(request, reason, computed)
         if request.status is not Status.WAITING and self.host.free:
-            done = (computed + request.seen - request.scheduled) // self._pool.block_size
-            self._choose(request, done, *self._rest)
+            self._choose(request, self._done(request, computed), *self._rest)
         self._cursors.pop(request, None)
         return keeps
 

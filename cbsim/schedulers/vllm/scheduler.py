@@ -321,7 +321,7 @@ def connect(o: VllmOptions, decoding: Decoding, holding: Queue, observer: Observ
         most = 2 * decoding.pool.blocks_for(o.max_num_batched_tokens)
         connector = LazyOffload(decoding, HostBlocks(o.host_blocks), most)
     else:
-        connector = EagerOffload(decoding, HostBlocks(o.host_blocks))
+        connector = EagerOffload(decoding, HostBlocks(o.host_blocks), ahead=o.async_scheduling)
     return Transfers(connector, decoding, holding, observer, ahead=ahead)
 
 
