@@ -24,6 +24,7 @@ from cbsim.schedulers.transformers.settings import VERSIONS, TransformersOptions
 from cbsim.workload.scheduler_tests import unsupported
 
 KIND = transformers_traces.KINDS[Sight.FULL]
+FOLLOWED = (*VERSIONS, "5.24")  # 5.24 decides as 5.23 does
 TRASH = 2  # leading sectors that are never claimed
 OPTIONS = frozenset(["block_size", "num_blocks", "scheduler_type", "cpu_offload_space", *transformers_traces.SETTINGS])
 
@@ -213,12 +214,12 @@ def comparable(line: Line) -> Line:
 def case(trace: Path, header: Line) -> Case:
     (resolved,) = header_fields(trace, header, resolved=dict)
     (version,) = header_fields(trace, resolved, transformers=str)
-    skipped = not_followed(version, VERSIONS)
+    skipped = not_followed(version, FOLLOWED)
     if not skipped:
         recorded = reader.workload(trace, reader.stem(trace))
         (cb,) = header_fields(trace, recorded, cb=dict)
         skipped = not_modelled(cb, OPTIONS) or reader.guarded(trace, lambda: unsupported(recorded))
-    replay = SectorsReplay if version.startswith("5.23.") else TransformersReplay
+    replay = TransformersReplay if version.startswith("5.17.") else SectorsReplay
     mode = "async" if resolved.get("async") else "sync"
     return case_of(trace, "transformers", version, mode, lambda: skipped, lambda recorded: replay(header, recorded))
 

@@ -40,7 +40,7 @@ def options(resolved: Line, workload: Line) -> TransformersOptions:
     """Return the scheduler options of a trace's `resolved` header. Older headers lack the number of host blocks."""
     host_bytes = int((workload["cb"].get("cpu_offload_space") or 0) * settings.GIB)
     return TransformersOptions(
-        version=resolved["transformers"].rpartition(".")[0],
+        version="5.17" if resolved["transformers"].startswith("5.17.") else "5.23",
         name=settings.FIFO if resolved["scheduler"] == "FIFOScheduler" else settings.PREFILL_FIRST,
         **{name: resolved[name] for name in ("block_size", "num_blocks", *SETTINGS)},
         host_blocks=resolved.get("cpu_blocks", host_bytes // (TOKEN_BYTES * resolved["block_size"])),

@@ -20,7 +20,7 @@ from cbsim.workload.scheduler_tests import Tokens
 
 import_module("transformers.generation.continuous_batching")  # where it cannot be imported, so says --live
 
-versions = ("5.17.0", "5.23.0")
+versions = ("5.17.0", "5.23.0", "5.24.0")
 lengths = ("prompt", "max_new_tokens")
 options = "cb"
 plain: Line = {

@@ -29,6 +29,8 @@ def draw(rng: Random, number: int) -> Line:
     model = _model(rng, size)
     requests = _requests(rng, size, rng.choice([512, 64, 8, 3]), samples=rng.choice([0.0, 0.0, 0.1, 0.6]))
     most = max(-(-(len(r["prompt"]) + r["max_new_tokens"] + 2) // size) for r in requests) + 1
+    if model.get("layer_types") and FULL not in model["layer_types"]:
+        most = min(most, -(-model["sliding_window"] // size) + 2)
     most *= len(model.get("layer_types", "1"))
     cb = {
         "block_size": size,

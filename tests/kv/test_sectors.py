@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cbsim.kv.sectors import SectorPool, Sectors
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.schedulers.transformers.scheduler_523 import Transformers523
-from cbsim.schedulers.transformers.settings import TransformersOptions
+from cbsim.schedulers.transformers.scheduler_523 import make
+from cbsim.schedulers.transformers.settings import TransformersOptions, cut
 
 # -- sectors ----------------------------------------------------------------------------------------------------------
 
@@ -204,15 +205,17 @@ def test_a_shared_block_that_is_merged_stays_with_the_others() -> None:
 # -- the scheduler; what its traces show is in tests/golden ------------------------------------------------------------
 
 
-def test_a_row_without_tokens_pays_for_what_it_reads() -> None:
+@pytest.mark.parametrize(("window", "read"), [(0, 8), (6, 6)])
+def test_a_row_without_tokens_pays_for_what_it_reads(window: int, read: int) -> None:
     """A request with samples has one token left to read, the others decode on the fast path, whose reads are free. Its
-    row is none of that path. So it waits until the budget holds what it reads; the original plans more than it has
-    room for."""
+    row is none of that path. So it waits until the budget holds what it reads, at most a window if all layers have one;
+    the original plans more than it has room for."""
     sizes = {"block_size": SIZE, "num_blocks": 8, "max_batch_tokens": 64, "max_requests_per_batch": 8}
     options = TransformersOptions(
         name="transformers_fifo", version="5.23", **sizes, max_blocks_per_request=8, safety_margin=0.0
     )
-    policy = Transformers523(options)
+    layers = [Attention(Sight.SLIDING, window)] if window else [FULL]
+    policy = make(replace(options, groups=cut(layers, SIZE, "5.23").groups))
     first = named(0, 9, 2)
     policy.add(first)
     policy.add(replace(first, index=1, id="r1", sample_of=first))
@@ -221,6 +224,6 @@ def test_a_row_without_tokens_pays_for_what_it_reads() -> None:
     step = policy._attempt()  # as an asynchronous loop does: its row is in flight, it has not forked
     assert [request.spec for request in step.held_back] == [first]
     request = policy.requests[first]
-    for left, fits in ((7, False), (8, True)):
+    for left, fits in ((read - 1, False), (read, True)):
         step.kv, step.fast = left, True
         assert policy._fits(request, step) is fits

@@ -75,7 +75,7 @@ class Transformers523(TransformersScheduler):
     def _fits(self, request: Request, step: Step) -> bool:
         """True if the row may read its cache. A row without tokens pays for what it reads: no fast path."""
         if request in self.sampling.samples and request.uncomputed == 1:
-            return step.kv >= request.computed
+            return step.kv >= self._reads(request)
         return super()._fits(request, step)
 
     def _fork(self) -> None:
