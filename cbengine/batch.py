@@ -141,7 +141,6 @@ class Batcher:
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
         widths = self._widths(plan, chunks)
-        further = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         listed = [self.sequences[chunk.spec] for chunk in _sampling(singles, chunks)]
         draws = bool(self._decoding.temperature[:going].any()) or any(not one.sampling.greedy for one in listed)
         header = Header(
@@ -150,14 +149,14 @@ class Batcher:
             live=live,
             tokens=decodes + sum(widths),
             longest=max(widths, default=1),
-            further=len(further),
+            further=len(listed) - len(singles),
             updates=min(len(self._places), self._most_updates),
             random=draws,
             padded=self._padded,
             beams=beams,
         )
         assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
-        self._write(header, into, singles, chunks, widths, further)
+        self._write(header, into, singles, chunks, widths)
         readers = self._decoding.sequences if going else []
         beyond = self._places[header.updates :], self._blocks[header.updates :]
         excess = np.array(beyond, dtype=np.int32) if beyond[0] else None
@@ -238,15 +237,7 @@ class Batcher:
         singles = [chunk for chunk in listed if chunk.tokens == 1 and chunk.outputs]
         return singles, [chunk for chunk in listed if chunk.tokens > 1 or not chunk.outputs]
 
-    def _write(
-        self,
-        header: Header,
-        into: Ints,
-        singles: list[Chunk],
-        chunks: list[Chunk],
-        widths: list[int],
-        further: list[int],
-    ) -> None:
+    def _write(self, header: Header, into: Ints, singles: list[Chunk], chunks: list[Chunk], widths: list[int]) -> None:
         step = arrays(into, header)
         going, live, decodes = header.live - len(singles), header.live, header.decodes
         decoding = self._decoding
@@ -256,7 +247,7 @@ class Batcher:
         step.starts[: decodes + 1] = np.arange(decodes + 1)
         step.starts[decodes + 1 :] = decodes + np.cumsum(widths)
         step.tokens[:going], step.tokens[live:decodes] = CARRIED, 0
-        step.sampled[:] = further
+        step.sampled[:] = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
         step.places[:], step.blocks[:] = self._places[: header.updates], self._blocks[: header.updates]
         if self._padded:
             step.first[:going], step.first[live:decodes] = decoding.first[:going], 0

@@ -52,7 +52,8 @@ def report(arguments: argparse.Namespace) -> int:
     made = replace(made, title=arguments.title or made.title)
     if out is not None:
         _write(made, out, steered)
-    _print(() if out else made.tables, made.findings, () if out else made.caveats or ())
+        made = replace(made, tables=(), caveats=())
+    _print(made.tables, made.findings, made.caveats or ())
     return status
 
 

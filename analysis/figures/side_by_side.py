@@ -326,7 +326,9 @@ def _gains(runs: Sequence[LoadedRun]) -> Mapping[str, float]:
 
 
 def findings(runs: Sequence[LoadedRun]) -> list[str]:
-    """Return sentences on the runs: which is best, what async gains, where the SLO holds."""
+    """Return sentences on the runs: which is best, what async gains, where the SLO holds; none on a single run."""
+    if len(runs) < 2:
+        return []
     sentences = [_most(runs), *(_least(runs, name, key) for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))]
     gains = sorted(_gains(runs).values())
     if gains:

@@ -60,24 +60,21 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
 
 def build(runs: Sequence[LoadedRun], command: str, *, draw: bool = True) -> Report:
     """Return the report of runs of one workload, or of a sweep; without figures unless `draw`. Raises Incomparable."""
-    swept = sweeps.sweep(runs) if len(runs) > 1 else None
+    swept = sweeps.sweep(runs)
     if len(runs) > 1:
         compare.check(runs, swept=swept is not None)
     both = compared(runs) if len(runs) == 2 else None
     subjects = [f"{lookup(run.scenario, 'model.name')} on {lookup(run.scenario, 'hardware.name')}" for run in runs]
     title = ", ".join(dict.fromkeys([*(run.name for run in runs), *subjects]))
     questions = list(dict.fromkeys(str(run.summary.get("question", "")) for run in runs))
-    if swept is not None:
-        findings = sweeps.findings(swept)
-    else:
-        findings = list(both.findings) if both else side_by_side.findings(runs) if len(runs) > 2 else []
+    findings = sweeps.findings(swept) if swept else both.findings if both else side_by_side.findings(runs)
     return Report(
         title=f"{title}: {swept.field} from {swept.values[0]:g} to {swept.values[-1]:g}" if swept else title,
         question=questions[0] if len(questions) == 1 else "",
         sources=[source(run, runs[0]) for run in runs],
         caveats=trust.caveats(runs),
-        findings=[*findings, ALWAYS_ACTIVE] if draw and always_active(runs) else findings,
-        tables=both.tables if both else tables(runs, by_rate=swept is not None and swept.by_rate),
+        findings=[*findings, *([ALWAYS_ACTIVE] if draw and always_active(runs) else [])],
+        tables=both.tables if both else tables(runs, swept),
         charts=charts(runs, swept) if draw else (),
         command=command,
     )
@@ -122,9 +119,9 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
     return Tile(metric, METRICS[metric].label, METRICS[metric].shown(value), note)
 
 
-def tables(runs: Sequence[LoadedRun], *, by_rate: bool) -> list[Table]:
+def tables(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Table]:
     """Return a table of the runs, best first; the main numbers of few."""
-    made = [side_by_side.table(runs, by_rate=by_rate)] if len(runs) > 2 else []
+    made = [side_by_side.table(runs, by_rate=swept is not None and swept.by_rate)] if len(runs) > 2 else []
     if len(runs) > MOST_IN_DETAIL:
         return made
     rows = []

@@ -109,38 +109,46 @@ def charts(table: SweepTable, shown: Look) -> list[Chart]:
 
 def findings(table: SweepTable, shown: Look) -> list[str]:
     """Return sentences on how much is done, which places are best, which meet the limits."""
-    places = shown.places
+    places, met = shown.places, sweeps.meets(table, shown.places, shown.limits)
     counts = ", ".join(f"{table.count(status):,} {status}" for status in sweep_table.STATUSES if table.count(status))
-    sentences = [f"{len(table):,} points at {len(places):,} places: {counts}."]
+    constants = ", ".join(f"{name} = {value}" for name, value in table.constants.items())
+    limits = " and ".join(limit.rule for limit in shown.limits)
+    left_out = ", ".join(catalogue.metric(metric).label for metric in whole(table) if metric not in shown.metrics)
+    sentences = [
+        f"{len(table):,} points at {len(places):,} places: {counts}.",
+        _given(table),
+        f"The same at all: {constants}." if constants else "",
+        f"{int(met.sum()):,} of {len(places):,} places meet {limits} in the mean of their replicates."
+        if limits
+        else "",
+        f"{left_out}: 100 % at every point, so there is no figure of it." if left_out else "",
+    ]
+    sentences += [
+        _best(table, places, metric, met, bool(limits)) for metric in dict.fromkeys((*shown.metrics, *shown.pareto))
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _given(table: SweepTable) -> str:
+    """Return a sentence on what is given at all points: model, GPU, the fields of the workload that no axis sets."""
     workload = lookup(documents.parse(table.scenario or "{}", str(table.path)), "workload") or {}
     varied = {field.removeprefix("workload.") for axis in table.axes for field in axis.fields}
     same = {name: value for name, value in flat(workload).items() if name not in varied}
     given = ", ".join(f"{name} {value}" for name, value in same.items() if value not in (None, [], False))
-    sentences += [f"{table.subject}; workload: {given}."] if given else []
-    constants = ", ".join(f"{name} = {value}" for name, value in table.constants.items())
-    sentences += [f"The same at all: {constants}."] if constants else []
-    met = sweeps.meets(table, places, shown.limits)
-    if shown.limits:
-        limits = " and ".join(limit.rule for limit in shown.limits)
-        sentences.append(f"{int(met.sum()):,} of {len(places):,} places meet {limits} in the mean of their replicates.")
-    left_out = [catalogue.metric(metric).label for metric in whole(table) if metric not in shown.metrics]
-    sentences += [f"{', '.join(left_out)}: 100 % at every point, so there is no figure of it."] if left_out else []
-    for metric in dict.fromkeys((*shown.metrics, *shown.pareto)):
-        sentences += _best(table, places, metric, met, bool(shown.limits))
-    return sentences
+    return f"{table.subject}; workload: {given}." if given else ""
 
 
-def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> list[str]:
+def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> str:
     """Return the place of the best mean, if the metric has a direction and not all means are the same."""
     what, means = catalogue.metric(metric), places.means(table.metrics[metric])
     known = np.flatnonzero(np.isfinite(means.mean) & met)
     if not len(known) or not np.ptp(means.mean[known]) or not places.axes or not what.sign:
-        return []
+        return ""
     order = means.mean[known] * what.sign
     best = int(known[order.argmax()])
     most = "Most" if what.sign > 0 else "Least"
     within = " within the SLO" if limited else ""
-    return [f"{most} {what.label}{within}: {_cell(what, means, best)} at {places.label(best)}."]
+    return f"{most} {what.label}{within}: {_cell(what, means, best)} at {places.label(best)}."
 
 
 def _cell(metric: Metric, means: Means, at: int) -> str:

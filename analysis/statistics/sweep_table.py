@@ -134,16 +134,17 @@ def read(path: Path) -> SweepTable:
     axes = _together([axis for axis in every if len(axis) > 1])
     firsts = {axis.fields[0] for axis in axes}
     axes = [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
-    metrics = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
-    metrics = {name: values for name, values in metrics.items() if np.isfinite(values).any()}
+    columns = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
+    metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64)
-    about = {
-        key.decode(): text.decode(errors="replace")
-        for key, text in (table.schema.metadata or {}).items()
-        if key in METADATA
-    }
+    about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
+
+
+def _metadata(table: pa.Table) -> dict[str, str]:
+    metadata = table.schema.metadata or {}
+    return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
 def _checked(path: Path) -> pa.Table:

@@ -125,18 +125,14 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     if report.question:
         yield from (plain(report.question), "")
-    if len(report.sources) <= MOST_COLUMNS and any(source.tiles for source in report.sources):
+    many = len(report.sources) > MOST_COLUMNS
+    if not many and any(source.tiles for source in report.sources):
         yield from table(_tiles(report.sources))
     if report.findings:
         yield from ("## Findings", "", *(f"- {plain(finding)}" for finding in report.findings), "")
     tables = [line for part in report.tables for line in (f"## {plain(part.title)}", "", *table(part))]
-    yield from tables if len(report.sources) > MOST_COLUMNS else ()
-    if report.caveats is not None:
-        reasons = [
-            f"- **{plain(it.run)}**: {plain(it.reason)}" if it.run else f"- {plain(it.reason)}" for it in report.caveats
-        ]
-        yield from ("## When not to trust this", "", *(reasons or ["No caveat found."]), "")
-    yield from () if len(report.sources) > MOST_COLUMNS else tables
+    caveats = [] if report.caveats is None else _doubts(report.caveats)
+    yield from (*tables, *caveats) if many else (*caveats, *tables)
     if report.charts:
         yield from ("## Figures", "")
     for chart in report.charts:
@@ -145,6 +141,11 @@ def _lines(report: Report) -> Iterator[str]:
     yield from ("## How this was made", "", *fenced("sh", report.command))
     for source in report.sources:
         yield from ("", *_source(source))
+
+
+def _doubts(caveats: Sequence[Caveat]) -> list[str]:
+    reasons = [f"- **{plain(it.run)}**: {plain(it.reason)}" if it.run else f"- {plain(it.reason)}" for it in caveats]
+    return ["## When not to trust this", "", *(reasons or ["No caveat found."]), ""]
 
 
 def _tiles(sources: Sequence[Source]) -> Table:

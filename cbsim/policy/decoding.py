@@ -224,10 +224,7 @@ class Decoding:
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
         joined, ends, tokens, table_blocks, new_blocks = listed
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
-        transfers, awaited = NO_TRANSFERS
-        if self.transfers or self.awaited:
-            transfers, awaited = tuple(self.transfers), tuple(self.awaited)
-            self.transfers, self.awaited = [], []
+        transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
         work = StepWork(tuple(rows.values()), lead, decodes, context, longest, tokens, fast_decode=fast_decode)
         table_blocks += 0 if resting else members.held_blocks
@@ -245,6 +242,13 @@ class Decoding:
             self._left, self.ended, self.preempted, self._replaced = [], [], [], []
             self._move(joined, ending)
         return plan
+
+    def _take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        if not (self.transfers or self.awaited):
+            return NO_TRANSFERS
+        taken = tuple(self.transfers), tuple(self.awaited)
+        self.transfers, self.awaited = [], []
+        return taken
 
     def _changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""

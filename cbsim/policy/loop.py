@@ -182,7 +182,7 @@ class Standstill:
             if self.steps >= self._limit:
                 lost = f"{self.preemptions:,} preemptions, " if self.preemptions else ""
                 since = f"in {self.steps:,} steps, from {plan.step - self.steps + 1:,} on"
-                raise _stuck(scheduler, f"no request has got further {since}: {lost}{_held(scheduler)}")
+                raise _over(scheduler, f"no request has got further {since}: {lost}{_held(scheduler)}")
 
 
 def _held(scheduler: Scheduler) -> str:
@@ -206,10 +206,11 @@ class Watched:
         raise NotImplementedError
 
 
-def _stuck(scheduler: object, reason: str) -> DeadlockError:
+def _over(scheduler: object, stuck: str) -> DeadlockError:
+    """Say that a run is over, and return the error of one that is stuck."""
     if isinstance(scheduler, Watched):
-        scheduler.over(reason)
-    return DeadlockError(reason)
+        scheduler.over(stuck)
+    return DeadlockError(stuck)
 
 
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
@@ -233,13 +234,12 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             yield IDLE
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
-            raise _stuck(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
+            raise _over(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
         if _must_await(scheduler, in_flight, idle):
             yield from _complete(scheduler, *in_flight.popleft(), standstill)
     while in_flight:
         yield from _complete(scheduler, *in_flight.popleft(), standstill)
-    if isinstance(scheduler, Watched):
-        scheduler.over("")
+    _over(scheduler, "")
 
 
 def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:

@@ -319,13 +319,16 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
 
 
 def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list[str]:
-    """Return what the interval covers, what step times `rest` on, and a notice for each percentile that runs are too
-    short for and each bound that no load breaks and that may be meant in milliseconds.
+    """Return what the interval covers, what step times `rest` on, and a notice for each percentile that runs have too
+    few requests for, and each bound that no load breaks and that may be meant in milliseconds.
     """
-    names = dict.fromkeys(name for each in probes for name in each.few)
     least = min(each.requests // each.replicates for each in probes)
-    needed = {catalogue.metric(name).spelled: SAMPLES_NEEDED[name.rpartition(".")[2]] for name in names}
-    few = [f"{name} needs {count} requests that count, runs have {least:,}" for name, count in needed.items()]
+    needed = {check.spelled: SAMPLES_NEEDED.get(check.metric.rpartition(".")[2], 0) for check in terms.conditions}
+    few = [
+        f"{name} needs {count} requests that count, runs have {least:,}"
+        for name, count in needed.items()
+        if count > least
+    ]
     light = probes[0].intervals if all(each.excess <= 0 for each in probes) else ()
     held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
     doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]

@@ -16,7 +16,6 @@ from typing import Any
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.metrics.checks import OPERATORS, Check, parse
-from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record.record import FAILED
 from cbsim.scenario import demand
 from cbsim.scenario.fields import cut, near, shown
@@ -230,7 +229,6 @@ class Probe:
     holds: bool | None
     reason: str | None
     limits: Sequence[str]
-    few: tuple[str, ...] = ()  # percentiles that its runs are too short for
     likely: bool | None = None
 
     @property
@@ -316,7 +314,7 @@ class Prober:
         if lost is not None:
             return Probe(*about, (), False, lost, runs[0].limits)
         values = tuple(_interval(check, _values(check, runs), requests, tail) for check in conditions)
-        return Probe(*about, values, *self._verdict(values), runs[0].limits, _few(self._terms, runs))
+        return Probe(*about, values, *self._verdict(values), runs[0].limits)
 
     def _verdict(self, values: Sequence[Interval]) -> tuple[bool | None, str | None]:
         """Return whether the conditions hold, and which fail, or else which are undecided."""
@@ -357,12 +355,3 @@ def _lost(runs: Sequence[Run]) -> str | None:
     counts = {status: sum(run.summary["requests_by_status"][status] for run in runs) for status in LOST}
     sent = sum(run.summary["requests"] for run in runs)
     return ", ".join(f"{count:,} of {sent:,} requests {status}" for status, count in counts.items() if count) or None
-
-
-def _few(terms: Terms, runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return the percentiles among the conditions' metrics for which some run has too few values."""
-    percentiles = [check.metric for check in terms.conditions if check.metric.rpartition(".")[2] in SAMPLES_NEEDED]
-    parts = {name: name.split(".") for name in percentiles}
-    return tuple(
-        name for name, (head, tail) in parts.items() if any(tail in run.summary[head]["too_few_for"] for run in runs)
-    )

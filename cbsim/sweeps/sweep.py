@@ -140,6 +140,10 @@ class Row(NamedTuple):
     def status(self) -> str:
         return DONE if self.summary is not None else FAILED if self.reason is not None else MISSING
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {} if self.summary is None else numbers(self.point, self.summary)
+
 
 def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
     """Return every metric of a run, and two of the whole system: tokens/s per GPU, and per user, 1 / mean TPOT."""
@@ -165,8 +169,7 @@ def table_of(rows: Sequence[Row], command: str = "") -> pa.Table:
     columns["key"] = [point.key for point in points]
     columns["status"] = [row.status for row in rows]
     columns["reason"] = pa.array([row.reason for row in rows], pa.string())
-    metrics = [{} if row.summary is None else numbers(row.point, row.summary) for row in rows]
-    table = pa.table(columns | _columns(metrics, lambda values: pa.array(values, pa.float64())))
+    table = pa.table(columns | _columns([row.numbers for row in rows], lambda values: pa.array(values, pa.float64())))
     rest = "\n".join(coverage.bases(point.scenario for point in points))
     subjects = dict.fromkeys(f"{each.scenario.model.name} on {each.scenario.hardware.name}" for each in points)
     about = {"subject": ", ".join(subjects), "command": command}
