@@ -9,16 +9,26 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from functools import partial
 from importlib.metadata import version as release
 from typing import Any, ClassVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
+
+import torch
+from transformers import GenerationConfig, LlamaConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as caches
+from transformers.generation.continuous_batching import cb_logits_processors as processors
+from transformers.generation.continuous_batching import continuous_api as api
+from transformers.generation.continuous_batching import initialization, requests, utils
+from transformers.generation.continuous_batching import input_outputs as ios
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.logits_process import LogitsProcessorList
 
 from cbsim.live.original import Line, numbers
 from cbsim.live.transformers_workloads import draw  # noqa: F401  (part of the protocol)
 from cbsim.workload.scheduler_tests import Tokens
-
-import_module("transformers.generation.continuous_batching")  # where it cannot be imported, so says --live
 
 versions = ("5.17.0", "5.23.0", "5.24.0")
 lengths = ("prompt", "max_new_tokens")
@@ -62,10 +72,6 @@ def record(workload: Line, mode: str) -> list[Line]:  # noqa: ARG001
     return [header, *live.recorder.lines, {"footer": True, "outputs": live.outputs()}]
 
 
-def _module(name: str) -> Any:
-    return import_module(f"transformers.generation.continuous_batching.{name}")
-
-
 def _sectors() -> bool:
     """Whether the cache of the version installed has sectors."""
     return numbers(release("transformers")) >= [5, 18]
@@ -74,23 +80,15 @@ def _sectors() -> bool:
 # -- the original without an accelerator -------------------------------------------------------------------------------
 
 
-class _NoEvent:
-    """A stream event where there are no streams."""
-
-    def synchronize(self) -> None: ...
-    def record(self, *_: Any) -> None: ...
-
-
 def _host_async_ios() -> Any:
     """Return the original's double-buffered inputs and outputs, without streams and pinned memory."""
-    ios = _module("input_outputs")
 
     def init(self: Any, **kwargs: Any) -> None:
         self.current_pair, self.io_pairs = 0, []
         for _ in range(2):
             pair = ios.HostDeviceIOPair.__new__(ios.HostDeviceIOPair)
             pair.host_io, pair.device_io = ios.ContinuousBatchingIOs(**kwargs), ios.ContinuousBatchingIOs(**kwargs)
-            pair.h2d_over = pair.compute_over = pair.d2h_over = _NoEvent()
+            pair.h2d_over = pair.compute_over = pair.d2h_over = Mock()
             self.io_pairs.append(pair)
         self.h2d_stream = self.d2h_stream = self.compute_stream = None
         self.max_batch_tokens = kwargs["cache"].max_batch_tokens
@@ -113,26 +111,16 @@ def _host_async_ios() -> Any:
     return type("HostAsyncIOs", (ios.ContinuousBatchingAsyncIOs,), methods)
 
 
-def _pageable(empty: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch.empty for memory that a GPU's driver need not know of."""
-
-    def made(*shape: Any, pin_memory: bool = False, **given: Any) -> Any:
-        del pin_memory
-        return empty(*shape, **given)
-
-    return made
-
-
 @contextmanager
 def _on_a_cpu() -> Iterator[None]:
     """Answer without an accelerator what the original asks of one."""
-    torch = import_module("torch")
+    empty = torch.empty
     with ExitStack() as stack:
         for owner, name, instead in (
-            (_module("cache").PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 40),
-            (_module("initialization"), "ensure_decode_fast_path_is_available", lambda *_, **__: None),
-            (_module("continuous_api"), "ContinuousBatchingAsyncIOs", _host_async_ios()),
-            (torch, "empty", _pageable(torch.empty)),
+            (caches.PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 40),
+            (initialization, "ensure_decode_fast_path_is_available", lambda *_, **__: None),
+            (api, "ContinuousBatchingAsyncIOs", _host_async_ios()),
+            (torch, "empty", lambda *shape, pin_memory=False, **given: empty(*shape, **given)),  # noqa: ARG005, PLW0108
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield
@@ -141,7 +129,7 @@ def _on_a_cpu() -> Iterator[None]:
 def _model_config(workload: Line) -> Any:
     model = dict(workload.get("model", {}))
     types, window = model.pop("layer_types", None), model.pop("sliding_window", None)
-    config = import_module("transformers").LlamaConfig(**MODEL | model, max_position_embeddings=1 << 20)
+    config = LlamaConfig(**MODEL | model, max_position_embeddings=1 << 20)
     if types:
         config.layer_types, config.num_hidden_layers, config.sliding_window = types, len(types), window
     # by this name it allocates no mask, and nothing is imported for it
@@ -154,11 +142,11 @@ def _cb_config(workload: Line, config: Any) -> Any:
     given = dict(workload["cb"])
     if _sectors():
         given["page_size"] = given.pop("block_size")
-    cb = import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig(**given)
+    cb = ContinuousBatchingConfig(**given)
     cb.use_async_batching = workload.get("mode") == "async"
     cb.use_cuda_graph = (False, False)
-    kept, where = cb.max_blocks_per_request, {"device": import_module("torch").device("cpu")} if _sectors() else {}
-    resolve = _module("initialization").resolve_continuous_batching_config
+    kept, where = cb.max_blocks_per_request, {"device": torch.device("cpu")} if _sectors() else {}
+    resolve = initialization.resolve_continuous_batching_config
     cb = resolve(config, cb, None, has_logit_processors=False, **where)
     if kept is not None:
         cb.max_blocks_per_request = kept
@@ -167,34 +155,27 @@ def _cb_config(workload: Line, config: Any) -> Any:
 
 def _processor(workload: Line) -> Any:
     """Return the original's batch processor for a workload, with everything it needs."""
-    torch, api, initialization = import_module("torch"), _module("continuous_api"), _module("initialization")
     config = _model_config(workload)
     cb = _cb_config(workload, config)
     device, dtype = torch.device("cpu"), torch.float32
-    distributed = _module("distributed").DistributedHelper(device_mesh=None, cpu_group_timeout=None)
+    distributed = DistributedHelper(device_mesh=None, cpu_group_timeout=None)
     where = {"device": device, "dtype": dtype, "distributed_helper": distributed}
     where |= {} if _sectors() else {"tp_plan": {}}
-    cache = _module("cache").PagedAttentionCache(config=config, continuous_batching_config=cb, **where)
+    cache = caches.PagedAttentionCache(config=config, continuous_batching_config=cb, **where)
     sizes = {"num_blocks": cache.num_blocks, "max_batch_tokens": cache.max_batch_tokens}
     sizes |= {} if _sectors() else {"use_prefix_sharing": cache.use_prefix_sharing}
     initialization.update_cb_config_after_cache_creation(cb_config=cb, **sizes)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         cb.max_blocks_per_request = 0
-    scheduler = _module("scheduler").SCHEDULER_MAPPING[cb.scheduler_type](
+    scheduler = SCHEDULER_MAPPING[cb.scheduler_type](
         cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=cb.max_requests_per_batch
     )
-    no_processors = import_module("transformers.generation.logits_process").LogitsProcessorList()
-    configuration = import_module("transformers.generation.configuration_utils")
     return api.ContinuousBatchProcessor(
         cache=cache,
         config=config,
-        generation_config=configuration.GenerationConfig(
-            do_sample=False, eos_token_id=workload.get("eos_token_id", -1)
-        ),
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=workload.get("eos_token_id", -1)),
         continuous_batching_config=cb,
-        logit_processor=_module("cb_logits_processors").ContinuousBatchingLogitsProcessorList(
-            no_processors, False, True
-        ),
+        logit_processor=processors.ContinuousBatchingLogitsProcessorList(LogitsProcessorList(), False, True),
         input_queue=queue.Queue(),
         cancel_queue=queue.Queue(),
         output_router=api.OutputRouter(),
@@ -236,11 +217,9 @@ class BlockView:
     def hashed(self) -> set[int]:
         return set(self.cache._block_manager._hash_to_id.values())
 
-    def table(self, request: str) -> Any:
-        """Return a request's table; with several groups a table of each by its name."""
-        groups = self.groups()
-        tables = {name: list(table.get(request, ())) for name, table in groups}
-        return tables if len(groups) > 1 else tables[groups[0][0]]
+    def table(self, request: str) -> dict[str, list[int]]:
+        """Return a request's table in each group."""
+        return {name: list(table.get(request, ())) for name, table in self.groups()}
 
     def _allocate(self, original: Any, count: int, request: str, allocated: int) -> Any:
         blocks = self.cache._block_manager
@@ -253,18 +232,24 @@ class BlockView:
         evicted = [block for block in reversed(cached) if block not in blocks._init_block_ids]
         if evicted:
             self.note({"op": "evict", "blocks": evicted})
-        self.note({"op": "alloc", "req": request, "n": count, "blocks": _added(before, self.table(request))})
+        self.note({"op": "alloc", "req": request, "n": count, "blocks": self.added(request, before)})
         return answer
+
+    def added(self, request: str, before: dict[str, list[int]]) -> Any:
+        """Return the blocks that a request's tables got since they were as before."""
+        return single({name: table[len(before[name]) :] for name, table in self.table(request).items()})
 
     def _mark(self, original: Any, state: Any, count: Any) -> None:
         before, hashed = self.table(state.request_id), self.hashed()
         original(state, count)
         if count:
-            line = {"op": "complete", "req": state.request_id, "n": _single(count)}
+            line = {"op": "complete", "req": state.request_id, "n": single(count)}
             line["hashed"] = sorted(self.hashed() - hashed)
-            replaced = _replaced(before, self.table(state.request_id))
-            found = any(replaced.values()) if isinstance(replaced, dict) else replaced
-            self.note(line | ({"dedup": replaced} if found else {}))
+            pairs = {
+                name: zip(before[name], table, strict=False) for name, table in self.table(state.request_id).items()
+            }
+            replaced = {name: [[own, now] for own, now in both if own != now] for name, both in pairs.items()}
+            self.note(line | ({"dedup": single(replaced)} if any(replaced.values()) else {}))
 
     def pages(self) -> Any:
         """Return the tokens that the cache holds."""
@@ -309,7 +294,7 @@ class SectorView(BlockView):
         before, sectors = self.table(state.request_id), list(self.cache.pool.free_sectors)
         stored: bool = original(state, tokens, dry_run)
         line: Line = {"req": state.request_id, "tokens": tokens}
-        added = _added(before, self.table(state.request_id))
+        added = self.added(state.request_id, before)
         if not (stored or dry_run):
             self.note({"op": "alloc_fail", **line, "free_sectors": len(sectors)})
         elif not dry_run and (any(added.values()) if isinstance(added, dict) else added):
@@ -321,7 +306,7 @@ class SectorView(BlockView):
         cached = {name: list(each.ledger.cached_blocks) for name, each in self.cache.cache_allocators.items()}
         evicted: bool = original()
         if evicted:
-            self.note({"op": "evict_all_cached", "blocks": _single(cached)})
+            self.note({"op": "evict_all_cached", "blocks": single(cached)})
         return evicted
 
     def pages(self) -> Any:
@@ -364,21 +349,9 @@ class SectorView(BlockView):
         }
 
 
-def _single(value: Any) -> Any:
-    """Return a count by kind, or the only one."""
+def single(value: Any) -> Any:
+    """Return what there is of each group by its name, of one group without."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
-
-
-def _added(before: Any, after: Any) -> Any:
-    if isinstance(before, dict):
-        return {name: after[name][len(before[name]) :] for name in after}
-    return after[len(before) :]
-
-
-def _replaced(before: Any, after: Any) -> Any:
-    if isinstance(before, dict):
-        return {name: _replaced(before[name], after[name]) for name in before}
-    return [[own, now] for own, now in zip(before, after, strict=False) if own != now]
 
 
 class Recorder:
@@ -400,20 +373,16 @@ class Recorder:
             *self.view.watched(),
         ]
         for owner, name, around in watched:
-            self._wrap(owner, name, around)
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+            setattr(owner, name, partial(around, getattr(owner, name)))
 
     def _lookup(self, original: Any, request: str, prompt: list[int]) -> int:
         matched: int = original(request, prompt)
         line = {"op": "prefix_lookup", "req": request, "lookup_tokens": len(prompt), "matched_tokens": matched}
-        self.events.append(line | {"blocks": self.view.table(request) if matched else []})
+        self.events.append(line | {"blocks": single(self.view.table(request)) if matched else []})
         return matched
 
     def _free(self, original: Any, request: str, *args: Any, **kwargs: Any) -> None:
-        line = {"op": "free", "req": request, "blocks": self.view.table(request)}
+        line = {"op": "free", "req": request, "blocks": single(self.view.table(request))}
         original(request, *args, **kwargs)
         self.events.append(line | ({"no_cache": True} if kwargs.get("no_cache") or any(args) else {}))
 
@@ -449,7 +418,7 @@ class Recorder:
 
     def _batch(self) -> Line:
         _, fast, query, read = self._scheduled
-        utils, settings, cache = _module("utils"), self.processor.cb_config, self.processor.cache
+        settings, cache = self.processor.cb_config, self.processor.cache
         padded = [utils.pad_to_pow2(query, settings.max_requests_per_batch), 0]
         if not fast:
             intervals = settings.q_padding_interval_size or 64, settings.kv_padding_interval_size or 16384
@@ -472,15 +441,15 @@ class Recorder:
         return ios.io_pairs[ios.current_pair].host_io if self.processor.use_async_batching else ios
 
     def _state(self) -> Line:
-        scheduler, groups = self.scheduler, self.view.groups()
-        requests = dict.fromkeys(request for _, table in groups for request in table)
+        scheduler = self.scheduler
+        known = dict.fromkeys(request for _, table in self.view.groups() for request in table)
         return {
             "active": [[request, state.status.name] for request, state in scheduler.active_requests.items()],
             "waiting": list(scheduler.waiting_requests_order),
             "block_new_requests": scheduler.block_new_requests,
             **self.view.free(),
             **self.view.host(),
-            "block_tables": {request: self.view.table(request) for request in requests},
+            "block_tables": {request: single(self.view.table(request)) for request in known},
         }
 
     def update(self) -> None:
@@ -524,7 +493,7 @@ def _row(future: Any) -> Line:
         "q": future.query_length,
         "past": future.state.position_offset - future.query_length,
         "new_token": bool(future.has_new_token),
-        "complete_blocks": _single(future.complete_blocks),
+        "complete_blocks": single(future.complete_blocks),
     }
 
 
@@ -558,9 +527,9 @@ class Live:
             self.recorder.update()
 
     def _feed(self, step: int) -> tuple[list[str], list[str]]:
-        requests = [request for request in self._requests if request.get("arrival_step", 0) == step]
-        for request in requests:
-            state = _module("requests").RequestState(
+        coming = [request for request in self._requests if request.get("arrival_step", 0) == step]
+        for request in coming:
+            state = requests.RequestState(
                 request_id=request["id"],
                 initial_tokens=list(request["prompt"]),
                 max_new_tokens=request["max_new_tokens"],
@@ -571,7 +540,7 @@ class Live:
         cancels = [cancel["id"] for cancel in self._cancels if cancel["step"] == step]
         for name in cancels:
             self.processor.cancel_queue.put(name)
-        return [request["id"] for request in requests], cancels
+        return [request["id"] for request in coming], cancels
 
     def _forward(self) -> None:
         """Do what the model would: transfer, sample a token for every row that asks for one, transfer back."""
