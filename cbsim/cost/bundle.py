@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.cost.base import NS, cpu_cost
-from cbsim.cost.table import Attention, Ladder, attention_work
+from cbsim.cost.table import Attention, Ladder, attention_work, reached
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog, documents
@@ -34,32 +34,12 @@ from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.fields import bare, shown
 from cbsim.scenario.rows import CsvTable, open_text
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.shapes import ModelShape
 
 NS_A_US = 1000.0
 ONCE = ("prologue", "head")
 EVERY_LAYER = ("pre_attn", "post_attn", "mlp_dense", "mlp_moe")
 MULTIPROCESSORS = {"NVIDIA GeForce RTX 4090": 128, "NVIDIA RTX PRO 6000 Blackwell Server Edition": 188}
-
-
-class Experts(NamedTuple):
-    """A mixture of experts: how many a layer has, how many a token goes through, and the two widths of each."""
-
-    total: int
-    per_token: int
-    hidden: int
-    intermediate: int
-
-    def hit(self, tokens: int, ranks: int) -> float:
-        """Return the mean number of experts of one of `ranks` GPUs that `tokens` tokens reach, all equally likely."""
-        return self.total / ranks * (1 - (1 - self.per_token / self.total) ** tokens)
-
-    def skipped(self) -> float:
-        """Return what a pair of a token and another GPU's expert writes, in units of one expert's weights.
-
-        vLLM's kernels run over all gathered pairs. For these both products write zeros, the activation between them
-        runs, and the sum behind them adds zeros; what was just written is read from the cache.
-        """
-        return (3 * self.intermediate + self.hidden) / (3 * self.hidden * self.intermediate)
 
 
 def table_cost(scenario: Scenario, settings: TableSettings) -> TableCost:
@@ -76,41 +56,37 @@ def table_cost(scenario: Scenario, settings: TableSettings) -> TableCost:
         profiled = str(source.get(field, "")).rsplit("/", maxsplit=1)[-1]
         if bare(profiled) not in bare(name):
             raise ScenarioError(f"cost.path: {meta} is of {profiled}, but {of}.name is {name!r}")
-    experts = None
-    if model.experts:
-        experts = Experts(model.experts, model.experts_per_token, model.hidden, model.intermediate)
-    tables = Bundle(folder, tensor, model.layers, experts, max(1, model.kv_heads // tensor))
-    return TableCost(tables, settings, model.layers, model.hidden * model.dtype_bytes)
+    return TableCost(Bundle(folder, model, tensor), settings, model.layers, model.hidden * model.dtype_bytes)
 
 
 class Bundle:
-    """The tables of a tensor-parallel degree, with `kv_heads` on each GPU if known. Raises ScenarioError."""
+    """The tables of `model` on one of `tensor` GPUs that share it. Raises ScenarioError."""
 
-    def __init__(
-        self, folder: Path, tensor_parallel: int, layers: int, experts: Experts | None, kv_heads: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, model: ModelShape, tensor: int) -> None:
         meta = documents.read(folder / "meta.yaml").data
-        tables = _of_degree(folder, tensor_parallel)
+        tables = _of_degree(folder, tensor)
         order = _order(folder, meta)
-        self._layers, self._experts = layers, experts
+        self._model, self._layers_ns = model, NS_A_US * model.layers
         dense, head = _curves(tables / "dense.csv", "tokens"), _curves(tables / "per_sequence.csv", "sequences")
         in_layers = [name for part in EVERY_LAYER for name in order[part]]
         once = [name for part in ONCE for name in order[part]]
         self._linear = [
-            (layers, dense[n]) for n in _known(in_layers, dense, tables / "dense.csv", ("attention", "moe"))
+            (model.layers, dense[n]) for n in _known(in_layers, dense, tables / "dense.csv", ("attention", "moe"))
         ]
         self._linear += [(1, dense[n]) for n in _known(once, dense, tables / "per_sequence.csv", tuple(head))]
         self._head = [head[name] for name in once if name in head]
         at = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")  # the last one is the mean
         self._attention = _ladder(tables / "attention.csv", *at)
         self._moe = _ladder(tables / "moe.csv", "tokens", "activated_experts") if "moe" in in_layers else None
-        if (self._moe is None) != (experts is None):
+        if (self._moe is None) == bool(model.experts):
             problem = f"got {meta.get('architecture')!r}; either it or the model has experts, but not both"
             raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: {problem}")
+        if self._moe is not None:  # what one more expert to read adds, at the fewest tokens that reach all
+            each, half = model.experts / model.experts_per_token, model.experts / 2
+            self._expert_us = (self._moe(each, model.experts) - self._moe(each, half)) / half
         fit = meta.get("skew_fit")
         sound = isinstance(fit, dict) and fit.get("enabled")  # as the authors of the tables found
-        self._skew = _Skew(tables / "skew.csv", _whole_rows(meta, kv_heads)) if sound else None
-        self._expert_us = _expert_us(self._moe, experts) if self._moe and experts else 0.0
+        self._skew = _Skew(tables / "skew.csv", _whole_rows(meta, max(1, model.kv_heads // tensor))) if sound else None
 
     def linear_ns(self, tokens: int) -> float:
         return NS_A_US * sum([times * curve(tokens) for times, curve in self._linear])
@@ -125,18 +101,23 @@ class Bundle:
             alpha = self._skew(work)
             if alpha:
                 mean += alpha * (self._attention(prefill, decodes, cached, longest) - mean)
-        return NS_A_US * self._layers * mean
+        return self._layers_ns * mean
 
     def experts_ns(self, tokens: int, ranks: int) -> float:
         """Return the ns of all layers' experts. A GPU computes the token-expert pairs of its own experts, on average as
-        many as its own `tokens` have, over the experts that all `ranks` x `tokens` tokens reach on it. It also skips
-        the other gathered pairs, which takes time too.
+        many as its own `tokens` have, over the experts that all `ranks` x `tokens` tokens reach on it.
+
+        vLLM's kernels run over all gathered pairs. For another GPU's both products write zeros, the activation between
+        them runs, and the sum behind them adds zeros; what was just written is read from the cache. So each takes as
+        long as to read as much of an expert's weights.
         """
-        if self._moe is None or self._experts is None:
+        model = self._model
+        if self._moe is None:
             return 0.0
-        skipped = (ranks - 1) * tokens * self._experts.per_token * self._experts.skipped()
-        own = self._moe(tokens, self._experts.hit(ranks * tokens, ranks))
-        return NS_A_US * self._layers * (own + skipped * self._expert_us)
+        skipped = (ranks - 1) * tokens * model.experts_per_token
+        written = (3 * model.intermediate + model.hidden) / (3 * model.hidden * model.intermediate)
+        hit = model.experts / ranks * reached(model.experts_per_token / model.experts, ranks * tokens)
+        return self._layers_ns * (self._moe(tokens, hit) + skipped * written * self._expert_us)
 
 
 class Link(NamedTuple):
@@ -278,12 +259,12 @@ def _layers(path: Path, part: str, names: Any) -> list[str]:
     return names
 
 
-def _whole_rows(meta: dict[str, Any], kv_heads: int | None) -> float:
+def _whole_rows(meta: dict[str, Any], kv_heads: int) -> float:
     """Return the decoding rows from which FlashAttention 2 splits no context, by its `num_splits_heuristic`: at a block
     for a row and KV head they fill four fifths of two blocks a multiprocessor. Infinite if the GPU is not known.
     """
     multiprocessors = MULTIPROCESSORS.get(meta.get("gpu", ""))
-    return 0.8 * 2 * multiprocessors / kv_heads if multiprocessors and kv_heads else inf
+    return 0.8 * 2 * multiprocessors / kv_heads if multiprocessors else inf
 
 
 def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewhere: tuple[str, ...]) -> list[str]:
@@ -307,9 +288,3 @@ def _curves(path: Path, axis: str) -> dict[str, Ladder]:
 
 def _ladder(path: Path, *axes: str) -> Ladder:
     return Ladder({tuple(at): time for *at, time in numbers(path, (*axes, "time_us"))}.items())
-
-
-def _expert_us(moe: Ladder, experts: Experts) -> float:
-    """Return the microseconds to read an expert's weights: what one more adds at the fewest tokens that reach all."""
-    tokens, half = experts.total / experts.per_token, experts.total / 2
-    return (moe(tokens, experts.total) - moe(tokens, half)) / half

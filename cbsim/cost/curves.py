@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 from math import exp, inf, log
 from typing import Any, NamedTuple
 
-from cbsim.cost.table import HEAD_DIM, LAUNCHES, KernelTimes, Ladder, neighbours, pairs
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, KernelTimes, Ladder, neighbours, pairs, reached
 from cbsim.scenario import catalog
 from cbsim.scenario.shapes import WEIGHT_BYTES, Hardware, ModelShape
 
@@ -42,9 +42,13 @@ class Sheet(NamedTuple):
     link: float
 
     def distance(self, other: Sheet) -> float:
-        """Return how far apart two data sheets are: the sum of the logarithms of the ratios of their rates."""
-        flops = self.flops["bfloat16"], other.flops["bfloat16"]
-        return sum(abs(log(a / b)) for a, b in (flops, (self.bytes, other.bytes), (self.link, other.link)))
+        """Return how far apart two data sheets are, by their rates."""
+        return apart(*((of.flops["bfloat16"], of.bytes, of.link) for of in (self, other)))
+
+
+def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the sum of the logarithms of ratios of numbers."""
+    return sum([abs(log(a / b)) for a, b in zip(ours, theirs, strict=True)])
 
 
 def sheet(gpu: Hardware) -> Sheet:
@@ -155,9 +159,9 @@ class CurveTimes(KernelTimes):
 
         def curve(source: Source) -> Points:
             of = _typed(source.curves["products"], dtype)
-            share = Grid((of["n"], of["k"], of["m"]), of["share"])
-            least = product(dtype, of["n"][0], of["k"][0], 1).bound_ns(source.sheet) / of["share"][0][0][0]
-            return self._scaled(source, least, [((m,), product(dtype, n, k, m), share(n, k, m)) for m in of["m"]])
+            return self._scaled(
+                source, of, ("n", "k", "m"), partial(product, dtype), [((m,), (n, k, m)) for m in of["m"]]
+            )
 
         return self._mean(curve)
 
@@ -166,15 +170,12 @@ class CurveTimes(KernelTimes):
         model = self._model
         shape = model.hidden, model.intermediate / self._tensor, model.experts_per_token, model.experts
 
-        def far(each: Curves) -> float:
-            return sum(abs(log(ours / theirs)) for ours, theirs in zip(shape, each["shape"], strict=True))
-
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["experts"], dtype)
-            shares = min(of["curves"], key=far)["share"]
-            work = [experts(dtype, shape, tokens) for tokens in of["tokens"]]
-            points = [((m,), *at) for m, *at in zip(of["tokens"], work, shares, strict=True)]
-            return self._scaled(source, 0.0, points)
+            nearest = min(of["curves"], key=lambda each: apart(shape, each["shape"]))
+            points = [((tokens,), (tokens,)) for tokens in of["tokens"]]
+            work = partial(experts, dtype, shape)
+            return self._scaled(source, {**of, **nearest}, ("tokens",), work, points, launched=False)
 
         return self._mean(curve, "experts")
 
@@ -185,37 +186,44 @@ class CurveTimes(KernelTimes):
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["decode"], dtype)
-            share = Grid((of["rows"], of["context"]), of["share"])
-            least = decode(dtype, of["rows"][0] * of["context"][0]).bound_ns(source.sheet) / of["share"][0][0]
-            at = [(rows, context) for rows in of["rows"] for context in of["context"]]
-            points = [((rows, n), decode(dtype, rows * wide * n), share(rows * wide, n)) for rows, n in at]
-            return self._scaled(source, least, points)
+            points = [((rows, n), (rows * wide, n)) for rows in of["rows"] for n in of["context"]]
+            return self._scaled(source, of, ("rows", "context"), partial(decode, dtype), points)
 
         return self._mean(curve)
 
     def _prompt_ladder(self, query: float) -> Ladder:
         """Return the ns of a layer's attention of a prompt computed at once, by its pairs."""
         model = self._model
-        dtype, wide = model.dtype, query * model.head_dim / HEAD_DIM
+        wide = query * model.head_dim / HEAD_DIM
 
         def curve(source: Source) -> Points:
             of = self._of_engine(source)["prompt"]
-            share = Grid((of["heads"], of["tokens"]), of["share"])
-            least = prompt(dtype, of["heads"][0] * pairs(of["tokens"][0])).bound_ns(source.sheet) / of["share"][0][0]
-            points = [((pairs(n),), prompt(dtype, wide * pairs(n)), share(wide, n)) for n in of["tokens"]]
-            return self._scaled(source, least, points)
+            points = [((pairs(n),), (wide, n)) for n in of["tokens"]]
+            return self._scaled(source, of, ("heads", "tokens"), partial(prompt, model.dtype), points)
 
         return self._mean(curve)
 
-    def _scaled(self, source: Source, least_ns: float, points: Sequence[tuple[At, Work, float]]) -> Points:
-        """Return the ns on this GPU at points whose work reached a share on the source's card. `least_ns` is what the
-        smallest kernel took: launching, which no data sheet scales.
+    def _scaled(
+        self,
+        source: Source,
+        of: Curves,
+        axes: Sequence[str],
+        work: Callable[..., Work],
+        points: Sequence[tuple[At, At]],
+        *,
+        launched: bool = True,
+    ) -> Points:
+        """Return the ns on this GPU at points, by coordinates and sizes on `axes`, whose `work` reached a share on the
+        source's card. What the smallest kernel took is launching, if it is `launched`: no data sheet scales that.
         """
+        share, smallest = Grid([of[axis] for axis in axes], of["share"]), [of[axis][0] for axis in axes]
+        least_ns = work(*smallest).bound_ns(source.sheet) / share(*smallest) if launched else 0.0
         scaled = []
-        for at, work, share in points:
-            theirs, ours = work.bound_ns(source.sheet), work.bound_ns(self._sheet)
-            launched = min(least_ns, theirs / share)
-            scaled.append((at, launched + (theirs / share - launched) * ours / theirs))
+        for at, sizes in points:
+            theirs, ours = (work(*sizes).bound_ns(rates) for rates in (source.sheet, self._sheet))
+            took = theirs / share(*sizes)
+            least = min(least_ns, took)
+            scaled.append((at, least + (took - least) * ours / theirs))
         return scaled
 
     def _mean(self, curve: Callable[[Source], Points], part: str = "") -> Ladder:
@@ -256,14 +264,14 @@ def product(dtype: str, n: float, k: float, m: float) -> Work:
     return Work(2 * m * n * k, WEIGHT_BYTES[dtype] * n * k + 2 * m * (n + k), dtype)
 
 
-def decode(dtype: str, tokens: float) -> Work:
-    """Return the work of decoding rows that read so many tokens of a KV head of HEAD_DIM between them."""
-    return Work(0.0, 2 * HEAD_DIM * WEIGHT_BYTES[dtype] * tokens, dtype)
+def decode(dtype: str, rows: float, context: float) -> Work:
+    """Return the work of decoding rows of a KV head of HEAD_DIM that read so many tokens each."""
+    return Work(0.0, 2 * HEAD_DIM * WEIGHT_BYTES[dtype] * (rows * context), dtype)
 
 
-def prompt(dtype: str, head_pairs: float) -> Work:
-    """Return the work of so many query-key pairs of heads of HEAD_DIM."""
-    return Work(4 * HEAD_DIM * head_pairs, 0.0, dtype)
+def prompt(dtype: str, heads: float, tokens: float) -> Work:
+    """Return the work of the query-key pairs of a prompt in so many heads of HEAD_DIM."""
+    return Work(4 * HEAD_DIM * (heads * pairs(tokens)), 0.0, dtype)
 
 
 def experts(dtype: str, shape: Sequence[float], tokens: float) -> Work:
@@ -271,6 +279,5 @@ def experts(dtype: str, shape: Sequence[float], tokens: float) -> Work:
     tokens reach are read; each token is computed by its own.
     """
     hidden, inner, each, total = shape
-    hit = total * (1 - (1 - each / total) ** tokens)
-    weights = 3 * hidden * inner
+    hit, weights = total * reached(each / total, tokens), 3 * hidden * inner
     return Work(2 * tokens * each * weights, hit * weights * WEIGHT_BYTES[dtype], dtype)

@@ -66,8 +66,7 @@ class EngineCost:
     ) -> None:
         self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
         self._kernels, self._captured, self._copied_ns = kernels, captured, copied_ns
-        self._products, self._large_products = settings.products, settings.large_products
-        self._experts, self._decode_attention = settings.experts, settings.decode_attention
+        self._settings, self._decode_attention = settings, settings.decode_attention
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
         tensor = settings.tensor_parallel
         self._token_ns = settings.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
@@ -92,30 +91,13 @@ class EngineCost:
         return time + self._kernels.prompt_ns(work) if work.prefill else time
 
     def _all_tokens(self, tokens: int) -> float:
-        kernels, graph = self._kernels, tokens <= self._captured
-        factor = self._products if graph else self._large_products
-        time = factor * (kernels.linear_ns(tokens) + self._experts * kernels.experts_ns(tokens))
+        kernels, settings, graph = self._kernels, self._settings, tokens <= self._captured
+        factor = settings.products if graph else settings.large_products
+        time = factor * (kernels.linear_ns(tokens) + settings.experts * kernels.experts_ns(tokens))
         return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:
         return self._kernels.head_ns(rows) + rows * self._row_ns
-
-
-def engine_cost(scenario: Scenario, settings: TableSettings) -> EngineCost:
-    """Build a cost model from the tables of an engine, of one card. Raises ScenarioError."""
-    model, folder = scenario.model, catalog.tables(settings.path)
-    card = folder.name.partition("_")[0]
-    if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
-        raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
-    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
-    engine = engine_tables.meant(folder, settings.engine or "")
-    return EngineCost(
-        EngineTables(folder, engine, model, share, fastest=settings.fastest),
-        settings,
-        model,
-        bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
-        captured=captured_tokens(scenario),
-    )
 
 
 def captured_tokens(scenario: Scenario) -> int:
@@ -129,8 +111,22 @@ def captured_tokens(scenario: Scenario) -> int:
 
 
 def table(scenario: Scenario, settings: TableSettings) -> Cost:
-    """Build the cost model `table`, on an engine's tables if it names one. Raises ScenarioError."""
-    return engine_cost(scenario, settings) if settings.engine else bundle.table_cost(scenario, settings)
+    """Build the cost model `table`, on an engine's tables of one card if it names an engine. Raises ScenarioError."""
+    if not settings.engine:
+        return bundle.table_cost(scenario, settings)
+    model, folder = scenario.model, catalog.tables(settings.path)
+    card = folder.name.partition("_")[0]
+    if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
+        raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
+    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
+    engine = engine_tables.meant(folder, settings.engine)
+    return EngineCost(
+        EngineTables(folder, engine, model, share, fastest=settings.fastest),
+        settings,
+        model,
+        bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
+        captured=captured_tokens(scenario),
+    )
 
 
 def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from operator import le
 from pathlib import Path
@@ -47,6 +47,7 @@ from cbsim.scenario.shapes import ModelShape
 NS_A_MS = 1e6
 GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo"}  # by weights_dtype
 WIDE = "bfloat16"
+PROMPTS = "context_attention"
 
 
 class Share(NamedTuple):
@@ -76,14 +77,11 @@ class EngineTables(KernelTimes):
             product=partial(tables.product, dtype),
             head=tables.product(WIDE, model.vocab / tensor, model.hidden),
             experts=tables.experts(dtype, model, share) if model.experts else None,
-            decode=tables.attention("generation_attention", query, kv, model.kv_dtype or WIDE, _rows),
-            prompt=tables.attention("context_attention", query, kv, model.kv_dtype or WIDE, _prompts),
+            decode=tables.attention("generation_attention", query, kv, model.kv_dtype or WIDE),
+            prompt=tables.attention(PROMPTS, query, kv, model.kv_dtype or WIDE),
             reduce=tables.all_reduces(tensor) if tensor > 1 else {},
             gather=tables.gathers(tensor) if tensor > 1 else None,
         )
-
-
-Axes = Callable[[float, float, float], "tuple[float, ...] | None"]
 
 
 class _Tables(NamedTuple):
@@ -127,15 +125,19 @@ class _Tables(NamedTuple):
         }
         return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
 
-    def attention(self, operation: str, query: int, kv: int, kv_dtype: str, axes: Axes) -> Measured:
-        """Return milliseconds by what `axes` makes of batch, new and cached tokens; it is None for rows to skip."""
+    def attention(self, operation: str, query: int, kv: int, kv_dtype: str) -> Measured:
+        """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at
+        once, by its query-key pairs.
+        """
         path = self.file(operation)
         by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
         required = {"kv_cache_dtype": kv_dtype, "num_key_value_heads": kv}
-        for (heads, *row), ms in select(path, ("num_heads", "batch_size", "isl", "step"), required).items():
-            at = axes(*row)
-            if at is not None:
-                by_heads[heads][at] = ms
+        columns = ("num_heads", "batch_size", "isl", "step")
+        for (heads, batch, new, cached), ms in select(path, columns, required).items():
+            if operation != PROMPTS:
+                by_heads[heads][batch, new + cached] = ms
+            elif (batch, cached) == (1, 0):
+                by_heads[heads][(pairs(new),)] = ms
         fewer = max((heads for heads in by_heads if heads <= query), default=None)
         more = min((heads for heads in by_heads if heads >= query), default=None)
         if fewer is None or more is None:
@@ -210,16 +212,6 @@ def _products(folder: Path, engine: str, dtype: str) -> Products | None:
         return Products(path, select(path, ("m", "n", "k"), {"gemm_dtype": dtype}))
     except NoRowsError:
         return None
-
-
-def _rows(batch: float, new: float, cached: float) -> tuple[float, ...]:
-    """Return the decoding rows and the tokens that each reads."""
-    return batch, new + cached
-
-
-def _prompts(batch: float, new: float, cached: float) -> tuple[float, ...] | None:
-    """Return the query-key pairs of one prompt that is computed at once; None for other rows."""
-    return (pairs(new),) if (batch, cached) == (1, 0) else None
 
 
 def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:

@@ -9,12 +9,11 @@ The cost model `constant`: a fixed time plus linear terms. It is the textbook's,
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
+from cbsim.cost.table import Ladder
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.value import value
 from cbsim.scenario.costs import ConstantSettings, CurvePoint, FittedSettings
@@ -63,15 +62,11 @@ class Curve:
     """
 
     def __init__(self, at: Sequence[float], values: Sequence[float]) -> None:
-        lines = zip(pairwise(at), pairwise(values), strict=True)
-        slopes = [(after - before) / (right - left) for (left, right), (before, after) in lines]
-        self._at, self._values, self._slopes = list(at), list(values), [*slopes, slopes[-1] if slopes else 0.0]
+        points = zip(at, values, strict=True)
+        self._ladder = Ladder(((x,), value) for x, value in points) if at else None
 
     def __call__(self, x: float) -> float:
-        i = bisect_right(self._at, x) - 1
-        if i < 0:
-            return self._values[0] if self._values else 0.0
-        return max(0.0, self._values[i] + self._slopes[i] * (x - self._at[i]))
+        return max(0.0, self._ladder(x)) if self._ladder else 0.0
 
 
 @value(frozen=True)
@@ -79,6 +74,7 @@ class FittedCost:
     """A cost model with coefficients in ns: one, or a curve, for each count in `Work`, and times of every step."""
 
     cpu_ns: CpuCost
+    launch_ns: int  # CPU time to launch the kernels of a step one by one
     base: float
     query_tokens: Curve
     context_tokens: Curve
@@ -90,11 +86,6 @@ class FittedCost:
     per_context_token: float
     h2d: float
     d2h: float
-    launch: float  # CPU time to launch the kernels of a step one by one
-
-    @property
-    def launch_ns(self) -> int:
-        return round(self.launch)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.work.rows:
@@ -117,6 +108,7 @@ class ConstantCost:
     per_token: float = 0.0
     per_prefill_token: float = 0.0
     per_context: float = 0.0
+    launch_ns: int = 0
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not tokens:
@@ -131,24 +123,19 @@ class ConstantCost:
             time += self.per_context * (work.decode_context + rows + work.padding_context + chunks)
         return 0, round(time), 0
 
-    @property
-    def launch_ns(self) -> int:
-        return 0
-
 
 def constant(scenario: Scenario, settings: ConstantSettings) -> ConstantCost:
     """Build the cost model `constant`."""
-    terms = nanoseconds(settings, "step", "per_token", "per_prefill_token", "per_context_token")
-    return ConstantCost(cpu_cost(settings.cpu), *terms)
+    step, token, prefill, context = nanoseconds(settings, "step", "per_token", "per_prefill_token", "per_context_token")
+    return ConstantCost(cpu_cost(settings.cpu), step, token, prefill, context)
 
 
 def fitted(scenario: Scenario, settings: FittedSettings) -> FittedCost:
     """Build the cost model `fitted`."""
     curves = _curve(settings.query_tokens), _curve(settings.context_tokens)
-    launch_ns = settings.launch_s_per_layer * scenario.model.layers * NS
-    return FittedCost(
-        cpu_cost(settings.cpu), settings.base_s * NS, *curves, *[*nanoseconds(settings, *TERMS), launch_ns]
-    )
+    launch_ns = round(settings.launch_s_per_layer * scenario.model.layers * NS)
+    terms = nanoseconds(settings, *TERMS)
+    return FittedCost(cpu_cost(settings.cpu), launch_ns, settings.base_s * NS, *curves, *terms)
 
 
 def _curve(points: Sequence[CurvePoint]) -> Curve:

@@ -10,9 +10,9 @@ If each token goes through k of E experts, t tokens are expected to read E (1 - 
 likely. Each of p GPUs that share every layer has a p-th of weights, heads and cache; twice a layer they add up their
 results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 
-In `WindowedRoofline` each kind of layer reads and computes what it sees, so its share of attention's time is that of
-its own pairs and tokens. Its schedulers list all rows one by one, none as a decode batch; rows of one token run at the
-rates of decoding.
+Where layers have windows, each kind of layer reads and computes what it sees, so its share of attention's time is that
+of its own pairs and tokens. Schedulers of such models list all rows one by one, none as a decode batch; rows of one
+token run at the rates of decoding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
+from cbsim.cost.table import reached
 from cbsim.errors import RunError
-from cbsim.policy.groups import Attention
+from cbsim.policy.groups import FULL, Attention
 from cbsim.policy.plan import Chunk, StepPlan
-from cbsim.scenario.costs import ComputeEfficiency, MemoryEfficiency, RooflineSettings
+from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.scenario import Scenario
 
 
@@ -49,13 +50,8 @@ class Weights(NamedTuple):
     bytes: int  # of a weight or an activation
     kv_bytes: int  # of a token in all layers
     linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
-
-
-class Experts(NamedTuple):
-    """The experts of all layers: the share of them that a token goes through, and the bytes of them all."""
-
-    share: float
-    bytes: float
+    experts_share: float = 0.0  # of the experts of a layer, those that a token goes through
+    experts_bytes: float = 0.0  # of all layers
 
 
 def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
@@ -80,7 +76,7 @@ class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
     `reduces_s`: seconds of a step's all-reduces whatever its size, and for each query token. `attention` is what each
-    layer sees, for models whose layers differ (`WindowedRoofline`).
+    layer sees.
     """
 
     def __init__(
@@ -91,9 +87,8 @@ class RooflineCost:
         overhead_s: float,
         launch_s: float,
         *,
-        experts: Experts | None = None,
         reduces_s: tuple[float, float] = (0.0, 0.0),
-        attention: Sequence[Attention] = (),
+        attention: Sequence[Attention] = (FULL,),
     ) -> None:
         self.cpu_ns = cpu
         self._overhead_s = overhead_s
@@ -107,12 +102,15 @@ class RooflineCost:
         self._kv_s = weights.kv_bytes / rates.bytes_kv  # to read one token of the cache
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
-        self._experts, self._experts_s = experts, experts.bytes / rates.bytes_weights if experts else 0.0
+        self._experts_share, self._experts_s = weights.experts_share, weights.experts_bytes / rates.bytes_weights
         self._reduces_s, self._reduce_token_s = reduces_s
         self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
         self._kinds = kinds(attention)
+        self._windows = any(kind != FULL for kind, _ in self._kinds)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        if self._windows:
+            check_listed(plan)
         work = plan.work
         decodes, chunks = work.decodes, work.chunks
         rows = decodes + len(chunks)
@@ -122,12 +120,13 @@ class RooflineCost:
         time = self._overhead_s + tokens * self._embedding_s
         time += (work.decode_context + work.padding_context + sampled) * self._context_s
         if chunks:
-            flops = self._listed_flops(chunks)
+            if not self._windows or any(chunk.tokens > 1 for chunk in chunks):
+                flops = self._flops_prefill
             sampled += sum([c.outputs for c in chunks])
-            time += self._listed_attention(plan)
+            time += sum([share * self._attention_s(kind, chunks) for kind, share in self._kinds])
         read = self._linear_s
-        if self._experts is not None:
-            read += self._experts_s * (1 - (1 - self._experts.share) ** tokens)
+        if self._experts_s:
+            read += self._experts_s * reached(self._experts_share, tokens)
         time += self._reduces_s + tokens * self._reduce_token_s
         time += max(tokens * self._linear_flop / flops, read)
         if sampled:
@@ -135,44 +134,16 @@ class RooflineCost:
         h2d_ns, d2h_ns = copy_ns(plan, self._pcie_ns)
         return h2d_ns, nearest(time * 1e9), d2h_ns
 
-    def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
-        """Return the FLOP/s of the linear layers of a step that lists rows."""
-        return self._flops_prefill
-
-    def _listed_attention(self, plan: StepPlan) -> float:
-        """Return the seconds of causal attention: query token i of a chunk attends to `start` + i + 1 tokens."""
-        per_pair, per_token = self._pair_s, self._kv_s
-        time = 0.0
-        for c in plan.work.chunks:
-            tokens = c.tokens + c.padding
-            pairs = tokens * c.start + tokens * (tokens + 1) / 2
-            time += max(pairs * per_pair, (c.start + tokens) * per_token)
-        return time
-
-
-class WindowedRoofline(RooflineCost):
-    """A roofline model of layers that see different parts of the sequence."""
-
-    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        check_listed(plan)
-        return super().gpu_ns(plan, tokens)
-
-    def _listed_attention(self, plan: StepPlan) -> float:
-        return sum([share * self._of_kind(one, plan.work.chunks) for one, share in self._kinds])
-
-    def _of_kind(self, attention: Attention, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds of attention if all layers were of this kind."""
+    def _attention_s(self, kind: Attention, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of attention of chunks if all layers were of this kind."""
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding
-            if tokens == 1:
-                time += attention.seen(start, 1) * self._context_s
+            if tokens == 1 and self._windows:
+                time += kind.seen(start, 1) * self._context_s
             else:
-                time += max(attention.pairs(start, tokens) * self._pair_s, attention.seen(start, tokens) * self._kv_s)
+                time += max(kind.pairs(start, tokens) * self._pair_s, kind.seen(start, tokens) * self._kv_s)
         return time
-
-    def _listed_flops(self, chunks: Sequence[Chunk]) -> float:
-        return self._flops_prefill if any(chunk.tokens > 1 for chunk in chunks) else self._flops_decode
 
 
 def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
@@ -180,9 +151,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
     linear_flops = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
-    compute = settings.compute_efficiency or ComputeEfficiency()
-    memory = settings.memory_efficiency or MemoryEfficiency()
-    bandwidth = gpu.memory_bandwidth_bytes_s
+    (compute, memory), bandwidth = settings.efficiencies, gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,
         flops_decode=flops * compute.decode,
@@ -194,6 +163,8 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     ranks, experts = settings.tensor_parallel, model.layers * model.expert_parameters
     share = model.experts_per_token / model.experts if model.experts else 0.0
     router = model.layers * model.hidden * model.experts
+    reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
+    token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
     dense = model.layers * model.layer_parameters - experts
     weights = Weights(
         linear=(dense + round(experts * share)) // ranks,
@@ -203,22 +174,15 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         bytes=model.dtype_bytes,
         kv_bytes=model.kv_bytes_per_token // ranks,
         linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
+        experts_share=share,
+        experts_bytes=model.expert_bytes / ranks,
     )
-    make = RooflineCost if model.sees_all else WindowedRoofline
-    return make(
+    return RooflineCost(
         cpu_cost(settings.cpu),
         rates,
         weights,
         settings.step_overhead_s,
         settings.launch_s_per_layer * model.layers,
-        experts=Experts(share, model.expert_bytes / ranks) if experts else None,
-        reduces_s=_all_reduces_s(scenario, settings) if ranks > 1 else (0.0, 0.0),
+        reduces_s=(reduces * settings.all_reduce_latency_s, reduces * token_s),
         attention=model.layer_attention,
     )
-
-
-def _all_reduces_s(scenario: Scenario, settings: RooflineSettings) -> tuple[float, float]:
-    """Return the seconds of a step's all-reduces and of a token in them: two a layer, of the residual stream."""
-    model, gpu, ranks = scenario.model, scenario.hardware, settings.tensor_parallel
-    token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
-    return 2 * model.layers * settings.all_reduce_latency_s, 2 * model.layers * token_s

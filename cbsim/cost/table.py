@@ -64,6 +64,13 @@ def pairs(tokens: float) -> float:
     return tokens * (tokens + 1) / 2
 
 
+def reached(share: float, tokens: float) -> float:
+    """Return the expected share of experts that `tokens` tokens reach, if each goes through `share` of them and all
+    sets are equally likely.
+    """
+    return float(1 - (1 - share) ** tokens)
+
+
 class Measured(Protocol):
     """A function from a point of a measured table to its value."""
 

@@ -51,24 +51,36 @@ def fetch(arguments: argparse.Namespace) -> int:
     wrong = []
     for file, each in missing.items():
         try:
-            with urlopen(Request(f"{systems}/{each['path']}", headers={"User-Agent": "cbsim"}), timeout=60) as answer:
-                kept = _kept(file, answer.read())
-            if sha256(kept).hexdigest() != each["sha256"]:
-                raise ValueError("is not the one that is pinned")
-        except (LookupError, ValueError, HTTPException, OSError) as error:
-            absent = getattr(error, "code", 0) == 404 or isinstance(getattr(error, "reason", 0), FileNotFoundError)
-            if isinstance(error, HTTPException | OSError) and not absent:
-                copies = "".join(f"\n  {systems}/{each['path']}" for each in missing.values())
-                by_hand = f"Copy these to a folder DIR, their paths below {systems} kept, and add --source DIR:{copies}"
-                raise ScenarioError(f"{systems}: cannot be read: {error}. {by_hand}\nto be in {folder}") from None
+            kept = _fetched(f"{systems}/{each['path']}", file, each["sha256"])
+        except (LookupError, ValueError) as error:
             wrong.append(f"\n  {file}: {error}")
             continue
+        except (HTTPException, OSError) as error:
+            copies = "".join(f"\n  {systems}/{each['path']}" for each in missing.values())
+            by_hand = f"Copy these to a folder DIR, their paths below {systems} kept, and add --source DIR:{copies}"
+            raise ScenarioError(f"{systems}: cannot be read: {error}. {by_hand}\nto be in {folder}") from None
         write(folder, {file: kept if file == SYSTEM else gzip.compress(kept, mtime=0)})
         print(f"  {file}", file=sys.stderr)
     if wrong:
         raise ScenarioError(f"{systems}: not written to {folder}:{''.join(wrong)}")
     print(folder)
     return OK
+
+
+def _fetched(url: str, file: str, pinned: str) -> bytes:
+    """Return what is kept of a file. Raises LookupError or ValueError if it is another one or none, OSError or
+    HTTPException if the source cannot be read.
+    """
+    try:
+        with urlopen(Request(url, headers={"User-Agent": "cbsim"}), timeout=60) as answer:
+            kept = _kept(file, answer.read())
+    except OSError as error:
+        if getattr(error, "code", 0) == 404 or isinstance(getattr(error, "reason", 0), FileNotFoundError):
+            raise ValueError(str(error)) from None
+        raise
+    if sha256(kept).hexdigest() != pinned:
+        raise ValueError("is not the one that is pinned")
+    return kept
 
 
 def digest(path: Path) -> str:

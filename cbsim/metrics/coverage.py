@@ -17,14 +17,7 @@ from cbsim.cost import curves
 from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
-from cbsim.scenario.costs import (
-    CalibratedTerms,
-    ComputeEfficiency,
-    FittedSettings,
-    MemoryEfficiency,
-    RooflineSettings,
-    TableSettings,
-)
+from cbsim.scenario.costs import CalibratedTerms, FittedSettings, RooflineSettings, TableSettings
 from cbsim.scenario.scenario import Scenario
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
@@ -42,8 +35,7 @@ def basis(scenario: Scenario, tokens: int | None = None) -> str:
         known = [] if cost.compute_efficiency or cost.memory_efficiency else curves.sources(gpu)
         if known:
             return _curves(known, scenario, tokens)
-        compute = cost.compute_efficiency or ComputeEfficiency()
-        memory = cost.memory_efficiency or MemoryEfficiency()
+        compute, memory = cost.efficiencies
         shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
         shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
         return f"data sheet of {gpu.name} and constant shares of it ({shares}): {UNKNOWN}"
@@ -52,11 +44,9 @@ def basis(scenario: Scenario, tokens: int | None = None) -> str:
         added = f"terms {cost.terms}" if cost.terms else f"terms as given or its defaults: {UNKNOWN}"
         return f"kernel tables of {whose}{PurePath(cost.path).name}, and {added}"
     if isinstance(cost, FittedSettings):
-        fits = cost.calibrated.fits if cost.calibrated else None
+        device, fits = (cost.calibrated.device, cost.calibrated.fits) if cost.calibrated else ("no named device", None)
         within = f"95 % of {fits.kernels.steps:,} measured steps within {fits.kernels.p95:.1%}" if fits else UNKNOWN
-        return (
-            f"coefficients calibrated on {cost.calibrated.device if cost.calibrated else 'no named device'}: {within}"
-        )
+        return f"coefficients calibrated on {device}: {within}"
     return f"a fixed time a step and linear terms: {UNKNOWN}"
 
 

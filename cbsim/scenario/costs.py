@@ -103,6 +103,11 @@ class RooflineSettings(Frozen):
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
 
+    @property
+    def efficiencies(self) -> tuple[ComputeEfficiency, MemoryEfficiency]:
+        """The shares of the data sheet where they are constant."""
+        return self.compute_efficiency or ComputeEfficiency(), self.memory_efficiency or MemoryEfficiency()
+
 
 class CurvePoint(Frozen):
     """A measured value of a function of tokens. Straight lines join them; below the first it is flat, and above the

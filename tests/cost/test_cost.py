@@ -10,7 +10,7 @@ from support.plans import SPEC, padded, plan
 import cbsim
 from cbsim.cost.base import Cost, CpuCost, PhaseCost, nearest
 from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
-from cbsim.cost.roofline import Experts, Rates, RooflineCost, Weights
+from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
 from cbsim.scenario import shapes
@@ -78,7 +78,7 @@ FITTED = FittedCost(
     per_context_token=1,
     h2d=2,
     d2h=3,
-    launch=77.4,
+    launch_ns=77,
 )
 
 
@@ -196,7 +196,7 @@ def test_roofline_reads_quantized_weights_and_cache_at_their_width() -> None:
 def test_roofline_reads_the_experts_that_tokens_are_expected_to_need() -> None:
     """Closed form: of 4 experts of which a token takes 2, one token reads half, two tokens 3/4, three 7/8. 8,000 bytes
     at 1e8 are 80 us, on top of the 20 us of the other weights; at 1,000 rows arithmetic, 4 ms, takes longer."""
-    mixed = RooflineCost(FREE, RATES, WEIGHTS, 0.0, 0.0, experts=Experts(2 / 4, 8000))
+    mixed = RooflineCost(FREE, RATES, WEIGHTS._replace(experts_share=2 / 4, experts_bytes=8000), 0.0, 0.0)
     for rows, share in ((1, 1 / 2), (2, 3 / 4), (3, 7 / 8)):
         assert mixed.gpu_ns(plan(rows, 0), rows)[1] - roofline().gpu_ns(plan(rows, 0), rows)[1] == 80_000 * share
     assert mixed.gpu_ns(plan(1000, 0), 1000) == roofline().gpu_ns(plan(1000, 0), 1000)

@@ -15,23 +15,25 @@ from hypothesis import strategies as st
 from support import packs
 from support.plans import padded, plan
 
-from cbsim.cost.bundle import Bundle, Experts, Link, TableCost
-from cbsim.cost.table import Attention, Ladder, attention_work
+from cbsim.cost.bundle import Bundle, Link, TableCost
+from cbsim.cost.table import Attention, Ladder, attention_work, reached
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.runs import assemble
-from cbsim.scenario import catalog, scenario
+from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.costs import TableSettings
 
 LAYERS, ROW_BYTES = packs.LAYERS, packs.HIDDEN * packs.BYTES
-EXPERTS = Experts(packs.EXPERTS, packs.PER_TOKEN, packs.HIDDEN, packs.MOE["moe_intermediate_size"])
+DENSE = shapes.model("llama-3.1-8b").model_copy(update={"layers": LAYERS, "hidden": packs.HIDDEN})
+MIXTURE = {"experts": packs.EXPERTS, "experts_per_token": packs.PER_TOKEN}
+EXPERTS = DENSE.model_copy(update=MIXTURE | {"intermediate": packs.MOE["moe_intermediate_size"]})
 LINK = Link(latency_ns=2000, bytes_ns=17.0)
 DECODING: dict[str, Any] = {"decodes": 4, "context": 4 * 64, "longest_context": 64}
 
 
 def cost(folder: Path, *, tensor: int = 1, moe: bool = False, skew: bool = False, **added: float) -> TableCost:
     """A cost model over a bundle of the closed forms of `packs`."""
-    tables = Bundle(packs.bundle(folder, tensor=tensor, moe=moe, skew=skew), tensor, LAYERS, EXPERTS if moe else None)
+    tables = Bundle(packs.bundle(folder, tensor=tensor, moe=moe, skew=skew), EXPERTS if moe else DENSE, tensor)
     link, launch_s = {"latency_s": 2e-6, "bytes_s": 17e9}, 7.4e-9 / LAYERS
     given = {"path": str(folder), "tensor_parallel": tensor, "link": link, "launch_s_per_layer": launch_s} | added
     return TableCost(tables, TableSettings.model_validate({"kind": "table"} | given), LAYERS, ROW_BYTES)
@@ -105,14 +107,12 @@ def test_tensor_parallel_gpus_reduce_twice_a_layer(tmp_path: Path) -> None:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-@given(tokens=st.integers(1, 10**6), ranks=st.sampled_from([1, 2, 4, 8]))
-def test_hit_experts_are_the_expectation_of_equal_choices(tokens: int, ranks: int) -> None:
-    """A token hits k of E experts; one expert stays unhit by n tokens with (1 - k/E)^n. Every rank has its share."""
-    experts = Experts(8, 2, 64, 32)
-    assert experts.hit(1, 1) == pytest.approx(2)
-    assert experts.hit(2, 1) == pytest.approx(2 + 2 - 2 * 2 / 8)  # two of the second's, less those hit already
-    assert experts.hit(tokens, ranks) == pytest.approx(experts.hit(tokens, 1) / ranks)
-    assert experts.hit(tokens, ranks) <= experts.hit(tokens + 1, ranks) <= 8 / ranks
+@given(tokens=st.integers(1, 10**6))
+def test_hit_experts_are_the_expectation_of_equal_choices(tokens: int) -> None:
+    """A token hits k of E experts; one expert stays unhit by n tokens with (1 - k/E)^n."""
+    assert 8 * reached(2 / 8, 1) == pytest.approx(2)
+    assert 8 * reached(2 / 8, 2) == pytest.approx(2 + 2 - 2 * 2 / 8)  # two of the second's, less those hit already
+    assert reached(2 / 8, tokens) <= reached(2 / 8, tokens + 1) <= 1
 
 
 def test_a_mixture_of_experts_takes_the_place_of_the_dense_layer(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_batch_is_found_among_those_whose_contexts_are_split_or_are_not(
     packs.bundle(tmp_path, skew=True)
     meta = {"architecture": "tiny", "skew_fit": {"enabled": True}, "gpu": "NVIDIA GeForce RTX 4090"}
     packs.write(tmp_path / "meta.yaml", meta)
-    tables = Bundle(tmp_path, 1, LAYERS, None, kv_heads=32)
+    tables = Bundle(tmp_path, DENSE.model_copy(update={"kv_heads": 32}), 1)
     at_mean, at_longest = (packs.attention_us(0, 0, rows, context) for context in (64, 128))
     expected = at_mean + min(1.0, share) * (at_longest - at_mean)
     work = Attention(0, 0, rows, 64, 128)
@@ -300,17 +300,17 @@ def test_skew_is_off_where_the_profile_says_so(tmp_path: Path) -> None:
     packs.write(tmp_path / "meta.yaml", {"architecture": "tiny", "skew_fit": {"enabled": False}})
     (tmp_path / "tp1" / "skew.csv").write_text("nonsense\n")
     work = Attention(0, 0, 4, 64, 256)
-    tables = Bundle(tmp_path, 1, LAYERS, None)
+    tables = Bundle(tmp_path, DENSE, 1)
     assert tables.attention_ns(work, skew=True) == tables.attention_ns(work, skew=False)
     packs.bundle(tmp_path, skew=True)
-    tables = Bundle(tmp_path, 1, LAYERS, None)
+    tables = Bundle(tmp_path, DENSE, 1)
     assert tables.attention_ns(work, skew=True) > tables.attention_ns(work, skew=False)
 
 
 @pytest.fixture(scope="module")
 def steep(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A profile whose shares lie beyond 1: batches that took longer than one of longest rows only."""
-    return Bundle(packs.bundle(tmp_path_factory.mktemp("steep"), skew=True, share=1.5), 1, LAYERS, None)
+    return Bundle(packs.bundle(tmp_path_factory.mktemp("steep"), skew=True, share=1.5), DENSE, 1)
 
 
 @given(
@@ -398,7 +398,7 @@ def test_a_broken_bundle_is_one_message_with_file_and_field(case: str, tmp_path:
     spoil, words = BROKEN[case]
     spoil(packs.bundle(tmp_path, skew=True))
     with pytest.raises(ScenarioError) as error:
-        Bundle(tmp_path, 1, LAYERS, None)
+        Bundle(tmp_path, DENSE, 1)
     assert len(str(error.value).splitlines()) == 1
     for word in (str(tmp_path), *words):
         assert word in str(error.value)
@@ -407,9 +407,9 @@ def test_a_broken_bundle_is_one_message_with_file_and_field(case: str, tmp_path:
 def test_experts_are_of_the_model_and_of_the_profile_or_of_neither(tmp_path: Path) -> None:
     packs.bundle(tmp_path / "dense")
     packs.bundle(tmp_path / "moe", moe=True)
-    for folder, experts in (("dense", EXPERTS), ("moe", None)):
+    for folder, model in (("dense", EXPERTS), ("moe", DENSE)):
         with pytest.raises(ScenarioError, match=r"meta\.yaml: architecture: got 'tiny'; either it or the model"):
-            Bundle(tmp_path / folder, 1, LAYERS, experts)
+            Bundle(tmp_path / folder, model, 1)
 
 
 # -- real tables ------------------------------------------------------------------------------------------------------
@@ -423,10 +423,10 @@ def real(path: str) -> Path:
 
 
 PROFILES = {
-    "RTX4090/meta-llama/Llama-3.1-8B/bf16": (1, None),
-    "RTXPRO6000/meta-llama/Llama-3.1-8B/bf16": (2, None),
-    "RTXPRO6000/Qwen/Qwen3-32B/bf16": (2, None),
-    "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16": (1, Experts(128, 8, 2048, 768)),
+    "RTX4090/meta-llama/Llama-3.1-8B/bf16": (1, "llama-3.1-8b"),
+    "RTXPRO6000/meta-llama/Llama-3.1-8B/bf16": (2, "llama-3.1-8b"),
+    "RTXPRO6000/Qwen/Qwen3-32B/bf16": (2, "qwen3-32b"),
+    "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16": (1, "qwen3-30b-a3b"),
 }
 
 
@@ -434,8 +434,8 @@ PROFILES = {
 def test_real_measured_points_are_returned_exactly(path: str) -> None:
     """Every row of attention.csv comes back as it was measured; the head is the sum of its two layers."""
     folder = real(path)
-    tensor, experts = PROFILES[path]
-    tables = Bundle(folder, tensor, 1, experts)
+    tensor, name = PROFILES[path]
+    tables = Bundle(folder, shapes.model(name).model_copy(update={"layers": 1}), tensor)
     rows = _rows(folder / f"tp{tensor}" / "attention.csv")
     for chunk, cached, decodes, context, time in rows:
         work = Attention(float(chunk), float(cached), int(decodes), float(context), float(context))
@@ -455,7 +455,7 @@ def test_real_skew_shots_lie_near_what_was_measured() -> None:
     """The correction comes from skew.csv itself: at its pure-decode shots the step is near the measured one, where
     without correction it would be at t_mean. Repeated shots are averaged, so near, not exact."""
     folder = real("RTXPRO6000/meta-llama/Llama-3.1-8B/bf16")
-    tables = Bundle(folder, 1, 1, None)
+    tables = Bundle(folder, DENSE.model_copy(update={"layers": 1}), 1)
     header = (folder / "tp1" / "skew.csv").read_text().splitlines()[0].split(",")
     shots = [dict(zip(header, row, strict=True)) for row in _rows(folder / "tp1" / "skew.csv")]
     assert tables._skew is not None

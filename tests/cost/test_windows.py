@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.cost.base import CpuCost
-from cbsim.cost.roofline import Rates, RooflineCost, Weights, WindowedRoofline
+from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.errors import RunError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
@@ -35,7 +35,7 @@ def test_layers_that_see_all_cost_what_they_did(rows: list[tuple[int, int]]) -> 
     step, tokens = plan(rows), sum(tokens for _, tokens in rows)
     usual = RooflineCost(*PARTS).gpu_ns(step, tokens)
     for attention in (FULL, Attention(Sight.SLIDING, 10_000), Attention(Sight.CHUNKED, 10_000)):
-        assert WindowedRoofline(*PARTS, attention=[attention] * 3).gpu_ns(step, tokens) == pytest.approx(usual, abs=2)
+        assert RooflineCost(*PARTS, attention=[attention] * 3).gpu_ns(step, tokens) == pytest.approx(usual, abs=2)
 
 
 @given(rows=sizes)
@@ -44,7 +44,7 @@ def test_kinds_of_layers_add_up_by_their_shares(rows: list[tuple[int, int]]) -> 
     step, tokens = plan(rows), sum(tokens for _, tokens in rows)
     window = Attention(Sight.SLIDING, 64)
     full, sliding, mixed = (
-        WindowedRoofline(*PARTS, attention=layers).gpu_ns(step, tokens)[1]
+        RooflineCost(*PARTS, attention=layers).gpu_ns(step, tokens)[1]
         for layers in ([FULL], [window], [window, window, FULL])
     )
     assert mixed == pytest.approx(full / 3 + 2 * sliding / 3, abs=2)
@@ -53,7 +53,7 @@ def test_kinds_of_layers_add_up_by_their_shares(rows: list[tuple[int, int]]) -> 
 def test_decoding_rows_read_their_window() -> None:
     """Four rows behind 10,000 tokens with a window of 100: 400 tokens of 100,000 bytes at 20 GB/s is 2 ms, and the
     linear layers are read once."""
-    ns = WindowedRoofline(*PARTS, attention=[Attention(Sight.SLIDING, 100)]).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
+    ns = RooflineCost(*PARTS, attention=[Attention(Sight.SLIDING, 100)]).gpu_ns(plan([(10_000, 1)] * 4), 4)[1]
     assert ns == pytest.approx(2_000_000 + 2000 / 10, abs=1)
 
 
@@ -61,4 +61,4 @@ def test_rows_of_a_decode_batch_are_refused() -> None:
     """Only their sum is known, not what each layer sees; a scheduler of a user's own may count them nevertheless."""
     counted = StepPlan(0, StepWork(decodes=4, decode_context=40_000, longest_context=10_000))
     with pytest.raises(RunError, match="list them one by one"):
-        WindowedRoofline(*PARTS, attention=[FULL]).gpu_ns(counted, 4)
+        RooflineCost(*PARTS, attention=[FULL, Attention(Sight.SLIDING, 64)]).gpu_ns(counted, 4)

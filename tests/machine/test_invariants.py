@@ -37,15 +37,18 @@ def costs(draw: st.DrawFn) -> Cost:
         return ConstantCost(cpu, term(), term(), term(), term())
     if kind == "fitted":
         terms = ("chunk", "prefill_token", "cached_token", "prefill_pair", "decode_row", "context_token")
-        names = ("base", *(f"per_{name}" for name in terms), "h2d", "d2h", "launch")
+        names = ("base", *(f"per_{name}" for name in terms), "h2d", "d2h")
         curves = [Curve([0, 10], sorted((term(), term()))) for _ in range(2)]
         terms_of = {name: term() for name in names}
-        return FittedCost(cpu_ns=cpu, query_tokens=curves[0], context_tokens=curves[1], **terms_of)
+        launch_ns = draw(st.integers(0, 40))
+        return FittedCost(cpu, query_tokens=curves[0], context_tokens=curves[1], launch_ns=launch_ns, **terms_of)
     if kind == "fixed":
         ns = st.integers(0, 40)
         return Fixed(draw(st.tuples(ns, ns, ns, ns)), draw(st.tuples(ns, ns, ns)), draw(ns))
     rates = Rates(*(draw(st.floats(1e8, 1e11)) for _ in Rates._fields))
-    weights = Weights(*(draw(st.integers(1, 50)) for _ in Weights._fields))
+    weights = Weights(*(draw(st.integers(1, 50)) for _ in Weights._fields))._replace(
+        experts_share=draw(st.floats(0, 1))
+    )
     return RooflineCost(cpu, rates, weights, term() / 1e9, term() / 1e9)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from cbsim.cost import bundle, curves, engine_tables
 from cbsim.cost.curves import FOLDER, sheet
 from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share, select
-from cbsim.cost.table import Attention, KernelTimes, pairs
+from cbsim.cost.table import Attention, KernelTimes
 from cbsim.draw.report import Table
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, shapes
@@ -106,7 +106,7 @@ def decode(folder: Path, engine: str, gpu: Hardware) -> dict[str, Any]:
                     by_heads[heads][batch, new + cached] = ms
             for times in by_heads.values():
                 for (batch, context), ms in engine_tables._no_slower_than_more(times).items():
-                    bound = curves.decode(dtype, batch * kv * context).bound_ns(of)
+                    bound = curves.decode(dtype, batch * kv, context).bound_ns(of)
                     found[batch * kv, context].append(bound / 1e6 / ms)
         if found:
             shares = {at: median(values) for at, values in found.items()}
@@ -133,7 +133,7 @@ def prompt(folder: Path, engine: str, gpu: Hardware) -> dict[str, Any]:
     found: dict[tuple[float, float], list[float]] = defaultdict(list)
     for (heads, _, batch, new, cached), ms in rows.items():
         if (batch, cached) == (1, 0):
-            found[heads, new].append(curves.prompt("bfloat16", heads * pairs(new)).bound_ns(sheet(gpu)) / 1e6 / ms)
+            found[heads, new].append(curves.prompt("bfloat16", heads, new).bound_ns(sheet(gpu)) / 1e6 / ms)
     shares = [[share(median(found[heads, tokens])) for tokens in PROMPT] for heads in HEADS]
     return {"heads": HEADS, "tokens": PROMPT, "share": shares}
 
@@ -259,12 +259,12 @@ def profiled_attention(folder: Path, model: ModelShape, of: curves.Sheet) -> dic
 
     def decoding(rows: float, context: float) -> float:
         each = min(max(rows / model.kv_heads, 1), 256)
-        bound = curves.decode("bfloat16", each * model.kv_heads * min(context, 16384)).bound_ns(of)
+        bound = curves.decode("bfloat16", each * model.kv_heads, min(context, 16384)).bound_ns(of)
         return share(min(1, rows / model.kv_heads) * bound / 1e3 / attention(0, each, 0, min(context, 16384)))
 
     def prompting(tokens: float) -> float:
         each = min(tokens, 2048)
-        return share(curves.prompt("bfloat16", model.heads * pairs(each)).bound_ns(of) / 1e3 / attention(each, 0, 0, 0))
+        return share(curves.prompt("bfloat16", model.heads, each).bound_ns(of) / 1e3 / attention(each, 0, 0, 0))
 
     rows_by_context = [[decoding(rows, n) for n in CONTEXT] for rows in ROWS]
     heads_by_tokens = [[prompting(tokens) for tokens in PROMPT] for _ in HEADS]
