@@ -38,8 +38,7 @@ class Rules:
         self._most_tokens = sys.maxsize if limits.tokens is None else limits.tokens
         self._batch = Batch()
         self._tables: dict[RequestSpec, list[int]] = {}  # block tables as an executor derives them from the plans
-        self._held: set[int] = set()  # the blocks in these tables
-        self._shared: dict[int, int] = {}  # of them, those in several: in how many more than one
+        self._held: dict[int, int] = {}  # the blocks in these tables, and in how many each is
         self._gone: deque[tuple[RequestSpec, Sequence[int]]] = deque(maxlen=4096)  # whose blocks have left tables
         self._beside = 0  # blocks in use beside those of the tables, when all was checked
         self._credit = FIRST
@@ -72,10 +71,8 @@ class Rules:
 
     def _change(self, changes: StepChanges) -> None:
         """Take in the changes of requests and their tables."""
-        for spec in changes.ended:
+        for spec in (*changes.ended, *[lost.spec for lost in changes.preempted]):
             self._drop(spec, self._tables.pop(spec, ()))
-        for lost in changes.preempted:
-            self._drop(lost.spec, self._tables.pop(lost.spec, ()))
         for spec, index, block in changes.replaced:
             if (table := self._tables.get(spec)) is not None:
                 self._drop(spec, (table[index],))
@@ -113,22 +110,16 @@ class Rules:
 
     def _take(self, blocks: Sequence[int]) -> None:
         """Take in that these blocks are in one more table."""
-        if not self._held.isdisjoint(blocks):
-            for block in self._held.intersection(blocks):
-                self._shared[block] = self._shared.get(block, 0) + 1
-        self._held.update(blocks)
+        for block in blocks:
+            self._held[block] = self._held.get(block, 0) + 1
 
     def _drop(self, spec: RequestSpec, blocks: Sequence[int]) -> None:
         """Take in that a request has lost these blocks."""
         self._gone.append((spec, blocks))
-        if not self._shared:
-            self._held.difference_update(blocks)
-            return
         for block in blocks:
-            if self._shared.get(block):
-                self._shared[block] -= 1
-            else:
-                self._held.discard(block)
+            self._held[block] -= 1
+            if not self._held[block]:
+                del self._held[block]
 
     def check(self, requests: Mapping[RequestSpec, Request], over: bool = False) -> None:
         """Check every block, table and request; `over`: no request may have blocks any more."""
