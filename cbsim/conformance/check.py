@@ -14,10 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
-from cbsim.conformance.reader import Line, Reader, Replay, UnreadableError, content, cut, parsed, short, stem, traces
+from cbsim.conformance.reader import (
+    Line,
+    Reader,
+    Replay,
+    UnreadableError,
+    content,
+    cut,
+    one_of,
+    parsed,
+    short,
+    stem,
+    traces,
+)
 from cbsim.metrics.terminal import aligned
 
 ABSENT = "(absent)"
+ENDS = ("summary", "footer")  # the last line of a trace
 WINDOW = 48  # characters shown on each side of the first difference
 
 READERS = (
@@ -116,6 +129,10 @@ def compare(
     if reader is None:
         raise UnreadableError(f"{trace}, line 1: expected a trace header that names its scheduler and version")
     case, total = reader.case(trace, header), len(recorded) - 1
+    one_of(trace, "format", header.get("format"), reader.formats)
+    end = parsed(trace, len(recorded), recorded[-1])
+    if not total or not (end.get("footer") or end.get("ev") in ENDS):
+        raise UnreadableError(f"{trace}, line {len(recorded)}: expected the summary of the run, the trace is cut off")
     result = TraceResult(stem(trace), case.scheduler, case.version, case.mode, total, skipped=case.skipped)
     if case.replay is None:
         return result

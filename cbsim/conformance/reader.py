@@ -6,6 +6,7 @@ beside the version's folder (`../workloads/NAME.json`) or beside the trace, perh
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,14 +45,17 @@ def stem(trace: Path) -> str:
     return trace.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def workload(trace: Path, name: str) -> Line:
-    """Read the workload of a trace, which is called `name`."""
+def workload(trace: Path, name: str, sha256: Any = None) -> Line:
+    """Read the workload of a trace, which is called `name`, and whose digest the trace may state."""
     folders = [trace.parent.parent / "workloads", trace.parent]
     paths = [folder / f"{name}{suffix}" for folder in folders for suffix in WORKLOADS]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise UnreadableError(f"{trace}: its workload is missing, expected {paths[0]} (or .gz, or beside the trace)")
-    recorded = parsed(path, None, content(path))
+    document = content(path)
+    if sha256 not in (None, hashlib.sha256(document.encode()).hexdigest()):
+        raise UnreadableError(f"{path}: expected the workload of {trace.name}, whose SHA-256 is {short(repr(sha256))}")
+    recorded = parsed(path, None, document)
     header_fields(path, recorded, requests=list)
     return recorded
 
@@ -92,6 +96,13 @@ def header_fields(path: Path, line: Line, **kinds: type) -> list[Any]:
         if not isinstance(value, kind):
             raise UnreadableError(f"{path}: expected field {name} to be a {kind.__name__}, got {short(repr(value))}")
     return [line[name] for name in kinds]
+
+
+def one_of(trace: Path, field: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise UnreadableError unless a header's field has one of these values."""
+    if value not in allowed:
+        expected = ", ".join(map(repr, allowed))
+        raise UnreadableError(f"{trace}, line 1: {field}: got {short(repr(value))}, expected one of {expected}")
 
 
 def guarded(trace: Path, build: Callable[[], T]) -> T:
@@ -187,17 +198,20 @@ class Case:
 
 def case_of(
     trace: Path,
+    header: Line,
     scheduler: str,
     version: str,
     mode: str,
     outside: Callable[[], str | None],
     replay: Callable[[Line], Replay],
 ) -> Case:
-    """Return the case of a trace; `outside` says why to skip it. Errors in either mean a wrong header or workload."""
+    """Return the case of a trace; `outside` says why to skip it. Errors in either mean a wrong header or workload. The
+    digest of the workload is checked if the header states it.
+    """
     name = stem(trace).removesuffix(f".{mode}")
     if skipped := guarded(trace, outside):
         return Case(scheduler, version, mode, skipped=skipped)
-    recorded = workload(trace, name)
+    recorded = workload(trace, name, header.get("workload_sha256"))
     return Case(scheduler, version, mode, guarded(trace, lambda: replay(recorded)))
 
 
@@ -208,6 +222,7 @@ class Reader:
     reads: Callable[[Line], bool]
     case: Callable[[Path, Line], Case]
     comparable: Callable[[Line], Line] = lambda line: line
+    formats: Sequence[int | None] = (1,)
 
 
 def not_followed(version: str, followed: Sequence[str]) -> str | None:

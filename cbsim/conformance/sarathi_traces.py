@@ -295,7 +295,13 @@ def case(trace: Path, header: Line) -> Case:
     skipped = None if commit == COMMIT else f"commit {commit[:7]} is not followed, only {COMMIT[:7]}"
     skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)
     return case_of(
-        trace, "sarathi-serve", commit[:7], scheduler, lambda: skipped, lambda recorded: SarathiReplay(config, recorded)
+        trace,
+        header,
+        "sarathi-serve",
+        commit[:7],
+        scheduler,
+        lambda: skipped,
+        lambda recorded: SarathiReplay(config, recorded),
     )
 
 

@@ -12,7 +12,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, Replay, case_of, due, header_fields, not_followed, not_modelled
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    Replay,
+    case_of,
+    due,
+    header_fields,
+    not_followed,
+    not_modelled,
+    one_of,
+)
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
@@ -392,11 +403,14 @@ class Recorded:
 
 def case(trace: Path, header: Line) -> Case:
     version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
+    one_of(trace, "loop", loop, ("normal", "overlap"))
     skipped = not_followed(version, VERSIONS)
     if config.get("max_queued_requests") is not None:
         skipped = skipped or "max_queued_requests is not followed for those who were retracted or preempted"
     skipped = skipped or not_modelled(config, CONFIG)
-    return case_of(trace, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded))
+    return case_of(
+        trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded)
+    )
 
 
 READER = Reader(lambda header: "sglang" in header, case)

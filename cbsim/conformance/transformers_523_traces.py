@@ -221,7 +221,9 @@ def case(trace: Path, header: Line) -> Case:
         skipped = not_modelled(cb, OPTIONS) or reader.guarded(trace, lambda: unsupported(recorded))
     replay = TransformersReplay if version.startswith("5.17.") else SectorsReplay
     mode = "async" if resolved.get("async") else "sync"
-    return case_of(trace, "transformers", version, mode, lambda: skipped, lambda recorded: replay(header, recorded))
+    return case_of(
+        trace, header, "transformers", version, mode, lambda: skipped, lambda recorded: replay(header, recorded)
+    )
 
 
-READER = Reader(lambda header: header.get("header") is True, case, comparable)
+READER = Reader(lambda header: header.get("header") is True, case, comparable, (None,))

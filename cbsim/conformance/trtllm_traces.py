@@ -136,7 +136,7 @@ def case(trace: Path, header: Line) -> Case:
     commit, config = header_fields(trace, header, tensorrt_llm_commit=str, config=dict)
     outside = lambda: not_modelled(config, CONFIG) or unsupported(config)  # noqa: E731
     version = f"{commit[:7]} restated"
-    return case_of(trace, "trtllm", version, "sync", outside, lambda recorded: TrtllmReplay(config, recorded))
+    return case_of(trace, header, "trtllm", version, "sync", outside, lambda recorded: TrtllmReplay(config, recorded))
 
 
 READER = Reader(lambda header: "tensorrt_llm_commit" in header, case)

@@ -14,7 +14,18 @@ from typing import Any
 
 from cbsim.conformance import offload_traces
 from cbsim.conformance.offload_traces import ConnectorLines, Heard
-from cbsim.conformance.reader import Case, Line, Reader, Replay, case_of, due, header_fields, not_followed, not_modelled
+from cbsim.conformance.reader import (
+    Case,
+    Line,
+    Reader,
+    Replay,
+    case_of,
+    due,
+    header_fields,
+    not_followed,
+    not_modelled,
+    one_of,
+)
 from cbsim.kv.group_pool import GroupPool
 from cbsim.kv.layer_groups import Grouping, LayerKind, grouped, rules, units
 from cbsim.policy.groups import FULL, Attention, Sight
@@ -34,6 +45,7 @@ OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_whe
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 
+MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
 SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk"}
 
 
@@ -361,7 +373,8 @@ def case(trace: Path, header: Line) -> Case:
         known = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS) or offload_traces.unsupported(config)
         return "speculation" if "spec" in config else known
 
-    return case_of(trace, "vllm", version, mode, outside, lambda recorded: VllmReplay(header, recorded))
+    one_of(trace, "mode", mode, MODES)
+    return case_of(trace, header, "vllm", version, mode, outside, lambda recorded: VllmReplay(header, recorded))
 
 
 def comparable(line: Line) -> Line:
@@ -374,4 +387,4 @@ def comparable(line: Line) -> Line:
     return line
 
 
-READER = Reader(lambda header: header.get("ev") == "header" and "vllm" in header, case, comparable)
+READER = Reader(lambda header: header.get("ev") == "header" and "vllm" in header, case, comparable, FORMATS)
