@@ -73,13 +73,13 @@ class EngineCost:
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
-        self._kinds, self._whole = kinds(model.layer_attention), model.sees_all
+        self._kinds, self._windows = kinds(model.layer_attention), not model.sees_all
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         rows = plan.work.rows + plan.work.padding_rows
         if not rows:
             return 0, 0, 0
-        if not self._whole:
+        if self._windows:
             check_listed(plan)
         attention = sum([share * self.attention_ns(attention_work(plan, kind)) for kind, share in self._kinds])
         h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)

@@ -42,6 +42,7 @@ import pyarrow.csv
 
 from cbsim.cost.table import HEAD_DIM, LAUNCHES, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
 from cbsim.errors import ScenarioError
+from cbsim.policy.value import value
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
@@ -84,7 +85,8 @@ class EngineTables(KernelTimes):
         )
 
 
-class _Tables(NamedTuple):
+@value(frozen=True)
+class _Tables:
     """The folder of an engine's tables, and the engines whose products are used."""
 
     folder: Path
@@ -101,8 +103,7 @@ class _Tables(NamedTuple):
         """Return the milliseconds of the product [m, k] x [k, n], by m."""
         curves = self._curves(dtype, n, k)
         if not curves:
-            whose = ", ".join(self.products)
-            raise ScenarioError(f"{self.folder}: no products of {dtype} in the tables of {whose}")
+            raise ScenarioError(f"{self.folder}: no products of {dtype} in the tables of {', '.join(self.products)}")
         if self.bounded and dtype != WIDE:
             curves += self._curves(WIDE, n, k)
         return lambda m: min([curve(m) for curve in curves])
@@ -227,8 +228,7 @@ def _check(folder: Path, model: ModelShape, share: Share) -> None:
     if model.heads % share.tensor:
         raise ScenarioError(f"cost.tensor_parallel: got {share.tensor}, must divide heads ({model.heads})")
     if share.tensor % share.experts:
-        problem = f"got {share.experts}, must divide tensor_parallel ({share.tensor})"
-        raise ScenarioError(f"cost.expert_parallel: {problem}")
+        raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must divide tensor_parallel ({share.tensor})")
     if share.experts > 1 and not model.experts:
         raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must be 1: {model.name} has no experts")
 
@@ -287,13 +287,13 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
     for name in (*columns, *required, TIME):
         if name not in table.column_names:
             raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names)})")
-    for name, value in required.items():
-        chosen = table.filter(pc.equal(table[name], value))
+    for name, wanted in required.items():
+        chosen = table.filter(pc.equal(table[name], wanted))
         if not chosen.num_rows:
             known = ", ".join(str(each) for each in sorted(pc.unique(table[name]).to_pylist()))
-            before = [f"{name} = {value}" for name, value in required.items()][: list(required).index(name)]
+            before = [f"{each} = {of}" for each, of in required.items()][: list(required).index(name)]
             where = f" where {', '.join(before)}" if before else ""
-            raise NoRowsError(f"{path}: no rows with {name} = {value} (found: {known}){where}")
+            raise NoRowsError(f"{path}: no rows with {name} = {wanted} (found: {known}){where}")
         table = chosen
     points = np.column_stack([_numbers(path, table, name) for name in columns])
     times: dict[tuple[float, ...], float] = {}

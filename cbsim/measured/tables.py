@@ -42,7 +42,7 @@ def fetch(arguments: argparse.Namespace) -> int:
     """Write what is missing of a card's files. Raises ScenarioError: of wrong files, after all others are written."""
     pinned, source, card = read_json(PINNED), arguments.source, arguments.card
     names = {each: of for of, one in pinned["cards"].items() for each in (of, *one["hardware"])}
-    if not (name := next((of for each, of in names.items() if bare(each) == bare(card)), "")):
+    if not (name := {bare(each): of for each, of in names.items()}.get(bare(card))):
         raise ScenarioError(f"CARD: got {card}, must be one of {', '.join(names)}{near(card, names)}")
     systems = source if "://" in source else Path(source).resolve().as_uri() if source else SOURCE.format(**pinned)
     folder, files = arguments.out / TABLES / name, pinned["cards"][name]["files"]
