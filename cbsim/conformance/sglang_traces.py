@@ -7,6 +7,7 @@ SGLang 0.5.23 are added for the comparison.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -216,8 +217,7 @@ class SglangReplay(Replay):
 
     def __init__(self, header: Line, workload: Line) -> None:
         o, keys = options(header["config"]), ChainedKeys(1)
-        too_long = o.longest - TOO_LONG
-        recorded = [Recorded(i, request, too_long, keys) for i, request in enumerate(workload["requests"])]
+        recorded = [Recorded(i, request, o, keys) for i, request in enumerate(workload["requests"])]
         self._recorded = {entry.spec: entry for entry in recorded}
         self._heard = Heard(o.max_running_requests)
         super().__init__(WatchedSglang(o, self._recorded, self._heard), 2 if header["loop"] == "overlap" else 1)
@@ -241,10 +241,10 @@ class SglangReplay(Replay):
             return None
         scheduler = self.scheduler
         self._now += 1
-        self._last = not (self._coming or self._cancels) and scheduler.finished
         scheduler.forget()
         arrived = due(self._coming, self._now, lambda entry: entry.arrival)
         cancelled = due(self._cancels, self._now, lambda entry: entry.cancel or 0)
+        self._last = not (arrived or self._coming or self._cancels) and scheduler.finished
         self._arrived = {"arrivals": [a.id for a in arrived], "cancels": [a.id for a in cancelled]}
         self._open = True
         return Polled([a.spec for a in arrived], [a.spec for a in cancelled])
@@ -377,25 +377,32 @@ def _ranges(pages: list[int], size: int) -> list[list[int]]:
 class Recorded:
     """A request of a workload: its recorded fields, and its statistics in the replay."""
 
-    def __init__(self, index: int, request: Line, too_long: int, keys: ChainedKeys) -> None:
+    def __init__(self, index: int, request: Line, o: SglangOptions, keys: ChainedKeys) -> None:
         self.id: str = request["id"]
         self.arrival: int = request["arrival_step"]
         self.cancel: int | None = request.get("cancel_step")
         self.max_new: int = request["max_new_tokens"]
         self.whole: bool = request.get("ignore_eos", False)
         self.prompt_tokens = len(request["prompt"])
-        self.too_long = self.prompt_tokens >= too_long
+        self.too_long = self.prompt_tokens >= o.longest - TOO_LONG
         prompt, output = [0] if self.too_long else request["prompt"], request["output"]
         if not self.whole and STOP_TOKEN in output:
             output = output[: output.index(STOP_TOKEN) + 1]
         self.stops = not self.whole and STOP_TOKEN in output
-        self.outputs: list[int] = output
-        tokens, most = [*prompt, *output], max(1, self.max_new)
+        self.outputs: list[int] = output if self.stops else [*output, *[0] * (self.max_new - len(output))]
+        tokens, most = [*prompt, *self.outputs], max(1, self.max_new)
         lengths = len(prompt), min(most, max(1, len(output))) if self.stops else most, most
         content = keys.of(tokens), 1, len(tokens)
-        self.spec = RequestSpec(index, self.id, self.arrival, *lengths, request.get("priority", 0) or 0, *content)
+        self.spec = RequestSpec(index, self.id, self.arrival, *lengths, self._priority(request, o), *content)
         self.stats: Line = {"first_step": None, "end_step": None, "reason": None, "n_out": 0}
         self.stats |= {"retractions": 0, "wasted": 0}
+
+    @staticmethod
+    def _priority(request: Line, o: SglangOptions) -> int:
+        """Return a request's priority. One that has none is the least urgent."""
+        least = sys.maxsize if o.schedule_low_priority_values_first else -sys.maxsize - 1
+        given: int | None = request.get("priority")
+        return given if given is not None else least if o.enable_priority_scheduling else 0
 
     def over(self, step: int, reason: str, outputs: int) -> None:
         self.stats |= {"end_step": step, "reason": reason, "n_out": outputs}

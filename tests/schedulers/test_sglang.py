@@ -131,6 +131,7 @@ def test_refusals_name_the_limit() -> None:
     ("field", "given"),
     [
         ("schedule_policy", {"schedule_policy": "lpm", "enable_priority_scheduling": True}),
+        ("schedule_policy", {"schedule_policy": "shortest-prefill-first", "disable_radix_cache": True}),
         ("chunked_prefill_size", {"chunked_prefill_size": 0}),
     ],
 )

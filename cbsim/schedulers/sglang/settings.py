@@ -63,6 +63,8 @@ class SglangSettings(Settings):
         policy, chunk = self.schedule_policy, self.chunked_prefill_size
         message = f"got {policy}, must be fcfs or lof with enable_priority_scheduling"
         require(not self.enable_priority_scheduling or policy in ("fcfs", "lof"), "schedule_policy", message)
+        message = f"got {policy}, which SGLang refuses with disable_radix_cache"
+        require(policy != "shortest-prefill-first" or not self.disable_radix_cache, "schedule_policy", message)
         require(chunk != 0, "chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
 
 

@@ -1,0 +1,60 @@
+"""The recorder of SGLang: what it draws, and, where SGLang is installed, that its decisions are ours."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cbsim.cli.parser import main
+from cbsim.conformance.sglang_traces import CONFIG, options
+from cbsim.live import sglang_workloads
+from cbsim.live.original import load
+from cbsim.schedulers.sglang.settings import SglangSettings
+from cbsim.workload.scheduler_tests import STOP_TOKEN
+
+DRAWN = [sglang_workloads.draw(random.Random(number), number) for number in range(300)]
+needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+
+
+def test_workloads_have_every_option_within_what_the_server_allows() -> None:
+    """The same number draws the same; each value is one that SGLang's server and our rules take, and each order and
+    eviction policy occurs."""
+    assert sglang_workloads.draw(random.Random(7), 7) == DRAWN[7]
+    for workload in DRAWN:
+        config = workload["config"]
+        assert config.keys() == CONFIG == sglang_workloads.PLAIN.keys()
+        made = options(config)
+        SglangSettings(**{name: getattr(made, name) for name in SglangSettings.__dataclass_fields__ if name != "name"})
+        assert not (config["chunked_prefill_size"] or 0) % config["page_size"]
+    for name in ("schedule_policy", "radix_eviction_policy"):
+        choices = sglang_workloads.KINDS[name].__args__
+        assert {workload["config"][name] for workload in DRAWN} == {*choices}, name
+
+
+def test_outputs_reach_the_limit_or_a_stop_token() -> None:
+    for request in (request for workload in DRAWN for request in workload["requests"]):
+        output, most = request["output"], request["max_new_tokens"]
+        assert len(output) >= most or output[-1] == STOP_TOKEN, request["id"]
+        assert request.get("cancel_step", request["arrival_step"]) >= request["arrival_step"]
+
+
+@needs_sglang
+def test_the_real_scheduler_decides_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every pass of both of SGLang's event loops equals ours."""
+    status = main(["conformance", "--live", "sglang", "--count", "20", "--out", str(tmp_path)])
+    assert status == 0, capsys.readouterr().out
+
+
+@needs_sglang
+def test_a_workload_leaves_no_trace_in_the_next() -> None:
+    """A recording depends on its workload alone."""
+    original, version = load("sglang")
+    first, other = original.draw(random.Random(1), 1), original.draw(random.Random(2), 2)
+    lines = original.record(first, "overlap")
+    original.record(other, "normal")
+    assert original.record(first, "overlap") == lines
+    assert original.read_as(lines[0], "1.0") == lines[0] | {"sglang": "1.0"} != lines[0]
+    assert version == lines[0]["sglang"]
