@@ -32,9 +32,9 @@ def _cuts(workload: Line, original: Original) -> Iterator[Line]:
     count = len(requests) // 2
     while count:
         for start in range(0, len(requests), count):
-            kept = [*requests[:start], *requests[start + count :]]
-            if kept:
-                yield _with_requests(workload, kept)
+            left = [*requests[:start], *requests[start + count :]]
+            if left:
+                yield _with_requests(workload, left)
         count //= 2
     options = workload[original.options]
     for name in options:

@@ -42,22 +42,22 @@ class Original(Protocol):
 def load(package: str) -> tuple[Original, str]:
     """Return a package's recorder and its version. Raises UserError that says what cannot be imported."""
     try:
-        found = version(package)
-        return cast("Original", import_module(f"cbsim.live.{package}")), found
+        installed = version(package)
+        return cast("Original", import_module(f"cbsim.live.{package}")), installed
     except PackageNotFoundError:
         raise UserError(f"--live {package}: {package} is not installed in this environment") from None
     except ImportError as error:
         missing = f"no module named {error.name}" if isinstance(error, ModuleNotFoundError) else str(error)
-        raise UserError(f"--live {package}: {package} {found} cannot be imported here: {missing}") from error
+        raise UserError(f"--live {package}: {package} {installed} cannot be imported here: {missing}") from error
 
 
-def rules_for(found: str, versions: Sequence[str]) -> str:
+def rules_for(installed: str, versions: Sequence[str]) -> str:
     """Return the version whose rules are compared with a package: its own, or the newest one before it, or the first.
 
     >>> rules_for("0.34.1", ["0.19.0", "0.33.0"])
     '0.33.0'
     """
-    earlier = [each for each in versions if numbers(each) <= numbers(found)]
+    earlier = [each for each in versions if numbers(each) <= numbers(installed)]
     return earlier[-1] if earlier else versions[0]
 
 

@@ -7,8 +7,9 @@ import json
 import logging
 import random
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cbsim.conformance.check import TraceResult, compare
@@ -17,31 +18,32 @@ from cbsim.errors import UserError
 from cbsim.live.minimise import smallest
 from cbsim.live.original import Line, Original, load, rules_for
 
-OTHER_RULES = "its rules were not read: those of {} are compared"
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Comparisons with an installed package, whose traces and workloads are kept in `folder`."""
+    """Comparisons with an installed package, whose workloads and traces are written to `folder`."""
 
     package: str
     version: str
     original: Original
     folder: Path
+    out: Callable[[str], None]
+    tally: Counter[str] = field(default_factory=Counter)
 
-    def compare(self, workload: Line, mode: str) -> TraceResult | str:
-        """Record a workload and compare it. Return why there is no trace, if the original failed."""
+    def compare(self, workload: Line, mode: str) -> TraceResult:
+        """Record a workload and compare it. The result says that the original failed, if it did."""
+        name = workload["name"]
         try:
             lines = self.original.record(workload, mode)
         except Exception as error:  # whatever the original raises is a finding about it, not about us
-            return f"{type(error).__name__}: {error}"
-        return compare(self._keep(workload, mode, lines), read_as=self._read_as)
+            reason = f"no trace, {self.package} itself failed: {type(error).__name__}: {error}"
+            return TraceResult(name, self.package, self.version, mode, 0, skipped=reason[:200])
+        trace = self._write(workload, mode, lines)
+        rules = rules_for(self.version, self.original.versions)
+        return compare(trace, read_as=lambda header: self.original.read_as(header, rules))
 
-    def _read_as(self, header: Line) -> Line:
-        return self.original.read_as(header, rules_for(self.version, self.original.versions))
-
-    def _keep(self, workload: Line, mode: str, lines: list[Line]) -> Path:
-        """Write a workload and its trace where conformance reads them again; return the trace."""
+    def _write(self, workload: Line, mode: str, lines: list[Line]) -> Path:
+        """Write a workload and its trace where conformance reads them again. Return the path of the trace."""
         trace = self.folder / self.version / f"{workload['name']}{'.' * bool(mode)}{mode}.jsonl.gz"
         beside = self.folder / "workloads" / f"{workload['name']}.json"
         for path in (trace, beside):
@@ -51,87 +53,60 @@ class Session:
             file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         return trace
 
-    def minimised(self, workload: Line, mode: str) -> tuple[Line, TraceResult]:
-        """Return the smallest workload found that still differs in this mode, and its comparison."""
+    def judge(self, workload: Line, mode: str) -> None:
+        """Compare a workload and count the result. The first difference is minimised, and printed with both sides."""
+        result = self.compare(workload, mode)
+        differs = result.difference is not None
+        state = "differ" if differs else "match" if result.skipped is None else "skipped"
+        self.tally.update({state: 1, "lines": result.total, "matched": result.matched})
+        if differs and self.tally["differ"] == 1:
+            least, smaller = self._minimised(workload, mode)
+            self.out(f"{result}\nThe smallest workload that differs has {len(least['requests'])} requests:\n{smaller}")
+        elif state != "match":
+            self.out(str(result).splitlines()[0])
+
+    def _minimised(self, workload: Line, mode: str) -> tuple[Line, TraceResult]:
+        """Return the smallest workload that still differs in this mode, and its comparison."""
         named = workload | {"name": f"{workload['name']}_smallest"}
+        least = smallest(named, self.original, lambda each: self.compare(each, mode).difference is not None)
+        return least, self.compare(least, mode)
 
-        def differs(candidate: Line) -> bool:
-            result = self.compare(candidate, mode)
-            return isinstance(result, TraceResult) and result.difference is not None
-
-        least = smallest(named, self.original, differs)
-        result = self.compare(least, mode)
-        assert isinstance(result, TraceResult), result
-        return least, result
+    def summary(self) -> str:
+        tally = self.tally
+        compared = tally["match"] + tally["differ"]
+        lines = f"{tally['matched']} of {tally['lines']} lines matched"
+        left_out = f"; {tally['skipped']} not compared" * bool(tally["skipped"])
+        where = f"workloads and traces are in {self.folder}"
+        return f"{compared} traces compared, {lines}, {tally['differ']} differ{left_out}; {where}"
 
 
 def run(
     package: str, *, count: int, seed: int, workload: Path | None, folder: Path | None, out: Callable[[str], None]
 ) -> int:
-    """Compare `count` random workloads from number `seed` on, or one given workload, with the package installed. Return
-    0 if every line matched, 1 after a difference, whose smallest workload is kept in `folder`.
+    """Compare `count` random workloads from number `seed` on, or those of a user's file, with the package installed.
+    Return 0 if every line matched, 1 after a difference, 2 if nothing was compared.
     """
     logging.disable(logging.WARNING)  # what originals say of their own events
     original, version = load(package)
     read = original.versions
     out(f"{package} {version} is installed; our rules were read from {', '.join(read)}")
     if version not in read:
-        out(OTHER_RULES.format(rules_for(version, read)))
-    kept = folder or Path(tempfile.mkdtemp(prefix=f"conformance-{package}-"))
-    session = Session(package, version, original, kept)
-    drawn = [given(workload)] if workload else (_drawn(original, package, seed + i) for i in range(count))
-    tally = Tally()
-    for each in drawn:
+        out(f"of {version} no rules were read: those of {rules_for(version, read)} are compared")
+    session = Session(package, version, original, folder or Path(tempfile.mkdtemp(prefix=f"{package}-")), out)
+    for each in [read_workload(workload)] if workload else _drawn(original, package, range(seed, seed + count)):
         for mode in original.modes(each):
-            result = session.compare(each, mode)
-            if isinstance(result, str):
-                tally.failed += 1
-                out(f"{each['name']}  {mode}  no trace, {package} itself failed: {result[:160]}")
-                continue
-            tally.add(result)
-            if result.difference is not None and tally.differ == 1:
-                out(str(result))
-                least, smaller = session.minimised(each, mode)
-                out(f"the smallest workload that differs: {len(least['requests'])} requests, kept in {kept}\n{smaller}")
-            elif result.difference is not None or result.skipped:
-                out(str(result).splitlines()[0])
-    out(str(tally) + (f"; traces in {kept}" if folder or tally.differ else ""))
-    return 1 if tally.differ else 0 if tally.compared else 2
+            session.judge(each, mode)
+    out(session.summary())
+    return 1 if session.tally["differ"] else 0 if session.tally["match"] else 2
 
 
-@dataclass
-class Tally:
-    """What came of the workloads."""
-
-    compared: int = 0
-    lines: int = 0
-    matched: int = 0
-    differ: int = 0
-    skipped: int = 0
-    failed: int = 0
-
-    def add(self, result: TraceResult) -> None:
-        if result.skipped is not None:
-            self.skipped += 1
-            return
-        self.compared += 1
-        self.lines += result.total
-        self.matched += result.matched
-        self.differ += result.difference is not None
-
-    def __str__(self) -> str:
-        parts = [f"{self.compared} traces, {self.matched} of {self.lines} lines matched, {self.differ} differ"]
-        parts += [f"{self.skipped} not compared"] * bool(self.skipped)
-        parts += [f"{self.failed} on which the original failed"] * bool(self.failed)
-        return "; ".join(parts)
+def _drawn(original: Original, package: str, numbers: range) -> Iterator[Line]:
+    """Yield random workloads, each of which depends on its number alone."""
+    for number in numbers:
+        yield original.draw(random.Random(f"{package} {number}"), number)
 
 
-def _drawn(original: Original, package: str, number: int) -> Line:
-    """Return random workload `number`, which depends on the number alone."""
-    return original.draw(random.Random(f"{package} {number}"), number)
-
-
-def given(path: Path) -> Line:
+def read_workload(path: Path) -> Line:
     """Read a workload of the user's."""
     try:
         workload = parsed(path, None, content(path))

@@ -120,7 +120,7 @@ def _on_a_cpu() -> Iterator[None]:
             (caches.PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 40),
             (initialization, "ensure_decode_fast_path_is_available", lambda *_, **__: None),
             (api, "ContinuousBatchingAsyncIOs", _host_async_ios()),
-            (torch, "empty", lambda *shape, pin_memory=False, **given: empty(*shape, **given)),  # noqa: ARG005, PLW0108
+            (torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options)),  # noqa: ARG005, PLW0108
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield
@@ -139,17 +139,17 @@ def _model_config(workload: Line) -> Any:
 
 def _cb_config(workload: Line, config: Any) -> Any:
     """Return the original's configuration, with all that it resolves; the fast path needs no GPU to be chosen."""
-    given = dict(workload["cb"])
+    chosen = dict(workload["cb"])
     if _sectors():
-        given["page_size"] = given.pop("block_size")
-    cb = ContinuousBatchingConfig(**given)
+        chosen["page_size"] = chosen.pop("block_size")
+    cb = ContinuousBatchingConfig(**chosen)
     cb.use_async_batching = workload.get("mode") == "async"
     cb.use_cuda_graph = (False, False)
-    kept, where = cb.max_blocks_per_request, {"device": torch.device("cpu")} if _sectors() else {}
+    most, where = cb.max_blocks_per_request, {"device": torch.device("cpu")} if _sectors() else {}
     resolve = initialization.resolve_continuous_batching_config
     cb = resolve(config, cb, None, has_logit_processors=False, **where)
-    if kept is not None:
-        cb.max_blocks_per_request = kept
+    if most is not None:
+        cb.max_blocks_per_request = most
     return cb
 
 
@@ -265,9 +265,9 @@ class BlockView:
         manager = self.manager
         if not manager._num_cpu_blocks:
             return {}
-        held = {r: list(blocks) for r, blocks in manager._request_id_to_cpu_blocks.items()}
+        blocks_of = {r: list(blocks) for r, blocks in manager._request_id_to_cpu_blocks.items()}
         counts = {r: list(each) for r, each in manager._request_id_to_group_block_counts.items()}
-        return {"cpu": {"free": list(manager._free_cpu_blocks), "held": held, "per_group": counts}}
+        return {"cpu": {"free": list(manager._free_cpu_blocks), "held": blocks_of, "per_group": counts}}
 
     def sizes(self) -> Line:
         on_host = self.manager._num_cpu_blocks
@@ -336,8 +336,8 @@ class SectorView(BlockView):
         if pool is None:
             return {}
         tables = self.manager._request_id_to_cpu_blocks.items()
-        held = {request: {kind: list(blocks) for kind, blocks in table.items()} for request, table in tables}
-        return {"cpu": {"free_sectors": list(pool.free_sectors), "free_blocks": self._counts(pool), "held": held}}
+        blocks_of = {request: {kind: list(blocks) for kind, blocks in table.items()} for request, table in tables}
+        return {"cpu": {"free_sectors": list(pool.free_sectors), "free_blocks": self._counts(pool), "held": blocks_of}}
 
     def sizes(self) -> Line:
         kinds = self.cache.cache_allocators.items()
@@ -556,6 +556,6 @@ class Live:
         router, done = self.processor.output_router.output_queue, {}
         while not router.empty():
             output = router.get()
-            given = {"generated": list(output.generated_tokens), "status": output.status.name}
-            done[output.request_id] = given | {"prompt_len": len(output.prompt_ids)}
+            line = {"generated": list(output.generated_tokens), "status": output.status.name}
+            done[output.request_id] = line | {"prompt_len": len(output.prompt_ids)}
         return done
