@@ -1,13 +1,12 @@
 """The file that a client wrote of its measurements: its requests one by one, or their distributions.
 
 A file is recognised by what is in it. aiperf writes a line a request (profile_export.jsonl) and statistics
-(profile_export_aiperf.json and .csv); `vllm bench serve --save-result` one JSON object, with `--save-detailed` with
+(profile_export_aiperf.json); `vllm bench serve --save-result` one JSON object, with `--save-detailed` with
 lists of an entry a request; GuideLLM one of benchmarks, each with its requests. All times are in the client's seconds.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from cbsim.scenario.fields import Form, complaint
 
 MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p99")
-KNOWN = "what aiperf (JSONL, JSON, CSV), vllm bench serve (JSON) or GuideLLM (JSON) writes"
+KNOWN = "what aiperf (JSONL, JSON), vllm bench serve (JSON) or GuideLLM (JSON) writes"
 MOST_BYTES = 1_000_000_000
 MOST = 1e19  # the limit of any number: nanoseconds since 1970 stay below it for centuries
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}
@@ -102,9 +101,7 @@ def client(path: Path) -> Client:
     """Read a client's file. Raises RunError naming file, field, value and what is allowed."""
     content = read_text(path, RunError, MOST_BYTES)
     value, first = _parsed(content), _parsed(content.lstrip().partition("\n")[0])
-    if content.startswith("Metric,avg,"):
-        measured = _aiperf_statistics(path, _csv(content))
-    elif _has(first, "metadata", "metrics") and not _has(first["metadata"], "guidellm_version"):
+    if _has(first, "metadata", "metrics") and not _has(first["metadata"], "guidellm_version"):
         measured = _aiperf_lines(path, content)
     elif _has(value, "aiperf_version"):
         measured = _aiperf_statistics(path, value)
@@ -273,27 +270,6 @@ def _aiperf_statistics(path: Path, value: Mapping[str, Any]) -> Client:
     count, ended = int(counts.request_count.avg), counts.completed_request_count
     failed = max(int(ended.avg) - count, 0) if ended else 0
     return Client(path, "aiperf", count, failed, prompt, output, statistics=statistics)
-
-
-def _csv(content: str) -> dict[str, dict[str, Any]]:
-    """Return the CSV, a table with a line a metric and then one of single numbers, in the form of the JSON."""
-    made: dict[str, dict[str, Any]] = {}
-    header: list[str] = []
-    for row in csv.reader(content.splitlines()):
-        if row[:1] == ["Metric"]:
-            header = ["avg" if name == "Value" else name for name in row[1:]]
-        elif len(row) > 1 and header:
-            title, _, unit = row[0].rstrip(")").partition(" (")
-            name = "completed_request_count" if title == "Completed Requests" else title.lower().replace(" ", "_")
-            made[name] = {"unit": unit, **dict(zip(header, map(_cell, row[1:]), strict=False))}
-    return made
-
-
-def _cell(content: str) -> float | str:
-    try:
-        return float(content)
-    except ValueError:
-        return content
 
 
 # Requests are in the order in which they were issued, the failed ones among them, whose error is not empty. They carry

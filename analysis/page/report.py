@@ -53,7 +53,7 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
         return Compared({"A": a, "B": b}, differences, [table], compare.verdict(differences, everything=everything))
     sim, measured = (b, a) if a.measured else (a, b)
     errors = pairing.errors(sim, measured)
-    tables = pairing.tables(sim, measured, everything=everything, known=errors)
+    tables = pairing.tables(sim, measured, errors, everything=everything)
     named = {"simulated": sim, "measured": measured}
     return Compared(named, errors, tables, [pairing.summary_line(errors)])
 

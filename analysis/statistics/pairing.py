@@ -11,15 +11,11 @@ from analysis.statistics import compare
 from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text
 from analysis.statistics.loading import LoadedRun, flat
 from cbsim.draw.report import Table
-from cbsim.errors import RunError, ScenarioError, UserError
+from cbsim.errors import RunError, ScenarioError
 from cbsim.record.record import LANES, PHASES
 from cbsim.runs import replan
 
 NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  # fields that no plan depends on
-
-
-class NotAPair(UserError):  # noqa: N818  # the name states a property of the runs
-    """An error for runs that are not a simulated and a measured one, in this order; it names the run and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +51,10 @@ class ReplayOutcome:
         return self.says == "identical"
 
 
-def check(sim: LoadedRun, measured: LoadedRun) -> None:
-    """Raise NotAPair unless one run is simulated and the other measured, Incomparable unless they may be compared."""
-    for run, expected in ((sim, "simulated"), (measured, "measured")):
-        if run.measured is not (expected == "measured"):
-            kind = "measured" if run.measured else "simulated"
-            hint = "put the simulated run first" if sim.measured and not measured.measured else "use compare"
-            raise NotAPair(f"{run.path}: is {kind}, expected a {expected} run; {hint}")
-    compare.check((sim, measured))
-
-
 def errors(sim: LoadedRun, measured: LoadedRun) -> list[MetricDifference]:
     """Return the errors of every metric that both runs have: A is the measured run and B the simulated one, so that
-    conditions on changes are conditions on errors. Raises NotAPair, Incomparable.
+    conditions on changes are conditions on errors. Raises Incomparable.
     """
-    check(sim, measured)
     return compare.differences(measured, sim)
 
 
@@ -134,14 +119,10 @@ def replayed(run: LoadedRun) -> ReplayOutcome:
 
 
 def tables(
-    sim: LoadedRun, measured: LoadedRun, *, everything: bool = False, known: Sequence[MetricDifference] | None = None
+    sim: LoadedRun, measured: LoadedRun, known: Sequence[MetricDifference], *, everything: bool = False
 ) -> list[Table]:
-    """Return the errors of the metrics (`known`, if given), of a step's phases, and the comparison of the plans.
-
-    Raises NotAPair, Incomparable.
-    """
-    check(sim, measured)
-    cells = compare.rows(errors(sim, measured) if known is None else known, everything=everything)
+    """Return the `known` errors of the metrics, those of a step's phases, and the comparison of the plans."""
+    cells = compare.rows(known, everything=everything)
     rows = [(name, after, before, *rest) for name, before, after, *rest in cells]
     note = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
     found = Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, note)

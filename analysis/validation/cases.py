@@ -17,7 +17,7 @@ from pydantic import Field
 from analysis.clients.files import checked
 from analysis.statistics import compare, loading, pairing
 from analysis.statistics.loading import VERDICT, LoadedRun
-from analysis.statistics.pairing import NotAPair, ReplayOutcome
+from analysis.statistics.pairing import ReplayOutcome
 from cbsim.draw.report import Caveat
 from cbsim.errors import RunError
 from cbsim.files import read_json
@@ -101,7 +101,7 @@ class DeviceCases:
 
 
 def read(folder: Path) -> DeviceCases:
-    """Read the cases of a validation folder. Raises RunError naming file, field and what is expected; NotAPair and
+    """Read the cases of a validation folder. Raises RunError naming file, field and what is expected, and
     Incomparable naming runs that do not belong together.
     """
     cases_read = [_read_case(each) for each in _folders(folder / "validation")]
@@ -175,7 +175,7 @@ def _read_case(folder: Path) -> tuple[ValidationCase | None, list[Caveat]]:
         return None, left_out
     for pair in loops.values():
         for run in pair.measured:
-            pairing.check(pair.simulated, run)
+            compare.check((pair.simulated, run))
     compare.check([pair.simulated for pair in loops.values()])
     replays = {loop: [_replay(run) for run in pair.measured] for loop, pair in loops.items()}
     case = ValidationCase(**about.model_dump(), loops=loops, scores=(), replays=replays)
@@ -220,7 +220,7 @@ def _runs(folder: Path, kind: str) -> list[LoadedRun]:
 def _check_kind(run: LoadedRun, kind: str) -> None:
     actual, other = (MEASURED, SIMULATED) if run.measured else (SIMULATED, MEASURED)
     if actual != kind:
-        raise NotAPair(f"{run.path}: is {actual}, expected a {other} run; those that were {actual} go to {actual}/")
+        raise RunError(f"{run.path}: is {actual}, expected a {other} run; those that were {actual} go to {actual}/")
     makespan = run.summary.get("makespan_s")
     if not makespan or makespan < 0:
         raise RunError(f"{run.path / 'summary.json'}: makespan_s is {shown(makespan)}, expected seconds above 0")

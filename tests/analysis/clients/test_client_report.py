@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import mutations
 from support.calls import Said, call
-from support.mutations import as_json, as_json_lines, edited, shuffled, with_a_cell
+from support.mutations import as_json, as_json_lines, edited, shuffled
 from support.sessions import FILES, STEP_S, session
 from support.validations import edited as changed
 
@@ -105,9 +105,8 @@ def test_without_ids_the_first_to_start_is_the_first_to_arrive(tmp_path: Path) -
     assert (told["paired_by"], told["pairs"], told["doubts"]) == ("order of arrival", 6, [])
 
 
-@pytest.mark.parametrize("name", ["aiperf.json", "aiperf.csv"])
-def test_statistics_alone_are_put_beside_the_whole_session(name: str, aiperf: Path) -> None:
-    both = facts(aiperf, FILES / AIPERF, FILES / name)["files"]
+def test_statistics_alone_are_put_beside_the_whole_session(aiperf: Path) -> None:
+    both = facts(aiperf, FILES / AIPERF, FILES / "aiperf.json")["files"]
     assert [each["paired_by"] for each in both] == ["id", None]
     for measure, numbers in both[0]["measures"].items():
         assert both[1]["measures"][measure]["server"] == numbers["server"]
@@ -179,11 +178,11 @@ def test_a_session_that_was_late_is_told(aiperf: Path, tmp_path: Path) -> None:
 
 def test_a_report_has_tables_and_a_figure_of_each_file(aiperf: Path, tmp_path: Path) -> None:
     out = tmp_path / "report"
-    assert client(aiperf, FILES / AIPERF, FILES / "aiperf.csv", "--out", out).status == 0
+    assert client(aiperf, FILES / AIPERF, FILES / "aiperf.json", "--out", out).status == 0
     told = json.loads((out / "report.json").read_text())
     assert told["figures"] == ["client-1", "apart-1", "client-2"]
     assert all((out / "figures" / f"{key}.{kind}").stat().st_size for key in told["figures"] for kind in ("png", "svg"))
-    assert [each["file"] for each in told["data"]["clients"]["files"]] == [AIPERF, "aiperf.csv"]
+    assert [each["file"] for each in told["data"]["clients"]["files"]] == [AIPERF, "aiperf.json"]
     text = (out / "report.md").read_text()
     assert "| TTFT mean | 77 ms | 13 ms | +64 ms |" in text and "paired by id" in text
     assert client(aiperf, FILES / AIPERF, "--out", aiperf).status == 2
@@ -192,7 +191,6 @@ def test_a_report_has_tables_and_a_figure_of_each_file(aiperf: Path, tmp_path: P
 CHANGES = {
     AIPERF: (as_json_lines, edited, shuffled),
     "aiperf.json": (as_json, edited),
-    "aiperf.csv": (with_a_cell, edited, shuffled),
     VLLM: (as_json, edited),
     GUIDELLM: (as_json, edited),
 }

@@ -13,7 +13,6 @@ from support.validations import case, edited, prolonged, put
 
 from analysis.cli import parser
 from analysis.statistics.compare import Incomparable
-from analysis.statistics.pairing import NotAPair
 from analysis.validation import cases
 from cbsim.errors import RunError
 from cbsim.metrics.bars import BARS
@@ -145,7 +144,7 @@ def test_what_cannot_be_read_is_one_message_that_names_it(
 def test_a_run_of_the_other_kind_is_refused_by_name(one: Path, loops: dict[str, Path], kind: str, is_one: str) -> None:
     """A simulated run among the measured ones would make every error small."""
     path = put(loops["fast"] / "sync", one / "validation" / "a" / kind / "stray", measured=is_one == "measured")
-    with pytest.raises(NotAPair, match=f"stray: is {is_one}, expected a {kind} run; .* go to {is_one}/") as caught:
+    with pytest.raises(RunError, match=f"stray: is {is_one}, expected a {kind} run; .* go to {is_one}/") as caught:
         cases.read(one)
     assert str(path) in str(caught.value)
 
