@@ -18,6 +18,7 @@ Times are those of one layer, launched eagerly, without gaps. `Ladder` interpola
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -26,13 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.cost.base import NS, cpu_cost
-from cbsim.cost.table import Attention, Ladder, attention_work, reached
+from cbsim.cost.table import MOST_TIME_S, Attention, Ladder, attention_work, reached
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.fields import bare, shown
-from cbsim.scenario.rows import CsvTable, open_text
+from cbsim.scenario.rows import CsvTable, document, open_text
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 
@@ -198,7 +199,7 @@ class _Skew:
 
     def __init__(self, path: Path, whole: float) -> None:
         shots: dict[tuple[float, ...], list[float]] = defaultdict(list)
-        for n, pc, kp, big, mean, at_mean, at_longest, measured in numbers(path, self.COLUMNS):
+        for n, pc, kp, big, mean, at_mean, at_longest, measured in _rows(path, self.COLUMNS):
             if at_longest > at_mean and big > 0 and n > 0:
                 batch = log2(1 + pc), log2(1 + kp), log2(n), log2(big)
                 shots[(*batch, mean / big)].append((measured - at_mean) / (at_longest - at_mean))
@@ -221,14 +222,35 @@ class _Skew:
         return min(1.0, max(0.0, self._share(*map(min, at, self._most)) * max(1.0, rows / decodes)))
 
 
-def numbers(path: Path, columns: Sequence[str]) -> list[list[float]]:
-    """Return these columns of a CSV file, row by row. Raises ScenarioError, also if there is no row."""
+def _rows(path: Path, columns: Sequence[str], keys: int = 0) -> list[list[Any]]:
+    """Return these columns of a CSV file row by row: names of layers, times, and numbers >= 0. No two rows have the
+    same `keys`, their first cells. Raises ScenarioError, also if there is no row, or if the last line is cut off.
+    """
+    rows: dict[tuple[Any, ...], list[Any]] = {}
     with open_text(path) as file:
-        table = CsvTable(path, file, columns)
-        rows = [[table.number(i, cell) for i, cell in enumerate(row)] for row in table.rows(None)]
+        content = document(path, file)
+        table = CsvTable(path, io.StringIO(content, newline=""), columns)
+        for cells in table.rows(None):
+            row = [_cell(table, at, cell) for at, cell in enumerate(cells)]
+            key = tuple(row[:keys]) or (len(rows),)
+            if key in rows:
+                raise table.bad(keys - 1, cells[keys - 1], f"no second row of {', '.join(cells[:keys])}")
+            rows[key] = row
+        if content and not content.endswith("\n"):
+            raise ScenarioError(f"{path}:{table.line}: has no end of line: the file is cut off", file=path)
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
-    return rows
+    return list(rows.values())
+
+
+def _cell(table: CsvTable, at: int, cell: str) -> Any:
+    """Return a cell as its column has it. Raises ScenarioError."""
+    if table.columns[at] == "layer":
+        return cell
+    value = table.number(at, cell)
+    if table.columns[at].endswith("_us") and not 0 < value <= MOST_TIME_S * 1e6:
+        raise table.bad(at, cell, f"microseconds > 0 and <= {MOST_TIME_S * 1e6:g}, an hour")
+    return value
 
 
 def _of_degree(folder: Path, tensor_parallel: int) -> Path:
@@ -279,12 +301,10 @@ def _known(names: Sequence[str], curves: dict[str, Ladder], path: Path, elsewher
 def _curves(path: Path, axis: str) -> dict[str, Ladder]:
     """Return a curve of microseconds for each layer, by `axis`."""
     points: dict[str, dict[float, float]] = defaultdict(dict)
-    with open_text(path) as file:
-        table = CsvTable(path, file, ("layer", axis, "time_us"))
-        for layer, at, time in table.rows(None):
-            points[layer][table.number(1, at)] = table.number(2, time)
+    for layer, at, time in _rows(path, ("layer", axis, "time_us"), 2):
+        points[layer][at] = time
     return {layer: Ladder(((x,), y) for x, y in curve.items()) for layer, curve in points.items()}
 
 
 def _ladder(path: Path, *axes: str) -> Ladder:
-    return Ladder({tuple(at): time for *at, time in numbers(path, (*axes, "time_us"))}.items())
+    return Ladder((at, time) for *at, time in _rows(path, (*axes, "time_us"), len(axes)))

@@ -40,7 +40,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from cbsim.cost.table import HEAD_DIM, LAUNCHES, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, MOST_TIME_S, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
 from cbsim.errors import ScenarioError
 from cbsim.policy.value import value
 from cbsim.scenario.shapes import ModelShape
@@ -234,7 +234,8 @@ def _check(folder: Path, model: ModelShape, share: Share) -> None:
 
 
 TIME = "latency_ms"
-MOST = 1e12  # bound on the values of every column
+MOST = 1e12  # bound on the values of every other column
+LINE = "line of the file"  # the column that is added to a table that was read
 
 
 class DamagedError(ScenarioError):
@@ -286,7 +287,7 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
     table = _read(path)
     for name in (*columns, *required, TIME):
         if name not in table.column_names:
-            raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names)})")
+            raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")
     for name, wanted in required.items():
         chosen = table.filter(pc.equal(table[name], wanted))
         if not chosen.num_rows:
@@ -307,10 +308,11 @@ def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
         values: np.ndarray = table[name].cast(pa.float64()).to_numpy()
     except pa.ArrowInvalid as error:
         raise DamagedError(f"{path}: {name}: holds what is no number ({error})") from None
-    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0) | (values > MOST) | ((name == TIME) & (values == 0)))
+    most = MOST_TIME_S * 1e3 if name == TIME else MOST
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0) | (values > most) | ((name == TIME) & (values == 0)))
     if len(wrong):
-        bound = f"{'> 0' if name == TIME else '>= 0'} and <= {MOST:g}"
-        raise DamagedError(f"{path}: {name}: holds {values[wrong[0]]:g}, must be {bound}")
+        bound = f"> 0 and <= {most:g}, an hour" if name == TIME else f">= 0 and <= {most:g}"
+        raise DamagedError(f"{path}:{table[LINE][int(wrong[0])]}: {name}: got {values[wrong[0]]:g}, must be {bound}")
     return values
 
 
@@ -326,6 +328,7 @@ def _table(path: Path, changed_ns: int, size: int) -> pa.Table:
     """Read the table at `path`, once for each time of change and size."""
     del changed_ns, size
     try:
-        return pyarrow.csv.read_csv(path)
+        table = pyarrow.csv.read_csv(path)
+        return table.append_column(LINE, pa.array(np.arange(2, len(table) + 2)))
     except (OSError, pa.ArrowInvalid) as error:
         raise DamagedError(f"{path}: cannot be read: {error}") from None

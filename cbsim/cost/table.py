@@ -22,6 +22,7 @@ from cbsim.policy import groups
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario.shapes import ModelShape
 
+MOST_TIME_S = 3600.0  # of what a table holds: no kernel of a step takes longer
 HEAD_DIM = 128  # of the heads whose attention was measured, but for those of vLLM layer profiles
 
 

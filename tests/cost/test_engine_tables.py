@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from itertools import product
 from pathlib import Path
 
@@ -239,6 +240,13 @@ def test_a_damaged_table_is_told_with_its_column(folder: Path) -> None:
     engine_folder.write(path, "gemm_dtype,m,n,k,latency_ms", [("bfloat16", 1, 64, 64, "fast")])
     with pytest.raises(ScenarioError, match=r"gemm__vllm_0\.1\.0\.csv\.gz: latency_ms: holds what is no number"):
         EngineTables(folder, ENGINE, LLAMA, Share())
+    for wrong in (0, -1, 1e308, "nan", "inf"):
+        engine_folder.write(
+            path, "gemm_dtype,m,n,k,latency_ms", [("bfloat16", 1, 64, 64, 1), ("bfloat16", 2, 64, 64, wrong)]
+        )
+        bound = re.escape(f"0.csv.gz:3: latency_ms: got {float(wrong):g}, must be > 0 and <= 3.6e+06, an hour")
+        with pytest.raises(ScenarioError, match=bound):
+            EngineTables(folder, ENGINE, LLAMA, Share())
     path.write_bytes(b"not a gzip file")
     with pytest.raises(ScenarioError, match=r"gemm__vllm_0\.1\.0\.csv\.gz: cannot be read"):
         EngineTables(folder, ENGINE, LLAMA, Share())

@@ -355,6 +355,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1,-1"),
         ("dense.csv:2: time_us: got '-1', expected a number >= 0",),
     ),
+    "a time of nothing": (
+        lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1,0"),
+        ("dense.csv:2: time_us: got '0', expected microseconds > 0 and <= 3.6e+09, an hour",),
+    ),
+    "a time of more than an hour": (
+        lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1,1e308"),
+        ("dense.csv:2: time_us: got '1e308', expected microseconds > 0 and <= 3.6e+09, an hour",),
+    ),
+    "a row twice": (
+        lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,1,50.5\nembedding,1,50.6"),
+        ("dense.csv:3: tokens: got '1', expected no second row of embedding, 1",),
+    ),
+    "a file that is cut off": (
+        lambda f: dense(f).write_text(dense(f).read_text().rstrip()[:-1]),
+        ("dense.csv:", "has no end of line: the file is cut off"),
+    ),
     "text for a number": (
         lambda f: rewrite(dense(f), "embedding,1,50.5", "embedding,one,50.5"),
         ("dense.csv:2: tokens: got 'one'",),
