@@ -15,8 +15,8 @@ import numpy as np
 from analysis.figures import axis
 from analysis.figures.axis import Ints, spread
 from analysis.statistics.loading import LoadedRun, flat
-from analysis.statistics.sweeps import Sweep, SweepGroup, rates
-from cbsim.draw.chart import GREY, Bars, Chart, Floats, Line, Mark, Panel, Points, Spans, Style, series, unit
+from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
+from cbsim.draw.chart import GREY, Bars, Chart, Edge, Floats, Line, Mark, Panel, Points, Spans, Style, series, unit
 from cbsim.draw.report import Table
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup, shown
@@ -175,6 +175,7 @@ def curves(swept: Sweep) -> Chart:
     (if a rate was swept, against it) or GPU active. One line a group joins the means of repetitions.
     """
     xs = {group.label: np.array(rates(swept, group) if swept.by_rate else group.values) for group in swept.groups}
+    knees = {group.label: knee(group, list(xs[group.label])) for group in swept.groups} if swept.by_rate else {}
     last = ("Requests/s served", "requests_per_s") if swept.by_rate else ("GPU active", "gpu_active")
     panels = [_percentiles(swept, xs, name, key) for name, key in LATENCIES]
     panels += [_single(swept, xs, *what) for what in (("Output tokens/s", "output_tokens_per_s"), last)]
@@ -182,17 +183,25 @@ def curves(swept: Sweep) -> Chart:
         x = np.unique(np.concatenate(list(xs.values())))
         offered = Line("as many as offered", x, x, Style(GREY, "dotted"))
         panels[-1] = replace(panels[-1], marks=[offered, *panels[-1].marks])
+    edges = [
+        Edge(f"{label}: knee", known.rate, Style(series(index).colour, "dashdot"))
+        for index, (label, known) in enumerate(knees.items())
+        if known.rate is not None
+    ]
     common: Any = {"x": "requests/s offered" if swept.by_rate else swept.field, "x_log": spread(xs.values())}
-    panels = [replace(panel, **common) for panel in panels]
-    return Chart("sweep", f"Sweep of {swept.field}", _caption(swept), panels, columns=2)
+    panels = [replace(panel, marks=[*edges, *panel.marks], **common) for panel in panels]
+    return Chart("sweep", f"Sweep of {swept.field}", _caption(swept, knees), panels, columns=2)
 
 
-def _caption(swept: Sweep) -> str:
+def _caption(swept: Sweep, knees: Mapping[str, Knee]) -> str:
     caption = "Solid p50, dashed p95" + (", dotted p99." if _quotable(swept, "p99") else ".")
     if not _quotable(swept, "p95"):
         caption += " Some runs have too few requests for p95 to be quoted."
-    if swept.by_rate:
-        caption += " Requests/s served are over the whole span, the time after the last arrival included."
+    if knees:
+        caption += " Requests/s served are over the whole span, the time after the last arrival included. Knee: the "
+        caption += "highest rate up to which requests end at least 95 % as fast as they arrive, from the middle "
+        caption += "arrival to the last (rate stability), and the wait for a seat is at most half of TTFT at p95. "
+        caption += " ".join(known.sentence for known in knees.values())
     return caption
 
 
@@ -282,7 +291,7 @@ def _columns(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
 
 def _note(columns: Mapping[str, Sequence[str]], same: Mapping[str, str], by_rate: bool) -> str:
     note = "Most output tokens/s first; the factor is against the slowest, the gain against the sync loop of "
-    note = "Where a server keeps up, output tokens/s are those of the traffic." if by_rate else f"{note}the same run."
+    note = "Below the knee output tokens/s are those of the traffic." if by_rate else f"{note}the same run."
     if same:
         note += f" The same for all: {', '.join(f'{header} {cell}' for header, cell in same.items())}."
     if any("*" in cell for cells in columns.values() for cell in cells):

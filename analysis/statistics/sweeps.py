@@ -1,4 +1,4 @@
-"""Runs that differ in one swept field: how to find it, what it changes, and whether a run bears its load."""
+"""Runs that differ in one swept field: how to find it, and the load that they sustain."""
 
 from __future__ import annotations
 
@@ -110,6 +110,35 @@ def waits(run: LoadedRun) -> bool:
     return bool(queue > ttft / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """A knee of a group's latency: `rate` is the highest rate (requests/s) up to which all keep up and none waits, or
+    None if the range does not show it. `sentence` is always given.
+
+    Keeping up alone would not detect it in short runs: a queue that grows slowly is long before 5 % are missing.
+    """
+
+    rate: float | None
+    sentence: str
+
+
+def knee(group: SweepGroup, rates: Sequence[float]) -> Knee:
+    """Return the knee of a group whose runs have these rates. Between repetitions of a rate the majority decides."""
+    votes: dict[float, list[bool]] = {}
+    for rate, run in zip(rates, group.runs, strict=True):
+        if (stable := keeps_up(run)) is not None:
+            votes.setdefault(rate, []).append(stable and not waits(run))
+    borne = [rate for rate, ballots in sorted(votes.items()) if 2 * sum(ballots) > len(ballots)]
+    too_much = min((rate for rate in votes if rate not in borne), default=None)
+    if too_much is None:
+        most = f"{max(borne):.4g}/s is sustained" if borne else "no run has a rate"
+        return Knee(None, f"{group.label}: no knee in this range, {most}.")
+    below = [rate for rate in borne if rate < too_much]
+    if not below:
+        return Knee(None, f"{group.label}: no knee in this range, {too_much:.4g}/s is too much already.")
+    return Knee(max(below), f"{group.label}: sustains {max(below):.4g}/s, not {too_much:.4g}/s.")
+
+
 def rates(swept: Sweep, group: SweepGroup) -> list[float]:
     """Return the rate of each run of a group, requests/s: the configured one, or that of the trace."""
     if swept.field == RATES[0]:
@@ -118,14 +147,16 @@ def rates(swept: Sweep, group: SweepGroup) -> list[float]:
 
 
 def findings(swept: Sweep) -> list[str]:
-    """Return sentences on what the sweep shows of each group."""
-    bound = [group for group in swept.groups if swept.by_rate and all("slo" in run.summary for run in group.runs)]
-    best = [_best(swept.field, group) for group in swept.groups]
-    return [*best, *(_slo(group, rates(swept, group)) for group in bound)]
+    """Return a sentence a group on what the sweep shows."""
+    if swept.by_rate:
+        knees = [knee(group, rates(swept, group)).sentence for group in swept.groups]
+        bound = [group for group in swept.groups if all("slo" in run.summary for run in group.runs)]
+        return [*knees, *(_slo(group, rates(swept, group)) for group in bound)]
+    return [_best(swept.field, group) for group in swept.groups]
 
 
 def _slo(group: SweepGroup, rates: Sequence[float]) -> str:
-    """State up to which of these rates the scenario's service level holds; `cbsim capacity` searches between them."""
+    """State up to which rate the scenario's service level holds; it may allow a long wait, which a knee does not."""
     runs = sorted(zip(rates, group.runs, strict=True), key=lambda pair: pair[0])
     met = {rate: run.summary["slo"]["attainment"] for rate, run in runs}
     missed = [rate for rate, share in met.items() if share < NEARLY]

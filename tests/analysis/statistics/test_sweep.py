@@ -11,7 +11,7 @@ from support.calls import simulated
 from analysis.page import report
 from analysis.statistics import sweeps
 from analysis.statistics.loading import LoadedRun, read
-from cbsim.draw.chart import Line, Points
+from cbsim.draw.chart import Edge, Line, Points
 from cbsim.metrics.terminal import lookup
 
 SERVICE_S = {"sync": 10 * 0.042, "async": 10 * 0.032}  # ten tokens, one seat; planning takes 10 ms of 42
@@ -51,13 +51,27 @@ def test_a_sweep_of_the_rate_is_found_with_a_group_for_each_loop(rated: list[Loa
             assert {run.loop for run in group.runs} == {group.label}
 
 
-def test_service_keeps_up_where_it_takes_no_longer_than_arrivals(rated: list[LoadedRun]) -> None:
+def test_the_knee_is_where_service_cannot_keep_up(rated: list[LoadedRun]) -> None:
     """Theory: a server that needs S seconds for a request, one after the other, bears rates below 1 / S."""
     found = sweeps.sweep(rated)
     assert found is not None
     for group in found.groups:
-        bears = [rate < 1 / SERVICE_S[group.label] for rate in RATES]
-        assert [sweeps.keeps_up(run) for run in group.runs] == bears and any(bears) and not all(bears)
+        borne = max(rate for rate in RATES if rate < 1 / SERVICE_S[group.label])
+        assert sweeps.knee(group, sweeps.rates(found, group)).rate == borne
+        assert [sweeps.keeps_up(run) for run in group.runs] == [rate <= borne for rate in RATES]
+    assert {group.label: sweeps.knee(group, RATES).rate for group in found.groups} == {"sync": 2, "async": 2.7}
+
+
+def test_no_knee_is_claimed_outside_the_range(rated: list[LoadedRun]) -> None:
+    found = sweeps.sweep(rated)
+    assert found is not None
+    group = found.groups[0]
+    low = replace(group, values=group.values[:2], runs=group.runs[:2])
+    high = replace(group, values=group.values[3:], runs=group.runs[3:])
+    for part, said in ((low, "2/s is sustained"), (high, "4/s is too much already")):
+        knee = sweeps.knee(part, [float(value) for value in part.values])
+        assert knee.rate is None
+        assert "no knee in this range" in knee.sentence and said in knee.sentence
 
 
 def test_the_offered_rate_is_that_of_the_arrivals(rated: list[LoadedRun], seats: list[LoadedRun]) -> None:
@@ -99,7 +113,7 @@ def test_seeds_repeat_a_point(seats: list[LoadedRun]) -> None:
 
 
 def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
-    """Every point is a metric of a run; p99 is not drawn of 60 requests."""
+    """Every point is a metric of a run; the knee stands at its rate; p99 is not drawn of 60 requests."""
     found = sweeps.sweep(rated)
     assert found is not None
     chart = next(one for one in report.sweep_charts(found) if one.key == "sweep")
@@ -111,6 +125,7 @@ def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
             points = next(mark for mark in panel.marks if isinstance(mark, Points) and mark.name == name)
             assert points.x.tolist() == list(RATES)
             assert points.y * size == pytest.approx([lookup(run.summary, metric) for run in group.runs])
+        assert {mark.x for mark in panel.marks if isinstance(mark, Edge)} == {2.0, 2.7}
         assert not any("p99" in mark.name for mark in panel.marks)
     assert "too few" in chart.caption
     points = [mark for mark in report.sweep_charts(found)[1].panels[0].marks if isinstance(mark, Points)]
@@ -118,7 +133,7 @@ def test_curves_show_the_summaries(rated: list[LoadedRun]) -> None:
 
 
 def test_the_service_level_has_a_rate_of_its_own(rated: list[LoadedRun]) -> None:
-    """Up to which rate 99 % of the requests meet it; beside it, from which rate on there are no more tokens."""
+    """It may allow for a wait that a knee does not: up to which rate 99 % of the requests meet it."""
     rate = "workload.arrivals.rate_per_s"
     met = {1: 1.0, 2: 0.995, 2.7: 0.98, 4: 1.0}  # a rate above one that misses it does not count
     runs = [
@@ -129,4 +144,3 @@ def test_the_service_level_has_a_rate_of_its_own(rated: list[LoadedRun]) -> None
     assert sorted(one for one in sweeps.findings(found) if "SLO" in one) == [
         f"{loop}: SLO met by at least 99% of the requests up to 2/s." for loop in ("async", "sync")
     ]
-    assert sum(f"from {rate} = " in one for one in sweeps.findings(found)) == 2
