@@ -21,7 +21,6 @@ import numpy as np
 from analysis.figures import sweeps
 from analysis.page.webpage import Explorer, embedded, template
 from analysis.statistics import sweep_table
-from analysis.statistics.loading import flat
 from analysis.statistics.sweep_table import Axis, Bools, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table
@@ -30,7 +29,7 @@ from cbsim.metrics import catalogue, checks
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
-from cbsim.metrics.terminal import lookup
+from cbsim.metrics.terminal import flat, lookup
 from cbsim.scenario import documents
 
 METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")

@@ -10,13 +10,13 @@ from typing import Any
 
 from analysis.statistics import intervals
 from analysis.statistics.intervals import CONFIDENCE, SHARES, STATISTICS, Interval
-from analysis.statistics.loading import LoadedRun, flat
+from analysis.statistics.loading import LoadedRun
 from cbsim.draw.report import Table
 from cbsim.errors import CheckError, UserError
 from cbsim.metrics.catalogue import METRICS, SINGLE
 from cbsim.metrics.checks import METRIC, NUMBER, OPERATORS, TIMES, bounded, named
 from cbsim.metrics.metrics import SAMPLES_NEEDED
-from cbsim.metrics.terminal import lookup, shown
+from cbsim.metrics.terminal import flat, lookup, shown
 
 FEW = 30  # samples; with fewer no interval is reliable
 ONE_VALUE, TOO_FEW = "one value a run", "too few samples"

@@ -16,6 +16,7 @@ import pandas as pd
 
 from analysis.statistics import labels
 from cbsim.metrics import metrics
+from cbsim.metrics.terminal import flat
 from cbsim.record.record import STEP_COLUMNS, RequestRow
 from cbsim.record.tables import RUNS, TEXTS, Requests, Steps, token_times
 from cbsim.runs import reading
@@ -129,14 +130,3 @@ def request_frame(times: Requests) -> pd.DataFrame:
         column[done & (times.generated > 1) if name == "tpot_s" else done] = values
         columns[name] = column
     return pd.DataFrame(columns)
-
-
-def flat(scenario: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a scenario's fields by dotted name."""
-    fields: dict[str, Any] = {}
-    for key, value in scenario.items():
-        if isinstance(value, Mapping):
-            fields |= flat(value, f"{path}{key}.")
-        else:
-            fields[f"{path}{key}"] = value
-    return fields

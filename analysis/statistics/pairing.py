@@ -9,9 +9,10 @@ import numpy as np
 
 from analysis.statistics import compare
 from analysis.statistics.compare import MARK, SHOWN, MetricDifference, change_text
-from analysis.statistics.loading import LoadedRun, flat
+from analysis.statistics.loading import LoadedRun
 from cbsim.draw.report import Table
 from cbsim.errors import RunError, ScenarioError
+from cbsim.metrics.terminal import flat
 from cbsim.record.record import LANES, PHASES
 from cbsim.runs import replan
 

@@ -150,7 +150,8 @@ def findings(swept: Sweep) -> list[str]:
     """Return a sentence a group on what the sweep shows."""
     if swept.by_rate:
         knees = [knee(group, rates(swept, group)).sentence for group in swept.groups]
-        bound = [group for group in swept.groups if all("slo" in run.summary for run in group.runs)]
+        shares = [[lookup(run.summary, "slo.attainment") for run in group.runs] for group in swept.groups]
+        bound = [group for group, known in zip(swept.groups, shares, strict=True) if None not in known]
         return [*knees, *(_slo(group, rates(swept, group)) for group in bound)]
     return [_best(swept.field, group) for group in swept.groups]
 

@@ -11,15 +11,12 @@ import numpy.typing as npt
 from analysis.statistics import sweeps
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.report import Caveat
-from cbsim.metrics import coverage
-from cbsim.metrics.metrics import SAMPLES_NEEDED
+from cbsim.metrics import coverage, metrics
+from cbsim.metrics.metrics import ENOUGH, SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
 from cbsim.record.tables import ENDED
 from cbsim.scenario import demand
 
-ENOUGH = 20  # arrivals or steps from which a trend can be read
-LAG, GROWTH = 0.05, 1.2
-"""Overload: completions are below arrivals by LAG and by two roots of their number; the queue grows by GROWTH."""
 USUAL, EARLY = 0.9, 0.05
 """Warm-up: until USUAL of the median occupancy is reached; reported if that takes EARLY of the requests."""
 FIRST, SLOW, ALIKE = 5, 3.0, 2.0
@@ -60,24 +57,7 @@ def _incomplete(run: LoadedRun) -> str | None:
 
 
 def _overload(run: LoadedRun) -> str | None:
-    """Report overload: over the second half of the arrivals fewer requests end than arrive, and the queue grows."""
-    sent = run.requests[~run.requests["status"].isin(("refused", "aborted", "failed"))]
-    arrival, ended = (sent[name].to_numpy() / 1e9 for name in ("arrival_ns", "last_token_ns"))
-    if not is_open(run) or len(arrival) < ENOUGH:
-        return None
-    low, high = (arrival.min() + arrival.max()) / 2, arrival.max()
-    came = int(((arrival > low) & (arrival <= high)).sum())
-    done = int(((ended > low) & (ended <= high) & sent["done"].to_numpy()).sum())
-    middle = (low + high) / 2
-    before, after = (_mean_queue(run, *edges) for edges in ((low, middle), (middle, high)))
-    if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5) or after < max(GROWTH * before, 1):
-        return None
-    rates = f"{came / (high - low):.3g} and {done / (high - low):.3g} a second"
-    return (
-        f"in the second half of the arrivals {came:,} requests came and {done:,} ended ({rates}), and the mean queue "
-        f"grew from {before:,.1f} to {after:,.1f} between its quarters: overload. Latencies grow with the length of "
-        "the run."
-    )
+    return metrics.overload(run.times) if is_open(run) else None
 
 
 def _near_capacity(run: LoadedRun) -> str | None:
@@ -86,17 +66,6 @@ def _near_capacity(run: LoadedRun) -> str | None:
         return None
     wait = f"{run.summary['queue_s']['p95']:.3g} s of {run.summary['ttft_s']['p95']:.3g} s TTFT are time in the queue"
     return f"at p95 {wait}: the server is near its capacity or beyond, and a longer run may well give other latencies."
-
-
-def _mean_queue(run: LoadedRun, low: float, high: float) -> float:
-    """Return the number of requests never scheduled so far, averaged over the time from `low` to `high`, seconds."""
-    if high <= low:
-        return 0.0
-    table = run.requests[run.requests["status"] != "refused"]
-    scheduled = table["scheduled_ns"].to_numpy() / 1e9
-    until = np.where(scheduled < 0, np.inf, scheduled)
-    waited = np.clip(until, low, high) - np.clip(table["arrival_ns"].to_numpy() / 1e9, low, high)
-    return float(waited.clip(min=0).sum() / (high - low))
 
 
 def _calibration(run: LoadedRun) -> str | None:

@@ -61,7 +61,9 @@ def parser_of(program: str, description: str, epilog: str, verbs: Sequence[Verb]
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for verb in verbs:
         shown = f"python -m {program} {verb.name} {verb.example}".rstrip()
-        verb.arguments(commands.add_parser(verb.name, help=verb.about, example=shown))
+        command = commands.add_parser(verb.name, help=verb.about, example=shown)
+        verb.arguments(command)
+        command.set_defaults(refuse=command.error)
     return parser
 
 
@@ -72,7 +74,9 @@ def run_verb(
     system is one message on stderr, never a traceback. `run_error` is the status of a RunError.
     """
     parts = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(parts)
+    arguments, unknown = parser.parse_known_args(parts)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of its command
     arguments.line = shlex.join(["python", "-m", program, *parts])
     chosen = next(verb for verb in verbs if verb.name == arguments.command)
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")

@@ -12,7 +12,7 @@ from functools import partial
 from cbsim.cli.arguments import check_out, run_options
 from cbsim.cli.many_runs import executor
 from cbsim.cli.sessions import options_of, scenario_of
-from cbsim.errors import ERROR, OK, RunError, UserError
+from cbsim.errors import ERROR, OK, RunError
 from cbsim.files import access
 from cbsim.machine.simulate import Simulation
 from cbsim.runs import reading, run_command
@@ -36,7 +36,7 @@ def conformance(arguments: argparse.Namespace) -> int:
     from cbsim.live import session
 
     if bool(arguments.live) == bool(arguments.paths):
-        raise UserError("conformance: expected traces, or --live and a package, not both")
+        arguments.refuse("expected traces, or --live and a package, not both")
     if arguments.live:
         check_out(arguments.out)
         drawn = {"count": arguments.count, "seed": arguments.seed, "workload": arguments.workload}

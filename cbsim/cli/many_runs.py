@@ -113,6 +113,7 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
 )
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
+    option(parser, "--loop", help="sync, async, or both, each for itself")
     option(
         parser, "--set", "--knob", required=True, dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V"
     )

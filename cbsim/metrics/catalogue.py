@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cbsim.metrics.terminal import aligned, change, lookup, shown
+from cbsim.metrics.terminal import aligned, change, flat, lookup, shown
 from cbsim.record.record import PHASES, STATUSES
 
 MORE, LESS = 1, -1
@@ -112,7 +112,8 @@ _AFTER = (
     Metric("tokens_per_step", "count", 0, "tokens per step", "mean over all steps; padding excluded", style=REAL),
     Metric("kv_utilisation.mean", "share", 0, "KV used, mean", "blocks in use over all blocks, weighted by how long "
            "it lasted; between steps with nothing to do it counts as 0", listed=True),
-    Metric("kv_utilisation.max", "share", 0, "KV used, max", "largest share after planning a step"),
+    Metric("kv_utilisation.max", "share", 0, "KV used, max", "largest share after planning a step",
+           listed=True),
     Metric("waiting.mean", "requests", LESS, "requests waiting, mean", "length of the queue, weighted likewise",
            style=REAL),
     Metric("computed_tokens", "tokens", LESS, "computed tokens", "query tokens computed, padding included"),
@@ -141,7 +142,7 @@ _AFTER = (
              f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
     Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),
     Metric("slo.attainment", "share", MORE, "SLO attainment",
-           "`slo.met` over all requests sent; a request of one token has TPOT 0 here", listed=True),
+           "`slo.met` over all requests sent, null of none; a request of one token has TPOT 0 here", listed=True),
     Metric("slo.goodput_requests_per_s", "1/s", MORE, "goodput, requests/s", "`slo.met` over the span"),
     Metric("cost.usd_per_million_output_tokens", "USD", LESS, "$ a million output tokens",
            "price of the span over `output_tokens`", listed=True),
@@ -170,15 +171,7 @@ def metric(name: str) -> Metric:
 
 
 def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in _flat(summary) if name in METRICS and isinstance(value, int | float)}
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
+    return {name: value for name, value in flat(summary).items() if name in METRICS and isinstance(value, int | float)}
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

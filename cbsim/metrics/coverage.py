@@ -23,18 +23,19 @@ from cbsim.scenario.scenario import Scenario
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
 
 
+NOTED = 0.1  # share of the GPU's time from which on the error of a class of steps is given
 LARGEST = 8192  # query tokens of the steps that efficiency curves were compared with tables for
 
 
-def basis(scenario: Scenario, tokens: int | None = None) -> str:
-    """Return what the step times of simulated runs rest on and how far off they are known to be, for steps of `tokens`
-    query tokens or of any number.
+def basis(scenario: Scenario, steps: Steps | None = None) -> str:
+    """Return what the step times of simulated runs rest on and how far off they are known to be: for `steps` by size,
+    the sizes that take most of the GPU's time first, or for any steps.
     """
     cost, gpu = scenario.cost, scenario.hardware
     if isinstance(cost, RooflineSettings):
         known = [] if cost.compute_efficiency or cost.memory_efficiency else curves.sources(gpu)
         if known:
-            return _curves(known, scenario, tokens)
+            return _curves(known, scenario, steps)
         compute, memory = cost.efficiencies
         shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
         shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
@@ -62,7 +63,7 @@ def bases(scenarios: Iterable[Scenario]) -> list[str]:
 UNKNOWN = "their error is not known"
 
 
-def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | None) -> str:
+def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | None) -> str:
     model, gpu = scenario.model, scenario.hardware
     bounds, cards = curves.errors(known, gpu.name, scenario.gpus), [each.curves["hardware"]["name"] for each in known]
     whose, of = f"efficiency curves of {cards[0]}", "of its kernel tables"
@@ -71,11 +72,10 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | No
         whose = f"efficiency curves of {len(cards)} cards, {nearest} first, scaled to the data sheet of {gpu.name}"
         of = "for a card that was left out"
     within = f"one model's layers: {UNKNOWN}"
-    if bounds and tokens is None:
-        within = f"90 % of steps within {min(bounds.values()):.1%} to {max(bounds.values()):.1%} {of}, by their size"
-    elif bounds and tokens is not None:
-        bound = next((bound for most, bound in bounds.items() if tokens <= most), [*bounds.values()][-1])
-        within = f"90 % of steps of {tokens:,} tokens within {bound:.1%} {of}"
+    if bounds:
+        spread = f"within {min(bounds.values()):.1%} to {max(bounds.values()):.1%}"
+        by_size = _by_size(bounds, steps) if steps is not None else ""
+        within = f"90 % of steps {by_size} {of}" if by_size else f"90 % of steps {spread} {of}, by their size"
     unlike = {
         f"heads of {model.head_dim}": model.head_dim != HEAD_DIM,
         "windows": not model.sees_all,
@@ -83,6 +83,19 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, tokens: int | No
     }
     others = ", ".join(name for name, is_so in unlike.items() if is_so)
     return f"{whose}: {within}" + (f"; {others} were not measured" if others else "")
+
+
+def _by_size(bounds: Mapping[int, float], steps: Steps) -> str:
+    """Return the bounds of the classes of steps that take NOTED of the GPU's time or more, most first. `bounds` are by
+    the most query tokens of a class; larger steps are of the last one.
+    """
+    most = list(bounds)
+    classes = np.minimum(np.searchsorted(most, steps["padded_tokens"]), len(most) - 1)
+    busy = np.bincount(classes, weights=steps.lane("compute"), minlength=len(most))
+    shares = busy / max(busy.sum(), 1.0)
+    noted = [at for at in np.argsort(-shares).tolist() if shares[at] >= NOTED]
+    sizes = [f"{(0, *most)[at] + 1:,} to {most[at]:,} tokens ({shares[at]:.0%} of the GPU's time)" for at in noted]
+    return ", ".join(f"of {size} within {bounds[most[at]]:.1%}" for size, at in zip(sizes, noted, strict=True))
 
 
 def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
@@ -118,13 +131,6 @@ def _large(steps: Steps) -> list[str]:
     if share <= 0.5:
         return []
     return [f"{share:.0%} of the GPU's time are steps of more than the {LARGEST:,} tokens that were checked"]
-
-
-def typical(steps: Steps) -> int:
-    """Return the query tokens of the step in the middle of the GPU's time, steps in order of their tokens."""
-    order = np.argsort(steps["padded_tokens"], kind="stable")
-    busy = np.cumsum(steps.lane("compute")[order])
-    return int(steps["padded_tokens"][order][np.searchsorted(busy, busy[-1] / 2)]) if len(busy) else 0
 
 
 def sureness(cost: TableSettings) -> list[str]:

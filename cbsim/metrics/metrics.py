@@ -20,6 +20,10 @@ from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, tok
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
+ENOUGH = 20  # arrivals or steps from which a trend can be read
+LAG, GROWTH, QUEUED = 0.05, 1.2, 0.1
+"""Overload: completions are below arrivals by LAG and by two roots of their number; the queue grows by GROWTH, and by
+QUEUED of the difference: else it is the batch that grows."""
 SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
 
 
@@ -110,15 +114,51 @@ def latencies(requests: Requests) -> dict[str, Floats]:
 
 
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
-    """Return goodput (requests a second within all bounds) and attainment (their share). TPOT of one token is 0."""
+    """Return goodput (requests a second within all bounds) and attainment (their share, None of no requests). TPOT of
+    one token is 0.
+    """
     values = latencies(requests)
     values["tpot_s"] = values["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
     met = np.ones(int(requests.done.sum()), dtype=bool)
     for name, bound in slo.items():
         met &= values[name] <= bound
     count, sent = int(met.sum()), len(requests.rows)
-    share, rate = (count / sent if sent else 0.0), (count / span_s if span_s else 0.0)
+    share, rate = (count / sent if sent else None), (count / span_s if span_s else 0.0)
     return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
+
+
+def overload(requests: Requests) -> str | None:
+    """Return how far an open workload is above the capacity, if over the second half of the arrivals fewer requests end
+    than arrive, and the queue grows.
+    """
+    sent = ~requests.rows.is_in(("refused", "aborted", "failed"))
+    arrival, ended = requests.arrival_ns[sent] / NS, requests.last_token_ns[sent & requests.done] / NS
+    if len(arrival) < ENOUGH:
+        return None
+    low, high = (arrival.min() + arrival.max()) / 2, arrival.max()
+    came, done = (int(((times > low) & (times <= high)).sum()) for times in (arrival, ended))
+    middle = (low + high) / 2
+    before, after = (_mean_queue(requests, *edges) for edges in ((low, middle), (middle, high)))
+    least = max(GROWTH * before, before + QUEUED * (came - done), 1)
+    if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5) or after < least:
+        return None
+    rates = f"{came / (high - low):.3g} and {done / (high - low):.3g} a second"
+    return (
+        f"in the second half of the arrivals {came:,} requests came and {done:,} ended ({rates}), and the mean queue "
+        f"grew from {before:,.1f} to {after:,.1f} between its quarters: overload. Latencies grow with the length of "
+        "the run."
+    )
+
+
+def _mean_queue(requests: Requests, low: float, high: float) -> float:
+    """Return the number of requests never scheduled so far, averaged over the time from `low` to `high`, seconds."""
+    if high <= low:
+        return 0.0
+    counted = ~requests.rows.is_in(("refused",))
+    scheduled = requests.scheduled_ns[counted] / NS
+    until = np.where(scheduled < 0, np.inf, scheduled)
+    waited = np.clip(until, low, high) - np.clip(requests.arrival_ns[counted] / NS, low, high)
+    return float(waited.clip(min=0).sum() / (high - low))
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:

@@ -14,6 +14,14 @@ def lookup(summary: Mapping[str, Any], metric: str) -> Any:
     return value
 
 
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings, such as a summary's or a scenario's, by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found
+
+
 def shown(value: Any, unit: str) -> str:
     """Return a number in the format of its unit: `s`, `share`, `fine share`, `count` (a mean need not be whole) or
     `number`; "-" for None.

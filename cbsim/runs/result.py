@@ -27,6 +27,7 @@ from cbsim.record.record import FAILED
 from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
 from cbsim.runs import occupancy, reading
 from cbsim.runs.occupancy import Occupancy
+from cbsim.scenario import demand
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario, solved_lines
 from cbsim.workload import csv_requests, generators
@@ -97,6 +98,19 @@ class Result(Printed):
     def binding(self) -> list[str]:
         """The resources that limit the run, with a remedy: a sentence or two."""
         return _binding(self.scenario, self.loop, self.step_numbers, self._times)
+
+    @cached_property
+    def overload(self) -> str | None:
+        """How far the load is above the capacity, if requests arrive over time and their queue grows."""
+        return metrics.overload(self._times) if demand.is_open(self.scenario.workload.model_dump()) else None
+
+    @property
+    def held(self) -> str:
+        """The most KV blocks that were in use at once, with their tokens and bytes where a block holds all layers."""
+        used, options = int(self.step_numbers["used_blocks"].max(initial=0)), self.scenario.options(self.loop)
+        tokens, model = used * options.block_size, self.scenario.model
+        size = f": {tokens:,} tokens, {tokens * model.kv_bytes_per_token / 1e9:,.3g} GB" if model.sees_all else ""
+        return f"at most {used:,} of {self.summary['total_blocks']:,} blocks in use at once{size}"
 
     @property
     def lost(self) -> list[str]:
@@ -310,9 +324,12 @@ def _printed(results: Sequence[Result]) -> str:
     basis = results[0].environment.get("step_times")
     times = f"times   {basis if results[0].measured else f'by {basis}'}" if basis else ""
     heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario), times]
-    limits = [f"{result.loop:<7}{sentence}" for result in results for sentence in result.binding]
-    bound = [f"{'' if at else 'binds':<8}{limit}" for at, limit in enumerate(limits)]
-    return "\n".join([*filter(None, heading), "", table, "", *bound])
+    said = [("KV", result.loop, result.held) for result in results]
+    said += [("load", result.loop, result.overload) for result in results if result.overload]
+    said += [("binds", result.loop, sentence) for result in results for sentence in result.binding]
+    words = [word for word, _, _ in said]
+    lines = [f"{'' if word in words[:at] else word:<8}{loop:<7}{text}" for at, (word, loop, text) in enumerate(said)]
+    return "\n".join([*filter(None, heading), "", table, "", *lines])
 
 
 # Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is

@@ -137,7 +137,7 @@ class Session:
         files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
         files |= {**optional_tables.files_of(record), **self.server.files()}
         environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
-        basis = coverage.basis(self.scenario, coverage.typical(steps))
+        basis = coverage.basis(self.scenario, steps)
         environment["step_times"] = "measured" if self.server.measured else basis
         cost, told = self.scenario.cost, environment.get("notices", ())
         sureness = coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else ()

@@ -39,7 +39,7 @@ from cbsim.scenario.fields import (
 )
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
-from cbsim.scenario.shapes import Hardware, ModelShape, NamedHardware, NamedModel, Place
+from cbsim.scenario.shapes import FRACTION, Hardware, ModelShape, NamedHardware, NamedModel, Place
 from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind
 from cbsim.schedulers.vllm.settings import VllmSettings
@@ -286,9 +286,29 @@ def site(scenario: Scenario, loop: str) -> Place:
     return Place(model, gpu, depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus)
 
 
+def _resolved(scenario: Scenario, loop: str) -> Any:
+    """Return the options as the scheduler solves them. For want of memory the fraction is blamed only if the whole
+    memory would do, else the model.
+    """
+    place = site(scenario, loop)
+    try:
+        return scenario.kind.resolve(scenario.scheduler, place)
+    except ScenarioError as error:
+        if error.field != FRACTION:
+            raise
+        place.memory_fraction, reason = 1.0, error.bound
+        try:
+            scenario.kind.resolve(scenario.scheduler, place)
+        except ScenarioError:
+            cure = "a smaller model, model.weights_dtype or more GPUs (cost.tensor_parallel) would need less"
+            message = f"model: got {scenario.model.name}, which leaves too little for a cache: {reason}; {cure}"
+            raise ScenarioError(message, field="model", bound=reason) from None
+        raise
+
+
 def _solved_options(scenario: Scenario, loop: str) -> Options:
     try:
-        options: Options = scenario.kind.resolve(scenario.scheduler, site(scenario, loop))
+        options: Options = _resolved(scenario, loop)
         for field, kind in (("block_size", int), ("num_blocks", int), ("limits", Limits)):
             if not isinstance(found := getattr(options, field, None), kind):
                 raise TypeError(f"{field} of {shown(options)} is {shown(found)}, expected {kind.__name__}")
@@ -318,6 +338,9 @@ def solved_lines(scenario: Scenario) -> str:
             values.append((f"{field.name} {value:,}", rules.get(field.name, "solved")))
     if scenario.kv_cache.num_blocks is None:
         gpu, blocks = scenario.hardware, f"{options.num_blocks:,} blocks of {options.block_size} tokens"
+        if count := len(getattr(options, "groups", ())):
+            most = f"at most {longest_text(scenario, loop):,} tokens a request"
+            blocks += f" (each is of one of {count} layer groups; {most})"
         share = f"{scenario.kv_cache.memory_fraction:g} of the {gpu.memory_bytes / 2**30:.1f} GiB of {gpu.name}"
         values.append((blocks, share if scenario.kind.memory is None else scenario.kind.memory.format(gpu=gpu.name)))
     groups = groupby(values, key=lambda pair: pair[1])

@@ -200,6 +200,7 @@ NamedHardware = Annotated[Hardware, BeforeValidator(_read, json_schema_input_typ
 VLLM_RUNTIME_BYTES = 600_000_000
 """CUDA context, libraries, graphs and fragmentation: what a real vLLM 0.19 on an RTX 4090 with Llama-3.1-8B (2,588
 blocks of 16 at fraction 0.9, 2,048 tokens, 256 requests) leaves unexplained by weights and activations."""
+FRACTION = "kv_cache.memory_fraction"
 LOGIT_COPIES = 4  # float32 logits, their sorted copy, probabilities and their sum: the sampler's peak
 
 
@@ -237,19 +238,23 @@ class Place:
         """
         if self.num_blocks is not None:
             return self.num_blocks
-        peak = activation_bytes(self.model, tokens, requests) + VLLM_RUNTIME_BYTES
-        left = int(self.memory_bytes * self.memory_fraction) - self.model.shard_bytes(self.gpus) - peak
+        peak = activation_bytes(self.model, tokens, requests)
+        beside = self.model.shard_bytes(self.gpus) + peak + VLLM_RUNTIME_BYTES
+        left = int(self.memory_bytes * self.memory_fraction) - beside
         block_bytes = self.block_size * self.model.kv_bytes_per_token // self.layers * (layers or self.layers)
         blocks = left * self.gpus // block_bytes
         if blocks < 2:
-            raise self.misfit(left)
+            raise self.misfit(left, peak_bytes=peak)
         return blocks
 
-    def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
-        sizes = (self.memory_bytes, self.model.weight_bytes, left_bytes, needed_bytes or 0)
-        memory, weights, left, needed = (f"{size / 1e9:.2f} GB" for size in sizes)
-        share = self.memory_fraction
-        reason = f"{self.gpu} has {memory} and {self.model.name} {weights} of weights; fraction {share} leaves {left}"
+    def misfit(self, left_bytes: int, needed_bytes: int | None = None, peak_bytes: int | None = None) -> ScenarioError:
+        sizes = (self.memory_bytes, self.model.shard_bytes(self.gpus), left_bytes, needed_bytes or 0, peak_bytes or 0)
+        memory, weights, left, needed, peak = (f"{size / 1e9:.2f} GB" for size in sizes)
+        share, each = self.memory_fraction, f" on each of {self.gpus} GPUs" if self.gpus > 1 else ""
+        step = f", a step at its peak {peak}, the runtime {VLLM_RUNTIME_BYTES / 1e9:.2f} GB" if peak_bytes else ""
+        reason = f"{self.gpu} has {memory} and {self.model.name} {weights} of weights{each}{step}; "
+        reason += f"fraction {share:g} of the memory leaves {left}"
         if self.num_blocks is None:
-            return ScenarioError(f"kv_cache.memory_fraction: got {share}, too little for a cache: {reason}")
+            message = f"{FRACTION}: got {share}, too little for a cache: {reason}"
+            return ScenarioError(message, field=FRACTION, value=share, bound=reason)
         return ScenarioError(f"kv_cache.num_blocks: got {self.num_blocks}, which need {needed}: {reason}")

@@ -16,6 +16,7 @@ from typing import Any
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
 from cbsim.metrics.checks import OPERATORS, Check, parse
+from cbsim.metrics.terminal import flat
 from cbsim.record.record import FAILED
 from cbsim.scenario import demand
 from cbsim.scenario.fields import cut, near, shown
@@ -117,9 +118,13 @@ class Over:
             field = USERS if isinstance(arrivals, demand.ClosedLoop) else RATE
         self.field, self.falls, self._base = field, field in LESS_IS_MORE, scenario
         self._trace &= field == ANY_RATE
-        value = self._rate() if self._trace else _value(scenario.model_dump(mode="json"), field)
+        dumped = scenario.model_dump(mode="json")
+        value = self._rate() if self._trace else _value(dumped, field)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ScenarioError(f"--over {field}: got {shown(value)}, expected a number", field=field, value=value)
+            fields = flat({"workload": dumped["workload"]})
+            numbers = [ANY_RATE, *(name for name, each in fields.items() if type(each) in (int, float))]
+            bound = f"expected a number of the workload: {', '.join(numbers)}"
+            raise ScenarioError(f"--over {field}: got {shown(value)}, {bound}", field=field, value=value, bound=bound)
         if value <= 0:
             raise ScenarioError(f"--over {field}: got {value:g}, must be > 0", field=field, value=value, bound="> 0")
         self.start: Value = value

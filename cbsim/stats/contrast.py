@@ -35,7 +35,7 @@ class Compared(NamedTuple):
 
 def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Metric], terms: Terms) -> Report:
     """Compare all configurations with those whose `by` is `against`, by default the first. Raises ScenarioError."""
-    sweep.check_field(by)
+    by = sweep.field(by)
     for metric in metrics:
         sweep.check(metric.name)
     reference = _reference(sweep, by, against)

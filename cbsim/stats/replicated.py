@@ -60,14 +60,19 @@ class Replicated:
                 f"{self.path}: no run has {catalogue.metric(metric).spelled}", file=self.path, field=metric
             )
 
-    def check_field(self, name: str) -> None:
-        """Raise ScenarioError unless the field differs between configurations."""
+    def field(self, name: str) -> str:
+        """Return the full name of a field that differs between configurations; `name` may be its last part, as labels
+        have it, if no other field has the same. Raises ScenarioError.
+        """
         changing = self.changing
-        if name not in changing:
+        alike = [each for each in changing if each == name] or [each for each in changing if _last(each) == name]
+        if len(alike) != 1:
+            changing = alike or changing
             expected = f"expected one of {', '.join(changing)}"
             bound = expected if changing else "its points differ in nothing but the seed"
             message = f"{self.path}: {name!r} is no field that changes; {bound}{near(name, changing)}"
             raise ScenarioError(message, file=self.path, field=name, bound=bound)
+        return alike[0]
 
 
 def read(path: Path) -> Replicated:

@@ -75,13 +75,13 @@ def of(sweep: SweepFile, base: Path) -> list[Point]:
     """Return all points of a sweep in order. Raises a ScenarioError that lists every point that cannot be built."""
     make, always = variants(sweep.scenario, base), written(sweep.set)
     points: list[Point] = []
-    mistakes: dict[str, list[str]] = {}
+    mistakes: dict[str, dict[str, None]] = {}  # the points that make one, without their replicates
     for settings, replicate in sweep.settings():
         try:
             points += _built(make([*always, *written(settings)]), settings, replicate)
         except ScenarioError as error:
-            label = ", ".join(f"{name}={settings[name]}" for name in sweep.names if name in settings)
-            mistakes.setdefault(str(error), []).append(label or "the scenario")
+            label = ", ".join(f"{name}={value}" for name, value in settings.items())
+            mistakes.setdefault(str(error), {})[label or "the scenario"] = None
     if mistakes:
         raise ScenarioError(_summary_of(mistakes, sweep.name))
     return points
@@ -107,11 +107,11 @@ def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point
     return made
 
 
-def _summary_of(mistakes: Mapping[str, Sequence[str]], name: str) -> str:
+def _summary_of(mistakes: Mapping[str, Iterable[str]], name: str) -> str:
     """Return a message that lists every mistake once, with the points that make it."""
-    count = sum(map(len, mistakes.values()))
+    count = len({label for labels in mistakes.values() for label in labels})
     if count == 1:
-        return f"sweep {name}: {next(iter(mistakes.values()))[0]}: {next(iter(mistakes))}"
+        return "\n".join(f"sweep {name}: {_first(labels)}: {error}" for error, labels in mistakes.items())
     lines = [f"sweep {name}: {count} points cannot be built; nothing was run"]
     lines += [f"  {_first(labels)}: {error}" for error, labels in list(mistakes.items())[:MOST_LISTED]]
     if len(mistakes) > MOST_LISTED:
@@ -119,8 +119,10 @@ def _summary_of(mistakes: Mapping[str, Sequence[str]], name: str) -> str:
     return "\n".join(lines)
 
 
-def _first(labels: Sequence[str]) -> str:
-    return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
+def _first(labels: Iterable[str]) -> str:
+    """Return the first of points, and how many others there are; replicates have the same label."""
+    first, *others = dict.fromkeys(labels)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def check_workloads(points: Iterable[Point]) -> None:
@@ -286,8 +288,8 @@ def run(
     else:
         print(swept.path if quiet else swept)
     for reason, points in list(swept.failed.items())[:MOST_REASONS]:
-        labels = [", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points]
-        print(f"failed    {_first([labels[0] or points[0].scenario.name, *labels[1:]])}: {reason}", file=sys.stderr)
+        labels = (", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points)
+        print(f"failed    {_first(label or file.name for label in labels)}: {reason}", file=sys.stderr)
     return ERROR if swept.failed else OK
 
 

@@ -2,7 +2,7 @@
 become such a file in the run directory, so that the run's plans can be derived again from the directory alone.
 
 A field is read from the column that the scenario names, else from the one of our own name, else from the only one with
-a name that other tools use, whatever its case and separators.
+a name that other tools use, whatever its case and separators, else from the only one with a word that may be a text's.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ NAMES = {
     "id": ("id", "request_id"),
 }
 """Known column names by the field that they hold; our own name first."""
+WORDS = {"prompt": ("prompt", "input"), "output": ("output", "completion", "response", "generated")}
+"""Names of columns that hold lengths if none of NAMES is beside them: else they may hold the texts themselves."""
 
 
 def workload(form: Csv) -> Workload:
@@ -187,13 +189,15 @@ def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
 
 def _known(path: Path, header: Sequence[str], role: str) -> str | None:
     own, *_ = NAMES[role]
-    names = {bare(name) for name in NAMES[role]}
-    candidates = [own] if own in header else [name for name in header if bare(name) in names]
+    tiers = (set(map(bare, names)) for names in (NAMES[role], WORDS.get(role, ())))
+    found = ([name for name in header if bare(name) in tier] for tier in tiers)
+    candidates = [own] if own in header else next(filter(None, found), [])
     if len(candidates) > 1:
         raise _wrong(path, header, f"may be {either([repr(name) for name in candidates])}; say which", role)
     if candidates or role not in NEEDED:
         return next(iter(candidates), None)
-    raise _wrong(path, header, f"no column with a known name ({', '.join(NAMES[role])}); say which", role)
+    known = ", ".join(NAMES[role])
+    raise _wrong(path, header, f"no column with a known name ({known}); say which: columns: {{{role}: NAME}}", role)
 
 
 def _wrong(path: Path, header: Sequence[str], reason: str, role: str) -> ScenarioError:

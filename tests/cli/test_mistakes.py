@@ -26,7 +26,16 @@ from cbsim.workload import generators
         ("--set", "name=../x", ("--set name=../x", "name: got '../x'")),
         ("--set", "scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which takes two servers",)),
         ("--set", "scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "max_num_seqs (100000)")),
-        ("--set", "model=llama-3.1-70b", ("Llama-3.1-70B", "141.11 GB of weights", "too little for a cache")),
+        (
+            "--set",
+            "model=llama-3.1-70b",
+            (
+                "model: got Llama-3.1-70B",
+                "weights_dtype or more GPUs",
+                "141.11 GB of weights",
+                "too little for a cache",
+            ),
+        ),
     ],
 )
 def test_a_bad_option_is_named(small: Path, out: Path, option: str, value: str, words: tuple[str, ...]) -> None:
@@ -52,6 +61,17 @@ def test_a_bad_file_is_named_with_its_line(small: Path, out: Path, text: str, wo
     small.write_text(text)
     refused(call("run", small, "--out", out), 2, str(small), *words)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["run", "tune", "contrast"])
+def test_an_unknown_argument_comes_with_the_usage_of_its_command(command: str, small: Path) -> None:
+    needed = {"tune": ("--knob", "seed=1,2", "--maximise", "throughput"), "contrast": ("--by", "loop")}
+    said = call(command, small, *needed.get(command, ()), "--lop", "async")
+    assert said.status == 2
+    assert said.err.startswith(
+        f"python -m cbsim {command}: unrecognized arguments: --lop async\nusage: python -m cbsim"
+    )
+    assert f"usage: python -m cbsim {command} " in said.err
 
 
 def test_every_mistake_of_a_file_is_told_at_once(small: Path) -> None:

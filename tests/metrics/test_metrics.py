@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.machine import simulate
-from cbsim.metrics import checks, metrics
+from cbsim.metrics import catalogue, checks, metrics
 from cbsim.metrics.catalogue import METRICS
 from cbsim.metrics.metrics import summarise
 from cbsim.record import optional_tables
@@ -280,14 +280,16 @@ def test_a_window_keeps_the_latencies_of_those_who_arrive_in_it() -> None:
 
 
 def test_an_open_window_is_the_whole_run() -> None:
-    """From 0 to infinity nothing is left out; a window that nobody arrives in has no samples, and says so."""
+    """From 0 to infinity nothing is left out; a window without arrivals has no samples: no latency, and no share of
+    requests within limits."""
     rows = [request(0, [0, 4]), request(1, [5, 2], at=40)]
     everything = summary_of(rows, TEN, window_s=(0.0, float("inf")), slo={"ttft_s": 0.015})
     assert everything == summary_of(rows, TEN, slo={"ttft_s": 0.015}) | {"window_s": [0.0, None]}
     assert summary_of(rows, TEN, window_s=(-float("inf"), 9.0))["window_s"] == [None, 9.0]
     nobody = summary_of(rows, TEN, window_s=(0.050, 0.060), slo={"ttft_s": 1.0})
     assert nobody["ttft_s"] == {"n": 0}
-    assert (nobody["slo"]["attainment"], nobody["slo"]["goodput_requests_per_s"]) == (0.0, 0.0)
+    assert (nobody["slo"]["attainment"], nobody["slo"]["goodput_requests_per_s"]) == (None, 0.0)
+    assert "SLO attainment" not in catalogue.table({"sync": nobody})
 
 
 @pytest.mark.parametrize("rows", [[], [request(0, [], status="refused"), request(1, [], at=5, status="refused")]])
@@ -298,7 +300,7 @@ def test_a_run_that_served_nobody(rows: list[RequestRow]) -> None:
     assert +Counter(summary["requests_by_status"]) == ({"refused": 2} if rows else {})
     assert summary["ttft_s"] == summary["itl_s"] == {"n": 0}
     assert summary["makespan_s"] == summary["output_tokens_per_s"] == summary["gpu_active"] == 0.0
-    assert summary["slo"]["attainment"] == 0.0
+    assert summary["slo"]["attainment"] == (0.0 if rows else None)
     assert summary["cost"]["usd_per_million_output_tokens"] is None
 
 

@@ -55,6 +55,34 @@ def test_arrivals_bind_a_server_that_keeps_up() -> None:
     assert said[1].startswith("GPU"), "time without requests is nobody's waiting"
 
 
+def test_a_load_above_the_capacity_is_said_as_the_report_says_it() -> None:
+    """Four slots and 50 steps of 10 ms a request serve 8 requests a second: of 20 a second the queue grows, of 5 it
+    does not. With slots for all, the batch grows at first, not the queue: requests that have not ended yet are no
+    overload. A closed load cannot be one."""
+    slow = BASE["workload"] | {"requests": 200, "arrivals": {"kind": "constant", "rate_per_s": 20}}
+    for changes, overloaded in (
+        (["scheduler.max_num_seqs=4"], True),
+        (["scheduler.max_num_seqs=4", "workload.arrivals.rate_per_s=5"], False),
+        (["workload.output_tokens=1000"], False),
+        (["scheduler.max_num_seqs=4", "workload.arrivals={kind: closed_loop, users: 50}"], False),
+    ):
+        result = cbsim.run(cbsim.load(BASE | {"workload": slow}, *changes))
+        assert isinstance(result, cbsim.Result)
+        assert ("\nload    sync   in the second half of the arrivals" in str(result)) is overloaded, changes
+        assert not overloaded or "(20 and 8 a second)" in str(result.overload)
+
+
+def test_the_most_of_the_cache_that_was_used_is_printed() -> None:
+    """40 requests of 149 tokens in the cache at their end: 400 blocks, 6,400 tokens of 131,072 bytes. Blocks of layers
+    with windows are of one group of layers each, so that they are no number of tokens."""
+    result = cbsim.run(BASE)
+    assert "at most 400 of 58," in str(result) and ": 6,400 tokens, 0.839 GB" in str(result)
+    assert "KV used, max" in str(result)
+    windows = str(cbsim.run(BASE | {"model": "gemma-3-12b"}))
+    assert "blocks in use at once\n" in windows
+    assert "blocks of 16 tokens (each is of one of 6 layer groups; at most 131,072 tokens a request): 0.9 of" in windows
+
+
 def test_nobody_waits_and_all_are_there() -> None:
     """Then only a step's own time is left to name."""
     assert len(binds()) == 1

@@ -176,7 +176,10 @@ def test_the_command_prints_every_probe_and_the_interval(
         (("--goodput", "99ms"), "--goodput 'slo.attainment>=99ms': unit 'ms'"),
         (("--goodput", "9%", "--set", "slo.ttft_s=null"), "slo.attainment>=9%: the scenario base has no slo"),
         (("--over", "workload.arrivals.rate"), "workload.arrivals has no rate; did you mean rate_per_s?"),
-        (("--over", "workload.arrivals.kind"), "got 'constant', expected a number"),
+        (
+            ("--over", "workload.arrivals.kind"),
+            "got 'constant', expected a number of the workload: rate_per_s, workload.requ",
+        ),
         (("--over", "workload.shared_prefix_tokens"), "got 0, must be > 0"),
         (("--over", "scheduler.max_num_seqs"), "expected a number of the workload, such as workload.arrivals"),
         (("--set", "workload.arrivals={kind: at_once}"), "workload.arrivals has no rate_per_s; it has kind"),

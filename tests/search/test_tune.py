@@ -154,10 +154,12 @@ def test_from_python(constant: Path, tmp_path: Path) -> None:
 def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
     words = ("--knob", "scheduler.max_num_seqs=1..4", "--maximise", "throughput", "--check", "ttft.p99<=9s")
     more = ("--replicates", "3", "--store", tmp_path / "store", "--jobs", "1", "--json")
-    said = call("tune", constant, *words, *more)
+    said = call("tune", constant, "--loop", "async", *words, *more)
     assert said.status == 0
     found = json.loads(said.out)
     assert found["best"] == {"scheduler.max_num_seqs": 4}
+    run = next((tmp_path / "store" / "runs").glob("*/*/summary.json"))
+    assert json.loads(run.read_text())["loop"] == "async"
     assert found["won"] and found["sure_to_hold"]
     assert [len(each["values"]["output_tokens_per_s"]) for each in found["candidates"]] == [3, 3, 3]
     assert found["candidates"][0]["behind_best"]["high"] < 0

@@ -176,8 +176,9 @@ def test_contrast_says_what_differs(tmp_path: Path) -> None:
     shown = call("contrast", table, *words[:-1]).out
     assert shown.count("better") == 2
     assert shown.count("cannot be told") == 2
-    against_b = json.loads(call("contrast", table, *words, "--against", "b").out)
-    assert against_b["differences"][0]["high"] < 0
+    short = ("--by", "scheduler", *words[2:])  # a field as labels name it
+    against_b = json.loads(call("contrast", table, *short, "--against", "b").out)
+    assert against_b["differences"][0]["high"] < 0 and against_b["by"] == "scheduler.name"
 
 
 def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
@@ -194,6 +195,7 @@ def test_one_replicate_has_no_interval(tmp_path: Path) -> None:
     [
         (("--by", "scheduler.nam"), ("'scheduler.nam'", "scheduler.name, rate", "did you mean scheduler.name?")),
         (("--by", "loop"), ("'loop' is no field that changes",)),
+        (("--by", "nam"), ("'nam' is no field that changes",)),
         (("--by", "rate", "--against", "3"), ("--against 3", "expected one of 1, 2")),
         (("--by", "rate", "--metric", "ttft.p98"), ("--metric ttft.p98", "ttft.p99")),
         (("--by", "rate", "--metric", "gootput"), ("--metric gootput", "unknown metric")),

@@ -177,12 +177,12 @@ def test_runs_of_other_code_stay_apart(sweep: Path, tmp_path: Path, monkeypatch:
 
 def test_all_points_are_built_before_one_runs(sweep: Path, tmp_path: Path) -> None:
     """Each mistake is told once, with a point that makes it and how many do; nothing is written."""
-    sweep.write_text(SWEEP + "set: {workload.nonsense: 3}\n")
+    sweep.write_text(SWEEP + "set: {workload.nonsense: 3}\nreplicates: 3\n")  # which are no further points
     said = call("sweep", sweep, "--store", tmp_path / "store")
     assert said.status == 2
     assert "Traceback" not in said.err
     assert "8 points cannot be built; nothing was run" in said.err
-    assert "workload.requests=4, scheduler.name=vllm and 7 more" in said.err
+    assert "workload.requests=4, scheduler.name=vllm, loop.mode=sync and 7 more: " in said.err
     assert "nonsense: unknown field" in said.err
     assert not (tmp_path / "store").exists()
     wrong = SWEEP.replace("[4, 8]", "[4, -1, 0.5]")

@@ -37,17 +37,20 @@ def file(tmp_path: Path) -> Path:
         "TIMESTAMP,ContextTokens,GeneratedTokens",  # Azure
         "arrived_at,num_prefill_tokens,num_decode_tokens",  # Vidur
         "Arrival-Time,Input_Length,Output_Length",
+        "arrival,prompt,output",
+        "Time,Prompt,prompt_len,response,completion_tokens",  # the words beside their lengths are texts
     ],
 )
 def test_common_names_need_no_mapping(file: Path, header: str) -> None:
-    assert read(file, f"{header}\n{ROWS}") == [Arrival(500_000_000, 7, 3)]
+    row = ROWS if header.count(",") == 2 else "0.5,why?,7,so,3\n"
+    assert read(file, f"{header}\n{row}") == [Arrival(500_000_000, 7, 3)]
 
 
 @pytest.mark.parametrize("role", csv_requests.NEEDED)
 def test_every_known_name_is_found_and_documented(file: Path, role: str) -> None:
     page = (catalog.ROOT / "docs" / "scenarios.md").read_text()
     names = {part: csv_requests.NAMES[part][0] for part in csv_requests.NEEDED}
-    for name in csv_requests.NAMES[role]:
+    for name in (*csv_requests.NAMES[role], *csv_requests.WORDS.get(role, ())):
         assert f"`{name}`" in page
         header = ",".join((names | {role: name}).values())
         assert len(read(file, f"{header}\n{ROWS}")) == 1
@@ -86,6 +89,7 @@ MISSPELT, TWICE = {"arrival": "t", "prompt": "inn", "output": "out"}, {"prompt":
         ),
         ("t,input_len,output_len\n", {}, "arrival: no column with a known name (arrival_s, arrival,"),
         ("time,input_len\n", {}, "output: no column with a known name (decode_tokens,"),
+        ("time,input_len,out\n", {}, "output_toks); say which: columns: {output: NAME}; found time, input_len, out"),
         ("time,input_len,out\n", TWICE, "output: column 'out' cannot be both prompt and output; found"),
         ("t,t,input_len,output_len\n", {"arrival": "t"}, "arrival: there are 2 columns 't'"),
         ("", {}, "found nothing"),

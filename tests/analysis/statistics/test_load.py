@@ -17,9 +17,10 @@ from support.calls import simulated
 
 import cbsim
 from analysis.statistics import loading
-from analysis.statistics.loading import LATENCIES, flat
+from analysis.statistics.loading import LATENCIES
 from cbsim.errors import RunError
 from cbsim.metrics import metrics
+from cbsim.metrics.terminal import flat
 from cbsim.record.record import STEP_COLUMNS
 
 FIELDS = ("workload.output_tokens=8", "workload.requests=12", "workload.arrivals={kind: constant, rate_per_s: 20}")

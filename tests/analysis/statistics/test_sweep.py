@@ -144,3 +144,7 @@ def test_the_service_level_has_a_rate_of_its_own(rated: list[LoadedRun]) -> None
     assert sorted(one for one in sweeps.findings(found) if "SLO" in one) == [
         f"{loop}: SLO met by at least 99% of the requests up to 2/s." for loop in ("async", "sync")
     ]
+    runs[0] = replace(runs[0], summary={**runs[0].summary, "slo": {"attainment": None}})  # no request in its window
+    found = sweeps.sweep(runs)
+    assert found is not None
+    assert sum("SLO" in one for one in sweeps.findings(found)) == 1
