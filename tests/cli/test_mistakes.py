@@ -26,16 +26,8 @@ from cbsim.workload import generators
         ("--set", "name=../x", ("--set name=../x", "name: got '../x'")),
         ("--set", "scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which takes two servers",)),
         ("--set", "scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "max_num_seqs (100000)")),
-        (
-            "--set",
-            "model=llama-3.1-70b",
-            (
-                "model: got Llama-3.1-70B",
-                "weights_dtype or more GPUs",
-                "141.11 GB of weights",
-                "too little for a cache",
-            ),
-        ),
+        ("--set", "model=llama-3.1-70b", ("kv_cache.memory_fraction: got 0.9, too", "141.11 GB of weights")),
+        ("--set", "model=llama-3.1-405b", ("model: got Llama-3.1-405B", "too little for a cache", "more GPUs (cost.")),
     ],
 )
 def test_a_bad_option_is_named(small: Path, out: Path, option: str, value: str, words: tuple[str, ...]) -> None:
