@@ -80,13 +80,7 @@ def run_verb(
     arguments.line = shlex.join(["python", "-m", program, *parts])
     chosen = next(verb for verb in verbs if verb.name == arguments.command)
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started the process
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
-    with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does
+    _prepare_process()
     if checks := getattr(arguments, "check_policy", False):
         os.environ[CHECK_POLICY] = "1"  # which processes that make runs inherit
     try:
@@ -105,6 +99,17 @@ def run_verb(
     finally:
         if checks:
             os.environ.pop(CHECK_POLICY)
+
+
+def _prepare_process() -> None:
+    """Make the streams writable, and SIGTERM what Ctrl-C is."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Parser(argparse.ArgumentParser):
