@@ -32,6 +32,7 @@ from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.loop import Applied, Await, Completed, Launch, Poll, Polled
 from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
+from cbsim.schedulers.vllm.offload import LazyOffload
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VERSIONS, VllmOptions
 from cbsim.workload.scheduler_tests import vllm_requests
@@ -40,7 +41,7 @@ THRESHOLD = "long_prefill_token_threshold"
 SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", THRESHOLD)
 SWITCHES = ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl")
 SINCE_0_33 = ("watermark", "prefill_schedule_interval")
-LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid")
+LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout")
 OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
@@ -55,7 +56,8 @@ def grouping(config: Line) -> Grouping | None:
         return None
     size = config["block_size"]
     layers = [LayerKind(_attention(layer), _page_bytes(layer, size)) for layer in config["layers"]]
-    return grouped(layers, size, together=config.get("disable_hybrid", False))
+    outermost = config.get("layout", "").startswith("B")  # the letters are dimensions, B is that of the blocks
+    return grouped(layers, size, together=config.get("disable_hybrid", False), outermost=outermost)
 
 
 def group_options(config: Line) -> Line:
@@ -91,7 +93,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
 
 
 class WatchedVllm(VllmScheduler):
-    """The scheduler, recording free blocks after cancellations. With `leaves_stores` it is idle despite stores."""
+    """The scheduler, recording free blocks after cancellations. It may be idle despite stores (`leaves_stores`)."""
 
     free_after_cancel = 0
     leaves_stores = False
@@ -114,7 +116,10 @@ class VllmReplay(Replay):
         config, heard = header["config"], Heard()
         made = options(header["vllm"], header["mode"], config)
         super().__init__(WatchedVllm(made, heard), 2 if header["mode"] == "async" else 1)
-        self.scheduler.leaves_stores = config.get("stop_when_done", False)
+        self._leaves_stores = config.get("stop_when_done", False)
+        offload = self.scheduler.transfers.connector if self.scheduler.transfers is not None else None
+        if self._leaves_stores and isinstance(offload, LazyOffload):
+            offload.most_restless = 1 << 60  # the recording ends, so its stores need not
         self._format = header.get("format", 1)
         connector = config.get("connector")
         self._offload: ConnectorLines | None = None
@@ -180,7 +185,7 @@ class VllmReplay(Replay):
         return int(timing["base_us"] + tokens + timing["per_kv_token_us"] * context)
 
     def _poll(self, effect: Poll) -> Polled | None:
-        if self.scheduler.leaves_stores and self.scheduler.idle and not self._coming:
+        if self.scheduler.leaves_stores and self.scheduler.idle:
             return None  # even if stores are in flight
         self._cancelled()
         if effect.wait and self._coming:
@@ -190,6 +195,7 @@ class VllmReplay(Replay):
             self._added.append(spec.id)
             self._alive[spec] = None
             self._reports.arrived(spec, self._now)
+        self.scheduler.leaves_stores = self._leaves_stores and not self._coming
         return Polled(arrivals, self._due_aborts(), closed=not self._coming)
 
     def _due_aborts(self) -> list[RequestSpec]:

@@ -48,9 +48,12 @@ def units(groups: Sequence[LayerGroup], *, caching: bool = True) -> Units:
     return Units(lcm(*sizes), gcd(*sizes) if caching else lcm(*sizes))
 
 
-def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = False) -> Grouping:
+def grouped(
+    layers: Sequence[LayerKind], block_size: int, *, together: bool = False, outermost: bool = False
+) -> Grouping:
     """Return the groups of these layers. With `together`, beside layers that see all, the others are kept as if they
-    did, too. Raises ValueError for page sizes that are no multiples of each other.
+    did, too. `outermost`: the pages of a block lie side by side, so that their sizes may differ (`_packed`). Raises
+    ValueError for page sizes that are no multiples of each other.
     """
     if together and any(layer.attention == FULL for layer in layers):
         layers = [LayerKind(FULL, layer.page_bytes) for layer in layers]
@@ -58,6 +61,8 @@ def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = Fa
         whole = LayerGroup(layers[0].attention, tuple(range(len(layers))), block_size)
         return Grouping((whole,), sum(layer.page_bytes for layer in layers))
     page_bytes = max(layer.page_bytes for layer in layers)
+    if outermost and any(layer.page_bytes != page_bytes for layer in layers):
+        return _packed(layers, block_size)
     buckets: dict[tuple[Attention, int], list[int]] = {}
     for index, layer in enumerate(layers):
         if page_bytes % layer.page_bytes:
@@ -72,6 +77,43 @@ def grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool = Fa
         count = -(-len(bucket) // size)
         groups += [LayerGroup(attention, tuple(bucket[first::count]), tokens) for first in range(count)]
     return Grouping(tuple(groups), size * page_bytes)
+
+
+def _packed(layers: Sequence[LayerKind], block_size: int) -> Grouping:
+    """Return the groups of layers whose pages differ in size: one for layers that see alike. Where such layers have as
+    many pages of each size, they repeat a pattern, and all groups get about as many of its repetitions. Without a
+    pattern, sliding layers are split so that a block is no larger than other layers, or one page of theirs, need.
+    """
+    buckets: dict[Attention, dict[int, list[int]]] = {}
+    for index, layer in enumerate(layers):
+        buckets.setdefault(layer.attention, {}).setdefault(layer.page_bytes, []).append(index)
+    repeats = {see: len(next(iter(pages.values()))) for see, pages in buckets.items() if _balanced(pages)}
+    least = max([repeats[see] for see in repeats if len(buckets[see]) > 1], default=0)
+    sizes = range(least, max(repeats.values()) + 1) if least else ()
+    size = min(sizes, key=lambda n: (sum([-count % n for count in repeats.values()]), -n), default=0)
+    splits = {see: -(-repeats[see] // size) if size and see in repeats else 1 for see in buckets}
+    apart = [see for see in buckets if see.sight is Sight.SLIDING and not size]
+    room = 0
+    for see, pages in buckets.items():
+        count = sum(map(len, pages.values())) if see in apart else splits[see]
+        room = max(room, sum([-(-len(each) // count) * page for page, each in pages.items()]))
+    for see in apart:
+        pages = buckets[see]
+        splits[see] = -(-sum(map(len, pages.values())) // max(1, room // next(iter(pages))))
+    groups: list[LayerGroup] = []
+    for see, pages in buckets.items():
+        count = splits[see]
+        if count == 1:
+            groups.append(LayerGroup(see, tuple(sorted([i for each in pages.values() for i in each])), block_size))
+            continue
+        rows = list(zip(*pages.values(), strict=True))
+        parts = [rows[first::count] for first in range(count)]
+        groups += [LayerGroup(see, tuple([layer for row in part for layer in row]), block_size) for part in parts]
+    return Grouping(tuple(groups), max([sum([layers[i].page_bytes for i in group.layers]) for group in groups]))
+
+
+def _balanced(pages: dict[int, list[int]]) -> bool:
+    return len({len(layers) for layers in pages.values()}) == 1
 
 
 NEVER = 1 << 60

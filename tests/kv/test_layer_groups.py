@@ -59,6 +59,27 @@ def test_smaller_pages_hold_more_tokens() -> None:
         grouped([LayerKind(FULL, 64), LayerKind(sliding(96), 48)], 16)
 
 
+def packed(*layers: tuple[Attention, int]) -> tuple[list[tuple[int, ...]], int]:
+    """The layers of each group, and the bytes of a block, where the pages of a block lie side by side."""
+    made = grouped([LayerKind(*layer) for layer in layers], 16, outermost=True)
+    assert {group.block_size for group in made.groups} == {16}
+    return [group.layers for group in made.groups], made.block_bytes
+
+
+def test_pages_of_several_sizes_lie_side_by_side() -> None:
+    """Layers that see alike are a group, pages of any size in it. Where they repeat a pattern of sizes, all groups have
+    as many repetitions; without one a sliding group is no larger than the others, or than one of its pages."""
+    window = sliding(64)
+    assert packed((FULL, 4), (window, 4), (FULL, 2), (window, 4), (window, 4)) == ([(0, 2), (1,), (3,), (4,)], 6)
+    assert packed((FULL, 2), (FULL, 2), (window, 4), (window, 4), (window, 4)) == ([(0, 1), (2,), (3,), (4,)], 4)
+    assert packed((FULL, 3), (FULL, 3), (window, 2), (window, 2), (window, 2), (window, 2)) == (
+        [(0, 1), (2, 4), (3, 5)],
+        6,
+    )
+    assert packed((FULL, 4), (FULL, 2), *[(window, 4), (window, 2)] * 2) == ([(0, 1), (2, 3, 4, 5)], 12)
+    assert packed((FULL, 4), (FULL, 4), (FULL, 2), (window, 4)) == ([(0, 1, 2), (3,)], 10)
+
+
 @given(
     span=st.integers(1, 40),
     size=st.sampled_from([1, 2, 4]),

@@ -138,9 +138,8 @@ class EagerOffload(SimpleOffload):
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
         sources: list[int] = []
         targets: list[int] = []
-        if self.host.free:
-            for rows in (ahead.admitted, ahead.running):
-                self._choose_all(rows, sources, targets)
+        for rows in (ahead.admitted, ahead.running):
+            self._choose_all(rows, sources, targets)
         rest, self._rest = self._rest, ([], [])
         return sources + rest[0], targets + rest[1]
 
@@ -159,6 +158,8 @@ class EagerOffload(SimpleOffload):
         """Choose the blocks to store among the first `blocks` of a request. Those passed over are never stored, but
         where the host is full they are considered again.
         """
+        if not self.host.free:
+            return
         table, cursor = self._pool.tables[request], self._cursors[request]
         chosen: list[int] = []
         for block in table[cursor:blocks]:
@@ -176,7 +177,7 @@ class EagerOffload(SimpleOffload):
     def ended(self, request: Request, reason: Finish, computed: int) -> bool:
         """Store the rest with the next step; take references now, for the table is about to be freed."""
         keeps = super().ended(request, reason, computed)
-        if request.status is not Status.WAITING and self.host.free:
+        if request.status is not Status.WAITING:
             self._choose(request, self._done(request, computed), *self._rest)
         self._cursors.pop(request, None)
         return keeps
@@ -192,6 +193,7 @@ class LazyOffload(SimpleOffload):
     def __init__(self, decoding: Decoding, host: HostBlocks, most: int) -> None:
         """Consider at most `most` blocks of the free queue in a step."""
         super().__init__(decoding, host)
+        self.most_restless = decoding.pool.num_blocks
         self._most = most
         self._cursor = -1  # the last block considered
         self._restless = 0  # blocks stored since the last request ended
@@ -204,7 +206,7 @@ class LazyOffload(SimpleOffload):
         if self._cursor not in line:
             self._cursor = -1  # a block in use is no place to go on from, also when it is free again
         self._restless = self._restless if ahead.alone else 0
-        if self._restless > self._pool.num_blocks:
+        if self._restless > self.most_restless:
             return [], []
         first = line.index(self._cursor) + 1 if self._cursor >= 0 else 0
         sources: list[int] = []

@@ -101,8 +101,14 @@ class VllmScheduler(SchedulerBase):
         elif self.waiting:
             self._admit(step)
         if not step.defer_prefill:
-            self._capacity_bound = bool(self.waiting)
+            passed_over = len(transfers.passed_over) if transfers is not None else 0
+            self._capacity_bound = self._present() - len(self.running) > passed_over
         return self._commit(step)
+
+    def _present(self) -> int:
+        """Return the number of requests, those that load or wait with their blocks included."""
+        holding = len(self.transfers.holding) if self.transfers is not None else 0
+        return len(self.running) + len(self.waiting) + holding
 
     def _threshold(self) -> int:
         """Return the most tokens that a request may prefill in this step, 0 for no limit."""
@@ -110,8 +116,7 @@ class VllmScheduler(SchedulerBase):
         threshold = o.long_prefill_token_threshold
         if not threshold or not self._new:
             return threshold
-        present = len(self.running) + len(self.waiting)
-        present += len(self.transfers.holding) if self.transfers is not None else 0
+        present = self._present()
         if present <= 1:
             return 0
         return max(threshold, o.max_num_batched_tokens // present) if o.adaptive_long_prefill_threshold else threshold

@@ -118,6 +118,7 @@ class Transfers:
         self.holding = holding
         self._ahead = ahead
         self.loads: dict[Request, Load] = {}
+        self.passed_over: set[Request] = set()  # requests that once waited for a load or a lookup, until admitted
         self._decoding, self._observer = decoding, observer
         self._loading: list[Request] = []  # since the plan before
         self._planned = self._updated = 0  # steps with rows
@@ -140,6 +141,7 @@ class Transfers:
                 break
             if verdict == "skipped":
                 skipped.append(queue.pop())
+        self.passed_over.update(skipped)
         for request in reversed(skipped):
             (self.holding if request in self.loads else scheduler.waiting).push_front(request)
 
@@ -150,7 +152,9 @@ class Transfers:
             if not load.reported:
                 return "skipped"
             self._loaded(request, load, publish=scheduler.options.enable_prefix_caching)
-            if self._decoding.pool.allocated(request):  # with a prompt of one token, none of which counts as computed
+            if self._decoding.pool.allocated(request):
+                if not load.computed:  # a prompt of one token: none counts as computed, so it is looked up once more
+                    self._observer.asked(request, 0, self.connector.match(request, 0))
                 return self._start(scheduler, queue, load.computed, [], step)
         hits = scheduler.hits(request)
         local = len(hits) * scheduler.options.block_size
@@ -168,6 +172,7 @@ class Transfers:
             return "misfit"
         self.connector.admitted(request)
         self.loads.pop(request, None)
+        self.passed_over.discard(request)
         return "admitted"
 
     def _loaded(self, request: Request, load: Load, *, publish: bool) -> None:
@@ -280,6 +285,7 @@ class Transfers:
         """Record that a request is over and has left its queue. Return True if it keeps its blocks for now."""
         load, keeps = self.loads.get(request), self.in_flight(request)
         self._last_row.pop(request, None)
+        self.passed_over.discard(request)
         unfetched = self.connector.ended(request, reason, request.computed if load is None else load.computed)
         if load is not None:
             load.dead = not load.reported

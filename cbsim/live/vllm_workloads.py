@@ -1,0 +1,214 @@
+"""Random workloads of vLLM, over all options that our rules have."""
+
+from __future__ import annotations
+
+from random import Random
+
+from cbsim.conformance.vllm_traces import grouping
+from cbsim.live.original import Line
+from cbsim.schedulers.vllm.settings import least_blocks
+from cbsim.workload.scheduler_tests import STOP_TOKEN
+
+PLAIN: Line = {
+    **dict.fromkeys(("block_size", "num_blocks", "kv_bytes", "max_model_len", "max_num_batched_tokens"), ...),
+    "stop_when_done": ...,
+    "max_num_seqs": 32,
+    "long_prefill_token_threshold": 0,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "scheduler_reserve_full_isl": True,
+    "policy": "fcfs",
+    "timing": {
+        "base_us": 5000,
+        "per_token_us": 0,
+        "per_kv_token_us": 0,
+        "sched_us": 0,
+        "update_us": 0,
+        "empty_us": 1000,
+    },
+}
+KINDS = ("plain", "host", "hand_off", "samples", "layers")
+LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # those that can hold pages of several sizes
+
+
+def draw(rng: Random, number: int, *, old: bool) -> Line:
+    """Return a workload: shared prefixes, tiny caches, stop tokens, cancellations at every moment, and in turn none, a
+    connector to the host or another server, several samples, layer groups; of the `old` version none of these.
+    """
+    kind, longest = "plain" if old else KINDS[number % len(KINDS)], rng.choice([60, 200, 500])
+    timing = {name: rng.choice(times) for name, times in TIMES.items()}
+    requests = rng.choice([_independent, _turns, _prefixes, _ladder])(rng, longest)
+    most = max(len(r["prompt_token_ids"]) for r in requests) + 1
+    most = max(most, longest + rng.choice([1, 1, 40]) if rng.random() < 0.9 else most)  # else some outputs are cut
+    budget = rng.choice([16, 24, 64, 128, 512, 2048])
+    chunks = rng.random() < 0.9
+    config: Line = {
+        "block_size": rng.choice([4, 8, 16, 16, 32]),
+        "max_model_len": most,
+        "max_num_batched_tokens": budget if chunks else max(budget, most),
+        "max_num_seqs": min(budget, rng.choice([1, 2, 5, 16, 64])),
+        "enable_chunked_prefill": chunks,
+        "enable_prefix_caching": kind == "host" or rng.random() < 0.8,
+        "long_prefill_token_threshold": rng.choice([0, 0, 5, min(40, most)]),
+        "scheduler_reserve_full_isl": rng.random() < 0.7,
+        "policy": rng.choice(["fcfs", "fcfs", "priority"]),
+        "timing": timing,
+    }
+    if not old:
+        drawn = {
+            "watermark": rng.choice([0.02, 0.1, 0.3]),
+            "prefill_schedule_interval": rng.choice([2, 3, 5]),
+            "long_prefill_token_threshold_adaptive": True,
+        }
+        config |= {name: value for name, value in drawn.items() if rng.random() < 0.2}
+    needed = -(-most // config["block_size"]) + 1
+    if kind == "layers":
+        needed = _layers(rng, config)
+    blocks = config["num_blocks"] = needed + rng.choice([0, 1, 3, 10, needed])
+    if kind == "layers" and rng.random() < 0.2:
+        made = grouping(config)
+        assert made is not None
+        config["kv_bytes"] = config.pop("num_blocks") * made.block_bytes + rng.choice([0, made.block_bytes - 1])
+    if kind == "host" or (kind == "samples" and config["enable_prefix_caching"] and rng.random() < 0.3):
+        config["connector"] = _host(rng, blocks)
+        config["stop_when_done"] = config["connector"].get("lazy", False) or rng.random() < 0.2
+    if kind == "hand_off":
+        config["connector"] = {
+            "kind": "pd",
+            "role": rng.choice(["kv_consumer", "kv_consumer", "kv_producer", "kv_both"]),
+        }
+    for i, request in enumerate(sorted(requests, key=lambda request: int(request["arrival_us"]))):
+        request["id"] = f"r{i:02d}"
+        _vary(rng, request, config)
+        if kind == "samples" and rng.random() < 0.7:
+            first = request.pop("output_token_ids")
+            request["outputs"] = [first, *(_tokens(rng, len(first)) for _ in range(rng.randint(1, 5)))]
+            for output in request["outputs"]:
+                output[-1] = first[-1]  # perhaps a stop token
+    return {"name": f"{kind}{number}", "config": config, "requests": requests}
+
+
+TIMES = {
+    "base_us": (3000, 5000),
+    "per_token_us": (0, 5, 20),
+    "per_kv_token_us": (0, 0, 1),
+    "sched_us": (0, 700),
+    "update_us": (0, 400),
+    "empty_us": (1000,),
+}
+
+
+def _host(rng: Random, blocks: int) -> Line:
+    """Return a connector that keeps KV on the host, in a tier from tiny to larger than the cache."""
+    lasts = {"load_steps": rng.choice([0, 1, 3, 6]), "store_steps": rng.choice([0, 2, 7])}
+    size = rng.choice([2, 8, blocks, 8 * blocks])
+    if rng.random() < 0.5:
+        return {"kind": "simple_cpu", "cpu_blocks": size, "lazy": rng.random() < 0.4, **lasts}
+    chunks = {
+        "cpu_chunks": size,
+        "blocks_per_chunk": rng.choice([1, 1, 2]),
+        "eviction_policy": rng.choice(["lru", "arc"]),
+    }
+    return {"kind": "offloading", **chunks, "extra": {"offload_prompt_only": rng.random() < 0.5}, **lasts}
+
+
+def _layers(rng: Random, config: Line) -> int:
+    """Add layers to a configuration, and what is said of them. Return the blocks that a server needs to start."""
+    size, layout = config["block_size"], rng.choice([None, None, *LAYOUTS])
+    full: Line = {"kind": "full"}
+    near, far = ({"kind": "sliding", "window": rng.choice([1, size, size + 3, 4 * size - 1, 100])} for _ in range(2))
+    chunked = {"kind": "chunked", "chunk": size * rng.choice([2, 4, 6])}
+    patterns = [[full, near], [full, near, near], [near], [full, near, far], [near, near, near, full] * 2, [far, near]]
+    layers = rng.choice(
+        [*patterns, [full, chunked], [full, chunked, near], [full] * 3 + [near], [near] * 5 + [full] * 4]
+    )
+    larger = size
+    side_by_side = (layout or "").startswith("B")
+    if rng.random() < 0.3 and (side_by_side or chunked not in layers):  # pages of two sizes
+        several = rng.random() < 0.5 and side_by_side
+        kinds = [{"kv_heads": 2 + layers[:i].count(layer) % 2 * 2} for i, layer in enumerate(layers)] if several else []
+        halved = rng.choice(["full", "sliding"])
+        kinds = kinds or [{"kv_heads": 2} if layer["kind"] == halved else {} for layer in layers]
+        layers = [layer | kind for layer, kind in zip(layers, kinds, strict=True)]
+        larger = 2 * size
+    config["layers"] = [dict(layer) for layer in layers]
+    config |= {"layout": layout} if layout else {}
+    if rng.random() < 0.4 and any(layer["kind"] == "sliding" for layer in layers):
+        config["retention"] = rng.choice([None, *(larger * n for n in (1, 2, 4))])
+    elif rng.random() < 0.1 and len({layer.get("window", layer["kind"]) for layer in layers}) < 3:
+        config["disable_hybrid"] = True
+    made = grouping(config)
+    assert made is not None
+    return least_blocks(made.groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
+
+
+def _vary(rng: Random, request: Line, config: Line) -> None:
+    """Give a request a priority, a stop token or a cancellation, a transfer."""
+    outputs, kind = request["output_token_ids"], config.get("connector", {}).get("role")
+    if config["policy"] == "priority":
+        request["priority"] = rng.randint(0, 2)
+    chance = rng.random()
+    if chance < 0.12:
+        request |= {"stop": True, "max_tokens": len(outputs) + rng.randint(1, 20)}
+        outputs[-1] = STOP_TOKEN
+    elif chance < 0.22:
+        request["abort_us"] = max(0, request["arrival_us"] + rng.choice([-3000, 0, 1, 4000, 20000, 60000, 200000]))
+    if kind in ("kv_consumer", "kv_both") and rng.random() < 0.6:
+        request |= {"kv": {"do_remote_prefill": True}, "recv_us": rng.randint(0, 80000)}
+        if rng.random() < 0.15:
+            request["fail_blocks"] = [rng.randint(0, 4)]
+    elif kind in ("kv_producer", "kv_both") and rng.random() < 0.85:
+        request |= {"kv": {"do_remote_decode": True}, "send_us": rng.randint(0, 120000)}
+
+
+Texts = list[Line]
+
+
+def _tokens(rng: Random, most: int) -> list[int]:
+    return [rng.randrange(3, 9999) for _ in range(rng.randint(1, max(1, most)))]
+
+
+def _request(arrival: float, prompt: list[int], output: list[int]) -> Line:
+    return {"arrival_us": int(arrival), "prompt_token_ids": prompt, "output_token_ids": output}
+
+
+def _independent(rng: Random, longest: int) -> Texts:
+    gap, arrival, texts = rng.choice([0, 2000, 20000]), 0.0, []
+    for _ in range(rng.randint(1, 20)):
+        texts.append(_request(arrival, _tokens(rng, longest // 2), _tokens(rng, longest // 3)))
+        arrival += rng.expovariate(1) * gap
+    return texts
+
+
+def _turns(rng: Random, longest: int) -> Texts:
+    """Return sessions that begin alike; every turn extends the one before and its answer."""
+    begin, texts = _tokens(rng, longest // 4), []
+    for session in range(rng.randint(2, 7)):
+        prompt, arrival = begin, session * rng.choice([1000, 60000])
+        while len(prompt) < 3 * longest // 4 and rng.random() < 0.8:
+            prompt, output = prompt + _tokens(rng, longest // 8), _tokens(rng, longest // 8)
+            texts.append(_request(arrival, prompt, output))
+            prompt, arrival = prompt + output, arrival + 8000 * len(output) + rng.choice([0, 20000])
+    return texts or _independent(rng, longest)
+
+
+def _prefixes(rng: Random, longest: int) -> Texts:
+    """Return requests that begin with a part of one of two texts."""
+    bases = [_tokens(rng, longest // 2) for _ in range(2)]
+    return [
+        _request(
+            rng.randint(0, 200000),
+            rng.choice(bases)[: rng.randint(1, longest // 2)] + _tokens(rng, longest // 6),
+            _tokens(rng, longest // 4),
+        )
+        for _ in range(rng.randint(4, 20))
+    ]
+
+
+def _ladder(rng: Random, longest: int) -> Texts:
+    """Return one text cut at many lengths, sometimes with another last token."""
+    text, gap, texts = [*_tokens(rng, longest // 2), *_tokens(rng, longest // 4)], rng.choice([2000, 30000]), []
+    for i in range(rng.randint(4, 18)):
+        cut = text[: rng.randint(1, len(text))]
+        texts.append(_request(i * gap, cut[:-1] + _tokens(rng, 1) if rng.random() < 0.4 else cut, _tokens(rng, 8)))
+    return texts
