@@ -2,7 +2,7 @@
 
 import sys
 
-from analysis.cli.parser import main
+from cbsim.errors import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry("analysis.cli.parser"))

@@ -3,8 +3,8 @@
 import gc
 import sys
 
-from cbsim.cli.parser import main
+from cbsim.errors import entry
 
-status = main()
+status = entry("cbsim.cli.parser")
 gc.freeze()  # at exit Python searches all objects for cycles, which takes a tenth of a second
 sys.exit(status)

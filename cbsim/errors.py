@@ -1,14 +1,24 @@
-"""The errors that a user can cause, and their exit statuses: 1 for a failed run, 2 for a mistake in the input.
+"""The errors that a user can cause, and their exit statuses: 1 for a failed run, 2 for a mistake in the input, 130 for
+an interruption.
 
 Every command line maps errors to statuses by `UserError.exit_status` alone.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-OK, ERROR, USAGE, CHECK_FAILED = 0, 1, 2, 3  # exit statuses of the commands
+OK, ERROR, USAGE, CHECK_FAILED, INTERRUPTED = 0, 1, 2, 3, 130  # exit statuses of the commands
+
+
+def entry(parser: str) -> int:
+    """Import a command line and run it; returns the exit status, also of an interruption while it is imported."""
+    try:
+        return int(import_module(parser).main())
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 class UserError(ValueError):
@@ -49,7 +59,7 @@ class RunError(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt by the user; the message names the state of the work."""
+    """An interrupt by the user; the message is complete, and says where the work stands."""
 
 
 class EndpointError(UserError):

@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     about = "Compare run directories, simulated or measured, and draw them."
-    status = "Exit status: 0 ok, 1 error, 2 bad arguments or runs that cannot be compared, 3 a condition failed."
+    status = "Exit status: 0 ok, 1 error, 2 bad arguments or runs that cannot be compared, 3 a condition failed, "
+    status += "130 interrupted."
     return parser_of("analysis", about, status, VERBS)
 
 

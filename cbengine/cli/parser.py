@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_line() -> Parser:
     """Return the parser with all commands."""
     about = "Run continuous batching for real, with the simulator's own policies."
-    status = "Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed."
+    status = "Exit status: 0 ok, 1 error, 2 bad scenario, weights or arguments, 3 a check failed, 130 interrupted."
     return parser_of("cbengine", about, status, VERBS)
 
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from cbsim.errors import ERROR, OK, USAGE, RunError, UserError
+from cbsim.errors import ERROR, INTERRUPTED, OK, USAGE, Interrupted, RunError, UserError
 from cbsim.files import PATH_BOUND, too_long
 from cbsim.policy.kind import CHECK_POLICY
 
@@ -33,7 +33,7 @@ EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
     "ray": "ray",
 }
-RESUMED = ("sweep", "capacity", "tune", "score-points")  # commands with a --store of runs
+READERS = ("replan", "occupancy")  # commands to which a run that cannot be read is a mistake of their arguments
 
 
 class Verb(NamedTuple):
@@ -89,7 +89,7 @@ def run_verb(
         sys.stdout.flush()
         return code
     except (KeyboardInterrupt, Exception) as error:
-        known = _explained(error, chosen.name, run_error)
+        known = _explained(error, chosen.name, USAGE if chosen.name in READERS else run_error)
         if known is None:
             raise
         message, status = known
@@ -102,14 +102,28 @@ def run_verb(
 
 
 def _prepare_process() -> None:
-    """Make the streams writable, and SIGTERM what Ctrl-C is."""
+    """Make the streams writable, and SIGTERM and SIGHUP what Ctrl-C is."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name that the terminal cannot show is no reason to fail
+    if sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
+        lossy = io.BufferedWriter(_Dropped(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(lossy, sys.__stderr__.encoding, "backslashreplace", line_buffering=True)
     with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores the latter
+                signal.signal(number, signal.default_int_handler)
+
+
+class _Dropped(io.FileIO):
+    """A file that drops what it cannot take: no work is lost for a message that cannot be written."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,7 +150,7 @@ def _explained(error: BaseException, command: str, run_error: int) -> tuple[str,
     """Return message and exit status of an error that a user or the system can cause; None for a defect of ours."""
     match error:
         case KeyboardInterrupt():
-            return f"interrupted{'; the same command goes on where it stopped' if command in RESUMED else ''}", ERROR
+            return str(error) if isinstance(error, Interrupted) else "interrupted", INTERRUPTED
         case BrokenPipeError():
             _drop_stdout()
             return "", ERROR

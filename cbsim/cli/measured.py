@@ -11,7 +11,7 @@ from typing import Any
 
 from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb
 from cbsim.cli.many_runs import executor, jobs, store_arguments
-from cbsim.errors import ERROR, OK, ScenarioError
+from cbsim.errors import ERROR, OK, Interrupted, ScenarioError
 
 TERMS = ("vllm-dense", "trtllm-dense", "vllm-experts")
 
@@ -147,8 +147,7 @@ def calibrate_terms(arguments: argparse.Namespace) -> int:
             with closing(Processes(arguments.jobs or os.cpu_count() or 1)) as workers:
                 made = calibration.calibrate(name, points, workers, lambda line: print(f"  {line}", file=sys.stderr))
         except KeyboardInterrupt:
-            print(f"cbsim: interrupted; {name} is not written, and begins again", file=sys.stderr)
-            return ERROR
+            raise Interrupted(f"interrupted; {name} is not written, and begins again") from None
         folder.write(arguments.out, {f"{name}.yaml": terms.dump(made).encode()})
         print(arguments.out / f"{name}.yaml")
     return OK

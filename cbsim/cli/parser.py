@@ -1,6 +1,6 @@
 """The commands of `python -m cbsim` and their arguments. Nothing heavy is imported before a command is known.
 
-Exit codes: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed.
+Exit codes: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     about = "Simulate continuous batching of LLM requests: scheduling, KV blocks, CPU and GPU in overlap."
-    status = "Exit status: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed."
+    status = "Exit status: 0 ok, 1 error, 2 bad scenario or arguments, 3 a check failed, 130 interrupted."
     return parser_of("cbsim", about, status, VERBS)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from cbsim.errors import RunError
+from cbsim.errors import RunError, UserError
 from cbsim.files import access
 from cbsim.record.directory import write_whole
 
@@ -16,12 +16,13 @@ OURS = ("report.md", "report.html")
 KINDS = ("png", "svg")  # of a figure's files
 
 
-def check(folder: Path) -> None:
-    """Raise RunError if the folder exists and is neither empty nor that of a report, or cannot be read."""
-    with access(f"--out {folder}", RunError, "written"):
-        present = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if present and not _written(folder):
-        raise RunError(f"--out {folder}: holds {min(present)}, which is no report; name a new or an empty folder")
+def check(folder: Path, *, shared: bool = False) -> None:
+    """Raise UserError if the folder cannot be one, or unless it may be `shared`, if it holds what is no report."""
+    with access(f"--out {folder}", UserError, "written"):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        present = [path.name for path in there.iterdir()]
+    if present and there == folder and not shared and not _written(folder):
+        raise UserError(f"--out {folder}: holds {min(present)}, which is no report; name a new or an empty folder")
 
 
 def _written(folder: Path) -> set[str]:

@@ -177,7 +177,8 @@ class Machine:
         times.update_start_ns = self.now_ns
         times.update_end_ns = self.now_ns = self.now_ns + times.update_ns
         if self.now_ns > LONGEST_NS:
-            raise OverflowError(f"the run has come to {self.now_ns / 1e9:.3g} s of simulated time")
+            bound = f"must be <= {LONGEST_NS / 1e9:.3g} s, 73 years"
+            raise OverflowError(f"simulated time came to {self.now_ns / 1e9:.3g} s, {bound}")
         self.record.applied(effect.plan, effect.outcome, times)
         for spec, _ in effect.outcome.finished:
             self.inbox.ended(spec, self.now_ns)

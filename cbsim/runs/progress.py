@@ -56,8 +56,11 @@ class Progress:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end a run where its state is consistent: after a step."""
-        before = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Let Ctrl-C, SIGTERM and SIGHUP end a run where its state is consistent: after a step."""
+        ending = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            ending.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.interrupt) for number in ending}
         try:
             yield
         finally:

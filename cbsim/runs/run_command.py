@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, RunError, ServerError
+from cbsim.draw import folder
+from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, RunError, ServerError
 from cbsim.metrics import checks
 from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
@@ -49,6 +50,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     `adapt` changes the scenario to one that this server can run; that one is recorded.
     """
     scenario = adapt(scenarios.load(options.scenario, options.overrides))
+    folder.check(options.out, shared=True)
     results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
     results.draw(list(results.values())[-1].folder)
     _print_notices(results, options)
@@ -71,6 +73,8 @@ def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -
     try:
         result = running.one_loop(scenario, loop, serve, Terms(options.line, options.span_s), recorder)
         return recorder.write(result)
+    except Interrupted:
+        raise  # while it ran: what it had until then is written
     except KeyboardInterrupt:
         recorder.note("interrupted while its files were written")
         raise
@@ -85,7 +89,7 @@ class _Recorder:
 
     @contextmanager
     def __call__(self, session: Session) -> Iterator[OnStep]:
-        """Raises RunError if the run was cut short: what happened until then is in the directory."""
+        """Raises RunError or Interrupted if the run was cut short: what happened until then is in the directory."""
         words, early = settings(self._options.overrides), partial(self._early, session)
         writer = self._writer = session.open(self._options.out, words, early)
         progress = Progress(session, quiet=self._options.quiet or self._options.as_json)
@@ -93,13 +97,14 @@ class _Recorder:
             with progress.interruptible():
                 yield progress
         except (KeyboardInterrupt, DeadlockError, ServerError, PolicyError) as stop:
-            reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
+            kind = Interrupted if isinstance(stop, KeyboardInterrupt) else RunError
+            reason = "interrupted" if kind is Interrupted else str(stop)
             steps = session.server.record.step_count
             self.write(session.result(f"{reason}, after {steps} steps"))
             verb = "measured" if session.server.measured else "simulated"
-            raise RunError(f"{reason}: what was {verb} until then is in {writer.path}") from None
-        except RunError as error:
-            self.note(str(error))
+            raise kind(f"{reason}: what was {verb} until then is in {writer.path}") from None
+        except Exception as error:
+            self.note(str(error) or type(error).__name__)
             raise
         progress.done(session.server.now_ns)
 

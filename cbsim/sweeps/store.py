@@ -182,7 +182,7 @@ class Runs:
                 self._progress(made)
                 hear(made)
         except KeyboardInterrupt:
-            raise Interrupted("the same command goes on where it stopped") from None
+            raise Interrupted("interrupted; the same command goes on where it stopped") from None
         finally:
             self._progress.end()
 

@@ -1,10 +1,11 @@
-"""A run that is interrupted: exit 1, one line, and a directory that can be read as far as it goes."""
+"""A run that is interrupted: exit 130, one line, and a directory that can be read as far as it goes."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -21,8 +22,8 @@ from cbsim.runs import progress, reading, result
 
 
 def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
-    """SIGINT while a run is under way, which its live progress line on a terminal shows: exit 1, one line with the
-    directory, which has the tables of what was simulated, a marker that says how far it got, and can be replayed.
+    """SIGINT while a run is under way, which its live progress line on a terminal shows: exit 130, one line with
+    the directory, which has the tables of what was simulated, a marker that says how far it got, and can be replayed.
     """
     words = ("--set", "workload.requests=60000", "--set", "workload.output_tokens=400", "--out", str(out))
     terminal, theirs = os.openpty()
@@ -39,7 +40,7 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
         child.kill()
         child.wait()
         os.close(terminal)
-    assert (child.returncode, printed) == (1, "")
+    assert (child.returncode, printed) == (130, "")
     assert "Traceback" not in said
     (path,) = runs(out)
     assert said.rstrip().endswith(f"cbsim: interrupted: what was simulated until then is in {path}")
@@ -56,7 +57,7 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
 
 
 def test_sigterm_ends_a_sweep_as_ctrl_c_does(tmp_path: Path) -> None:
-    """SIGTERM after the first points: exit 1, one line, and what was done is kept."""
+    """SIGTERM after the first points: exit 130, one line, and what was done is kept."""
     (tmp_path / "s.yaml").write_text(
         "scenario: 8k_b32\naxes: {workload.output_tokens: {range: {low: 4000, high: 6000, step: 1}}}\n"
     )
@@ -68,12 +69,37 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(tmp_path: Path) -> None:
         said = seen(terminal, until=" points, ", seconds=60)
         child.send_signal(signal.SIGTERM)
         said += seen(terminal, until=None, seconds=60)
-        assert child.wait(60) == 1, said
+        assert child.wait(60) == 130, said
     finally:
         child.kill()
         os.close(terminal)
     assert said.rstrip().endswith("cbsim: interrupted; the same command goes on where it stopped"), said
     assert any((tmp_path / "st" / "runs").rglob("*.json"))
+
+
+@pytest.mark.parametrize("program", ["cbsim", "analysis", "cbengine"])
+def test_an_interruption_while_a_program_is_imported(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before there is a command: exit 130, no traceback of imports."""
+
+    class Pressed:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == f"{program}.cli.parser":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, f"{program}.cli.parser", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Pressed, *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(program, run_name="__main__")
+    assert end.value.code == 130
+
+
+def test_the_reason_of_a_run_that_dies_is_in_its_directory(small: Path, out: Path) -> None:
+    """A clock that comes to more than the columns hold is exit 2 with both, and the marker says so, too."""
+    said = call("run", small, "--set", "cost={kind: constant, step_s: 1e9}", "--out", out, "--quiet")
+    reason = "simulated time came to 3e+09 s, must be <= 2.31e+09 s, 73 years"
+    refused(said, 2, f"run: a number is too large for a run: {reason}")
+    assert (runs(out)[0] / directory.MARKER).read_text() == f"{reason}\n"
 
 
 def seen(terminal: int, until: str | None, seconds: float) -> str:
@@ -106,7 +132,7 @@ def test_a_long_run_that_is_interrupted_joins_its_pieces(
         step(self, now_ns)
 
     monkeypatch.setattr(progress.Progress, "__call__", interrupted)
-    refused(call("run", small, "--loop", "sync", "--trace-steps", "0:9", "--out", out, "--quiet"), 1, "interrupted")
+    refused(call("run", small, "--loop", "sync", "--trace-steps", "0:9", "--out", out, "--quiet"), 130, "interrupted")
     (path,) = runs(out)
     assert {file.name for file in path.iterdir()} == {*result.OURS} - {directory.TERMS, optional_tables.TRANSFERS}
     run = reading.load(path)
@@ -144,7 +170,7 @@ def test_an_interrupt_in_process_is_one_line(small: Path, out: Path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(directory.RunWriter, "steps", interrupted)
-    refused(call("run", small, "--out", out, "--quiet"), 1, "interrupted")
+    refused(call("run", small, "--out", out, "--quiet"), 130, "interrupted")
     assert (runs(out)[0] / directory.MARKER).read_text() == "interrupted while its files were written\n"
 
 

@@ -17,17 +17,20 @@ from cbsim.record import directory
 from cbsim.scenario import scenario
 
 
-def test_out_that_is_a_file(small: Path, tmp_path: Path) -> None:
-    """--out that is, or lies below, a file: exit 1, one line with the path."""
+@pytest.mark.parametrize("place", ["taken", "taken/below"])
+@pytest.mark.parametrize("command", [("run",), ("tune", "--knob", "seed=1,2", "--maximise", "goodput")])
+def test_out_that_is_a_file(small: Path, tmp_path: Path, place: str, command: tuple[str, ...]) -> None:
+    """--out that is, or lies below, a file is a mistake of the arguments of every command: one line, nothing run."""
     (tmp_path / "taken").write_text("")
-    refused(call("run", small, "--out", tmp_path / "taken", "--quiet"), 1, str(tmp_path / "taken"), "cannot be created")
-    below = tmp_path / "taken" / "below"
-    refused(call("run", small, "--out", below, "--quiet"), 1, str(below), "cannot be created")
+    said = call(command[0], small, *command[1:], "--out", tmp_path / place)
+    refused(said, 2, f"--out {tmp_path / place}: cannot be written: Not a directory")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
 def test_a_closed_stream_is_no_failure(closed: str, small: Path, out: Path) -> None:
-    """Started without stdout or stderr, as some supervisors do, a command does its work and exits with its status."""
+    """Started without stdout or stderr, as some supervisors do, or with a full stderr, a command does its work and
+    exits with its status.
+    """
     command = [sys.executable, "-m", "cbsim", "run", str(small), "--out", str(out)]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command], check=False, cwd=ROOT, capture_output=True, text=True

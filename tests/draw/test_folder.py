@@ -10,7 +10,7 @@ import pytest
 from support.scripts import script
 
 from cbsim.draw import folder
-from cbsim.errors import RunError
+from cbsim.errors import UserError
 from cbsim.scenario import catalog
 
 index = script("index")
@@ -40,7 +40,7 @@ def test_nothing_is_removed_that_no_report_wrote(tmp_path: Path) -> None:
     (tmp_path / "mine" / "figures").mkdir(parents=True)
     (tmp_path / "mine" / folder.FACTS).write_text('{"command": "other", "figures": ["a"]}')
     (tmp_path / "mine" / "figures" / "a.png").write_text("precious")
-    with pytest.raises(RunError, match="which is no report"):
+    with pytest.raises(UserError, match="which is no report"):
         folder.check(tmp_path / "mine")
     folder.clear(tmp_path / "mine")
     assert (tmp_path / "mine" / "figures" / "a.png").read_text() == "precious"
@@ -53,14 +53,14 @@ def test_nothing_is_removed_that_no_report_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["data.csv", "figures"])
 def test_a_folder_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(RunError, match=f"holds {name}, which is no report"):
+    with pytest.raises(UserError, match=f"holds {name}, which is no report"):
         folder.check(tmp_path)
     assert (tmp_path / name).exists()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    with pytest.raises(RunError, match=r"--out .*out: cannot be written"):
+    with pytest.raises(UserError, match=r"--out .*out: cannot be written"):
         folder.check(tmp_path / "out")
 
 

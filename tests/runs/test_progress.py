@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,22 @@ def line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fi
     clock[0] += spent_s
     said(5_000_000_000)
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whatever_signal_ends_a_run_it_ends_after_a_step(number: signal.Signals) -> None:
+    """Its tables are kept then. Afterwards the signal means what it meant before."""
+    server = SimpleNamespace(measured=False)
+    session: Any = SimpleNamespace(loop="sync", server=server, requests=1)
+    run, before = Progress(session, quiet=True), signal.signal(number, signal.default_int_handler)
+    try:
+        with run.interruptible():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    with pytest.raises(KeyboardInterrupt):
+        run(0)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_an_altered_request_is_refused(run: Path, name: str) -> None:
     """A request that is not the workload's any more is refused by name, before anything is derived."""
     alter(run / "requests.parquet", name, 3, lambda value: f"{value}x" if name == "id" else value + 1000)
     status, out, err = replayed(run)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith(f"cbsim: {run / 'requests.parquet'}: request 3")
     assert err.endswith(" is not one of the scenario's workload\n")
 
@@ -238,7 +238,7 @@ def test_a_scenario_without_its_loop_is_refused(run: Path) -> None:
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if not line.startswith("  mode:")))
     status, _, err = replayed(run)
-    assert (status, err) == (1, f"cbsim: {file}: loop.mode is missing or null, expected sync or async\n")
+    assert (status, err) == (2, f"cbsim: {file}: loop.mode is missing or null, expected sync or async\n")
 
 
 def test_several_runs(run: Path, original: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_a_sweep_that_is_ended_goes_on_later(trapped: Path, tmp_path: Path, how:
     out, err = process.communicate(timeout=30)
     busy.unlink(missing_ok=True)
     if how == signal.SIGINT:
-        assert process.returncode == 1
+        assert process.returncode == 130
         assert "interrupted; the same command goes on where it stopped" in err
         assert "Traceback" not in out + err
     table = Sweep(*sweep_file.read(trapped), store).now()

@@ -153,7 +153,7 @@ def an_interrupted_sweep_leaves_nobody_at_work(nodes: Nodes, folder: Path) -> No
     trapped = list(nodes.held_up(2))
     command.send_signal(signal.SIGINT)
     out, err = command.communicate(timeout=30)
-    refused(Said(command.returncode, "", err), 1, "interrupted; the same command goes on where it stopped")
+    refused(Said(command.returncode, "", err), 130, "interrupted; the same command goes on where it stopped")
     assert "Traceback" not in out
     for run in trapped:
         while Path(f"/proc/{run.process}").exists():

@@ -166,7 +166,7 @@ def test_an_interrupted_report_leaves_nothing(
         return act(chart, *kinds)
 
     monkeypatch.setattr(render, "images", images)
-    assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 1
+    assert parser.main(["report", str(paths[0]), "--out", str(tmp_path / "r")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list((tmp_path / "r").iterdir()) == []
 

@@ -40,14 +40,14 @@ LONG = ("--set", "workload.requests=5000", "--set", "kv_cache.num_blocks=200")
 
 
 def test_an_interrupt_leaves_a_readable_directory(out: Path) -> None:
-    """Ctrl-C reaches the worker, too: it goes on until the step is done. One message, exit status 1, all processes
+    """Ctrl-C reaches the worker, too: it goes on until the step is done. One message, exit status 130, all processes
     gone, no complaint of a resource left behind; the directory says that it is incomplete, and its plans are right.
     """
     with replaying(*LONG, "--device", "process", "--out", out) as process:
         os.killpg(process.pid, signal.SIGINT)
         said, told = process.communicate(timeout=60)
     (path,) = runs(out)
-    assert (process.returncode, said) == (1, "")
+    assert (process.returncode, said) == (130, "")
     lines = [line for line in told.splitlines() if not line.startswith("sync: ")]
     assert lines == [f"cbengine: interrupted: what was measured until then is in {path}"]
     run = reading.load(path)
@@ -57,9 +57,9 @@ def test_an_interrupt_leaves_a_readable_directory(out: Path) -> None:
 
 
 def interrupted(said: Said, out: Path, loop: str) -> None:
-    """Exit status 1, one message, and a directory that can be read, said to be incomplete."""
+    """Exit status 130, one message, and a directory that can be read, said to be incomplete."""
     (path,) = out.glob(f"*-{loop}-*")
-    refused(said, 1, f"cbengine: interrupted: what was measured until then is in {path}")
+    refused(said, 130, f"cbengine: interrupted: what was measured until then is in {path}")
     run = reading.load(path)
     assert str(run.incomplete).startswith("interrupted, after ")
     assert read(path / "summary.json")["complete"] is False
@@ -103,7 +103,7 @@ def test_an_interrupt_before_the_run(small: Path, out: Path, monkeypatch: pytest
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(build, at, pressed)
-    assert call("replay", small, "--device", "inline", "--out", out) == Said(1, "", "cbengine: interrupted\n")
+    assert call("replay", small, "--device", "inline", "--out", out) == Said(130, "", "cbengine: interrupted\n")
     assert not out.exists()
 
 
