@@ -290,6 +290,7 @@ class Engine:
         self.record.applied(effect.plan, effect.outcome, times)
 
     def _refused(self, effect: Refused) -> None:
+        self.sequences[effect.spec].over = True
         self.record.refused(effect.spec, effect.reason)
         if effect.spec not in self.record.cancels:
             self._inbox.ended(effect.spec, self._elapsed())

@@ -38,8 +38,8 @@ from cbsim.workload import served
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
 OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # options that may be null
-SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", "max_queued_requests", *OPEN}
-CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", "max_queued_requests", *SETTINGS, *OPEN])
+SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", *OPEN}
+CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", *SETTINGS, *OPEN])
 VERSIONS = ("0.5.23",)
 
 
@@ -111,6 +111,7 @@ class WatchedSglang(SglangScheduler):
         self.retracted: list[list[Any]] = []
         self.preempted: list[list[Any]] = []
         self.aborted: list[str] = []
+        self.turned_away = 0  # how many of these were refused when others arrived, before any cancellation
         self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
         self._launched_tokens = 0  # of the last prefill
         self._batch_tokens = 0  # of the prefill whose object the decode batch is
@@ -162,8 +163,9 @@ class WatchedSglang(SglangScheduler):
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
-        if self._recorded[spec].too_long:
+        if self._recorded[spec].too_long and spec in self.requests:
             self.decoding.defer_abort(self.requests[spec])
+        self.turned_away = len(self.aborted)
 
     def rest(self) -> None:
         """Do nothing, as passes without work count here."""
@@ -181,7 +183,7 @@ class WatchedSglang(SglangScheduler):
 
     def forget(self) -> None:
         """Clear the records at the beginning of a pass."""
-        self.retracted, self.preempted, self.aborted = [], [], []
+        self.retracted, self.preempted, self.aborted, self.turned_away = [], [], [], 0
         self.pool.evictions = []
 
     def schedule(self) -> StepPlan | None:
@@ -208,6 +210,11 @@ class WatchedSglang(SglangScheduler):
         self.written[request.spec] = request.seen
         self.aborted.append(request.spec.id)
         super()._give_up(request)
+
+    def refuse(self, request: Request, reason: str) -> None:  # noqa: ARG002  (no driver hears of it)
+        self.written[request.spec] = request.seen
+        self.aborted.append(request.spec.id)
+        self.decoding.end(request, Finish.REFUSED)
 
 
 class SglangReplay(Replay):
@@ -291,11 +298,13 @@ class SglangReplay(Replay):
         return next(recorded for recorded in self._recorded.values() if recorded.id == name)
 
     def _aborted(self) -> list[str]:
-        """Return the requests that ended outside a result: first cancelled ones that waited, then those in prefill."""
-        requests, given_up = self.scheduler.requests, self.scheduler.aborted
+        """Return the requests that ended outside a result: those refused when others arrived, cancelled ones that
+        waited, those that ended in the decision.
+        """
+        requests, given_up, first = self.scheduler.requests, self.scheduler.aborted, self.scheduler.turned_away
         gone = [name for name in self._arrived["cancels"] if self._named(name).spec not in requests]
         gone = [name for name in gone if self._named(name).spec not in self._over]
-        named = [*(name for name in gone if name not in given_up), *given_up]
+        named = [*given_up[:first], *(name for name in gone if name not in given_up), *given_up[first:]]
         for name in named:
             recorded = self._named(name)
             self._over.add(recorded.spec)
@@ -412,8 +421,6 @@ def case(trace: Path, header: Line) -> Case:
     version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
     one_of(trace, "loop", loop, ("normal", "overlap"))
     skipped = not_followed(version, VERSIONS)
-    if config.get("max_queued_requests") is not None:
-        skipped = skipped or "max_queued_requests is not followed for those who were retracted or preempted"
     skipped = skipped or not_modelled(config, CONFIG)
     return case_of(
         trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded)

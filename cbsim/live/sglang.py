@@ -32,7 +32,7 @@ from sglang.version import __version__  # noqa: E402
 
 versions, lengths, options = ("0.5.23",), sglang_workloads.LENGTHS, "config"
 plain, draw = sglang_workloads.PLAIN, sglang_workloads.draw
-LAST_PASS = 10_000
+LAST_PASS = 5_000
 HAPPENED = ("arrivals", "cancels", "aborted", "retracted", "preempted", "evicted")
 NO_ARGUMENTS = ("max_total_num_tokens", "vocab_size")  # options that are no arguments of the server
 ABSENT = """sliding_window_size max_new_tokens_limit tokenizer hisparse_coordinator decode_offload_manager draft_worker

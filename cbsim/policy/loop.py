@@ -8,7 +8,7 @@ device, or from a recording; and times what it does for each, under the same pha
     Idle      -> None        planning found nothing to run: account for that
     Await     -> Completed   block until that step's outputs are on the host
     Applied   -> None        the result has been applied: account for that; its tokens are visible from then on
-    Refused   -> None        a request that can never be served, with the reason
+    Refused   -> None        a request that is not served, or no longer, with the reason
 
 With depth 2, step N+1 is planned and launched before step N is awaited, so a plan knows the results up to N-1 only.
 
@@ -114,6 +114,7 @@ class Scheduler(Protocol):
 
     polls_before_update: bool  # whether cancellations are taken between a result's arrival and its application
     awaits_when_idle: bool  # whether a step in flight is awaited when no request is left
+    refused: list[tuple[RequestSpec, str]]  # requests that it has refused since they were added, with the reasons
 
     @property
     def pool(self) -> BlockPool: ...
@@ -226,6 +227,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             break
         idle = scheduler.idle
         plan = None if idle else scheduler.schedule()
+        yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if _may_go_on(scheduler, in_flight, depth):
@@ -270,6 +272,12 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
             scheduler.add(spec)
     for spec in polled.cancels:
         scheduler.cancel(spec)
+    yield from _refusals(scheduler)
+
+
+def _refusals(scheduler: Scheduler) -> Generator[Effect, Any, None]:
+    while scheduler.refused:
+        yield Refused(*scheduler.refused.pop(0))
 
 
 def _complete(

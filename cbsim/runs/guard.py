@@ -63,6 +63,7 @@ class Guarded(Watched):
             _promised(attribute, getattr(policy, attribute), kind)
         self.polls_before_update, self.awaits_when_idle = policy.polls_before_update, policy.awaits_when_idle
         self.pool, self.limits = policy.pool, policy.limits
+        self.refused = getattr(policy, "refused", [])
         self._rules = Rules(self.pool, self.limits, os.environ.get(CHECK_POLICY) == "1")
         self._open = self._rules.open
 
@@ -120,6 +121,8 @@ class Guarded(Watched):
     @_named
     def schedule(self) -> StepPlan | None:
         plan = _promised("schedule", self._policy.schedule(), StepPlan, NoneType)
+        for spec, _ in self.refused:
+            self._open.pop(spec, None)
         if plan is not None:
             self._rules.follow(plan, self._policy.requests)
             self.steps += 1

@@ -22,6 +22,7 @@ class SchedulerBase:
         self.limits = options.limits
         self.decoding = decoding
         self.requests = decoding.requests
+        self.refused: list[tuple[RequestSpec, str]] = []
 
     @property
     def idle(self) -> bool:
@@ -37,6 +38,11 @@ class SchedulerBase:
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         return self.decoding.complete(plan, result, self._finish)
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """Refuse a request that waits."""
+        self.decoding.end(request, Finish.REFUSED)
+        self.refused.append((request.spec, reason))
 
     def _finish(self, request: Request, reason: Finish) -> None:
         """End a request, whether it waits or runs."""

@@ -30,6 +30,7 @@ class Scripted:
         self.running: list[Request] = []
         self.left: list[RequestSpec] = []
         self.calls: list[str] = []
+        self.refused: list[tuple[RequestSpec, str]] = []
 
     @property
     def idle(self) -> bool:
@@ -222,3 +223,17 @@ def test_a_long_prompt_or_a_long_transfer_is_no_standstill() -> None:
     assert planned(Prompt(), 5000) == 5000
     assert planned(Prompt(rows=False), 5000, moved=(1,)) == 5000
     assert planned(Prompt(rows=False, alone=4500), 5000) == 5000
+
+
+def test_refusals_of_those_that_were_added_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether others' arrival or a plan makes a scheduler refuse a request, drivers hear of it before what follows."""
+    scheduler = Scripted(steps=1)
+    plan, scheduler.refused = scheduler.schedule, [(spec(1), "too many wait")]
+
+    def schedule() -> StepPlan | None:
+        scheduler.refused.append((spec(2), "it has come back, and too many wait"))
+        return plan()
+
+    monkeypatch.setattr(scheduler, "schedule", schedule)
+    told = ["refused r1: too many wait", "refused r2: it has come back, and too many wait"]
+    assert effects(scheduler, 1, [Polled([spec(0)]), CLOSED])[:4] == ["wait", *told, "launch 0"]

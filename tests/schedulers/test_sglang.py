@@ -118,13 +118,41 @@ def test_memory_until_all_have_written_what_they_may(room: int, lasts: bool) -> 
 
 
 def test_refusals_name_the_limit() -> None:
-    """A prompt that leaves no room in a sequence or an empty cache, and a queue that is full."""
+    """A prompt that leaves no room in a sequence, or no page of an empty cache, and a queue that is full."""
     assert scheduler().refusal(spec(0, 193, 1)) is None
     assert scheduler().refusal(spec(0, 194, 1)) == "prompt of 194 tokens, context_length allows 193"
     assert scheduler(num_blocks=100).refusal(spec(0, 94, 1)) == "prompt of 94 tokens, the cache allows 93"
+    paged = scheduler(num_blocks=5, block_size=16)
+    assert paged.refusal(spec(0, 63, 1)) is None
+    assert paged.refusal(spec(0, 64, 1)) == "prompt of 64 tokens, the cache allows 63"
     full = scheduler(max_queued_requests=1)
     full.add(spec(0, 5, 5))
     assert full.refusal(spec(1, 5, 5)) == "1 requests wait, max_queued_requests is 1"
+
+
+def test_a_full_queue_refuses_the_least_urgent() -> None:
+    """With priorities a more urgent request takes the place of the least urgent that waits, of equals the last."""
+    full = scheduler(max_queued_requests=2, enable_priority_scheduling=True)
+    first, second, equal, urgent = (spec(i, 5, 5, priority=i // 3) for i in range(4))
+    full.add(first)
+    full.add(second)
+    assert full.refusal(equal) == "2 requests wait, max_queued_requests is 2"
+    assert full.refusal(urgent) is None
+    full.add(urgent)
+    assert full.requests.keys() == {first, urgent}
+    assert full.refused == [(second, "2 requests wait, max_queued_requests is 2")]
+
+
+@DEPTHS
+def test_who_is_retracted_into_a_full_queue_is_refused(depth: int) -> None:
+    """Two decode and run out of memory while one waits: the retracted one is refused, with what it has written."""
+    more = {"num_blocks": 64, "max_queued_requests": 1, "schedule_conservativeness": 0.01}
+    asks = [Ask(spec(i, 10, 40), 2 * i, None, None) for i in range(3)]
+    drive = ran(Drive(scheduler(**more), asks, depth))
+    (refused,) = drive.refused
+    assert drive.requests[refused].finish is Finish.REFUSED
+    assert 0 < drive.requests[refused].seen < 40
+    assert {spec.id for spec, _ in drive.finished} == {ask.spec.id for ask in asks} - {refused.id}
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,16 @@ class WaitingQueue:
         entry.queued, entry.seen = self._queued, self.processed
         self.entries.append(entry)
 
+    @property
+    def is_full(self) -> bool:
+        most = self._options.max_queued_requests
+        return most is not None and len(self.entries) >= most
+
+    def gives_way(self, rank: int) -> Entry | None:
+        """Return the waiting request that is refused for a more urgent one: the least urgent, of equals the last."""
+        last = max(self.entries, key=lambda entry: (entry.rank, entry.queued))
+        return last if self._options.enable_priority_scheduling and rank < last.rank else None
+
     def remove(self, request: Request) -> None:
         self.entries = [entry for entry in self.entries if entry.request is not request]
 

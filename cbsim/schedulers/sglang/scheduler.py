@@ -23,6 +23,7 @@ from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
 from cbsim.schedulers.sglang.settings import DECAY_STEPS, LEAST_RATIO, TOO_LONG, SglangOptions, SglangSettings, resolve
 
+FULL = "{} requests wait, max_queued_requests is {}"
 RETRACT_STEPS = 20  # decode steps for which retraction makes room
 
 
@@ -63,20 +64,36 @@ class SglangScheduler(SchedulerBase):
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
-        if spec.prompt_tokens >= o.longest - TOO_LONG:
-            least = "context_length" if o.context_length <= o.pool_tokens else "the cache"
-            return f"prompt of {spec.prompt_tokens} tokens, {least} allows {o.longest - TOO_LONG - 1}"
-        if o.max_queued_requests is not None and len(self.waiting) >= o.max_queued_requests:
-            return f"{len(self.waiting)} requests wait, max_queued_requests is {o.max_queued_requests}"
+        context, cache = o.context_length - TOO_LONG - 2, o.pool_tokens - max(TOO_LONG + 2, o.block_size + 1)
+        if spec.prompt_tokens > min(context, cache):
+            least = "context_length" if context <= cache else "the cache"
+            return f"prompt of {spec.prompt_tokens} tokens, {least} allows {min(context, cache)}"
+        if self.waiting.is_full and self.waiting.gives_way(self._rank(spec)) is None:
+            return FULL.format(len(self.waiting), o.max_queued_requests)
         return None
 
     def add(self, spec: RequestSpec) -> None:
         if not self.requests:
             self.rest()
         max_new = self.outputs(spec)
-        rank = spec.priority if self.options.schedule_low_priority_values_first else -spec.priority
         request = self.decoding.add(spec, max(1, max_new))
-        self.waiting.push(Entry(request, max_new, rank, whole=self.reserves(spec), root=self.pool.tree.root))
+        root = self.pool.tree.root
+        self._queue(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
+
+    def _rank(self, spec: RequestSpec) -> int:
+        return spec.priority if self.options.schedule_low_priority_values_first else -spec.priority
+
+    def _queue(self, entry: Entry) -> None:
+        """Queue a request, new or set back. If too many wait, a less urgent one is refused, or else this one."""
+        if not self.waiting.is_full:
+            self.waiting.push(entry)
+            return
+        refused = self.waiting.gives_way(entry.rank) or entry
+        reason = FULL.format(len(self.waiting), self.options.max_queued_requests)
+        self.waiting.remove(refused.request)
+        self.refuse(refused.request, reason)
+        if refused is not entry:
+            self.waiting.push(entry)
 
     def rest(self) -> None:
         """Reset the ratio after a time without requests, in which passes went by without work."""
@@ -178,7 +195,7 @@ class SglangScheduler(SchedulerBase):
             self._admit(prefill)
         del self.waiting.entries[: len(prefill.taken) - (chunked is not None and bool(prefill.taken))]
         for entry in prefill.preempted:
-            self.waiting.push(entry)
+            self._queue(entry)
         return self._launch(prefill) if prefill.taken else None
 
     def _continue(self, entry: Entry, prefill: Prefill) -> bool:
@@ -335,7 +352,7 @@ class SglangScheduler(SchedulerBase):
         seen, most = sum([entry.request.seen for entry in line]), sum([entry.max_new for entry in line])
         self.ratio = min(1.0, (seen + RETRACT_STEPS * len(line)) / (most + 1))
         for entry in retracted:
-            self.waiting.push(entry)
+            self._queue(entry)
 
     def stranded(self, entry: Entry) -> list[Entry]:
         """Preempt the last decoding request: there is no room, for a partly computed prompt occupies it."""

@@ -54,7 +54,8 @@ class SglangSettings(Settings):
     prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None  #: Requests in a prefill batch; null: any.
     prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0  #: Passes without a prefill after each prefill.
     max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
-    """Requests that may wait; whoever comes then is refused. null: no limit."""
+    """Requests that may wait; whoever comes or comes back then is refused, with priorities the least urgent. null: no
+    limit."""
     ignore_eos: bool = False
     """Requests ask for their outputs to the limit (`ignore_eos`), so all of it is kept free for them. What the workload
     declares does not change."""
