@@ -140,7 +140,6 @@ MOST_DOUBLINGS = 10
 ROOM = 1.2  # the distance of the two loads from the expected capacity, in halves of the width
 NEAR, FAR = 0.8, 2.0  # a load nearer or farther than so many halves is replaced by one with that distance
 UNEVEN = 0.2  # of the rise from one load to another: metrics between them that are so far off are not interpolated
-STILL = "the seed changes nothing, so each load is run once: the answer is that of these requests, without an interval"
 Hear = Callable[[Probe], object]
 
 
@@ -332,7 +331,7 @@ def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list
     light = probes[0].intervals if all(each.excess <= 0 for each in probes) else ()
     held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
     doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]
-    return [STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
+    return [intervals.STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:

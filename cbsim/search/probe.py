@@ -100,6 +100,7 @@ RATE = "workload.arrivals.rate_per_s"
 ANY_RATE, USERS, SCALE = "rate_per_s", "workload.arrivals.users", "workload.time_scale"
 LESS_IS_MORE = (SCALE, "workload.arrivals.think_s", "workload.arrivals.burstiness")
 """Fields for which a larger value means less load. For all others it means more."""
+WAVES = 5  # the least requests of a user in a closed loop, of which the first is part of the burst at its start
 UNITS = {RATE: "requests/s", ANY_RATE: "requests/s", USERS: "users"}
 
 Value = float  # a value of the searched field; an int if the field holds whole numbers
@@ -150,16 +151,17 @@ class Over:
 
     @cached_property
     def still(self) -> bool:
-        """Whether another seed gives the same requests, as with a trace: then all runs of a load are the same."""
-        first, other = (generators.build(self.scenario(self.start, seed)) for seed in (0, 1))
-        return first.fingerprint() == other.fingerprint()
+        return generators.still(self.scenario(self.start, 0))
 
     def scenario(self, value: Value, replicate: int) -> Scenario:
         """Return the scenario with this value, its seed increased by `replicate`. Raises ScenarioError."""
-        field, number = self.field, value
+        field, number, more = self.field, value, []
         if self._trace:
             field, number = SCALE, getattr(self._base.workload, "time_scale", 1.0) * self.start / value
-        return scenario_of(self._base, [f"{field}={json.dumps(number)}", f"seed={self._base.seed + replicate}"])
+        elif field == USERS and (needed := math.ceil(WAVES * value)) > getattr(self._base.workload, "requests", needed):
+            more = [f"workload.requests={needed}"]  # the first of every user do not count
+        changes = [f"{field}={json.dumps(number)}", *more, f"seed={self._base.seed + replicate}"]
+        return scenario_of(self._base, changes)
 
     def load(self, value: Value) -> float:
         """Return the load of a value: the value, or its inverse if a larger value means less load."""

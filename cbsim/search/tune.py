@@ -22,13 +22,14 @@ from cbsim.scenario.fields import cut
 from cbsim.scenario.overrides import Changes, fields_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
-from cbsim.stats.intervals import COVERS
+from cbsim.stats.intervals import COVERS, STILL
 from cbsim.stats.replicated import label
 from cbsim.sweeps import sweep, sweep_file
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
 from cbsim.sweeps.work import Executor, Task
+from cbsim.workload import generators
 
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
 NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
@@ -50,6 +51,11 @@ class Tuned:
     def best(self) -> Mapping[str, Any] | None:
         """The settings with the best mean of those that keep all conditions; None if none does."""
         return None if self.outcome.best is None else self.settings(self.outcome.best)
+
+    @property
+    def still(self) -> bool:
+        """True if the seed changes nothing, so that all replicates of a candidate are one run."""
+        return generators.still(self.candidates[0].scenario)
 
     @property
     def won(self) -> bool:
@@ -145,8 +151,11 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
             return sweep.numbers(point, runs.store.summary(point.key))
         return runs.store.reason(point.key) or "it was not made"
 
+    still = generators.still(candidates_[0].scenario)
+
     def measured(chosen: Sequence[int], replicates: range) -> Mapping[int, Sequence[Numbers | str]]:
-        points = {i: [sweep.again(candidates_[i], replicate) for replicate in replicates] for i in chosen}
+        seeds = [0] * len(replicates) if still else replicates
+        points = {i: [sweep.again(candidates_[i], seed) for seed in seeds] for i in chosen}
         runs.make(Task(point.key, point.scenario, "summary") for made in points.values() for point in made)
         return {i: [of(point) for point in made] for i, made in points.items()}
 
@@ -176,7 +185,7 @@ def study(tuned: Tuned) -> Report:
             "metric": goal.metric.name,
             "maximise": goal.metric.sign > 0,
             "slo": [check.rule for check in goal.slo],
-            "confidence": goal.confidence,
+            "confidence": None if tuned.still else goal.confidence,
             "confidence_each": outcome.confidence,
             "best": tuned.best,
             "sure_to_hold": outcome.sure,
@@ -196,11 +205,17 @@ def _findings(tuned: Tuned) -> list[str]:
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
     rest = coverage.bases(point.scenario for point in tuned.candidates)
     covers = f"{COVERS[0].upper()}{COVERS[1:]}: {'; '.join(rest)}."
+    if tuned.still:
+        covers = f"{STILL[0].upper()}{STILL[1:]}; {'; '.join(rest)}."
     method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
         return ["No candidate could be run." if failed else "No candidate keeps all conditions.", method, covers]
     findings = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
+    if tuned.still and outcome.second is not None:
+        ahead = outcome.against(outcome.second)
+        second = tuned.called(outcome.second)
+        return [findings[0], f"Against the second, {second}: {_relative(ahead.mean, ahead.second)}.", covers]
     if outcome.second is not None:
         ahead = outcome.against(outcome.second)
         findings.append(
@@ -215,6 +230,8 @@ def _verdict(tuned: Tuned) -> str:
     outcome = tuned.outcome
     best = "that keeps the conditions" if outcome.goal.slo else "of them"
     count = len(outcome.left) - 1
+    if tuned.still:
+        return f"the best {best}"
     if outcome.won:
         return f"the best {best}, with a confidence of at least {outcome.goal.confidence:g}"
     sure = "" if outcome.sure else "; that it keeps the conditions is not sure"
@@ -266,7 +283,7 @@ def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
         return "-", "-", "-"
     ahead = tuned.outcome.against(i)
     mean, low, high = (_relative(-end, ahead.first) for end in (ahead.mean, ahead.high, ahead.low))
-    return mean, low, high
+    return (mean, "-", "-") if tuned.still else (mean, low, high)
 
 
 def _note(tuned: Tuned, i: int) -> str:

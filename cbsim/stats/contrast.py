@@ -129,7 +129,9 @@ def _relative(difference: Paired, metric: Metric) -> list[str]:
 
 
 def _findings(sweep: Replicated, compared: Sequence[Compared], terms: Terms, confidence: float) -> list[str]:
-    if any(not each.difference.known for each in compared):
+    if sweep.still:
+        findings = [f"{intervals.STILL[0].upper()}{intervals.STILL[1:]}."]
+    elif any(not each.difference.known for each in compared):
         findings = ["A difference of one pair has no interval: give the sweep more replicates."]
     else:
         width = f"a {terms.confidence:g} interval of ± {terms.precision:.3g} of the reference"

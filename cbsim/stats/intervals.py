@@ -23,6 +23,9 @@ from cbsim.metrics.checks import OPERATORS, Check
 MOST_SUMMED = 200
 MOST_NEEDED = 10_000_000
 NOTHING = 1e-6
+STILL = (
+    "the seed changes nothing, so there is one run of each: the answer is that of these requests, without an interval"
+)
 COVERS = "the confidence covers the draw of the requests, not the error of the cost model"
 """What an interval over replicates says, and what it does not."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Replicated:
     metrics: Sequence[str]
     configurations: Sequence[Configuration]
     lacking: int
+    still: bool = False
+    """Whether the seed changes nothing: all runs of a configuration were equal, and one of each is left."""
     step_times: Sequence[str] = ()
     """What the step times of its runs rest on, and how far off they are known to be."""
 
@@ -85,7 +87,12 @@ def read(path: Path) -> Replicated:
     if missing == len(rows):
         raise ScenarioError(f"{path}: not one of {len(rows)} points is done", file=path)
     rest = (table.schema.metadata or {}).get(coverage.STEP_TIMES, b"").decode().splitlines()
-    return Replicated(path, fields, metrics, _configurations(rows, fields, metrics), missing, rest)
+    configurations = _configurations(rows, fields, metrics)
+    several = [[*each.runs.values()] for each in configurations if len(each.runs) > 1]
+    still = bool(several) and all(numbers == runs[0] for runs in several for numbers in runs)
+    if still:
+        configurations = [replace(each, runs=dict([*each.runs.items()][:1])) for each in configurations]
+    return Replicated(path, fields, metrics, configurations, missing, still, rest)
 
 
 def _opened(path: Path) -> pa.Table:

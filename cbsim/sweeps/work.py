@@ -39,6 +39,7 @@ from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
+from cbsim.scenario import demand
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
 
@@ -179,13 +180,16 @@ def _reason(error: Exception) -> str:
 
 
 def without(result: Result, share: float, command: str) -> Result:
-    """Return the run with latencies and SLO of only those requests that arrive after the first `share` of all.
-    `command` is the one that made the run without this window.
+    """Return the run with latencies and SLO of only those requests that arrive after the first `share` of all, and
+    after the first of every user of a closed loop, who all begin at once. `command` is the one that made the run
+    without this window.
     """
     arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
     if not len(arrivals_ns):
         return result
-    first_ns = float(arrivals_ns[int(share * len(arrivals_ns))])
+    arrivals = getattr(result.scenario.workload, "arrivals", None)
+    burst = arrivals.users if isinstance(arrivals, demand.ClosedLoop) else 0
+    first_ns = float(arrivals_ns[min(max(int(share * len(arrivals_ns)), burst), len(arrivals_ns) - 1)])
     window_s = (max(first_ns - 0.5, 0.0) / NS, math.inf)  # between two nanoseconds, so that no rounding leaves it out
     counted = running.counted(result.scenario, result.summary["total_blocks"], window_s)
     summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}

@@ -46,6 +46,12 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     return BUILDERS[type(form)](form, streams)
 
 
+def still(scenario: Scenario) -> bool:
+    """Return whether another seed gives the same requests, as with a trace: then all replicates are one run."""
+    other = scenario.model_copy(update={"seed": scenario.seed + 1})
+    return build(scenario).fingerprint() == build(other).fingerprint()
+
+
 def files(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted field, path) for every file or folder that a scenario, or a part of it at `field`, names."""
     for name, part in value.items() if isinstance(value, dict) else ():

@@ -161,7 +161,7 @@ def test_the_command_prints_every_probe_and_the_interval(
         assert f"{each['value']:g}" in said.out
     assert f"\nholds     {found['holds']:g} requests/s\n" in said.out
     assert f"\nfails     {found['fails']:g} requests/s: E2E mean exceeds 250 ms (" in said.out
-    assert found["confidence"] is None and "run once" in found["notices"][0], "arrivals and lengths are all given"
+    assert found["confidence"] is None and "without an interval" in found["notices"][0], "arrivals and lengths are all given"
     assert f"made      {found['replicates']} of the runs" in said.out
 
 
