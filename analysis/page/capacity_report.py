@@ -130,7 +130,8 @@ def build(capacity: Capacity, command: str) -> Report:
     header = (capacity.load, "verdict", "runs", "requests", *capacity.conditions, "why")
     rows = []
     for probe in capacity.probes:
-        numbers = (f"{probe.value:g}", probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
+        load = f"{probe.value:g}" if probe.value else "one request alone"
+        numbers = (load, probe.verdict, f"{probe.replicates:,}", f"{probe.requests:,}")
         rows.append((*numbers, *(_cell(probe, check) for check in capacity.checks), probe.reason or ""))
     note = "Mean over the runs of a load, with its interval where a load has several. Likely: by the mean of two runs."
     return Report(
@@ -151,7 +152,8 @@ def _findings(capacity: Capacity) -> list[str]:
     holds = "No load that was tried holds" if capacity.holds is None else f"Holds {capacity.holds:g} {capacity.load}"
     fails = "none of the loads that were tried fails"
     if capacity.fails is not None:
-        fails = f"at {capacity.fails:g}, {capacity.reason or 'a condition fails'}"
+        where = f"at {capacity.fails:g}," if capacity.fails else "of one request alone"
+        fails = f"{where} {capacity.reason or 'a condition fails'}"
     sentences = [f"{holds}; {fails}{sure}."]
     if capacity.replicates:
         sentences.append(f"{len(capacity.probes)} loads, {capacity.replicates:,} runs, {capacity.requests:,} requests.")

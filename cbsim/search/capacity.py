@@ -26,11 +26,13 @@ from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue, coverage
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
-from cbsim.search.probe import Over, Probe, Prober, Terms, Value
+from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
 from cbsim.stats import intervals
 from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.work import Executor
 
+SINKING = {SHARE, *(name for name in catalogue.METRICS if name.partition(".")[0] in catalogue.DISTRIBUTIONS)}
+"""Metrics that one request alone has at their best."""
 CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
 """A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
@@ -102,10 +104,11 @@ class Capacity:
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
     def _end(self, word: str, value: Value | None) -> str:
+        least, most = self.probes[0].value, self.probes[-1].value
         if value is None:
-            least, most = self.probes[0].value, self.probes[-1].value
-            return f"{word:<10}none of the loads from {least:g} to {most:g} {self.unit}"
-        return f"{word:<10}{value:g} {self.unit}{f': {self.reason}' if word == 'fails' else ''}"
+            return f"{word:<10}none{f' of the loads from {least:g} to {most:g} {self.unit}' if most else ''}"
+        load = f"{value:g} {self.unit}" if value else "one request alone"
+        return f"{word:<10}{load}{f': {self.reason}' if word == 'fails' else ''}"
 
     def __repr__(self) -> str:
         return f"<Capacity {self.name} {self.loop}: {self.field} holds {self.holds}, fails {self.fails}>"
@@ -161,7 +164,7 @@ class Search:
     @property
     def probes(self) -> tuple[Probe, ...]:
         """The last probe of each load, by load."""
-        return tuple(sorted(self._made.values(), key=lambda each: self._over.load(each.value)))
+        return tuple(sorted(self._made.values(), key=lambda each: each.value and self._over.load(each.value)))
 
     @property
     def width(self) -> float | None:
@@ -174,6 +177,19 @@ class Search:
         probes = self.probes
         at = next((at for at, each in enumerate(probes) if each.excess > 0), len(probes))
         return (probes[at - 1] if at else None), (probes[at] if at < len(probes) else None)
+
+    def impossible(self) -> bool:
+        """Return whether one request alone breaks the conditions. Only latencies and attainment are best there."""
+        alone = self._prober.alone()
+        if (
+            alone is None
+            or alone.holds is not False
+            or not SINKING.issuperset(c.metric for c in self._terms.conditions)
+        ):
+            return False
+        self._add(alone)
+        self.ends, self.above, self.reason = (None, 0.0), alone, str(alone.reason)
+        return True
 
     def locate(self) -> tuple[Probe | None, Probe | None]:
         """Return two neighbouring loads of which the means of the first keep the conditions and those of the second do
@@ -298,7 +314,8 @@ def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear 
     over = Over(scenario, field)
     terms = replace(terms, still=over.still)
     steps = Search(over, terms, runs, hear)
-    steps.decide(*steps.locate())
+    if not steps.impossible():
+        steps.decide(*steps.locate())
     above, (holds, fails) = steps.above, steps.ends
     return Capacity(
         scenario.name,
@@ -357,7 +374,13 @@ def _printer(terms: Terms, unit: str) -> Hear:
     def show(made: Probe) -> None:
         for cells in (
             *headers,
-            [f"{made.value:g}", f"{made.replicates}", f"{made.requests:,}", made.verdict, *made.cells()],
+            [
+                f"{made.value:g}" if made.value else "alone",
+                f"{made.replicates}",
+                f"{made.requests:,}",
+                made.verdict,
+                *made.cells(),
+            ],
         ):
             aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(12)]
             print("  ".join([*aligned, *(cell.ljust(32) for cell in cells[4:])]).rstrip(), flush=True)

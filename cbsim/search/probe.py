@@ -163,6 +163,20 @@ class Over:
         changes = [f"{field}={json.dumps(number)}", *more, f"seed={self._base.seed + replicate}"]
         return scenario_of(self._base, changes)
 
+    def alone(self, replicate: int) -> Scenario | None:
+        """Return the scenario of a few requests, one after the other; None if the load is no rate, or requests of a
+        trace share prefixes: then the first ones find less in the cache than those of the whole trace.
+        """
+        form, field = self._base.workload, "workload.limit"
+        plain = isinstance(form, demand.Synthetic | demand.Lengths | demand.Azure | demand.Csv)
+        if self.field not in UNITS or not plain:
+            return None
+        least, changes = getattr(form, "limit", None) or FEW, [f"seed={self._base.seed + replicate}"]
+        if isinstance(form, demand.Synthetic):
+            field, least = "workload.requests", form.requests
+        slowly = f"{SCALE}={SCALE_ALONE}" if self._trace else "workload.arrivals={kind: closed_loop, users: 1}"
+        return scenario_of(self._base, [*changes, slowly, f"{field}={min(FEW, least)}"])
+
     def load(self, value: Value) -> float:
         """Return the load of a value: the value, or its inverse if a larger value means less load."""
         return 1 / value if self.falls else value
@@ -197,6 +211,8 @@ class Over:
 
 
 DIGITS = 4  # of a load
+FEW = 32  # requests that are served one after the other, to see the latency without load
+SCALE_ALONE = 1e5  # a trace's times are multiplied by it: its requests hardly overlap
 PARTS = 128  # of the gap between two loads, at which an end of the answer may lie
 
 
@@ -284,6 +300,12 @@ class Prober:
     def __init__(self, over: Over, terms: Terms, runs: Runs) -> None:
         self._over, self._terms, self._runs = over, terms, runs
         self._known: dict[Value, list[Run]] = {}
+
+    def alone(self) -> Probe | None:
+        """Probe a few requests one after the other, at the load 0; None if it would say nothing of other loads."""
+        scenarios = [made for seed in range(self._terms.looks[0]) if (made := self._over.alone(seed))]
+        runs = self._runs.of(scenarios, self._terms.warmup) if scenarios else []
+        return self._judged(0.0, runs, self._terms.tail(0)) if runs else None
 
     def pilot(self, value: Value) -> Probe:
         """Probe a load by its means, or decide it at once if the seed changes nothing."""

@@ -31,6 +31,9 @@ class Named(Over):
 
     still = False
 
+    def alone(self, replicate: int) -> Any:
+        return None
+
     def scenario(self, value: float, replicate: int) -> Any:
         return value, replicate
 
@@ -132,6 +135,23 @@ def test_a_jump_is_found_and_nothing_is_interpolated_across_it() -> None:
     assert found.holds < 30 <= found.fails and found.width <= 0.05
     by_value = {each.value: each.holds for each in found.probes}
     assert (by_value[found.holds], by_value[found.fails]) == (True, False)
+
+
+class Alone(Named):
+    def alone(self, replicate: int) -> Any:
+        return 0.0, replicate
+
+
+def test_conditions_that_one_request_alone_breaks_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without load the mean is already beyond the bound: no load is tried. Else the search goes on as without."""
+    monkeypatch.setattr("test_capacity.Named", Alone)
+    runs = Known(lambda value, seed: (2.0 + value) * (1 + 0.01 * noise(seed)))
+    found = sought(runs)
+    assert {value for value, _ in runs.asked} == {0.0}
+    assert (found.holds, found.fails) == (None, 0.0)
+    assert "holds     none\nfails     one request alone: TTFT mean exceeds 1.00 s (2.01 s)" in str(found)
+    held = Known(lambda value, seed: (0.5 + value / 40) * (1 + 0.01 * noise(seed)))
+    assert (sought(held).holds or 0) > 15 and held.asked[0][0] == 0.0
 
 
 def test_whole_numbers_end_side_by_side() -> None:

@@ -18,7 +18,7 @@ from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.search import capacity
 from cbsim.search import probe as terms
-from cbsim.search.probe import RATE, Over
+from cbsim.search.probe import RATE, Over, Prober
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import Runs, Store
 from cbsim.sweeps.work import Here, Made, Task, work
@@ -49,8 +49,8 @@ def test_runs_are_kept_and_found_again(tmp_path: Path) -> None:
         capacity.search(scenario, RATE, wanted, first, _interrupt)
     again = here(tmp_path)
     found = capacity.search(scenario, RATE, wanted, again)
-    assert first.made == 1
-    assert first.made + again.made == found.replicates
+    assert first.made == 2  # one request alone, and the first load
+    assert first.made + again.made == found.replicates + 1
     last = here(tmp_path)
     assert capacity.search(scenario, RATE, wanted, last).numbers() == found.numbers()
     assert last.made == 0
@@ -123,7 +123,8 @@ def test_a_trace_is_searched_by_its_rate_and_each_load_is_run_once(tmp_path: Pat
     assert found.holds is not None and found.fails is not None and found.width is not None and found.width <= 0.05
     exact = 41 / 40 / (0.2 - 0.05 / 21.5)  # request k waits k (0.2 s - gap), the gap is 41 / 40 of the rate's inverse
     assert found.holds <= exact * 1.01 and found.fails >= exact * 0.99
-    assert {each.replicates for each in found.probes} == {1} and runs.made == found.replicates
+    assert {each.replicates for each in found.probes} == {1}
+    assert runs.made == found.replicates + 1, "and one request alone"
     assert found.unit == "requests/s" and "without an interval" in found.notices[0]
 
 
@@ -161,8 +162,10 @@ def test_the_command_prints_every_probe_and_the_interval(
         assert f"{each['value']:g}" in said.out
     assert f"\nholds     {found['holds']:g} requests/s\n" in said.out
     assert f"\nfails     {found['fails']:g} requests/s: E2E mean exceeds 250 ms (" in said.out
-    assert found["confidence"] is None and "without an interval" in found["notices"][0], "arrivals and lengths are all given"
-    assert f"made      {found['replicates']} of the runs" in said.out
+    assert found["confidence"] is None and "without an interval" in found["notices"][0], (
+        "arrivals and lengths are all given"
+    )
+    assert f"made      {found['replicates'] + 1} of the runs" in said.out
 
 
 @pytest.mark.parametrize(
@@ -215,3 +218,14 @@ def test_a_metric_that_the_runs_lack_is_a_mistake(file: Path, tmp_path: Path, mo
     monkeypatch.setattr("cbsim.cli.many_runs.executor", lambda _: Here())
     words = ("--set", "workload.output_tokens=1", "--check", "tpot.p99<=50ms", "--store", tmp_path / "store", "--json")
     refused(call("capacity", file, *words), 2, "--check 'tpot.p99<=50ms': the runs have no tpot.p99")
+
+
+def test_the_burst_at_the_start_of_a_closed_loop_does_not_count(tmp_path: Path) -> None:
+    """All users begin at once, so the first request of each waits for those of the others, at any capacity: with more
+    users than a tenth of the requests the share left out is larger, and each has five requests at least."""
+    scenario = base(arrivals={"kind": "closed_loop", "users": 30, "think_s": 3600.0}, requests=60)
+    over = Over(scenario, "rate_per_s")
+    assert over.scenario(30, 0).workload.requests == 150  # type: ignore[union-attr]
+    wanted = terms.terms(scenario, ["e2e.max<=250ms"], None, replicates=2)
+    probe = Prober(over, wanted, here(tmp_path)).pilot(30)
+    assert probe.requests == 2 * (150 - 30)

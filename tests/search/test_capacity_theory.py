@@ -116,7 +116,10 @@ def test_ttft_is_the_wait_and_the_service() -> None:
 
 
 class Quick(Over):
-    """The same scenarios, without being validated again for each seed."""
+    """The same scenarios, without being validated again for each seed, and without one request alone."""
+
+    def alone(self, replicate: int) -> Scenario | None:
+        return None
 
     still = False
 

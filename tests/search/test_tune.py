@@ -106,6 +106,26 @@ def test_more_seats_win_where_steps_cost_the_same(constant: Path, tmp_path: Path
     assert [row[-1] for row in said.tables[0].rows] == ["best mean", "the same", "worse", "worse"]
 
 
+def test_where_the_seed_changes_nothing_no_confidence_is_claimed(constant: Path, tmp_path: Path) -> None:
+    """All requests are given, as those of a trace: a candidate has one run, and a difference no interval; the same of
+    a sweep's table, whatever the number of its replicates."""
+    constant.write_text(CONSTANT.replace("{uniform: {low: 8, high: 16}}", "16"))
+    store = tmp_path / "store"
+    found = tuned(constant, store, "scheduler.max_num_seqs=1,4", goal())
+    assert len([*(store / "runs").glob("*/*")]) == 2
+    said = tune.study(found)
+    assert said.data["confidence"] is None
+    text = " ".join(said.findings)
+    assert "without an interval" in text and "from" not in text and "confidence" not in text
+    assert {row[-4:-2] for row in said.tables[0].rows} == {("-", "-")}
+    sweep = tmp_path / "sweep.yaml"
+    axes = "axes: {scheduler.max_num_seqs: [1, 4]}\nreplicates: 3\n"
+    sweep.write_text(f"name: still\nscenario: {constant.name}\n{axes}")
+    assert call("sweep", sweep, "--store", store, "--jobs", "1", "--quiet").status == 0
+    contrast = call("contrast", store / "still.parquet", "--by", "max_num_seqs", "--metric", "throughput")
+    assert contrast.status == 0 and "without an interval" in contrast.out, contrast
+
+
 def test_a_condition_takes_the_best_away(constant: Path, tmp_path: Path) -> None:
     """Whoever waits for a seat breaks a limit on TTFT; of the others the fewest seats are best for nothing but this."""
     found = tuned(
