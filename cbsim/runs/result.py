@@ -396,9 +396,7 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
 
 
 def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
-    """Return what limits a step. Arithmetic binds a GPU that spends half its time in steps of so many tokens, or more,
-    as it computes in the time of reading the weights, both at peak rates.
-    """
+    """Return what limits a step: the CPU, or of the GPU what most of its time goes to."""
     ends, starts = steps["update_end_ns"][:-1], steps["schedule_start_ns"][1:]
     idle = float(np.maximum(starts - ends, 0).sum()) / max(span_ns, 1.0)  # there was nothing to plan
     compute = steps.lane("compute").astype(np.float64)
@@ -411,15 +409,31 @@ def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
             if longer <= compute.sum():
                 cure = "its work is the shorter, but steps are launched late"
         return f"CPU: the GPU has work and waits {waits:.0%} of the time for it; {cure}"
+    computes_s, weights_s, cache_s = _at_peak(scenario, steps)
+    time, reads_s = compute / max(float(compute.sum()), 1.0), weights_s + cache_s
+    large = float(time[computes_s >= reads_s].sum())
+    mean = f"{steps['padded_tokens'][steps['rows'] > 0].mean():,.0f} tokens a step on average, padding included"
+    if large >= 0.5:
+        cure = "whose tokens take longer to compute than weights and KV to read"
+        return f"GPU arithmetic: {large:.0%} of the GPU's time is in steps that are compute-bound, {cure} ({mean})"
+    small = f"{1 - large:.0%} of the GPU's time is in steps that are memory-bound"
+    share = float((time * cache_s).sum() / max((time * reads_s).sum(), 1e-30))
+    cure = "more tokens a step would hardly take longer"
+    if share >= SEEN:
+        cure = f"{share:.0%} of what they read is KV, which every request adds to; the rest are weights"
+    return f"GPU bandwidth: {small}: {cure} ({mean})"
+
+
+def _at_peak(scenario: Scenario, steps: Steps) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds of each step by the data sheet: 2 FLOP a token and weight that it goes through; the weights
+    that its tokens reach, of a mixture those of the experts expected; the KV tokens that rows read.
+    """
     model, gpu = scenario.model, scenario.hardware
-    turn = getattr(gpu.flops, model.dtype) * model.weight_bytes / model.parameters / (2 * gpu.memory_bandwidth_bytes_s)
-    tokens = steps["padded_tokens"]
-    large = float(compute[tokens >= turn].sum()) / max(float(compute.sum()), 1.0)
-    mean = f"{tokens[steps['rows'] > 0].mean():,.0f} tokens a step on average"
-    if large < 0.5:
-        small = (
-            f"{1 - large:.0%} of the GPU's time is in steps of fewer than {turn:,.0f} tokens, which are memory-bound"
-        )
-        return f"GPU bandwidth: {small}: more tokens a step would hardly take longer ({mean})"
-    steps_of = f"steps of {turn:,.0f} tokens or more, which are compute-bound"
-    return f"GPU arithmetic: {large:.0%} of the GPU's time is in {steps_of} ({mean})"
+    tokens = steps["padded_tokens"].astype(np.float64)
+    passed_over = 1 - model.experts_per_token / model.experts if model.experts else 0.0
+    weights = model.parameters - passed_over * model.layers * model.expert_parameters
+    read = model.weight_bytes - passed_over**tokens * model.expert_bytes
+    narrow = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
+    flops, bandwidth = narrow or getattr(gpu.flops, model.dtype), gpu.memory_bandwidth_bytes_s
+    cache = steps["context_tokens"].astype(np.float64) * model.kv_bytes_per_token / bandwidth
+    return 2 * weights * tokens / flops, np.asarray(read / bandwidth, np.float64), cache

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue, coverage
+from cbsim.metrics.checks import OPERATORS
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario
 from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
@@ -33,7 +34,7 @@ from cbsim.sweeps.work import Executor
 
 SINKING = {SHARE, *(name for name in catalogue.METRICS if name.partition(".")[0] in catalogue.DISTRIBUTIONS)}
 """Metrics that one request alone has at their best."""
-CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "compute", "GPU arithmetic": "compute"}
+CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "GPU", "GPU arithmetic": "GPU"}
 """A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
 
@@ -117,7 +118,11 @@ class Capacity:
 def _limit(fails: Probe) -> Limit:
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
-    limits = tuple(sentence for sentence in fails.limits if not sentence.startswith("arrivals"))
+    pairs = zip(fails.conditions, fails.intervals, strict=True)
+    broken = [check.metric for check, at in pairs if not OPERATORS[check.compare](at.mean, check.bound)]
+    stepwise = all(metric.startswith(("tpot", "itl")) for metric in broken)  # which no wait in the queue makes longer
+    left_out = ("seats", "tokens", "cache", "batch", "arrivals") if broken and stepwise else ("arrivals",)
+    limits = tuple(sentence for sentence in fails.limits if not sentence.startswith(left_out))
     return Limit(CAUSES.get(limits[0].partition(":")[0], "queue") if limits else "queue", limits)
 
 

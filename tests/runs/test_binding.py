@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cbsim
+from cbsim.runs import result as result_of
 
 BASE: dict[str, Any] = {
     "question": "What binds?",
@@ -96,15 +98,37 @@ def test_the_cpu_binds_where_the_gpu_waits_for_it() -> None:
     assert "its work is longer than the GPU's" in binds("cost.cpu.prepare.base_s=0.02", "loop.mode=async")[0]
 
 
-def test_bandwidth_until_as_many_tokens_as_arithmetic_needs_for_the_weights() -> None:
-    """989.4e12 FLOP/s x 2 bytes / (2 FLOP x 4.8e12 bytes/s) = 206 tokens."""
+def test_bandwidth_until_tokens_take_longer_to_compute_than_weights_and_kv_to_read() -> None:
+    """989.4e12 FLOP/s x 2 bytes / (2 FLOP x 4.8e12 bytes/s) = 206 tokens, without KV."""
     assert binds()[0].startswith("GPU bandwidth: ")
     long = BASE["workload"] | {"prompt_tokens": 6000, "output_tokens": 1}
     (_, said) = binds(workload=long)
-    assert said.startswith("GPU arithmetic: 100% of the GPU's time is in steps of 206 tokens or more")
+    assert said.startswith("GPU arithmetic: 100% of the GPU's time is in steps that are compute-bound")
     short = BASE["workload"] | {"prompt_tokens": 6000, "output_tokens": 400, "requests": 2}
     (said,) = binds(workload=short)
-    assert said.startswith("GPU bandwidth: ") and said.endswith("(32 tokens a step on average)"), said
+    assert said.startswith("GPU bandwidth: ")
+    assert said.endswith("(32 tokens a step on average, padding included)"), said
+    assert "of what they read is KV" in binds(workload=short | {"prompt_tokens": 30000, "requests": 12})[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "tokens"),
+    [
+        ("llama-3.1-8b", None, 206),  # 989.4e12 x 2 / (2 x 4.8e12)
+        ("llama-3.1-8b", "fp8", 233),  # twice the rate of float8, half the bytes, but for embedding and head
+        ("qwen3-30b-a3b", None, 1880),  # all experts are read, 8 of 128 computed
+    ],
+)
+def test_a_step_is_bound_by_what_its_tokens_pass_and_reach(model: str, weights: str | None, tokens: int) -> None:
+    """The tokens from which on arithmetic takes longer, found by bisection."""
+    scenario = cbsim.load(BASE | {"model": model}, *([f"model.weights_dtype={weights}"] * bool(weights)))
+    low, high = 1, 100_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        steps = {"padded_tokens": np.array([middle]), "context_tokens": np.array([0])}
+        computes, reads, _ = result_of._at_peak(scenario, steps)  # type: ignore[arg-type]
+        low, high = (middle, high) if computes[0] < reads[0] else (low, middle)
+    assert high == pytest.approx(tokens, rel=0.01)
 
 
 def test_blocks_in_use_are_those_of_the_steps_in_which_requests_wait() -> None:

@@ -54,7 +54,7 @@ class Known(Runs):
         ttft = {"n": 18, "mean": answer, "p99": answer, "too_few_for": ["p95", "p99"]}
         failed = 3 if value > self.lost else 0
         by_status = {"refused": 0, "failed": failed, "unfinished": 0, "waiting": 0, "length": 20 - failed}
-        summary = {"requests": 20, "requests_by_status": by_status, "ttft_s": ttft, "e2e_s": {"n": 18}}
+        summary = {"requests": 20, "requests_by_status": by_status, "ttft_s": ttft, "tpot_s": ttft, "e2e_s": {"n": 18}}
         summary |= {"slo": {"attainment": 1.0}}
         return Run(summary, ["seats: all are taken", "GPU bandwidth: few tokens"])
 
@@ -239,6 +239,8 @@ def test_words_for_what_binds_are_those_of_the_sentences() -> None:
     found = sought(Known(lambda value, _: value / 20))
     assert found.binds is not None
     assert (found.binds.word, found.binds.sentences[1]) == ("queue", "GPU bandwidth: few tokens")
+    slow = sought(Known(lambda value, _: value / 20), slo=["tpot.mean<=1s"])
+    assert slow.binds == ("GPU", ("GPU bandwidth: few tokens",)), "no wait for a slot makes a step longer"
 
 
 def test_the_numbers_are_json() -> None:
