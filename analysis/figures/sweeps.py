@@ -26,7 +26,7 @@ MOST_LETTERS = 36  # characters of the numbers written along an axis
 
 
 def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
-    """Draw a panel a metric, a line a series, and limits (in the metric's own unit) across."""
+    """Draw a panel a metric, a style a series, with lines along numbers, and limits (in the metric's unit) across."""
     series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
     panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
     title = f"{table.name}: over {view.x.name}" if view.x else table.name
@@ -73,7 +73,8 @@ def _panel(
         y, style = means.mean[rows] / scale.size, series(index)
         sure = np.isfinite(means.half[rows])
         low, high = (ends[rows][sure] / scale.size for ends in (means.low, means.high))
-        marks += [Whiskers("", x[sure], low, high, style), Line(name, x, y, style), Points(name, x, y, style)]
+        line = [] if view.x and view.x.numbers is None else [Line(name, x, y, style)]  # there is no way between names
+        marks += [Whiskers("", x[sure], low, high, style), *line, Points(name, x, y, style)]
     panel = Panel(marks, "", scale.name, title=metric.label, y_log=spread([known]))
     if view.x is not None and view.x.numbers is not None:
         numbers = view.x.numbers

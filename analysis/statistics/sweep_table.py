@@ -8,8 +8,10 @@ A view is what a figure shows at first: the axis on x, the axes that make the se
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,11 +22,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from analysis.statistics.labels import ending, is_number
+from analysis.statistics.labels import ending, is_number, labels
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
 from cbsim.metrics import coverage
 from cbsim.metrics.checks import OPERATORS, Check
+from cbsim.metrics.terminal import flat
 from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
 
@@ -188,7 +191,7 @@ def _axis(name: str, column: pa.ChunkedArray) -> Axis:
         values.sort()
     order = {value: code for code, value in enumerate(values)}
     codes = np.array([order[value] for value in cells], dtype=np.int64)
-    whole = [_label(value) for value in values]
+    whole = _labels(name, values)
     cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
     labels = [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
     return Axis((name,), labels, np.array(values, dtype=np.float64) if numeric else None, codes)
@@ -198,6 +201,17 @@ def _plain(value: Any) -> Any:
     """Return a value that equals itself: anything but a finite number or a bool becomes a string."""
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if value is None or finite else str(value)
+
+
+def _labels(name: str, values: Sequence[Any]) -> list[str]:
+    """Return the values of a field as text: objects, which are JSON, by the fields of theirs that differ."""
+    parsed = list(values)
+    for at, value in enumerate(values):
+        with suppress(TypeError, ValueError):  # no JSON
+            parsed[at] = json.loads(value)
+    if not any(isinstance(value, dict) for value in parsed):
+        return [_label(value) for value in values]
+    return labels([flat({name: value}) for value in parsed], [_label(value) for value in parsed])
 
 
 def _label(value: Any) -> str:

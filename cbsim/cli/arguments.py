@@ -228,7 +228,11 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change pa
     "--confidence": {"type": share, "default": 0.95, "metavar": "P"},
     "--seed": SET | {"type": "seed={}".format, "metavar": "N", "help": "root of all random numbers"},
     "--loop": SET | {"type": "loop.mode={}".format, "metavar": "MODE", "help": "sync, async, or both: two directories"},
-    "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md and figures to this folder"},
+    "--out": {
+        "type": a_path,
+        "metavar": "DIR",
+        "help": "also write report.md, report.json and figures to this folder",
+    },
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
     "--check-policy": {"action": "store_true", "help": "check everything of a scheduler of your own in every step"},
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
@@ -297,7 +301,7 @@ def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path |
     if out is not None:
         reports.write(replace(report, command=arguments.line, kind=kind), out)
         if not arguments.json:
-            print(f"\nfigures   {out / 'report.md'}")
+            print(f"\nreport    {out / 'report.md'}")
     return OK
 
 

@@ -73,9 +73,8 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
         of = "for a card that was left out"
     within = f"one model's layers: {UNKNOWN}"
     if bounds:
-        spread = f"within {min(bounds.values()):.1%} to {max(bounds.values()):.1%}"
-        by_size = _by_size(bounds, steps) if steps is not None else ""
-        within = f"90 % of steps {by_size} {of}" if by_size else f"90 % of steps {spread} {of}, by their size"
+        spread = f"within {min(bounds.values()):.1%} to {max(bounds.values()):.1%} {of}, by their size"
+        within = f"90 % of steps {(steps is not None and _by_size(bounds, of, steps)) or spread}"
     unlike = {
         f"heads of {model.head_dim}": model.head_dim != HEAD_DIM,
         "windows": not model.sees_all,
@@ -85,17 +84,16 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
     return f"{whose}: {within}" + (f"; {others} were not measured" if others else "")
 
 
-def _by_size(bounds: Mapping[int, float], steps: Steps) -> str:
-    """Return the bounds of the classes of steps that take NOTED of the GPU's time or more, most first. `bounds` are by
-    the most query tokens of a class; larger steps are of the last one.
-    """
+def _by_size(bounds: Mapping[int, float], of: str, steps: Steps) -> str:
+    """Return the bounds, by the most query tokens of a class, for the classes with NOTED of the GPU's time or more."""
     most = list(bounds)
     classes = np.minimum(np.searchsorted(most, steps["padded_tokens"]), len(most) - 1)
     busy = np.bincount(classes, weights=steps.lane("compute"), minlength=len(most))
     shares = busy / max(busy.sum(), 1.0)
     noted = [at for at in np.argsort(-shares).tolist() if shares[at] >= NOTED]
-    sizes = [f"{(0, *most)[at] + 1:,} to {most[at]:,} tokens ({shares[at]:.0%} of the GPU's time)" for at in noted]
-    return ", ".join(f"of {size} within {bounds[most[at]]:.1%}" for size, at in zip(sizes, noted, strict=True))
+    sizes = {at: f"{(0, *most)[at] + 1:,} to {most[at]:,} tokens ({shares[at]:.0%} of the GPU's time)" for at in noted}
+    each = ", ".join(f"of {size} within {bounds[most[at]]:.1%}" for at, size in sizes.items())
+    return f"{each} {of}" if each else ""
 
 
 def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:

@@ -99,18 +99,10 @@ class Result(Printed):
         """The resources that limit the run, with a remedy: a sentence or two."""
         return _binding(self.scenario, self.loop, self.step_numbers, self._times)
 
-    @cached_property
+    @property
     def overload(self) -> str | None:
         """How far the load is above the capacity, if requests arrive over time and their queue grows."""
         return metrics.overload(self._times) if demand.is_open(self.scenario.workload.model_dump()) else None
-
-    @property
-    def held(self) -> str:
-        """The most KV blocks that were in use at once, with their tokens and bytes where a block holds all layers."""
-        used, options = int(self.step_numbers["used_blocks"].max(initial=0)), self.scenario.options(self.loop)
-        tokens, model = used * options.block_size, self.scenario.model
-        size = f": {tokens:,} tokens, {tokens * model.kv_bytes_per_token / 1e9:,.3g} GB" if model.sees_all else ""
-        return f"at most {used:,} of {self.summary['total_blocks']:,} blocks in use at once{size}"
 
     @property
     def lost(self) -> list[str]:
@@ -324,12 +316,20 @@ def _printed(results: Sequence[Result]) -> str:
     basis = results[0].environment.get("step_times")
     times = f"times   {basis if results[0].measured else f'by {basis}'}" if basis else ""
     heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario), times]
-    said = [("KV", result.loop, result.held) for result in results]
-    said += [("load", result.loop, result.overload) for result in results if result.overload]
-    said += [("binds", result.loop, sentence) for result in results for sentence in result.binding]
-    words = [word for word, _, _ in said]
-    lines = [f"{'' if word in words[:at] else word:<8}{loop:<7}{text}" for at, (word, loop, text) in enumerate(said)]
+    below, lines = {result.loop: _below(result) for result in results}, list[str]()
+    for word in ("KV", "load", "binds"):
+        limits = [f"{loop:<7}{sentence}" for loop, sentences in below.items() for sentence in sentences[word]]
+        lines += [f"{'' if at else word:<8}{limit}" for at, limit in enumerate(limits)]
     return "\n".join([*filter(None, heading), "", table, "", *lines])
+
+
+def _below(result: Result) -> dict[str, Sequence[str]]:
+    """Return what stands below the numbers: KV blocks (tokens and bytes if a block holds all layers), load, limits."""
+    used, model = int(result.step_numbers["used_blocks"].max(initial=0)), result.scenario.model
+    tokens = used * result.scenario.options(result.loop).block_size
+    size = f": {tokens:,} tokens, {tokens * model.kv_bytes_per_token / 1e9:,.3g} GB" if model.sees_all else ""
+    held = f"at most {used:,} of {result.summary['total_blocks']:,} blocks in use at once{size}"
+    return {"KV": [held], "load": [*filter(None, [result.overload])], "binds": result.binding}
 
 
 # Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is

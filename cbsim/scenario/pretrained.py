@@ -16,14 +16,19 @@ from cbsim.scenario.fields import By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
-KV_HEADS = {"llama": None, "mistral": 8, "phi3": None, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}
-KV_HEADS |= {"granitemoe": None, "minimax_m2": 8, "olmoe": None}
-"""The supported model types, and transformers' default of `num_key_value_heads`. None: the heads."""
+GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+GEMMA3 |= {"max_position_embeddings": 131_072, "tie_word_embeddings": True, "sliding_window": 4096}
+GEMMA3 |= {"sliding_window_pattern": 6}
+HEADS = {"minimax_m2": 8, "mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+DEFAULTS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": heads} for kind, heads in HEADS.items()}
+DEFAULTS |= {"gemma3": GEMMA3, "gemma3_text": GEMMA3, "granitemoe": {}, "llama": {}, "olmoe": {}, "phi3": {}}
+DEFAULTS["mistral"]["sliding_window"], DEFAULTS["qwen3"]["head_dim"] = 4096, 128
+"""The supported model types, and transformers' defaults of absent fields that differ between them."""
 MIXTURES = dict.fromkeys(("granitemoe", "minimax_m2", "mixtral"), ("intermediate_size", "num_local_experts"))
 MIXTURES |= {"olmoe": ("intermediate_size", "num_experts"), "qwen3_moe": ("moe_intermediate_size", "num_experts")}
 """The model types with experts, and the fields of an expert's width and of the experts of a layer."""
-WINDOWED = ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-QK_NORMED = ("minimax_m2", "olmoe", "qwen3", "qwen3_moe")
+WINDOWED = ("gemma3", "gemma3_text", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+QK_NORMED = ("gemma3", "gemma3_text", "minimax_m2", "olmoe", "qwen3", "qwen3_moe")
 WHOLE, SLIDING = "full_attention", "sliding_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 UNSUPPORTED = {
@@ -34,6 +39,7 @@ UNSUPPORTED = {
     "(vision|audio)_config": "of several media only the text model is modelled, and there is no text_config",
     "(attention|mlp|lm_head)_bias": "only biases of queries, keys and values are modelled",
     "(n|num)_shared_experts|(shared_expert|shared)_intermediate_size": "shared experts are not modelled",
+    "use_bidirectional_attention": "only causal attention is modelled",
     "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
     "mlp_only_layers|first_k_dense_replace": "a mixture must have experts in every layer",
     "compression_config": "read the original's config.json, and set the model's types in the scenario",
@@ -80,11 +86,11 @@ def shape(path: Path) -> dict[str, Any]:
 def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
     kind = _kind(config)
+    config = Config(config.file, None, DEFAULTS[kind] | config.data, error_type=config.error_type)
     layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     if layers > MOST_LAYERS:
         raise config.bad("num_hidden_layers", f"a whole number <= {MOST_LAYERS:,}")
-    absent = KV_HEADS[kind] if "num_key_value_heads" not in config.data else None
-    kv_heads = config.whole("num_key_value_heads", absent or heads)
+    kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     return {
@@ -92,7 +98,7 @@ def fields_of(config: Config) -> dict[str, Any]:
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": config.whole("head_dim", 128 if kind == "qwen3" else hidden // heads),
+        "head_dim": config.whole("head_dim", hidden // heads),
         **_experts(config, kind),
         "vocab": config.whole("vocab_size"),
         "tied_embeddings": config.flag("tie_word_embeddings"),
@@ -108,14 +114,14 @@ def fields_of(config: Config) -> dict[str, Any]:
 def _kind(config: Config) -> str:
     """Return the model type. Raises the error of `config` if it, or a field, says that the model is not supported."""
     kind = config.data.get("model_type")
-    known = isinstance(kind, str) and kind in KV_HEADS
+    known = isinstance(kind, str) and kind in DEFAULTS
     for pattern, reason in UNSUPPORTED.items():
         for field, value in config.data.items():
             if re.fullmatch(pattern, field) and value not in (None, False, [], {}):
                 wrong = f"{field}: {shown(value)} is not supported" if known else f"model_type {kind}"
                 raise config.error(f"{config.file}: {wrong}: {reason}", (field if known else "model_type",), reason)
     if not isinstance(kind, str) or not known:
-        raise config.bad("model_type", f"a supported model: {', '.join(sorted(KV_HEADS))}")
+        raise config.bad("model_type", f"a supported model: {', '.join(sorted(DEFAULTS))}")
     return kind
 
 
@@ -139,8 +145,11 @@ def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, li
         first = config.whole("max_window_layers", 28, 0)
         window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
         return window, [SLIDING if layer >= first else WHOLE for layer in range(layers)]
-    absent = 4096 if kind == "mistral" and "sliding_window" not in config.data else None
-    return config.whole("sliding_window", absent or most), [SLIDING] * layers
+    if kind.startswith("gemma3"):
+        pattern = config.whole("sliding_window_pattern")
+        types = [SLIDING if (layer + 1) % pattern else WHOLE for layer in range(layers)]
+        return config.whole("sliding_window"), types
+    return config.whole("sliding_window", most), [SLIDING] * layers
 
 
 def _repeated(pattern: list[str]) -> list[str]:

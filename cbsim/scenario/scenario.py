@@ -287,22 +287,13 @@ def site(scenario: Scenario, loop: str) -> Place:
 
 
 def _resolved(scenario: Scenario, loop: str) -> Any:
-    """Return the options as the scheduler solves them. For want of memory the fraction is blamed only if the whole
-    memory would do, else the model.
-    """
     place = site(scenario, loop)
     try:
         return scenario.kind.resolve(scenario.scheduler, place)
     except ScenarioError as error:
-        if error.field != FRACTION:
-            raise
-        place.memory_fraction, reason = 1.0, error.bound
-        try:
-            scenario.kind.resolve(scenario.scheduler, place)
-        except ScenarioError:
-            cure = "a smaller model, model.weights_dtype or more GPUs (cost.tensor_parallel) would need less"
-            message = f"model: got {scenario.model.name}, which leaves too little for a cache: {reason}; {cure}"
-            raise ScenarioError(message, field="model", bound=reason) from None
+        if error.field == FRACTION:
+            place.memory_fraction = 1.0
+            scenario.kind.resolve(scenario.scheduler, place)  # raises if all of the memory is too little: then say so
         raise
 
 

@@ -252,9 +252,11 @@ class Place:
         memory, weights, left, needed, peak = (f"{size / 1e9:.2f} GB" for size in sizes)
         share, each = self.memory_fraction, f" on each of {self.gpus} GPUs" if self.gpus > 1 else ""
         step = f", a step at its peak {peak}, the runtime {VLLM_RUNTIME_BYTES / 1e9:.2f} GB" if peak_bytes else ""
-        reason = f"{self.gpu} has {memory} and {self.model.name} {weights} of weights{each}{step}; "
-        reason += f"fraction {share:g} of the memory leaves {left}"
+        weights += f" of weights{each}{step}; fraction {share:g} of the memory leaves {left}"
+        reason = f"{self.gpu} has {memory} and {self.model.name} {weights}"
+        if self.num_blocks is None and share < 1:
+            return ScenarioError(f"{FRACTION}: got {share}, too little for a cache: {reason}", field=FRACTION)
         if self.num_blocks is None:
-            message = f"{FRACTION}: got {share}, too little for a cache: {reason}"
-            return ScenarioError(message, field=FRACTION, value=share, bound=reason)
+            less = "a smaller model, model.weights_dtype or more GPUs (cost.tensor_parallel) may fit"
+            return ScenarioError(f"model: got {self.model.name}, which leaves too little for a cache: {reason}; {less}")
         return ScenarioError(f"kv_cache.num_blocks: got {self.num_blocks}, which need {needed}: {reason}")

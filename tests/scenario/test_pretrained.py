@@ -103,6 +103,20 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
     assert {name: shape[name] for name in expected} == expected
 
 
+def test_gemma_3_has_five_windows_to_a_layer_that_sees_all(tmp_path: Path) -> None:
+    """google/gemma-3-12b-it as its file gives it, or with the kinds of its layers written out, is the model that ships;
+    two fields given differently change it."""
+    text = {"hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16}
+    text |= {"num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024, "rope_scaling": {"factor": 8.0}}
+    whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}}
+    shipped = shapes.model("gemma-3-12b").model_copy(update={"name": "g"})
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 8
+    for fields in (text, text | {"layer_types": kinds}):
+        assert read(written(tmp_path / "g", whole, text_config=fields)) == shipped
+    mine = read(written(tmp_path / "g", text, sliding_window_pattern=2, head_dim=128))
+    assert (mine.attention, mine.head_dim) == (("sliding 1024", "full"), 128)
+
+
 def test_experts_are_read(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 48 layers of 128 experts of width 768, of which a token goes through 8."""
     shape = read(written(tmp_path, QWEN3_MOE))
@@ -175,7 +189,8 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias: true is not supported: only biases of queries, keys and values"),
         (QWEN3_MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size: 8 is not supported: sh"),
         ({"compression_config": {"bits": 4}}, "compression_config: {'bits': 4} is not supported: read"),
-        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected a supported model: granitemoe, llama, minimax_m2"),
+        ({"model_type": "gpt_oss"}, "model_type: got 'gpt_oss', expected a supported model: gemma3, gemma3_text, gran"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: true is not supported: only causal"),
         ({"model_type": ...}, "model_type: got nothing, expected a supported model"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number >= 1"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, expected a whole number <= 10,000"),

@@ -187,6 +187,7 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
     assert nobody.status == 3
     assert "No candidate keeps all conditions." in nobody.out
     assert "--check 'ttft.p99<=1us'" in (tmp_path / "report" / "report.md").read_text()
+    assert nobody.out.endswith(f"\nreport    {tmp_path / 'report' / 'report.md'}\n")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_curves_have_every_place_with_its_interval_and_the_limit(table: sweep_ta
     assert chart.panels[0].x_log and list(chart.panels[0].x_ticks) == [1, 2, 4, 16]
 
 
+def test_names_are_not_joined_by_a_line(table: sweep_table.SweepTable) -> None:
+    """There is nothing between two schedulers; a series is its markers with their intervals."""
+    made = sweep_table.places(table)
+    chart = sweeps.curves(table, made, view(table, "scheduler.name"), ["ttft_s.p99"], {})
+    assert not _marks(chart, Line)
+    assert len(_marks(chart, Points)) == len(_marks(chart, Whiskers)) == 8
+    assert chart.panels[0].categories == ["vllm", "sarathi"]
+
+
 def test_cells_are_means_and_those_beyond_the_limit_are_crossed(table: sweep_table.SweepTable) -> None:
     made, limit = sweep_table.places(table), checks.parse("ttft.p99<=0.35s")
     chart = sweeps.heat_map(table, made, "ttft_s.p99", limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_numbers_rise_names_stand_as_they_come_and_one_value_is_no_axis(tmp_path
     assert axes["n"].labels == ["2", "4", "10"] and axes["n"].codes.tolist() == [1, 0, 2]
     assert axes["y"].labels == ["not set", "x"]
     assert table.constants == {"z": "1", "loop": "sync"}
+
+
+def test_objects_are_called_by_what_differs_between_them(tmp_path: Path) -> None:
+    """As runs are: the scheduler's name, then the setting that one of them has. A text of JSON that is no object stays
+    one of its values."""
+    given = [{"name": "vllm"}, {"name": "vllm", "max_num_batched_tokens": 512}, {"name": "sglang"}, "tgi"]
+    rows = [row({"scheduler": json.dumps(each)}, preemptions=1.0) for each in given]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    assert table.axes[0].labels == ["vllm", "vllm 512", "sglang", "tgi"]
 
 
 def test_fields_that_advance_together_are_one_axis(tmp_path: Path) -> None:
