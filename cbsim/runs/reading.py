@@ -68,7 +68,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         file, bound = path / "summary.json", str(SCHEMA_VERSION)
-        message = f"{file}: {parquet.other_version(version)}"
+        message = f"{file}: {parquet.other_version(shown(version))}"
         raise RunError(message, file=file, field="schema_version", value=version, bound=bound)
     if whole and not killed:
         steps = tables.read_steps(path / "steps.parquet", check=True)

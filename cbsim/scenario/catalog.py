@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 from cbsim.errors import ScenarioError
 from cbsim.files import PATH_BOUND, too_long
-from cbsim.scenario.fields import PlainPath, bare, beside, cut, near, shown
+from cbsim.scenario.fields import bare, cut, near, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / "cbsim" / "scenarios"  # in an installed wheel the scenarios lie inside the package
@@ -69,10 +68,6 @@ def data_folders() -> list[Path]:
     """Return the folders searched for data files that do not lie beside the scenario."""
     folder = os.environ.get("CBSIM_DATA")
     return [*([Path(folder)] if folder else []), ROOT.parent / "shared" / "data"]
-
-
-TablesPath = Annotated[PlainPath, beside(Path.is_dir)]
-"""A folder of kernel tables. If it lies beside the scenario file the value is absolute, else it stays as written."""
 
 
 def tables(path: str) -> Path:

@@ -12,8 +12,20 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.files import too_long
-from cbsim.scenario import catalog, documents, terms
-from cbsim.scenario.fields import By, Frozen, Many, Number, PlainPath, Positive, Real, Seconds, Whole, complaint
+from cbsim.scenario import documents, terms
+from cbsim.scenario.fields import (
+    By,
+    DataPath,
+    Frozen,
+    Many,
+    Number,
+    PlainPath,
+    Positive,
+    Real,
+    Seconds,
+    Whole,
+    complaint,
+)
 from cbsim.scenario.terms import Ends, Range
 
 # -- CPU time of the loop ----------------------------------------------------------------------------------------------
@@ -302,7 +314,7 @@ class TableSettings(Frozen):
     about: ClassVar[str] = "measured kernel times: an engine's tables of a card, or vLLM layer profiles"
     builder: ClassVar[str] = "cbsim.cost.engine_cost:table"
     kind: Literal["table"]
-    path: catalog.TablesPath
+    path: DataPath
     """Folder of an engine's tables of a card (then `engine` says whose), or of a vLLM layer profile; found as other
     data are."""
     tensor_parallel: Number = 1  #: GPUs that share every layer.

@@ -109,6 +109,9 @@ def length_table(name: str) -> LengthTable:
 LengthsName = Annotated[str, one_of(partial(catalog.names, LENGTH_TABLES))]
 
 
+Rate = Annotated[Real, Field(ge=1e-9)]  # a request in 30 years
+
+
 class AtOnce(Frozen):
     """All requests arrive at the start."""
 
@@ -119,21 +122,21 @@ class Constant(Frozen):
     """Evenly spaced arrivals, the first at the start."""
 
     kind: Literal["constant"]
-    rate_per_s: Positive  #: Requests a second.
+    rate_per_s: Rate  #: Requests a second.
 
 
 class Poisson(Frozen):
     """Independent exponential gaps."""
 
     kind: Literal["poisson"]
-    rate_per_s: Positive  #: Mean requests a second.
+    rate_per_s: Rate  #: Mean requests a second.
 
 
 class Gamma(Frozen):
     """Independent gamma gaps, as vLLM and aiperf define burstiness."""
 
     kind: Literal["gamma"]
-    rate_per_s: Positive  #: Mean requests a second.
+    rate_per_s: Rate  #: Mean requests a second.
     burstiness: Annotated[Real, Field(ge=0.001, le=1e6)]
     """Shape of the gamma: 1 is Poisson, less is burstier; the gaps' coefficient of variation is its root's inverse."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -140,13 +141,13 @@ LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30  # of every quantity: arithmetic on w
 
 def _integral(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST_WHOLE:
-        raise complaint(f"got {shown(value)}, must be <= {LARGEST_WHOLE:,}")
+        raise complaint(f"got {shown(value)}, must be {'<= ' if value > 0 else '>= -'}{LARGEST_WHOLE:,}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decimal(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and LARGEST_REAL < abs(value) < float("inf"):
-        raise complaint(f"got {shown(value)}, must be <= {LARGEST_REAL:g}")
+        raise complaint(f"got {shown(value)}, must be {'<= ' if value > 0 else '>= -'}{LARGEST_REAL:g}")
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -156,16 +157,18 @@ def _lookable(path: str) -> str:
     return path
 
 
-def beside(there: Callable[[Path], bool]) -> AfterValidator:
-    """Return a validator that makes a path absolute if it is `there` beside the scenario file, and else keeps it."""
+def _anchored(path: str, info: ValidationInfo) -> str:
+    """Return a path as absolute if something of that name lies beside the scenario file, else unchanged."""
+    base = (info.context or {}).get("base")
+    if base is not None and not Path(path).is_absolute() and (Path(base) / path).exists():
+        return str((Path(base) / path).resolve())
+    return path
 
-    def anchored(path: str, info: ValidationInfo) -> str:
-        base = (info.context or {}).get("base")
-        if base is not None and not Path(path).is_absolute() and there(Path(base) / path):
-            return str((Path(base) / path).resolve())
-        return path
 
-    return AfterValidator(anchored)
+def _plain(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
+        raise complaint(f"got {shown(text)}, expected one line without control characters")
+    return text
 
 
 def one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
@@ -184,11 +187,13 @@ def one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
 Whole = Annotated[int, BeforeValidator(_integral)]  # 1e6 counts as one
 Real = Annotated[float, BeforeValidator(_decimal)]  # finite
 Number = Annotated[Whole, Field(ge=1)]
+Text = Annotated[str, AfterValidator(_plain)]  # what a terminal shows as it is
 Positive = Annotated[Real, Field(gt=0)]
+PerSecond = Annotated[Real, Field(ge=1)]  # of a device
 Seconds = Annotated[Real, Field(ge=0)]
 PlainPath = Annotated[str, AfterValidator(_lookable)]  # as it was written
-DataPath = Annotated[PlainPath, beside(Path.is_file)]
-"""A file of data. If it lies beside the scenario file the value is its absolute path, else it stays as written."""
+DataPath = Annotated[PlainPath, AfterValidator(_anchored)]
+"""A file or folder of data. If it lies beside the scenario file the value is its absolute path, else as written."""
 
 
 class By:

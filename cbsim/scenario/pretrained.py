@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import By, Form, complaint, shown
+from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
@@ -51,7 +51,8 @@ class Config(Document):
     """The fields of a JSON object in a file, read by the type that each must have. Null counts as absent."""
 
     def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
-        number: int = self._given(field, default, f"a whole number >= {least}", lambda v: type(v) is int and v >= least)
+        bound = f"a whole number >= {least} and <= {LARGEST_WHOLE:,}"
+        number: int = self._given(field, default, bound, lambda v: type(v) is int and least <= v <= LARGEST_WHOLE)
         return number
 
     def real(self, field: str, default: float | None = None) -> float:
@@ -87,6 +88,8 @@ def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
     kind = _kind(config)
     config = Config(config.file, None, DEFAULTS[kind] | config.data, error_type=config.error_type)
+    for field in ("quantization_config", "rope_scaling", "rope_parameters"):
+        config.part(field)
     layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     if layers > MOST_LAYERS:
         raise config.bad("num_hidden_layers", f"a whole number <= {MOST_LAYERS:,}")

@@ -68,6 +68,9 @@ class CsvTable:
     def pick(self, columns: Iterable[str]) -> None:
         """Select the cells that `rows` yields. All are columns of the header."""
         self.columns = tuple(columns)
+        for column in self.columns:
+            if (count := self.header.count(column)) > 1:
+                raise ScenarioError(f"{self.path}:1: {column}: is the name of {count} columns", file=self.path, line=1)
         self._positions = [self.header.index(column) for column in self.columns]
 
     @property
@@ -98,7 +101,7 @@ class CsvTable:
         """Return a cell as a whole number. Raises ScenarioError."""
         digits = cell.strip().removeprefix("-")
         if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12:
-            raise self.bad(column, cell, "a whole number")
+            raise self.bad(column, cell, f"a whole number from -{10**12 - 1:,} to {10**12 - 1:,}")
         return int(cell)
 
     def number(self, column: int, cell: str) -> float:

@@ -32,8 +32,10 @@ from cbsim.scenario.fields import (
     Positive,
     Real,
     Seconds,
+    Text,
     Whole,
     complaint,
+    cut,
     one_of,
     shown,
 )
@@ -125,7 +127,7 @@ class Scenario(Frozen):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=150)] = "scenario"
     """Names the run; the file's name by default."""
-    question: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$", max_length=1000)]
+    question: Annotated[Text, Field(pattern=r"^[^\n]*\S[^\n]*$", max_length=1000)]
     """What the scenario is meant to answer, in one line."""
     seed: Annotated[int, Field(ge=0, lt=10**19)] = 0  #: Root of all random numbers.
     model: NamedModel
@@ -253,7 +255,9 @@ class Variants:
             except ScenarioError as error:
                 field, _, reason = str(error).partition(": ")
                 path = documents.split(field)
-                raise document.error(f"{document.where(path)}: {error}", path, reason) from None
+                where, given = document.where(path), ", ".join(f"--set {cut(each)}" for each in overrides)
+                by = f" with {given}" if given and not where.startswith("--set ") else ""
+                raise document.error(f"{where}{by}: {error}", path, reason) from None
         return scenario
 
     @cached_property

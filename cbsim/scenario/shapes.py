@@ -16,7 +16,7 @@ from cbsim.errors import ScenarioError
 from cbsim.policy.groups import Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Frozen, Many, Number, Positive, Real, Whole, complaint, shown
+from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
 from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
@@ -40,7 +40,7 @@ class ModelShape(Frozen):
     all tensors, unless `weights_dtype` and `kv_dtype` say otherwise.
     """
 
-    name: str  #: What reports call it.
+    name: Text  #: What reports call it.
     layers: Number  #: Number of decoder layers.
     hidden: Number  #: Width of the residual stream.
     heads: Number  #: Query heads.
@@ -151,22 +151,22 @@ def sight(seen: str) -> Attention:
 class Flops(Frozen):
     """Peak dense rate by type, FLOP/s."""
 
-    bfloat16: Positive  #: FLOP/s in bfloat16.
-    float16: Positive  #: FLOP/s in float16.
-    float32: Positive  #: FLOP/s in float32.
-    float8: Positive | None = None
+    bfloat16: PerSecond  #: FLOP/s in bfloat16.
+    float16: PerSecond  #: FLOP/s in float16.
+    float32: PerSecond  #: FLOP/s in float32.
+    float8: PerSecond | None = None
     """FLOP/s in float8; null: fp8 weights are read as such, and computed in the model's dtype."""
 
 
 class Hardware(Frozen):
     """One GPU, by its data sheet."""
 
-    name: str  #: What reports call it.
+    name: Text  #: What reports call it.
     memory_bytes: Number  #: Memory that a process can see on the empty device, bytes.
-    memory_bandwidth_bytes_s: Positive  #: Peak memory bandwidth, bytes/s.
+    memory_bandwidth_bytes_s: PerSecond  #: Peak memory bandwidth, bytes/s.
     flops: Flops  #: Peak dense FLOP/s (no sparsity) by type.
-    pcie_bytes_s: Positive  #: Host link, bytes/s in each direction.
-    link_bytes_s: Positive | None = None
+    pcie_bytes_s: PerSecond  #: Host link, bytes/s in each direction.
+    link_bytes_s: PerSecond | None = None
     """To the other GPUs (NVLink), bytes/s in each direction; null: over the host link."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""

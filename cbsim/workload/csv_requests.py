@@ -32,6 +32,7 @@ from cbsim.workload.traces import Arrival, check_not_empty, timed
 if TYPE_CHECKING:
     import pyarrow as pa
 
+MOST_NS, MOST_YEARS = 10**18, "less than 30 years"  # of arrivals, from the first one on
 LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
 UNNAMED = CsvColumns()
@@ -108,8 +109,9 @@ def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[
         if row.max_tokens is not None and row.max_tokens < row.output_tokens:
             column = roles.index("max_tokens")
             raise table.bad(column, cells[column], f"at least {table.columns[2]} ({row.output_tokens})")
-        if "id" in further and (row.id in ids or not row.id):
-            raise table.bad(len(roles) - 1, row.id, "an id that no row above has" if row.id else "an id")
+        if "id" in further and (row.id in ids or not row.id.isprintable() or not row.id):
+            bound = "an id that no row above has" if row.id in ids else "an id, a text that can be printed"
+            raise table.bad(len(roles) - 1, row.id, bound)
         ids.add(row.id)
         rows.append(row)
     check_not_empty(table.path, rows)
@@ -122,13 +124,17 @@ def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
         stamp_ns = _stamp_ns(cell)
         if stamp_ns is None:
             raise table.bad(0, cell, "a time such as 2023-11-16 18:17:03.9799600, as in the rows above")
+        if stamp_ns - start_ns >= MOST_NS:
+            raise table.bad(0, cell, f"a time {MOST_YEARS} after the first")
         return stamp_ns - start_ns
     try:
         value = float(cell)
     except ValueError:
         value = float("nan")
-    if not 0 <= value < 1e9:
-        raise table.bad(0, cell, "seconds >= 0, less than 30 years, or a time such as 2023-11-16 18:17:03.97")
+    if not 0 <= value < MOST_NS / 1e9:
+        dated = _stamp_ns(cell) is not None  # only the first row decides which of both a file has
+        bound = f"seconds >= 0, {MOST_YEARS}, or a time such as 2023-11-16 18:17:03.97"
+        raise table.bad(0, cell, "seconds, as in the rows above, not a date" if dated else bound)
     return round(value * 1e9)
 
 
@@ -182,15 +188,13 @@ def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[st
 def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
     if column not in header:
         raise _wrong(path, header, f"no column {column!r}{near(column, header)}", role)
-    if header.count(column) > 1:
-        raise _wrong(path, header, f"there are {header.count(column)} columns {column!r}", role)
     return column
 
 
 def _known(path: Path, header: Sequence[str], role: str) -> str | None:
     own, *_ = NAMES[role]
     tiers = (set(map(bare, names)) for names in (NAMES[role], WORDS.get(role, ())))
-    found = ([name for name in header if bare(name) in tier] for tier in tiers)
+    found = ([name for name in dict.fromkeys(header) if bare(name) in tier] for tier in tiers)
     candidates = [own] if own in header else next(filter(None, found), [])
     if len(candidates) > 1:
         raise _wrong(path, header, f"may be {either([repr(name) for name in candidates])}; say which", role)

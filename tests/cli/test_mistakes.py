@@ -24,6 +24,8 @@ from cbsim.workload import generators
         ("--set", "kv_cache.memory_fraction=0.05", ("kv_cache.memory_fraction: got 0.05", "too little for a cache")),
         ("--set", "seed=[1", ("--set seed=[1", "not valid YAML")),
         ("--set", "name=../x", ("--set name=../x", "name: got '../x'")),
+        ("--set", "workload={kind: csv, path: folder}", ("workload.path: no file ", "/folder is a folder")),
+        ("--set", "kv_cache.block_size=1e15", ("small.yaml:2 with --set kv_cache.block_size=1e15: model: got",)),
         ("--set", "scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which takes two servers",)),
         ("--set", "scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "max_num_seqs (100000)")),
         ("--set", "model=llama-3.1-70b", ("kv_cache.memory_fraction: got 0.9, too", "141.11 GB of weights")),
@@ -33,6 +35,7 @@ from cbsim.workload import generators
 def test_a_bad_option_is_named(small: Path, out: Path, option: str, value: str, words: tuple[str, ...]) -> None:
     """A wrong name, number or unit, or a field that contradicts another one, given or default, is exit 2 and one line
     with the field, the value and the bound, before anything is simulated."""
+    (small.parent / "folder").mkdir()
     refused(call("run", small, option, value, "--out", out), 2, *words)
     assert not out.exists()
 

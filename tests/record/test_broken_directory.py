@@ -48,6 +48,9 @@ def test_no_directory_and_other_versions_are_refused(complete: Path, tmp_path: P
         RunError, match=r"summary\.json: schema_version 99, this version reads 4: make the run again.*$"
     ):
         reading.load(complete)
+    (complete / "summary.json").write_text('{"schema_version": "4"}')
+    with pytest.raises(RunError, match=r"schema_version '4', this version reads 4"):
+        reading.load(complete)
     (complete / "summary.json").write_text("[]")
     with pytest.raises(RunError, match=r"summary\.json: got .*, expected a JSON object"):
         reading.load(complete)

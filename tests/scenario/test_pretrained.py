@@ -194,6 +194,9 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"model_type": ...}, "model_type: got nothing, expected a supported model"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number >= 1"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, expected a whole number <= 10,000"),
+        ({"vocab_size": 10**300}, "vocab_size: got 1000"),
+        ({"rope_scaling": "x"}, "rope_scaling: got 'x', expected an object"),
+        ({"quantization_config": []}, "quantization_config: got [], expected an object"),
         ({"layer_types": [{}] * 32}, "layer_types: got [{}, {}"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers: got '32', expected a whole number >= 1"),
         ({"num_key_value_heads": 5}, "num_key_value_heads: got 5, expected a divisor of num_attention_heads, 32"),
@@ -315,7 +318,7 @@ def test_a_quantized_model_is_simulated(tmp_path: Path) -> None:
         (compressed(W4, FLOAT), ".config_groups.group_0.input_activations: got {'type': 'float', 'num_bits': 8}"),
         (compressed(W4 | {"num_bits": 8}, None), ".config_groups.group_0.weights.num_bits: got 8, expected 4"),
         (compressed(FLOAT | {"type": "nf4"}, None), ".config_groups.group_0.weights.type: got 'nf4', expected one of"),
-        (3, ": got 3, expected fields"),
+        (3, ": got 3, expected an object"),
     ],
 )
 def test_quantization_that_is_not_modelled_is_refused_by_name(quantization: Any, message: str, tmp_path: Path) -> None:

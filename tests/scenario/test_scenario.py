@@ -379,6 +379,13 @@ def test_errors_say_where_what_and_what_would_do(small: Path, line: str, expecte
         ("seed.x=1", "--set seed.x=1: seed"),
         ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e-30}", "got 1e-30, must be >= 0.001"),
         ("workload.arrivals={kind: gamma, rate_per_s: 1, burstiness: 1e7}", "got 10000000.0, must be <= 1000000.0"),
+        ("hardware.memory_bandwidth_bytes_s=1e-300", "hardware.memory_bandwidth_bytes_s: got 1e-300, must be >= 1"),
+        ("hardware.flops.float16=0.5", "hardware.flops.float16: got 0.5, must be >= 1"),
+        ("workload.arrivals={kind: poisson, rate_per_s: 1e-300}", "rate_per_s: got 1e-300, must be >= 1e-09"),
+        ("workload.priorities=[-1e16]", "workload.priorities.0: got -1e+16, must be >= -1,000,000,000,000,000"),
+        ('model.name="a\\e[31m"', "model.name: got 'a\\x1b[31m', expected one line without control characters"),
+        ('hardware.name="a\\nb"', "hardware.name: got 'a\\nb', expected one line without control characters"),
+        ('question="a\\e[31m"', "question: got 'a\\x1b[31m', expected one line without control characters"),
         ("hardware.memory_bytes=80", "hardware.memory_bytes: got 80, must be >= 100,000,000 (bytes)"),
     ],
 )

@@ -91,7 +91,6 @@ MISSPELT, TWICE = {"arrival": "t", "prompt": "inn", "output": "out"}, {"prompt":
         ("time,input_len\n", {}, "output: no column with a known name (decode_tokens,"),
         ("time,input_len,out\n", {}, "output_toks); say which: columns: {output: NAME}; found time, input_len, out"),
         ("time,input_len,out\n", TWICE, "output: column 'out' cannot be both prompt and output; found"),
-        ("t,t,input_len,output_len\n", {"arrival": "t"}, "arrival: there are 2 columns 't'"),
         ("", {}, "found nothing"),
     ],
 )

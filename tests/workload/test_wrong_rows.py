@@ -91,7 +91,11 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (plain, PLAIN + "a,1e999,1,1\n", ":2: arrival_s: got '1e999', expected seconds >= 0"),
     (plain, PLAIN + "a,2,1,1\nb,1,1,1\n", ":3: arrival_s: got '1', expected seconds not before"),
     (plain, PLAIN + "a,2,1,1\n\na,3,1,1\n", ":4: id: got 'a', expected an id that no row above has"),
-    (plain, PLAIN[:-1] + ",priority\na,0,5,6,high\n", ":2: priority: got 'high', expected a whole number"),
+    (
+        plain,
+        PLAIN[:-1] + ",priority\na,0,5,6,high\n",
+        ":2: priority: got 'high', expected a whole number from -999,999,999,999 to 999,999",
+    ),
     (plain, PLAIN[:-1] + ",max_tokens\na,0,1,5,4\n", ":2: max_tokens: got '4', expected at least decode_tok"),
     (plain, "time,input_len,output_len\n2023-11-16 11:00:00,1,1\n7,1,1\n", ":3: time: got '7', expected a time"),
     (
@@ -99,6 +103,19 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
         "time,input_len,output_len\n2023-11-16 11:00:00,1,1\n2023-11-16 10:00:00,1,1\n",
         ":3: time: got '2023-11-16 10:00:00', expected a time not before the row above",
     ),
+    (
+        plain,
+        "time,input_len,output_len\n0,1,1\n2023-11-16 10:00:00,1,1\n",
+        ":3: time: got '2023-11-16 10:00:00', expected seconds, as in the rows above, not a date",
+    ),
+    (
+        plain,
+        "time,input_len,output_len\n2023-11-16 11:00:00,1,1\n9999-11-16 11:00:00,1,1\n",
+        ":3: time: got '9999-11-16 11:00:00', expected a time less than 30 years after the first",
+    ),
+    (plain, "time,time,input_len,output_len\n0,0,1,1\n", ":1: time: is the name of 2 columns"),
+    (plain, PLAIN + '"a\nb",0,1,1\n', ":3: id: got 'a\\nb', expected an id, a text that can be printed"),
+    (plain, PLAIN + "a\x1b[31m,0,1,1\n", ":2: id: got 'a\\x1b[31m', expected an id, a text that can be printed"),
     (lengths, LENGTHS + "1_0,1\n", ":2: num_prefill_tokens: got '1_0'"),
     (lengths, LENGTHS + "\u0663,1\n", ":2: num_prefill_tokens: got"),
     (mooncake, "{", ":1: not valid JSON"),
