@@ -10,6 +10,7 @@ the end of the last step. All results are plain numbers in seconds, tokens and s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,18 +130,20 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
 
 def overload(requests: Requests) -> str | None:
     """Return how far an open workload is above the capacity, if over the second half of the arrivals fewer requests end
-    than arrive, and the queue grows.
+    than arrive, and the queue of requests never scheduled so far grows.
     """
     sent = ~requests.rows.is_in(("refused", "aborted", "failed"))
     arrival, ended = requests.arrival_ns[sent] / NS, requests.last_token_ns[sent & requests.done] / NS
     if len(arrival) < ENOUGH:
         return None
-    low, high = (arrival.min() + arrival.max()) / 2, arrival.max()
+    low, middle, high = edges = np.linspace((arrival.min() + arrival.max()) / 2, arrival.max(), 3)
     came, done = (int(((times > low) & (times <= high)).sum()) for times in (arrival, ended))
-    middle = (low + high) / 2
-    before, after = (_mean_queue(requests, *edges) for edges in ((low, middle), (middle, high)))
-    least = max(GROWTH * before, before + QUEUED * (came - done), 1)
-    if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5) or after < least:
+    if came < ENOUGH or came - done <= max(LAG * came, 2 * came**0.5):
+        return None
+    until = np.where(requests.scheduled_ns[sent] < 0, np.inf, requests.scheduled_ns[sent] / NS)
+    waited = [np.diff(np.clip([arrival, until], *part), axis=0).clip(min=0).sum() for part in pairwise(edges)]
+    before, after = (float(total / (middle - low)) for total in waited)
+    if after < max(GROWTH * before, before + QUEUED * (came - done), 1):
         return None
     rates = f"{came / (high - low):.3g} and {done / (high - low):.3g} a second"
     return (
@@ -148,17 +151,6 @@ def overload(requests: Requests) -> str | None:
         f"grew from {before:,.1f} to {after:,.1f} between its quarters: overload. Latencies grow with the length of "
         "the run."
     )
-
-
-def _mean_queue(requests: Requests, low: float, high: float) -> float:
-    """Return the number of requests never scheduled so far, averaged over the time from `low` to `high`, seconds."""
-    if high <= low:
-        return 0.0
-    counted = ~requests.rows.is_in(("refused",))
-    scheduled = requests.scheduled_ns[counted] / NS
-    until = np.where(scheduled < 0, np.inf, scheduled)
-    waited = np.clip(until, low, high) - np.clip(requests.arrival_ns[counted] / NS, low, high)
-    return float(waited.clip(min=0).sum() / (high - low))
 
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
