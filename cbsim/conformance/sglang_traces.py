@@ -371,7 +371,8 @@ class SglangReplay(Replay):
     def _reason(self, recorded: Recorded, request: Request) -> str:
         if request.finish is Finish.ABORTED:
             return "abort"
-        return "stop" if recorded.stops and request.seen == len(recorded.outputs) else "length"
+        stopped = recorded.stops and request.seen == len(recorded.outputs) <= self.scheduler.outputs(recorded.spec)
+        return "stop" if stopped else "length"
 
     def _end(self) -> None:
         requests = {recorded.id: recorded.stats for recorded in self._recorded.values()}

@@ -48,6 +48,7 @@ class SglangScheduler(SchedulerBase):
         self.hold = 0  # passes without a prefill to come
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
+        self._writes = False  # whether any request may write more than one token, of all since the batch was empty
 
     def make_pool(self, observer: Observer) -> RadixPool:
         o = self.options
@@ -153,7 +154,7 @@ class SglangScheduler(SchedulerBase):
             self.hold -= 1
         elif (plan := self._prefill()) is not None:
             self.hold = self.options.prefill_decode_interval
-        if plan is None and any(entry.max_new for entry in self.batch.values()):
+        if plan is None and self.batch and self._writes:
             plan = self._decode()
         return plan
 
@@ -163,6 +164,9 @@ class SglangScheduler(SchedulerBase):
         staying = [entry for entry in launched if entry.request.status is Status.DECODE]
         if len(staying) < len(launched) or self._departed or (staying and not self.batch):
             self.full = False
+        if staying:
+            went_on = self._writes and (self._departed or bool(self.batch))
+            self._writes = went_on or any(entry.max_new for entry in launched)
         self._departed = False
         for entry in staying:
             self.batch[entry.request] = entry
