@@ -25,7 +25,7 @@ from analysis.statistics.sweep_table import Axis, Bools, Means, Places, SweepTab
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table
 from cbsim.errors import RunError
-from cbsim.metrics import catalogue, checks
+from cbsim.metrics import catalogue, checks, swept
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
@@ -86,7 +86,7 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
         tables=[*_undone(table), *_numbers(table, shown)],
         charts=charts(table, shown),
         command=command,
-        data={"points": len(table), **{status: table.count(status) for status in sweep_table.STATUSES}},
+        data={"points": len(table), **{status: table.count(status) for status in swept.STATUSES}},
     )
 
 
@@ -109,7 +109,7 @@ def charts(table: SweepTable, shown: Look) -> list[Chart]:
 def findings(table: SweepTable, shown: Look) -> list[str]:
     """Return sentences on how much is done, which places are best, which meet the limits."""
     places, met = shown.places, sweeps.meets(table, shown.places, shown.limits)
-    counts = ", ".join(f"{table.count(status):,} {status}" for status in sweep_table.STATUSES if table.count(status))
+    counts = ", ".join(f"{table.count(status):,} {status}" for status in swept.STATUSES if table.count(status))
     constants = ", ".join(f"{name} = {value}" for name, value in table.constants.items())
     limits = " and ".join(limit.rule for limit in shown.limits)
     left_out = ", ".join(catalogue.metric(metric).label for metric in whole(table) if metric not in shown.metrics)
@@ -161,7 +161,7 @@ def _cell(metric: Metric, means: Means, at: int) -> str:
 def caveats(table: SweepTable, shown: Look) -> list[Caveat]:
     """Return the reasons not to trust the numbers that the table itself shows."""
     made = []
-    for status, verb in ((sweep_table.FAILED, "failed"), (sweep_table.MISSING, "are missing")):
+    for status, verb in ((swept.FAILED, "failed"), (swept.MISSING, "are missing")):
         if count := table.count(status):
             made.append(Caveat(status, "", f"{count:,} of {len(table):,} points {verb}; means are over the others."))
     few = int((shown.places.means(table.metrics[shown.metrics[0]]).n == 1).sum())
@@ -181,7 +181,7 @@ def _undone(table: SweepTable) -> list[Table]:
     """Return the points that are not done, by reason: their number and places."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in table.undone:
-        groups.setdefault((sweep_table.STATUSES[table.status[row]], table.reasons[row]), []).append(row)
+        groups.setdefault((swept.STATUSES[table.status[row]], table.reasons[row]), []).append(row)
     if not groups:
         return []
     ordered = sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
@@ -257,7 +257,7 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
         "main": list(dict.fromkeys((*shown.metrics, *shown.pareto))),
         "constants": [f"{name} = {value}" for name, value in table.constants.items()],
         "slo": [{"text": limit.rule, **asdict(limit)} for limit in shown.limits],
-        "done": sweep_table.STATUSES.index(sweep_table.DONE),
+        "done": swept.STATUSES.index(swept.DONE),
         "student": [sweep_table.student(count + 1) for count in degrees],
         "normal": NormalDist().inv_cdf((1 + sweep_table.CONFIDENCE) / 2),
         "styles": [series(index) for index in range(STYLES)],
@@ -285,7 +285,7 @@ def _listed(table: SweepTable) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     body = ""
     for row in rows[:MOST_LISTED]:
-        values = (*(axis.labels[axis.codes[row]] for axis in table.axes), sweep_table.STATUSES[table.status[row]])
+        values = (*(axis.labels[axis.codes[row]] for axis in table.axes), swept.STATUSES[table.status[row]])
         cells = "".join(f"<td>{escape(value)}</td>" for value in values)
         body += f'<tr>{cells}<td class="reason">{escape(table.reasons[row] or "not run yet")}</td></tr>'
     more = f"<p>The first {MOST_LISTED:,} of {len(rows):,}.</p>" if len(rows) > MOST_LISTED else ""

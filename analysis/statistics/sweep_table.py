@@ -20,22 +20,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from analysis.statistics.labels import ending, is_number, labels
 from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
-from cbsim.metrics import coverage
+from cbsim.metrics import coverage, swept
 from cbsim.metrics.checks import OPERATORS, Check
+from cbsim.metrics.swept import ABOUT, DONE, LOOP, SEED, STATUSES
 from cbsim.metrics.terminal import flat
 from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
 
 Ints = npt.NDArray[np.int64]
 METADATA = (coverage.STEP_TIMES, b"subject", b"scenario", b"command")
-LOOP, SEED = "loop", "seed"
-ABOUT = (LOOP, SEED, "replicate", "key", "status", "reason")
-DONE, FAILED, MISSING = STATUSES = ("done", "failed", "missing")
 MOST_LETTERS = 60  # characters of a value
 
 
@@ -123,12 +120,12 @@ class SweepTable:
 
 
 def read(path: Path) -> SweepTable:
-    """Read the table in a Parquet file. Raises RunError if it is none, or if no point of it is done."""
-    table = _checked(path)
+    """Read the table in a Parquet file. Raises ScenarioError if it is none, RunError if no point of it is done."""
+    table = swept.read(path)
     names = table.column_names
     fields = [*names[1 : names.index(SEED)], LOOP]  # as in names of runs
-    status = np.array([STATUSES.index(each) for each in _texts(path, table, "status", STATUSES)], dtype=np.int64)
-    reasons = _texts(path, table, "reason")
+    status = np.array([STATUSES.index(each) for each in table["status"].to_pylist()], dtype=np.int64)
+    reasons = [reason or "" for reason in table["reason"].to_pylist()]
     if not (status == STATUSES.index(DONE)).any():
         first = next((f", the first because: {reason}" for reason in reasons if reason), "")
         raise RunError(f"{path}: none of its {len(status):,} points is done{first}")
@@ -137,9 +134,9 @@ def read(path: Path) -> SweepTable:
     axes = _together([axis for axis in every if len(axis) > 1])
     firsts = {axis.fields[0] for axis in axes}
     axes = [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
-    columns = {name: _numbers(path, table, name) for name in names[len(fields) + len(ABOUT) - 1 :]}
+    columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
-    seeds = np.unique(_numbers(path, table, SEED), return_inverse=True)[1].astype(np.int64)
+    seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
     about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
@@ -148,39 +145,6 @@ def read(path: Path) -> SweepTable:
 def _metadata(table: pa.Table) -> dict[str, str]:
     metadata = table.schema.metadata or {}
     return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
-
-
-def _checked(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise RunError(f"{path}: no table of a sweep: {'no file' if path.exists() else 'no such file'}")
-    try:
-        table = pq.ParquetFile(path).read()
-    except (OSError, pa.ArrowException, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no Parquet file"
-        raise RunError(f"{path}: no table of a sweep: {reason}") from None
-    names = table.column_names
-    missing = [name for name in ABOUT if name not in names]
-    if missing or names[0] != LOOP or names[(at := names.index(SEED)) : at + len(ABOUT) - 1] != list(ABOUT[1:]):
-        what = f"it has no column {missing[0]}" if missing else f"its columns are not {', '.join(ABOUT)} in this order"
-        raise RunError(f"{path}: no table of a sweep: {what}")
-    if len(set(names)) < len(names):
-        raise RunError(f"{path}: no table of a sweep: two of its columns have one name")
-    return table
-
-
-def _texts(path: Path, table: pa.Table, name: str, allowed: Sequence[str] = ()) -> list[str]:
-    values = ["" if value is None else str(value) for value in table.column(name).to_pylist()]
-    if allowed and (wrong := set(values).difference(allowed)):
-        raise RunError(f"{path}: {name}: got {min(wrong)!r}, expected one of {', '.join(allowed)}")
-    return values
-
-
-def _numbers(path: Path, table: pa.Table, name: str) -> Floats:
-    kind = table.schema.field(name).type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise RunError(f"{path}: {name}: got a column of {kind}, expected numbers")
-    values: Floats = table.column(name).cast(pa.float64()).to_numpy()
-    return values
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
@@ -267,23 +231,19 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of a table. `codes` has a row a place, a column an axis; `of` and `seeds` are those of each point."""
+    """The places of a table. `codes` has a row a place, a column an axis; `of` is that of each point."""
 
     axes: Sequence[Axis]
     codes: Ints
     of: Ints
-    seeds: Ints
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def means(self, values: Floats) -> Means:
-        """Return a metric's means from its values at each point. Points of one place and seed are one replicate."""
+        """Return a metric's means from its values at each point."""
         known = np.isfinite(values)
-        seeds = int(self.seeds.max()) + 1
-        runs, which = np.unique(self.of[known] * seeds + self.seeds[known], return_inverse=True)
-        at = runs // seeds
-        own = _divided(np.bincount(which, values[known], len(at)), np.bincount(which, minlength=len(at)))
+        at, own = self.of[known], values[known]
         n = np.bincount(at, minlength=len(self))
         mean = _divided(np.bincount(at, own, len(self)), n)
         variance = _divided(np.bincount(at, (own - mean[at]) ** 2, len(self)), n - 1)
@@ -303,9 +263,9 @@ class Places:
 def places(table: SweepTable) -> Places:
     """Return the places of a table, in the order of its axes' values."""
     if not table.axes:
-        return Places((), np.zeros((1, 0), dtype=np.int64), np.zeros(len(table), dtype=np.int64), table.seeds)
+        return Places((), np.zeros((1, 0), dtype=np.int64), np.zeros(len(table), dtype=np.int64))
     codes, of = np.unique(np.stack([axis.codes for axis in table.axes], axis=1), axis=0, return_inverse=True)
-    return Places(table.axes, codes, of.reshape(-1), table.seeds)
+    return Places(table.axes, codes, of.reshape(-1))
 
 
 def meet(limit: Check, values: Floats) -> Bools:

@@ -8,15 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from cbsim.errors import ScenarioError
-from cbsim.metrics import catalogue, coverage
+from cbsim.metrics import catalogue, coverage, swept
+from cbsim.metrics.swept import DONE
 from cbsim.scenario.fields import near
-from cbsim.sweeps.sweep import DONE
 
-ABOUT = ("loop", "seed", "replicate", "key", "status", "reason")
 Numbers = Mapping[str, float]
 
 
@@ -79,7 +75,7 @@ class Replicated:
 
 def read(path: Path) -> Replicated:
     """Read the configurations of a table that `cbsim sweep` wrote. Raises ScenarioError if it is not such a table."""
-    table = _opened(path)
+    table = swept.read(path)
     names = table.column_names
     fields, metrics = names[: names.index("seed")], names[names.index("reason") + 1 :]
     rows = table.to_pylist()
@@ -93,41 +89,6 @@ def read(path: Path) -> Replicated:
     if still:
         configurations = [replace(each, runs=dict([*each.runs.items()][:1])) for each in configurations]
     return Replicated(path, fields, metrics, configurations, missing, still, rest)
-
-
-def _opened(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise _unfit(path, "is no file" if path.exists() else "no such file")
-    try:
-        table = pq.ParquetFile(path).read()
-    except (OSError, pa.ArrowException) as error:
-        raise _unfit(path, getattr(error, "strerror", None) or "is no Parquet file") from None
-    if reason := _mistake(table):
-        raise _unfit(path, reason)
-    return table
-
-
-def _unfit(path: Path, reason: str) -> ScenarioError:
-    bound = "expected the table of a sweep"
-    return ScenarioError(f"{path}: {reason}, {bound}", file=path, bound=bound)
-
-
-def _mistake(table: pa.Table) -> str | None:
-    """Return why this is not the table of a sweep; None if it is."""
-    names = table.column_names
-    if missing := [name for name in ABOUT if name not in names]:
-        return f"has no column {', '.join(missing)}"
-    at = names.index("seed")
-    if names[0] != "loop" or tuple(names[at : at + 5]) != ABOUT[1:]:
-        return f"its columns are not {', '.join(ABOUT)} in this order"
-    numbers = {"seed", *names[at + 5 :]}
-    for name, kind in zip(names, table.schema.types, strict=True):
-        real = pa.types.is_floating(kind) and name != "seed"
-        if pa.types.is_nested(kind) or (
-            name in numbers and not (real or kind == pa.null() or pa.types.is_integer(kind))
-        ):
-            return f"{name}: got a column of {kind}"
-    return "seed: got a row without one" if table.column("seed").null_count else None
 
 
 def _configurations(

@@ -22,6 +22,7 @@ from cbsim.errors import ERROR, OK, RunError, ScenarioError
 from cbsim.files import access
 from cbsim.metrics import coverage
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
+from cbsim.metrics.swept import DONE, FAILED, MISSING
 from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
@@ -35,7 +36,6 @@ from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile
 from cbsim.sweeps.work import MOST_JOBS, Executor, Here, Made, Processes, Task
 from cbsim.workload import generators
 
-DONE, FAILED, MISSING = "done", "failed", "missing"
 LARGEST_SEED = 2**63 - 1  # the largest integer that a column of the table holds
 MOST_LISTED, MOST_REASONS = 20, 10
 """The largest number of mistakes and of failures listed; points with the same one count once."""

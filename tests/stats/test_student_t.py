@@ -211,5 +211,9 @@ def test_what_is_no_table_of_a_sweep_is_refused(tmp_path: Path) -> None:
     text.write_text("hello")
     refused(call("contrast", text, "--by", "rate"), 2, str(text), "expected the table of a sweep")
     refused(call("pareto", tmp_path / "none.parquet"), 2, "none.parquet", "no such file")
+    negative = sweep_tables.table(
+        tmp_path, [({"rate": 1}, 0, {"ttft_s.p99": -5.0}), ({"rate": 2}, 0, {"ttft_s.p99": 1.0})]
+    )
+    refused(call("contrast", negative, "--by", "rate"), 2, "row 0: ttft_s.p99: got -5, must be finite and >= 0")
     failed = sweep_tables.table(tmp_path, [({"rate": 1}, 0, None), ({"rate": 2}, 0, None)])
     refused(call("pareto", failed), 2, "not one of 2 points is done")

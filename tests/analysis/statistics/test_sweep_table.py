@@ -16,7 +16,7 @@ from support.sweep_tables import RATE, rates, row, written
 
 import cbsim
 from analysis.statistics import sweep_table
-from cbsim.errors import RunError
+from cbsim.errors import RunError, ScenarioError, UserError
 
 
 def test_what_cbsim_sweep_writes_is_read_whole(tmp_path: Path) -> None:
@@ -98,17 +98,8 @@ def test_means_and_intervals_are_those_of_student(tmp_path: Path) -> None:
     assert (means.low[2], means.high[2]) == (5.0, 5.0)
 
 
-def test_one_seed_is_one_replicate_however_often_it_stands_there(tmp_path: Path) -> None:
-    """A point that two entries of a sweep file name adds no certainty."""
-    rows = [row({"n": n}, seed, steps=v) for n, seed, v in [(1, 0, 1.0), (1, 0, 3.0), (1, 1, 4.0), (2, 0, 5.0)]]
-    means = sweep_table.places(table := sweep_table.read(written(tmp_path / "t.parquet", rows))).means(
-        table.metrics["steps"]
-    )
-    assert means.mean.tolist() == [3.0, 5.0] and means.n.tolist() == [2, 1]
-
-
 def test_values_of_any_kind_make_an_axis(tmp_path: Path) -> None:
-    values = [[1, 2], [3], None]
+    values = ["[1, 2]", "[3]", None]
     table = sweep_table.read(written(tmp_path / "t.parquet", [row({"a": v}, preemptions=0.0) for v in values]))
     assert table.axes[0].labels == ["[1, 2]", "[3]", "not set"]
     rows = [row({"a": v}, preemptions=0.0) for v in (1.5, math.nan, math.inf, math.nan)]
@@ -142,17 +133,20 @@ def _table(tmp_path: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seed": None}, "no table of a sweep: it has no column seed"),
-        ({"status": ["Done"] * 48}, "status: got 'Done', expected one of done, failed, missing"),
+        ({"seed": None}, "has no column seed, expected the table of a sweep"),
+        ({"status": ["Done"] * 48}, "status: got 'Done', must be one of done, failed, missing, expected the table of"),
+        ({"preemptions": [0.0] * 47 + [-1.0]}, r"row 47: preemptions: got -1, must be finite and >= 0"),
+        ({"ttft_s.p99": [math.inf] * 48}, r"row 0: ttft_s\.p99: got inf, must be finite and >= 0"),
+        ({"seed": [0, 0, *range(46)]}, "row 1: is the point and seed of row 0"),
         (
             {"status": ["failed"] * 48, "reason": ["out of memory"] * 48},
             "none of its 48 points is done, the first because",
         ),
-        ({"preemptions": ["none"] * 48}, "preemptions: got a column of string, expected numbers"),
+        ({"preemptions": ["none"] * 48}, "preemptions: got a column of string, expected the table"),
     ],
 )
 def test_what_is_no_table_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(UserError, match=said):
         sweep_table.read(_table(tmp_path, **changes))
 
 
@@ -160,7 +154,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("not Parquet")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
     for name in ("a", "b", "c"):
-        with pytest.raises(RunError, match=f"{name}.parquet: no table of a sweep: "):
+        with pytest.raises(ScenarioError, match=rf"{name}.parquet: .*, expected the table of a sweep"):
             sweep_table.read(tmp_path / f"{name}.parquet")
 
 
