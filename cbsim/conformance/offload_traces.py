@@ -211,8 +211,7 @@ class NativeLines(ConnectorLines):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._per_chunk = self._recorded.get("blocks_per_chunk", 1)
-        self._count = count()
-        self._numbers: dict[int, int] = {}  # job -> its number in the recording
+        self._count = count()  # as the policy numbers jobs, those in order with a step too
         self._at_once: dict[int, list[int]] = {}  # step -> stores completed before its rows
 
     def jobs(self, plan: StepPlan) -> Line:
@@ -221,7 +220,7 @@ class NativeLines(ConnectorLines):
         at_once: list[int] = []
         for transfer in plan.transfers:
             assert transfer.spec is not None
-            number = self._numbers[transfer.job] = next(self._count)
+            number = next(self._count)
             if transfer.job == IN_ORDER:
                 at_once.append(number)
             if transfer.direction is Direction.IN:
@@ -230,7 +229,7 @@ class NativeLines(ConnectorLines):
             else:
                 stores.append([number, transfer.spec.id, list(transfer.sources), self._chunks(transfer.targets)])
         self._at_once[plan.step] = at_once
-        return {"load": loads, "store": stores, "flush": sorted([*at_once, *[self._numbers[j] for j in plan.awaited]])}
+        return {"load": loads, "store": stores, "flush": sorted([*at_once, *plan.awaited])}
 
     def lasts(self, transfer: Transfer) -> int:
         return super().lasts(transfer) + (transfer.direction is Direction.OUT)  # a store takes a step more
@@ -239,7 +238,7 @@ class NativeLines(ConnectorLines):
         return list(dict.fromkeys(block // self._per_chunk for block in blocks))
 
     def done(self, step: int, jobs: tuple[int, ...]) -> Line:
-        return {"jobs_done": sorted([*self._at_once.pop(step), *[self._numbers[job] for job in jobs]])}
+        return {"jobs_done": sorted([*self._at_once.pop(step), *jobs])}
 
     def tier(self) -> Line:
         cache = self.connector.cache

@@ -27,6 +27,14 @@ PLAIN: Line = {
         "empty_us": 1000,
     },
 }
+TIMES = {
+    "base_us": (3000, 5000),
+    "per_token_us": (0, 5, 20),
+    "per_kv_token_us": (0, 0, 1),
+    "sched_us": (0, 700),
+    "update_us": (0, 400),
+    "empty_us": (1000,),
+}
 KINDS = ("plain", "host", "hand_off", "samples", "layers")
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # those that can hold pages of several sizes
 
@@ -88,16 +96,6 @@ def draw(rng: Random, number: int, *, old: bool) -> Line:
     return {"name": f"{kind}{number}", "config": config, "requests": requests}
 
 
-TIMES = {
-    "base_us": (3000, 5000),
-    "per_token_us": (0, 5, 20),
-    "per_kv_token_us": (0, 0, 1),
-    "sched_us": (0, 700),
-    "update_us": (0, 400),
-    "empty_us": (1000,),
-}
-
-
 def _host(rng: Random, blocks: int) -> Line:
     """Return a connector that keeps KV on the host, in a tier from tiny to larger than the cache."""
     lasts = {"load_steps": rng.choice([0, 1, 3, 6]), "store_steps": rng.choice([0, 2, 7])}
@@ -135,7 +133,7 @@ def _layers(rng: Random, config: Line) -> int:
     config |= {"layout": layout} if layout else {}
     if rng.random() < 0.4 and any(layer["kind"] == "sliding" for layer in layers):
         config["retention"] = rng.choice([None, *(larger * n for n in (1, 2, 4))])
-    elif rng.random() < 0.1 and len({layer.get("window", layer["kind"]) for layer in layers}) < 3:
+    elif rng.random() < 0.2 and full in layers and len({str(layer) for layer in layers}) < 3:
         config["disable_hybrid"] = True
     made = grouping(config)
     assert made is not None

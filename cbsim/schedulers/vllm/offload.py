@@ -138,7 +138,9 @@ class EagerOffload(SimpleOffload):
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
         sources: list[int] = []
         targets: list[int] = []
-        for rows in (ahead.admitted, ahead.running):
+        new = [row for row in ahead.admitted if not row[0].preemptions]
+        resumed = [row for row in ahead.admitted if row[0].preemptions]
+        for rows in (new, resumed, ahead.running):
             self._choose_all(rows, sources, targets)
         rest, self._rest = self._rest, ([], [])
         return sources + rest[0], targets + rest[1]
