@@ -242,6 +242,14 @@ def test_a_block_is_named_in_the_step_in_which_it_is_lost(module: Path, small: P
     refused(said, 1, "step 37, schedule", "is lost, neither free nor in a table: request", "had it last")
 
 
+def test_a_block_that_no_plan_lists_is_named(module: Path, small: Path, out: Path) -> None:
+    """It is in a table, so it is not lost; but an executor would not know of it."""
+    grows = "        if self.decoding.batched.planned == 12:\n            self.pool.grow(self.running[0], 1)\n"
+    module.write_text(TEXT.replace(PLAN, grows + PLAN))
+    said = call("run", small, "--set", NAME, "--out", out, "--quiet")
+    refused(said, 1, "step 12, schedule: breaks a rule: request ", "by its plans; ", "in the pool")
+
+
 def test_everything_is_checked_in_every_step_if_asked_for(module: Path, small: Path, out: Path) -> None:
     """Two blocks change places: nothing that is counted tells, and a large cache is looked at only once."""
     swap = "self.pool.tables[self.running[0]].reverse()"

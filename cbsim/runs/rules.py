@@ -100,8 +100,9 @@ class Rules:
         if chunk.blocks:
             table += chunk.blocks
             self._take(chunk.blocks)
-        if len(table) > self._pool.entries(request):
+        if len(table) != self._pool.entries(request) and not self._pool.groups:
             self.check(requests)
+            self._differ(spec, table, self._pool.table(request))
         if chunk.tokens < 1 or end != request.computed or end > request.target:
             known = f"then {request.computed} of its {request.target} tokens are computed"
             raise AssertionError(f"the row of request {spec.id} computes tokens {chunk.start} to {end}, but {known}")
@@ -139,10 +140,17 @@ class Rules:
                 continue
             own, computed = pool.table(requests[spec]), requests[spec].computed
             if table != own[: len(table)]:
-                raise AssertionError(f"request {spec.id} has KV blocks {table[:8]} by its plans, {own[:8]} in the pool")
+                self._differ(spec, table, own)
             if computed > len(table) * pool.block_size:
                 raise AssertionError(_too_few_blocks(spec, computed, len(table), pool.block_size))
         self._beside = pool.num_blocks - pool.free - len(self._held)
+
+    def _differ(self, spec: RequestSpec, table: Sequence[int], own: Sequence[int]) -> None:
+        at = next((i for i, (a, b) in enumerate(zip(table, own, strict=False)) if a != b), min(len(table), len(own)))
+        by_plans, in_pool = (
+            f"{len(each)} KV blocks, from number {at} on {[*each[at : at + 8]]}" for each in (table, own)
+        )
+        raise AssertionError(f"request {spec.id} has {by_plans}, by its plans; {in_pool} in the pool")
 
     def _misplaced(self) -> str:
         """Return which block is lost, or free though it has an owner, and whose it was; or an empty text."""
