@@ -52,7 +52,7 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Met
             Table(
                 metric.spelled,
                 HEADER,
-                [_row(each, fields, terms) for each in compared if each.metric == metric],
+                [_row(each, fields, terms, still=sweep.still) for each in compared if each.metric == metric],
                 DIRECTIONS[metric.sign],
             )
             for metric in metrics
@@ -97,7 +97,7 @@ def _compared(
     return None if difference is None else Compared(metric, configuration, difference)
 
 
-def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, ...]:
+def _row(compared: Compared, fields: Sequence[str], terms: Terms, *, still: bool) -> tuple[str, ...]:
     metric, configuration, difference = compared
     needed = difference.needed(terms.precision, terms.confidence)
     return (
@@ -105,20 +105,23 @@ def _row(compared: Compared, fields: Sequence[str], terms: Terms) -> tuple[str, 
         metric.shown(difference.second),
         metric.shown(difference.first),
         *_relative(difference, metric),
-        _verdict(metric, difference),
+        _verdict(metric, difference, still=still),
         str(difference.pairs),
         "-" if needed is None else f"{needed:,}",
         "-" if difference.gain is None else f"{difference.gain:.3g}",
     )
 
 
-def _verdict(metric: Metric, difference: Paired) -> str:
+def _verdict(metric: Metric, difference: Paired, *, still: bool) -> str:
     """Return the verdict on a difference; a metric without a better direction gets only more, less or the same."""
     if difference.none:
         return "the same"
-    if difference.sign and not metric.sign:
-        return "more" if difference.sign > 0 else "less"
-    return VERDICTS[metric.sign * difference.sign]
+    sign = (difference.mean > 0) - (difference.mean < 0) if still else difference.sign
+    if still and not sign:
+        return "the same"
+    if sign and not metric.sign:
+        return "more" if sign > 0 else "less"
+    return VERDICTS[metric.sign * sign]
 
 
 def _relative(difference: Paired, metric: Metric) -> list[str]:
