@@ -395,7 +395,7 @@ class Recorded:
         self.whole: bool = request.get("ignore_eos", False)
         self.prompt_tokens = len(request["prompt"])
         self.too_long = self.prompt_tokens >= o.longest - TOO_LONG
-        prompt, output = [0] if self.too_long else request["prompt"], request["output"]
+        prompt, output = ([0], []) if self.too_long else (request["prompt"], request["output"])
         if not self.whole and STOP_TOKEN in output:
             output = output[: output.index(STOP_TOKEN) + 1]
         self.stops = not self.whole and STOP_TOKEN in output
