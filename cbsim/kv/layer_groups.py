@@ -87,29 +87,42 @@ def _packed(layers: Sequence[LayerKind], block_size: int) -> Grouping:
     buckets: dict[Attention, dict[int, list[int]]] = {}
     for index, layer in enumerate(layers):
         buckets.setdefault(layer.attention, {}).setdefault(layer.page_bytes, []).append(index)
-    repeats = {see: len(next(iter(pages.values()))) for see, pages in buckets.items() if _balanced(pages)}
-    least = max([repeats[see] for see in repeats if len(buckets[see]) > 1], default=0)
-    sizes = range(least, max(repeats.values()) + 1) if least else ()
-    size = min(sizes, key=lambda n: (sum([-count % n for count in repeats.values()]), -n), default=0)
-    splits = {see: -(-repeats[see] // size) if size and see in repeats else 1 for see in buckets}
-    apart = [see for see in buckets if see.sight is Sight.SLIDING and not size]
-    room = 0
-    for see, pages in buckets.items():
-        count = sum(map(len, pages.values())) if see in apart else splits[see]
-        room = max(room, sum([-(-len(each) // count) * page for page, each in pages.items()]))
-    for see in apart:
-        pages = buckets[see]
-        splits[see] = -(-sum(map(len, pages.values())) // max(1, room // next(iter(pages))))
+    splits = _repeated(buckets) or _split_apart(buckets)
     groups: list[LayerGroup] = []
     for see, pages in buckets.items():
-        count = splits[see]
+        count = splits.get(see, 1)
+        rows = list(zip(*pages.values(), strict=True)) if count > 1 else []
+        parts = [[layer for row in rows[first::count] for layer in row] for first in range(count)]
         if count == 1:
-            groups.append(LayerGroup(see, tuple(sorted([i for each in pages.values() for i in each])), block_size))
-            continue
-        rows = list(zip(*pages.values(), strict=True))
-        parts = [rows[first::count] for first in range(count)]
-        groups += [LayerGroup(see, tuple([layer for row in part for layer in row]), block_size) for part in parts]
+            parts = [sorted([layer for each in pages.values() for layer in each])]
+        groups += [LayerGroup(see, tuple(part), block_size) for part in parts]
     return Grouping(tuple(groups), max([sum([layers[i].page_bytes for i in group.layers]) for group in groups]))
+
+
+Pages = dict[int, list[int]]  # layers by the bytes of their pages
+
+
+def _repeated(buckets: dict[Attention, Pages]) -> dict[Attention, int]:
+    """Return into how many groups the layers of each attention are cut that repeat a pattern of pages of several sizes;
+    none if there is no such pattern.
+    """
+    repeats = {see: len(next(iter(pages.values()))) for see, pages in buckets.items() if _balanced(pages)}
+    least = max([repeats[see] for see in repeats if len(buckets[see]) > 1], default=0)
+    if not least:
+        return {}
+    sizes = range(least, max(repeats.values()) + 1)
+    size = min(sizes, key=lambda n: (sum([-count % n for count in repeats.values()]), -n))
+    return {see: -(-count // size) for see, count in repeats.items()}
+
+
+def _split_apart(buckets: dict[Attention, Pages]) -> dict[Attention, int]:
+    """Return into how many groups sliding layers are cut, so that a block is no larger than others, or a page, need."""
+    layers = {see: sum(map(len, pages.values())) for see, pages in buckets.items() if see.sight is Sight.SLIDING}
+    rooms = [
+        sum([-(-len(each) // layers.get(see, 1)) * page for page, each in pages.items()])
+        for see, pages in buckets.items()
+    ]
+    return {see: -(-count // max(1, max(rooms) // next(iter(buckets[see])))) for see, count in layers.items()}
 
 
 def _balanced(pages: dict[int, list[int]]) -> bool:

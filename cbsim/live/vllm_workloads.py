@@ -44,32 +44,49 @@ def draw(rng: Random, number: int, *, old: bool) -> Line:
     connector to the host or another server, several samples, layer groups; of the `old` version none of these.
     """
     kind, longest = "plain" if old else KINDS[number % len(KINDS)], rng.choice([60, 200, 500])
-    timing = {name: rng.choice(times) for name, times in TIMES.items()}
     requests = rng.choice([_independent, _turns, _prefixes, _ladder])(rng, longest)
     most = max(len(r["prompt_token_ids"]) for r in requests) + 1
     most = max(most, longest + rng.choice([1, 1, 40]) if rng.random() < 0.9 else most)  # else some outputs are cut
-    budget = rng.choice([16, 24, 64, 128, 512, 2048])
-    chunks = rng.random() < 0.9
-    config: Line = {
+    config = _config(rng, most, caches=kind == "host")
+    if not old:
+        options = {
+            "watermark": rng.choice([0.02, 0.1, 0.3]),
+            "prefill_schedule_interval": rng.choice([2, 3, 5]),
+            "long_prefill_token_threshold_adaptive": True,
+        }
+        config |= {name: value for name, value in options.items() if rng.random() < 0.2}
+    _cache(rng, config, kind)
+    for i, request in enumerate(sorted(requests, key=lambda request: int(request["arrival_us"]))):
+        request["id"] = f"r{i:02d}"
+        _vary(rng, request, config)
+        if kind == "samples" and rng.random() < 0.7:
+            first = request.pop("output_token_ids")
+            request["outputs"] = [first, *(_tokens(rng, len(first)) for _ in range(rng.randint(1, 5)))]
+            for output in request["outputs"]:
+                output[-1] = first[-1]  # perhaps a stop token
+    return {"name": f"{kind}{number}", "config": config, "requests": requests}
+
+
+def _config(rng: Random, most: int, *, caches: bool) -> Line:
+    """Return the options that every version has, for sequences of at most `most` tokens."""
+    budget, chunks = rng.choice([16, 24, 64, 128, 512, 2048]), rng.random() < 0.9
+    return {
         "block_size": rng.choice([4, 8, 16, 16, 32]),
         "max_model_len": most,
         "max_num_batched_tokens": budget if chunks else max(budget, most),
         "max_num_seqs": min(budget, rng.choice([1, 2, 5, 16, 64])),
         "enable_chunked_prefill": chunks,
-        "enable_prefix_caching": kind == "host" or rng.random() < 0.8,
+        "enable_prefix_caching": caches or rng.random() < 0.8,
         "long_prefill_token_threshold": rng.choice([0, 0, 5, min(40, most)]),
         "scheduler_reserve_full_isl": rng.random() < 0.7,
         "policy": rng.choice(["fcfs", "fcfs", "priority"]),
-        "timing": timing,
+        "timing": {name: rng.choice(times) for name, times in TIMES.items()},
     }
-    if not old:
-        drawn = {
-            "watermark": rng.choice([0.02, 0.1, 0.3]),
-            "prefill_schedule_interval": rng.choice([2, 3, 5]),
-            "long_prefill_token_threshold_adaptive": True,
-        }
-        config |= {name: value for name, value in drawn.items() if rng.random() < 0.2}
-    needed = -(-most // config["block_size"]) + 1
+
+
+def _cache(rng: Random, config: Line, kind: str) -> None:
+    """Add a cache that is tiny or not, and what is beside it."""
+    needed = -(-config["max_model_len"] // config["block_size"]) + 1
     if kind == "layers":
         needed = _layers(rng, config)
     blocks = config["num_blocks"] = needed + rng.choice([0, 1, 3, 10, needed])
@@ -81,19 +98,8 @@ def draw(rng: Random, number: int, *, old: bool) -> Line:
         config["connector"] = _host(rng, blocks)
         config["stop_when_done"] = config["connector"].get("lazy", False) or rng.random() < 0.2
     if kind == "hand_off":
-        config["connector"] = {
-            "kind": "pd",
-            "role": rng.choice(["kv_consumer", "kv_consumer", "kv_producer", "kv_both"]),
-        }
-    for i, request in enumerate(sorted(requests, key=lambda request: int(request["arrival_us"]))):
-        request["id"] = f"r{i:02d}"
-        _vary(rng, request, config)
-        if kind == "samples" and rng.random() < 0.7:
-            first = request.pop("output_token_ids")
-            request["outputs"] = [first, *(_tokens(rng, len(first)) for _ in range(rng.randint(1, 5)))]
-            for output in request["outputs"]:
-                output[-1] = first[-1]  # perhaps a stop token
-    return {"name": f"{kind}{number}", "config": config, "requests": requests}
+        role = rng.choice(["kv_consumer", "kv_consumer", "kv_producer", "kv_both"])
+        config["connector"] = {"kind": "pd", "role": role}
 
 
 def _host(rng: Random, blocks: int) -> Line:
@@ -120,24 +126,25 @@ def _layers(rng: Random, config: Line) -> int:
     layers = rng.choice(
         [*patterns, [full, chunked], [full, chunked, near], [full] * 3 + [near], [near] * 5 + [full] * 4]
     )
-    larger = size
-    side_by_side = (layout or "").startswith("B")
-    if rng.random() < 0.3 and (side_by_side or chunked not in layers):  # pages of two sizes
-        several = rng.random() < 0.5 and side_by_side
-        kinds = [{"kv_heads": 2 + layers[:i].count(layer) % 2 * 2} for i, layer in enumerate(layers)] if several else []
-        halved = rng.choice(["full", "sliding"])
-        kinds = kinds or [{"kv_heads": 2} if layer["kind"] == halved else {} for layer in layers]
-        layers = [layer | kind for layer, kind in zip(layers, kinds, strict=True)]
-        larger = 2 * size
+    if rng.random() < 0.3 and ((layout or "").startswith("B") or chunked not in layers):
+        layers, size = _two_sizes(rng, layers, several=(layout or "").startswith("B") and rng.random() < 0.5), 2 * size
     config["layers"] = [dict(layer) for layer in layers]
     config |= {"layout": layout} if layout else {}
     if rng.random() < 0.4 and any(layer["kind"] == "sliding" for layer in layers):
-        config["retention"] = rng.choice([None, *(larger * n for n in (1, 2, 4))])
+        config["retention"] = rng.choice([None, *(size * n for n in (1, 2, 4))])
     elif rng.random() < 0.2 and full in layers and len({str(layer) for layer in layers}) < 3:
         config["disable_hybrid"] = True
     made = grouping(config)
     assert made is not None
     return least_blocks(made.groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
+
+
+def _two_sizes(rng: Random, layers: list[Line], *, several: bool) -> list[Line]:
+    """Return the layers with pages of two sizes: those of one kind are half as large, or `several` within a kind."""
+    if several:
+        return [layer | {"kv_heads": 2 + layers[:i].count(layer) % 2 * 2} for i, layer in enumerate(layers)]
+    halved = rng.choice(["full", "sliding"])
+    return [layer | ({"kv_heads": 2} if layer["kind"] == halved else {}) for layer in layers]
 
 
 def _vary(rng: Random, request: Line, config: Line) -> None:
