@@ -131,15 +131,18 @@ def read(path: Path) -> SweepTable:
         raise RunError(f"{path}: none of its {len(status):,} points is done{first}")
     every = [_axis(name, table.column(name)) for name in fields]
     constants = {axis.name: axis.labels[0] for axis in every if len(axis) == 1}
-    axes = _together([axis for axis in every if len(axis) > 1])
-    firsts = {axis.fields[0] for axis in axes}
-    axes = [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
+    axes = _named_short(_together([axis for axis in every if len(axis) > 1]))
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
     about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
+
+
+def _named_short(axes: Sequence[Axis]) -> list[Axis]:
+    firsts = {axis.fields[0] for axis in axes}
+    return [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
 
 
 def _metadata(table: pa.Table) -> dict[str, str]:

@@ -63,6 +63,13 @@ def grouped(
     page_bytes = max(layer.page_bytes for layer in layers)
     if outermost and any(layer.page_bytes != page_bytes for layer in layers):
         return _packed(layers, block_size)
+    return _alike(layers, block_size, page_bytes)
+
+
+def _alike(layers: Sequence[LayerKind], block_size: int, page_bytes: int) -> Grouping:
+    """Return groups of as many layers each, whose blocks all take `page_bytes` a layer, with more tokens where a token
+    takes less.
+    """
     buckets: dict[tuple[Attention, int], list[int]] = {}
     for index, layer in enumerate(layers):
         if page_bytes % layer.page_bytes:

@@ -118,25 +118,31 @@ def _host(rng: Random, blocks: int) -> Line:
 
 def _layers(rng: Random, config: Line) -> int:
     """Add layers to a configuration, and what is said of them. Return the blocks that a server needs to start."""
-    size, layout = config["block_size"], rng.choice([None, None, *LAYOUTS])
-    full: Line = {"kind": "full"}
-    near, far = ({"kind": "sliding", "window": rng.choice([1, size, size + 3, 4 * size - 1, 100])} for _ in range(2))
-    chunked = {"kind": "chunked", "chunk": size * rng.choice([2, 4, 6])}
-    patterns = [[full, near], [full, near, near], [near], [full, near, far], [near, near, near, full] * 2, [far, near]]
-    layers = rng.choice(
-        [*patterns, [full, chunked], [full, chunked, near], [full] * 3 + [near], [near] * 5 + [full] * 4]
-    )
-    if rng.random() < 0.3 and ((layout or "").startswith("B") or chunked not in layers):
-        layers, size = _two_sizes(rng, layers, several=(layout or "").startswith("B") and rng.random() < 0.5), 2 * size
+    size, layout = config["block_size"], rng.choice(["", "", *LAYOUTS])
+    layers = _pattern(rng, size)
+    kinds = {layer["kind"] for layer in layers}
+    if rng.random() < 0.3 and (layout.startswith("B") or "chunked" not in kinds):
+        layers, size = _two_sizes(rng, layers, several=layout.startswith("B") and rng.random() < 0.5), 2 * size
     config["layers"] = [dict(layer) for layer in layers]
     config |= {"layout": layout} if layout else {}
-    if rng.random() < 0.4 and any(layer["kind"] == "sliding" for layer in layers):
-        config["retention"] = rng.choice([None, *(size * n for n in (1, 2, 4))])
-    elif rng.random() < 0.2 and full in layers and len({str(layer) for layer in layers}) < 3:
+    if rng.random() < 0.4 and "sliding" in kinds:
+        config["retention"] = rng.choice([None, size, 2 * size, 4 * size])
+    elif rng.random() < 0.2 and "full" in kinds and len({str(layer) for layer in layers}) < 3:
         config["disable_hybrid"] = True
     made = grouping(config)
     assert made is not None
     return least_blocks(made.groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
+
+
+def _pattern(rng: Random, size: int) -> list[Line]:
+    """Return layers of one or several kinds, in blocks of `size` tokens."""
+    full: Line = {"kind": "full"}
+    near, far = ({"kind": "sliding", "window": rng.choice([1, size, size + 3, 4 * size - 1, 100])} for _ in range(2))
+    chunked = {"kind": "chunked", "chunk": size * rng.choice([2, 4, 6])}
+    alike = [[near], [full, near], [full, near, near], [near, near, near, full] * 2, [full] * 3 + [near]]
+    return rng.choice(
+        [*alike, [near] * 5 + [full] * 4, [full, near, far], [far, near], [full, chunked], [full, chunked, near]]
+    )
 
 
 def _two_sizes(rng: Random, layers: list[Line], *, several: bool) -> list[Line]:

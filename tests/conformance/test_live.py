@@ -9,6 +9,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from support.calls import call
 
 from cbsim.cli.parser import main
 from cbsim.conformance.vllm_traces import VllmReplay
@@ -131,9 +132,10 @@ def test_a_damaged_workload_is_refused(
 
 
 @pytest.mark.parametrize("options", [[], ["--live", "vllm", "trace.jsonl"]])
-def test_traces_or_a_package(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    assert main(["conformance", *options]) == 2
-    assert "expected traces, or --live and a package" in capsys.readouterr().err
+def test_traces_or_a_package(options: list[str]) -> None:
+    said = call("conformance", *options)
+    assert said.status == 2
+    assert "expected traces, or --live and a package" in said.err
 
 
 def test_what_is_missing_is_named() -> None:
