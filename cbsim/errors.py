@@ -21,6 +21,11 @@ def entry(parser: str) -> int:
         return INTERRUPTED
 
 
+def in_line(error: BaseException) -> str:
+    """Return an exception of a user's own code as one line, whatever its text is."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class UserError(ValueError):
     """An error in something that a user wrote or named. The message is complete; the attributes hold its parts, each
     None where it is not known: `file` and `line`, the dotted `field`, the `value` in it, and the `bound`, a text of

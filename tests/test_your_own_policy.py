@@ -130,6 +130,12 @@ BREAKS = {  # what the text becomes another text in, and what is said of it
     ),
     "returns-5": (PLAN, f"        return 5\n{PLAN}", "step 0, schedule", "is '5', expected StepPlan or None"),
     "updates-none": (UPDATED, UPDATED.replace("return ", ""), "update is 'None', expected Outcome"),
+    "refuses-nothing": (
+        FITS,
+        f"        return ''\n{FITS}",
+        "step 0, refusal",
+        "refusal is '', expected a reason, or None",
+    ),
     "refuses-5": (FITS, f"        return 5\n{FITS}", "step 0, refusal", "is '5', expected str or None"),
     "limits-none": ("options, options.limits", "options, None", "make", "limits is 'None', expected Limits"),
     "pool-none": (PLAN, f"        self.pool = None\n{PLAN}", "step 0, schedule", "AttributeError"),
@@ -186,6 +192,9 @@ UNSOLVED = {
     ),
     "no-settings": ("settings=ShortestSettings", "settings=None", "cannot be checked: TypeError"),
     "no-annotation": ("seats: Count = 32", 'seats: "Missing" = 32', "cannot be checked"),
+    "no-name": ('name="shortest"', "name=5", "has the name 5, expected letters, digits"),
+    "a-path-for-a-name": ('name="shortest"', 'name="a/b\\n"', "has the name 'a/b\\n', expected letters, digits"),
+    "import-raises": ("from dataclasses", "raise OSError('a\\nb')\nfrom dataclasses", "cannot be loaded: OSError: a b"),
     "import-exits": ("from dataclasses", "raise SystemExit(0)\nfrom dataclasses", "cannot be loaded: SystemExit"),
 }
 
@@ -198,6 +207,11 @@ def test_what_it_breaks_is_said_in_a_line(module: Path, small: Path, out: Path, 
     module.write_text(TEXT.replace(before, after))
     said = call("run", small, "--set", NAME, "--out", out, "--quiet")
     refused(said, 1 if fault in BREAKS else 2, "shortest:SHORTEST", *words)
+
+
+def test_a_default_outside_its_own_bound_is_told_before_the_run(module: Path, small: Path, out: Path) -> None:
+    module.write_text(TEXT.replace("step_tokens: Count = 2048", "step_tokens: Count = -5"))
+    refused(call("run", small, "--set", NAME, "--out", out), 2, "scheduler.step_tokens: got -5, must be >= 1")
 
 
 WITHOUT_ASSERTIONS = """

@@ -44,6 +44,8 @@ def fetch(arguments: argparse.Namespace) -> int:
     names = {each: of for of, one in pinned["cards"].items() for each in (of, *one["hardware"])}
     if not (name := {bare(each): of for each, of in names.items()}.get(bare(card))):
         raise ScenarioError(f"CARD: got {card}, must be one of {', '.join(names)}{near(card, names)}")
+    if source and "://" not in source and not Path(source).is_dir():
+        raise ScenarioError(f"--source: got {source}, expected a folder or an address")
     systems = source if "://" in source else Path(source).resolve().as_uri() if source else SOURCE.format(**pinned)
     folder, files = arguments.out / TABLES / name, pinned["cards"][name]["files"]
     missing = {file: each for file, each in files.items() if digest(folder / file) != each["sha256"]}

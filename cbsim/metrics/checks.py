@@ -25,6 +25,7 @@ TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 UNITS = {"s": {"": 1.0, **TIMES}, "share": {"": 1.0, "%": 0.01}}  # by the metric's unit; any other takes none
 METRIC = r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*"
 NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # with its unit
+LISTED = "; docs/metrics.md has all names"
 IMPLAUSIBLE = 100  # a bound of so many times the value may be one in milliseconds
 DIRECTIONS = {"max:": 1, "min:": -1}
 FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
@@ -151,4 +152,4 @@ def named(name: str, source: str, *, sweep: bool = False) -> str:
         bound = f"needs one of {', '.join(each)}"
         raise CheckError(f"{source}: {head} {bound}{near(name, each) if tail else ''}", field=name, bound=bound)
     hints = [metric(known).spelled for known in (*METRICS, *SHORT, *(OF_SWEEPS if sweep else ()))]
-    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints)}", field=name)
+    raise CheckError(f"{source}: unknown metric {name!r}{near(name, hints) or LISTED}", field=name)

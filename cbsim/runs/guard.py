@@ -84,6 +84,8 @@ class Guarded(Watched):
         before = values(spec)
         reason = _promised("refusal", self._policy.refusal(spec), str, NoneType)
         unchanged(spec, before)
+        if reason == "":
+            raise AssertionError("refusal is '', expected a reason, or None to take the request in")
         return reason
 
     @_named

@@ -7,16 +7,20 @@ is under way.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from cbsim.metrics import coverage, metrics
+from cbsim.policy.request import Finish
 from cbsim.record import directory, environment, optional_tables
 from cbsim.record.directory import OnSteps, Pieces, RunWriter
 from cbsim.record.record import Record
+from cbsim.record.tables import RequestTable
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.costs import TableSettings
@@ -141,9 +145,17 @@ class Session:
         environment["step_times"] = "measured" if self.server.measured else basis
         cost, told = self.scenario.cost, environment.get("notices", ())
         sureness = coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else ()
-        notices = *self.notices, *sureness, *(f"{self.loop}: {line}" for line in told)
+        notices = *self.notices, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
+
+    def _cut(self, rows: RequestTable) -> Iterator[str]:
+        """Yield a sentence if outputs ended early, at the longest sequence that the scheduler takes."""
+        longest, ended = self.scenario.options(self.loop).limits.longest, rows.is_in((Finish.LENGTH.value,))
+        made = rows.runs[1::2][np.repeat(ended, rows.lengths // 2)]
+        left = int(rows.numbers("output_tokens")[ended].sum() - made.sum())
+        if longest is not None and left > 0:
+            yield f"requests end at {longest:,} tokens, as the scheduler has it: {left:,} output tokens were not made"
 
 
 def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:

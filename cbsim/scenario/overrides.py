@@ -16,6 +16,7 @@ from cbsim.scenario import shapes
 from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, Frozen, cut, shown
 
+NOT_FINITE = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}  # in JSON, in YAML
 Changes = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """Fields that are otherwise: `{"loop.mode": "async"}`, or as `--set` has them, `["loop.mode=async"]`."""
 
@@ -63,7 +64,8 @@ def union_at(part: type[Frozen], path: PathParts) -> By | None:
 def written(changes: Changes) -> list[str]:
     """Return changes in the form of `--set`. Raises ScenarioError for a value that a YAML file cannot hold."""
     if isinstance(changes, Mapping):
-        return [f"{name}={json.dumps(value, default=partial(_plain, name))}" for name, value in changes.items()]
+        texts = ((name, json.dumps(value, default=partial(_plain, name))) for name, value in changes.items())
+        return [f"{name}={NOT_FINITE.get(text, text)}" for name, text in texts]
     if isinstance(changes, Sequence) and not isinstance(changes, str):
         parts = [[part] if isinstance(part, str) else written(part) for part in changes]
         return [text for part in parts for text in part]

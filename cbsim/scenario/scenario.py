@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cbsim.errors import ScenarioError
+from cbsim.errors import ScenarioError, in_line
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, documents
@@ -312,7 +312,7 @@ def _solved_options(scenario: Scenario, loop: str) -> Options:
     except (Exception, SystemExit) as error:  # a user's own code may raise anything
         if isinstance(error, ScenarioError) or scenario.scheduler.name in registry.OURS:
             raise
-        reason = f"{scenario.scheduler.name} cannot solve its options: {type(error).__name__}: {error}"
+        reason = f"{scenario.scheduler.name} cannot solve its options: {in_line(error)}"
         raise ScenarioError(f"scheduler: {reason}") from error
     if options.num_blocks > MOST_BLOCKS:
         bound = f"must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import core_schema
 
+from cbsim.errors import in_line
 from cbsim.policy.kind import Settings, SettingsError
 from cbsim.policy.marks import AsText, AtLeast, Below
 from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, documented, near, shown
@@ -67,7 +68,7 @@ def settings(value: Any) -> Settings:
     except (Exception, SystemExit) as error:  # a user's own code may raise anything
         if kind.name in registry.OURS:
             raise
-        raise complaint(f"{value['name']} cannot take its settings: {type(error).__name__}: {error}") from error
+        raise complaint(f"{value['name']} cannot take its settings: {in_line(error)}") from error
 
 
 def plain(value: Settings) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _usable(name: str) -> tuple[Kind, type[Frozen]]:
     try:
         return kind, model_of(kind)
     except Exception as error:  # no dataclass, an annotation that pydantic does not know or that does not exist
-        raise KindError(f"{name!r} has settings that cannot be checked: {type(error).__name__}: {error}") from error
+        raise KindError(f"{name!r} has settings that cannot be checked: {in_line(error)}") from error
 
 
 def _kind(name: Any) -> tuple[Kind, type[Frozen]]:
@@ -105,7 +106,10 @@ def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
     for field in fields(kind_settings):
         if field.name != "name":
             default = field.default if field.default is not MISSING else ...
-            parts[field.name] = (checked_type(hints[field.name]), Field(default, description=texts.get(field.name)))
+            parts[field.name] = (
+                checked_type(hints[field.name]),
+                Field(default, description=texts.get(field.name), validate_default=True),
+            )
     return create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
 
 

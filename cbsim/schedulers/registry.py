@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from cbsim.errors import in_line
 from cbsim.policy.kind import SchedulerKind
 from cbsim.schedulers.sarathi.scheduler import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
 from cbsim.schedulers.sglang.scheduler import SGLANG
@@ -53,7 +55,9 @@ def _loaded(entry: EntryPoint) -> Kind:
         for part in attribute.split("."):
             kind = getattr(kind, part)
     except (Exception, SystemExit) as error:  # a user's own code may raise anything
-        raise KindError(f"{entry.value!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise KindError(f"{entry.value!r} cannot be loaded: {in_line(error)}") from error
     if not isinstance(kind, SchedulerKind):
         raise KindError(f"{entry.value!r} is a {type(kind).__name__}, expected a SchedulerKind")
+    if not isinstance(kind.name, str) or not re.fullmatch(r"[\w.-]+", kind.name):
+        raise KindError(f"{entry.value!r} has the name {kind.name!r}, expected letters, digits, dots, - and _")
     return kind

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.errors import Interrupted, RunError
-from cbsim.files import access, parsed_json
+from cbsim.files import access, read_json
 from cbsim.record.directory import MARKER, write_whole
 from cbsim.runs.progress import ProgressLine
 from cbsim.scenario.scenario import Scenario
@@ -104,7 +104,7 @@ class Store:
         path = self.run(key) / name
         try:
             content = path.read_bytes()
-            if parsed_json((path.parent / SEAL).read_bytes(), SEAL)[name] != _digest(key, name, content):
+            if read_json(path.parent / SEAL, RunError)[name] != _digest(key, name, content):
                 raise ValueError("it was altered since it was stored")
             if (path.parent / MARKER).exists():
                 raise ValueError(f"{MARKER} lies beside it")

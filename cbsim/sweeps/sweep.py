@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from cbsim.metrics.swept import DONE, FAILED, MISSING
 from cbsim.record.directory import write_whole
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import shown
+from cbsim.scenario.fields import cut, shown
 from cbsim.scenario.overrides import written
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity, sweep_file
@@ -77,11 +78,16 @@ def of(sweep: SweepFile, base: Path) -> list[Point]:
     points: list[Point] = []
     mistakes: dict[str, dict[str, None]] = {}  # the points that make one, without their replicates
     for settings, replicate in sweep.settings():
+        overrides = [*always, *written(settings)]
         try:
-            points += _built(make([*always, *written(settings)]), settings, replicate)
+            points += _built(make(overrides), settings, replicate)
         except ScenarioError as error:
             label = ", ".join(f"{name}={value}" for name, value in settings.items())
-            mistakes.setdefault(str(error), {})[label or "the scenario"] = None
+            given, reason = [f"--set {cut(each)}" for each in overrides], str(error)
+            for said in (f" with {', '.join(given)}", *(f"{each}: " for each in given)):
+                reason = reason.replace(said, "")  # the label has it
+            for line in reason.splitlines():
+                mistakes.setdefault(line, {})[label or "the scenario"] = None
     if mistakes:
         raise ScenarioError(_summary_of(mistakes, sweep.name))
     return points
@@ -256,13 +262,16 @@ class Sweep:
 
     def now(self) -> Swept:
         """Write the table of the runs that the store has now, and return the sweep's outcome. Raises RunError."""
-        there = self.store.keys()
-        rows = [
-            Row(point, self.store.summary(point.key), None)
-            if point.key in there
-            else Row(point, None, self.store.reason(point.key))
-            for point in self.points
-        ]
+        there, rows, damaged = self.store.keys(), list[Row](), dict[str, None]()
+        for point in self.points:
+            try:
+                summary = self.store.summary(point.key) if point.key in there else None
+                rows.append(Row(point, summary, None if summary else self.store.reason(point.key)))
+            except RunError as error:
+                damaged[str(error)] = None
+        if damaged:
+            more = [f"and {len(damaged) - MOST_LISTED} more"] if len(damaged) > MOST_LISTED else []
+            raise RunError("\n".join([*islice(damaged, MOST_LISTED), *more]))
         swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet", self.command)
         with access(swept.path, RunError, "written"):
             write_whole(swept.path, partial(pq.write_table, swept.table, compression="zstd"))
@@ -274,7 +283,10 @@ def run(
 ) -> int:
     """Make the missing runs of a sweep and print its outcome. Return the exit status: 1 if a point failed, else 0."""
     file, base = sweep_file.read(path)
-    sweep = Sweep(file, base, store, shard, command)
+    try:
+        sweep = Sweep(file, base, store, shard, command)
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}", file=path) from None
     silent = quiet or as_json
     if not silent:
         part = f", shard {shard[0]} of {shard[1]}" if shard[1] > 1 else ""

@@ -172,6 +172,15 @@ class Axis(Frozen):
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise complaint(f"fields that advance together have as many values; got {counts}")
+        seen: set[Any] = set()
+        for point in self.settings():
+            plain = {
+                name: value if isinstance(value, int | float | str) else repr(value) for name, value in point.items()
+            }
+            values = tuple(sorted(plain.items()))
+            if values in seen:
+                raise complaint(f"has {', '.join(f'{name}={shown(value)}' for name, value in point.items())} twice")
+            seen.add(values)
         return self
 
     @property

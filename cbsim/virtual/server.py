@@ -35,7 +35,7 @@ from types import FrameType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from cbsim.errors import ERROR, OK, ScenarioError
+from cbsim.errors import ERROR, OK, ScenarioError, in_line
 from cbsim.http.app import App
 from cbsim.http.asgi import EXTENSION
 from cbsim.http.listen import Stop, listen
@@ -328,7 +328,7 @@ def _wrong(loop: VirtualLoop, backend: SimulatedBackend, failure: BaseException 
         return None
     if isinstance(failure, KeyboardInterrupt):
         return str(failure) or "interrupted"
-    return None if failure is None else f"the client failed: {type(failure).__name__}: {failure}"
+    return None if failure is None else f"the client failed: {in_line(failure)}"
 
 
 @contextmanager

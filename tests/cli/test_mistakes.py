@@ -15,6 +15,7 @@ from cbsim.workload import generators
     ("option", "value", "words"),
     [
         ("--check", "tttf.p99<3s", ("--check 'tttf.p99<3s'", "'tttf.p99'", "did you mean ttft.p99?")),
+        ("--check", "nope<3", ("unknown metric 'nope'; docs/metrics.md has all names",)),
         *(("--set", nothing, ("expected field=value",)) for nothing in ("", "seed", "=5", "a..b=3")),
         ("--loop", "fast", ("loop.mode: got 'fast', expected one of sync, async, both",)),
         ("--seed", "abc", ("seed: got 'abc', expected a whole number",)),
@@ -202,6 +203,7 @@ def test_an_empty_path_is_none(option: str, small: Path, tmp_path: Path, monkeyp
     ("fields", "words"),
     [
         (("model=llama-3.1-405b", "kv_cache.num_blocks=500"), "which need 815.84 GB with the weights; NVIDIA H200"),
+        (("scheduler.max_model_len=92",), "sync: requests end at 92 tokens, as the scheduler has it: "),
         (("workload.shared_prefix_tokens=500",), "shared_prefix_tokens: got 500, but no prompt has more than 78"),
     ],
 )

@@ -171,6 +171,11 @@ def test_without_a_network_it_says_what_to_copy_where(
     assert (folder / GEMM).is_file()
 
 
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fetch(CARD, "--source", tmp_path / "nope", "--out", tmp_path / "new") == 2
+    assert capsys.readouterr().err == f"cbsim: --source: got {tmp_path / 'nope'}, expected a folder or an address\n"
+
+
 def test_mistakes_name_what_can_be_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

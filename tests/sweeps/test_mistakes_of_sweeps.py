@@ -88,6 +88,7 @@ def altered(**changes: Any) -> Callable[[Path, Path], object]:
         altered(makespan_s="3"),
         lambda run, other: shutil.copy(other / "summary.json", run),
         lambda run, other: [shutil.copy(file, run) for file in other.iterdir()],
+        *(lambda run, _, text=text: (run / "seal.json").write_text(text) for text in ("[]", "null")),
         lambda run, _: (run / "INCOMPLETE").write_text("interrupted"),
     ],
 )
@@ -102,6 +103,45 @@ def test_a_stored_run_that_was_altered_is_named(
     harm(one, other)
     said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet")
     refused(said, 1, str(one / "summary.json"), f"remove {one} to make it again")
+
+
+def test_all_damaged_runs_are_named_with_the_file(small: Path, tmp_path: Path) -> None:
+    file = small.with_name("two.yaml")
+    file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\n")
+    rows = cbsim.sweep(file, store=tmp_path / "store").rows
+    runs = [tmp_path / "store" / "runs" / identity.code() / row.point.key for row in rows]
+    for run in runs:
+        (run / "seal.json").write_text("[]")
+    said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet").err
+    assert [f"{run}/seal.json: got [], expected a JSON object; remove {run} to make" in said for run in runs] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ("{workload.requests: [2, 2.0]}", ("axes.0: has workload.requests=2.0 twice",)),
+        ("{points: [{seed: 1}, {seed: 1}]}", ("axes.0: has seed=1 twice",)),
+        (
+            "{workload.requests: [-3, x, .nan]}",
+            ("requests=-3: workload.requests: got -3", "requests=nan: workload.requests: got nan"),
+        ),
+        (
+            "{workload.requsts: [2, 3], cost.x: [1]}",
+            ("requsts=2, cost.x=1 and 1 more: cost.x: unknown field", " and 1 more: workload.requsts: un"),
+        ),
+    ],
+)
+def test_a_mistake_of_a_sweep_file_is_told_once_with_the_file(
+    small: Path, tmp_path: Path, axes: str, says: tuple[str, ...]
+) -> None:
+    file = small.with_name("wrong.yaml")
+    file.write_text(f"scenario: small.yaml\naxes: {axes}\n")
+    said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1)
+    assert said.status == 2 and said.err.startswith(f"cbsim: {file}"), said
+    assert all(each in said.err for each in says), said.err
+    assert len(said.err.splitlines()) <= 4
 
 
 def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:
@@ -119,7 +159,7 @@ def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:
     refused(call("contrast", written("makespan_s", texts), "--by", "requests"), 2, "makespan_s: got a column of string")
     refused(call("pareto", written("seed", pa.array([0, 1, None, 1]))), 2, "seed: got a row without one")
     refused(call("pareto", written("workload.requests", pa.array([[1]] * 4))), 2, "workload.requests: got a column of")
-    partly = written("ttft_s.mean", pa.array([1.0, float("nan"), float("inf"), 2.0]))
+    partly = written("ttft_s.mean", pa.array([1.0, float("nan"), None, 2.0]))
     assert [len(each.values("ttft_s.mean")) for each in replicated.read(partly).configurations] == [1, 1]
 
 
@@ -132,5 +172,5 @@ def test_confidences_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 def test_where_an_answer_goes_is_looked_at_first(small: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     words = ("tune", small, "--knob", "seats=1,2", "--maximise", "throughput", "--store", tmp_path / "store")
-    refused(call(*words, "--out", tmp_path / "file"), 1, "file", "cannot be written")
+    refused(call(*words, "--out", tmp_path / "file"), 2, "file", "cannot be written")
     assert not (tmp_path / "store").exists()

@@ -44,7 +44,7 @@ async def sleeps() -> float:
 
 
 async def fails() -> None:
-    raise KeyError("no such thing")
+    raise OSError("no such\nthing")
 
 
 async def waits() -> None:

@@ -268,7 +268,7 @@ def test_a_client_that_keeps_the_loop_makes_a_run_that_is_not_faithful(
 @pytest.mark.parametrize(
     ("client", "status", "message"),
     [
-        ("my_client:fails", 1, "the client failed: KeyError: 'no such thing'"),
+        ("my_client:fails", 1, "the client failed: OSError: no such thing"),
         ("my_client:waits", 1, "waits for something that never comes"),
         ("my_client:in_a_thread", 1, "a thread has been in"),
         ("my_client:plain", 2, "is not asynchronous"),
