@@ -231,7 +231,12 @@ def _rows(path: Path, columns: Sequence[str], keys: int = 0) -> list[list[Any]]:
         content = document(path, file)
         table = CsvTable(path, io.StringIO(content, newline=""), columns)
         for cells in table.rows(None):
-            row = [_cell(table, at, cell) for at, cell in enumerate(cells)]
+            row: list[Any] = [
+                cell if columns[at] == "layer" else table.number(at, cell) for at, cell in enumerate(cells)
+            ]
+            for at, name in enumerate(columns):
+                if name.endswith("_us") and not 0 < row[at] <= MOST_TIME_S * 1e6:
+                    raise table.bad(at, cells[at], f"microseconds > 0 and <= {MOST_TIME_S * 1e6:g}, an hour")
             key = tuple(row[:keys]) or (len(rows),)
             if key in rows:
                 raise table.bad(keys - 1, cells[keys - 1], f"no second row of {', '.join(cells[:keys])}")
@@ -241,16 +246,6 @@ def _rows(path: Path, columns: Sequence[str], keys: int = 0) -> list[list[Any]]:
     if not rows:
         raise ScenarioError(f"{path}: holds no rows")
     return list(rows.values())
-
-
-def _cell(table: CsvTable, at: int, cell: str) -> Any:
-    """Return a cell as its column has it. Raises ScenarioError."""
-    if table.columns[at] == "layer":
-        return cell
-    value = table.number(at, cell)
-    if table.columns[at].endswith("_us") and not 0 < value <= MOST_TIME_S * 1e6:
-        raise table.bad(at, cell, f"microseconds > 0 and <= {MOST_TIME_S * 1e6:g}, an hour")
-    return value
 
 
 def _of_degree(folder: Path, tensor_parallel: int) -> Path:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,8 +269,7 @@ class Sweep:
             except RunError as error:
                 damaged[str(error)] = None
         if damaged:
-            more = [f"and {len(damaged) - MOST_LISTED} more"] if len(damaged) > MOST_LISTED else []
-            raise RunError("\n".join([*islice(damaged, MOST_LISTED), *more]))
+            raise RunError("\n".join(damaged))
         swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet", self.command)
         with access(swept.path, RunError, "written"):
             write_whole(swept.path, partial(pq.write_table, swept.table, compression="zstd"))

@@ -1,4 +1,6 @@
-"""Output that cannot be written: exit 1, one line that names the place, and a marker on what is incomplete."""
+"""Output that cannot be written: one line that names the place, and a marker on what is incomplete. Exit 1, or 2 for an
+`--out` that is no folder.
+"""
 
 from __future__ import annotations
 

@@ -220,5 +220,5 @@ def test_out_does_not_write_over_anything_else(pack: Pack, tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     shutil.rmtree(pack.root)  # not even the case is looked at
-    refused(call("score", pack.folder, "--out", tmp_path / "mine"), 1, "thesis.tex", "no report")
+    refused(call("score", pack.folder, "--out", tmp_path / "mine"), 2, "thesis.tex", "no report")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]

@@ -106,7 +106,7 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["inline", "modelled"])
 def test_a_place_that_cannot_be_written_to(small: Path, device: str) -> None:
     """It is found when the run begins: an error, not a usage error, as with `cbsim run`."""
-    refused(call("replay", small, "--device", device, "--out", small), 1, str(small), "cannot be created")
+    refused(call("replay", small, "--device", device, "--out", small), 2, f"--out {small}: cannot be written")
 
 
 @pytest.mark.parametrize("words", [(), ("--quiet",), ("--json",)])
