@@ -135,11 +135,13 @@ class HostCache:
         self.eviction.unused(key)
 
     def _access(self, visitor: Visitor, keys: Sequence[int], numbers: dict[int, int]) -> None:
+        """Record that a request uses these chunks: each counts once, also if it is not there yet."""
         for key in keys:
-            visitor.numbers[key] = numbers[key]
             if key not in visitor.brought and self.written(key):
                 visitor.reused.add(key)
-            self.eviction.access(visitor, key)
+            if key not in visitor.numbers:
+                visitor.numbers[key] = numbers[key]
+                self.eviction.access(visitor, key)
 
     def _take(self, count: int) -> list[int]:
         fresh = min(count, self.capacity - self._unused)
