@@ -105,7 +105,7 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["inline", "modelled"])
 def test_a_place_that_cannot_be_written_to(small: Path, device: str) -> None:
-    """It is found when the run begins: an error, not a usage error, as with `cbsim run`."""
+    """It is found before the run begins: a mistake of the arguments, as with `cbsim run`."""
     refused(call("replay", small, "--device", device, "--out", small), 2, f"--out {small}: cannot be written")
 
 
