@@ -40,13 +40,11 @@ moe_dtype num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_
 
 def fetch(arguments: argparse.Namespace) -> int:
     """Write what is missing of a card's files. Raises ScenarioError: of wrong files, after all others are written."""
-    pinned, source, card = read_json(PINNED), arguments.source, arguments.card
+    pinned, card = read_json(PINNED), arguments.card
     names = {each: of for of, one in pinned["cards"].items() for each in (of, *one["hardware"])}
     if not (name := {bare(each): of for each, of in names.items()}.get(bare(card))):
         raise ScenarioError(f"CARD: got {card}, must be one of {', '.join(names)}{near(card, names)}")
-    if source and "://" not in source and not Path(source).is_dir():
-        raise ScenarioError(f"--source: got {source}, expected a folder or an address")
-    systems = source if "://" in source else Path(source).resolve().as_uri() if source else SOURCE.format(**pinned)
+    systems = _address(arguments.source) if arguments.source else SOURCE.format(**pinned)
     folder, files = arguments.out / TABLES / name, pinned["cards"][name]["files"]
     missing = {file: each for file, each in files.items() if digest(folder / file) != each["sha256"]}
     print(f"{name}: {len(missing)} files to fetch from {systems}", file=sys.stderr)
@@ -67,6 +65,14 @@ def fetch(arguments: argparse.Namespace) -> int:
         raise ScenarioError(f"{systems}: not written to {folder}:{''.join(wrong)}")
     print(folder)
     return OK
+
+
+def _address(source: str) -> str:
+    if "://" in source:
+        return source
+    if not Path(source).is_dir():
+        raise ScenarioError(f"--source: got {source}, expected a folder or an address")
+    return Path(source).resolve().as_uri()
 
 
 def _fetched(url: str, file: str, pinned: str) -> bytes:
