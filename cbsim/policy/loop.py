@@ -276,8 +276,9 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
 
 
 def _refusals(scheduler: Scheduler) -> Generator[Effect, Any, None]:
-    while scheduler.refused:
-        yield Refused(*scheduler.refused.pop(0))
+    refused: list[tuple[RequestSpec, str]] = getattr(scheduler, "refused", [])  # a scheduler may do without
+    while refused:
+        yield Refused(*refused.pop(0))
 
 
 def _complete(
