@@ -122,7 +122,7 @@ def test_what_is_recorded_loads_again(
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("hidden_size", 10**30, "hidden: got 1"), ("max_position_embeddings", 10**16, "max_position: ")],
+    [("hidden_size", 10**30, "hidden_size: got 1"), ("max_position_embeddings", 10**16, "max_position_embeddings: ")],
 )
 def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, words: str) -> None:
     path = folder(tmp_path, **{field: value, "head_dim": 16})

@@ -179,7 +179,7 @@ def test_the_simulator_is_asked_as_a_user_asks_it(tmp_path: Path, monkeypatch: p
     predict.simulated(predict.predictable(few, other, 0.0), tmp_path / "simulated", said.append)
     assert "  warning: sync: beyond the calibration: the coefficients were measured with model 8B" in said[0]
     (tmp_path / "file").touch()
-    with pytest.raises(ServerError, match=r"the simulator failed: cbsim: .*cannot be created"):
+    with pytest.raises(ServerError, match=r"the simulator failed: cbsim: .*cannot be written"):
         predict.simulated(few, tmp_path / "file", said.append)
 
 
