@@ -1,10 +1,11 @@
 """The capacity of a server: an interval of the largest load at which conditions hold, and what limits it.
 
-The load doubles or halves from the scenario's, with two runs each, until means keep the conditions at one load and
-break them at another, and the gap is divided where they are expected to cross. Two loads about that place get further
-runs, look by look. Between them each run's metrics are interpolated: all loads have the same seeds, so a run changes
-smoothly from one to the other. The answer reaches from the largest load where an interval says that all conditions hold
-to the least where one says that a condition fails.
+A few requests one after the other come first: a latency that they exceed no load keeps. Else the load doubles or halves
+from the scenario's, with two runs each, until means keep the conditions at one load and break them at another, and the
+gap is divided where they are expected to cross. Two loads about that place get further runs, look by look. Between them
+each run's metrics are interpolated: all loads have the same seeds, so a run changes smoothly from one to the other. The
+answer reaches from the largest load where an interval says that all conditions hold to the least where one says that a
+condition fails.
 
 `cbsim capacity` prints each probe as it is made, then the answer.
 """

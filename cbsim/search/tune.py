@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Tuned:
         """The settings with the best mean of those that keep all conditions; None if none does."""
         return None if self.outcome.best is None else self.settings(self.outcome.best)
 
-    @property
+    @cached_property
     def still(self) -> bool:
         """True if the seed changes nothing, so that all replicates of a candidate are one run."""
         return generators.still(self.candidates[0].scenario)

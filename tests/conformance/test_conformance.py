@@ -15,6 +15,7 @@ import pytest
 
 from cbsim.conformance.check import TraceResult, compare, run
 from cbsim.conformance.reader import traces
+from cbsim.conformance.sarathi_traces import SarathiReplay
 from cbsim.conformance.vllm_traces import VllmReplay
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -319,7 +320,7 @@ TIMES = {"base_us": 1000, "per_token_us": 0, "per_kv_token_us": 0, "sched_us": 0
 CONFIG: Line = {**SIZES, **RULES, "policy": "fcfs", "long_prefill_token_threshold": 0, "timing": TIMES}
 
 
-def test_cancellations_due_together_come_in_the_order_of_the_requests() -> None:
+def test_cancellations_due_together_come_as_their_format_has_it() -> None:
     """In format 0 in that of their times, in format 1 by id, in format 2 one at a time by their times."""
     requests: list[Line] = []
     for number, abort_us in enumerate((None, 2700, 2300, 2500)):
@@ -330,3 +331,21 @@ def test_cancellations_due_together_come_in_the_order_of_the_requests() -> None:
         header = {"vllm": "0.33.0", "mode": "sync", "format": trace_format, "config": CONFIG}
         replayed = VllmReplay(header, {"config": CONFIG, "requests": requests}).lines()
         assert [line["ids"] for line in replayed if line["ev"] == "abort"] == order
+
+
+def test_the_result_of_a_row_from_before_a_preemption_counts() -> None:
+    """Two stages: r1's whole prompt is in flight when it is preempted and planned again in the same pass. Both results
+    are of a complete prompt, so each gives it a token, and its limit of 5 began again: 6 outputs."""
+    sizes = {"block_size": 4, "num_blocks": 6, "max_model_len": 48, "max_num_seqs": 6, "pipeline": 2}
+    timing = {"base_us": 1000, "per_token_us": 10}
+    config = {"scheduler": "sarathi", **sizes, "options": {"chunk_size": 32}, "timing": timing}
+    requests = [
+        {"id": "r0", "arrival_us": 0, "prompt": 13, "output": 3},
+        {"id": "r1", "arrival_us": 0, "prompt": 5, "output": 5},
+    ]
+    replayed = [*SarathiReplay(config, {"requests": requests}).lines()]
+    again = next(line for line in replayed if line["ev"] == "schedule" and line["step"] == 5)
+    assert again["preempted"] == ["r1"] and again["reqs"][0]["id"] == "r1" and again["reqs"][0]["n"] == 6
+    tokens = {line["step"]: line["tokens"] for line in replayed if line["ev"] == "update"}
+    assert "r1" in tokens[4] and "r1" in tokens[5]
+    assert replayed[-1]["requests"]["r1"]["n_out"] == 6
