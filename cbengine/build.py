@@ -32,6 +32,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.runs import assemble
 from cbsim.runs.inbox import Client
+from cbsim.scenario.fields import shown
 from cbsim.scenario.rows import host_memory
 from cbsim.scenario.scenario import Scenario, depth, longest_text, loops
 from cbsim.scenario.shapes import ModelShape, activation_bytes
@@ -92,10 +93,20 @@ def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Sc
     return _with_graphs(_fitted(ready, setup, open_ended=open_ended) if setup.device == "cuda" else ready, setup)
 
 
+UNCOMPUTED = (
+    ("experts", "0", "dense models only"),
+    ("latent", "null", "attention with separate keys and values only"),
+    ("full_heads", "null", "layers with the same heads only"),
+    ("sinks", "false", "attention without sinks only"),
+)
+"""Fields of a shape that must be absent, with what the engine computes instead."""
+
+
 def check_model(shape: ModelShape) -> None:
     """Refuse a model that can be simulated but not computed, naming its field. Raises UsageError, ScenarioError."""
-    if shape.experts:
-        raise UsageError(f"model.experts: got {shape.experts}, must be 0: the engine computes dense models only")
+    for field, expected, reason in UNCOMPUTED:
+        if value := getattr(shape, field):
+            raise UsageError(f"model.{field}: got {shown(value)}, must be {expected}: the engine computes {reason}")
     for name in ("weights_dtype", "kv_dtype"):
         if kind := getattr(shape, name):
             raise UsageError(f"model.{name}: got {kind}, must be null: the engine has one type for all")

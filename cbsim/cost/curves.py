@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from cbsim.cost.table import HEAD_DIM, LAUNCHES, KernelTimes, Ladder, neighbours, pairs, reached
 from cbsim.scenario import catalog
+from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import WEIGHT_BYTES, Hardware, ModelShape
 
 FOLDER = "curves"
@@ -139,23 +140,21 @@ class CurveTimes(KernelTimes):
     def __init__(self, known: Sequence[Source], engine: str, gpu: Hardware, model: ModelShape, tensor: int) -> None:
         self._sources, self._engine, self._sheet, self._gpu = known, engine, sheet(gpu), gpu
         self._model, self._tensor = model, tensor
-        dtype, launches = model.weights_dtype or model.dtype, LAUNCHES if tensor > 1 else ()
-        reduce = {launch: self._reduce_ladder(launch) for launch in launches}
+        reduce = {launch: self._reduce_ladder(launch) for launch in (LAUNCHES if tensor > 1 else ())}
         super().__init__(
             model,
             tensor,
             1.0,
-            product=partial(self._product, dtype),
-            head=self._product(model.dtype, model.vocab / tensor, model.hidden),
-            experts=self._expert_ladder(dtype) if model.experts else None,
-            decode=self._decode_ladder(max(1.0, model.kv_heads / tensor)),
-            prompt=self._prompt_ladder(model.heads / tensor),
+            product=self._product,
+            experts=self._expert_ladder,
+            attention=lambda heads: (self._decode_ladder(heads), self._prompt_ladder(heads)),
             reduce=reduce,
             gather=(lambda elements: GATHER * reduce["eager"](elements)) if reduce else None,
         )
 
-    def _product(self, dtype: str, n: float, k: float) -> Ladder:
-        """Return the ns of the product [m, k] x [k, n] by m; without curves of a type, by the shares of bfloat16."""
+    def _product(self, matrix: Matrix) -> Ladder:
+        """Return the ns of a product by tokens; without curves of a type, by the shares of bfloat16."""
+        n, k, dtype = matrix
 
         def curve(source: Source) -> Points:
             of = _typed(source.curves["products"], dtype)
@@ -165,41 +164,47 @@ class CurveTimes(KernelTimes):
 
         return self._mean(curve)
 
-    def _expert_ladder(self, dtype: str) -> Ladder:
+    def _expert_ladder(self, layer: Layer) -> Ladder:
         """Return the ns of a layer's experts, by tokens: at the shares of the shape nearest to theirs."""
-        model = self._model
-        shape = model.hidden, model.intermediate / self._tensor, model.experts_per_token, model.experts
+        part = layer.feed_forward
+        shape = layer.hidden, part.expert_inner / self._tensor, part.chosen, part.experts
 
         def curve(source: Source) -> Points:
-            of = _typed(self._of_engine(source)["experts"], dtype)
+            of = _typed(self._of_engine(source)["experts"], part.expert_dtype)
             nearest = min(of["curves"], key=lambda each: apart(shape, each["shape"]))
             points = [((tokens,), (tokens,)) for tokens in of["tokens"]]
-            work = partial(experts, dtype, shape)
+            work = partial(experts, part.expert_dtype, shape)
             return self._scaled(source, {**of, **nearest}, ("tokens",), work, points, launched=False)
 
         return self._mean(curve, "experts")
 
-    def _decode_ladder(self, kv: float) -> Ladder:
-        """Return the ns of a layer's attention of decoding rows, by rows and context."""
-        model = self._model
-        dtype, wide = model.kv_dtype or model.dtype, kv * model.head_dim / HEAD_DIM
+    def _decode_ladder(self, heads: Heads) -> Ladder:
+        """Return the ns of a layer's attention of decoding rows, by rows and context. No curve has a latent's: its rows
+        count as KV heads that read as many bytes, and compute with all query heads.
+        """
+        dtype, wide = self._model.cache_dtype, heads.cached(self._tensor) / 2 / HEAD_DIM
+        latent, query = heads.latent, heads.query / self._tensor
+
+        def work(rows: float, context: float) -> Work:
+            read = decode(dtype, rows, context)
+            flop = 2 * query * (2 * latent.kv + latent.rope) * rows / wide * context if latent else 0.0
+            return Work(flop, read.bytes, self._model.dtype)
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["decode"], dtype)
             points = [((rows, n), (rows * wide, n)) for rows in of["rows"] for n in of["context"]]
-            return self._scaled(source, of, ("rows", "context"), partial(decode, dtype), points)
+            return self._scaled(source, of, ("rows", "context"), work, points)
 
         return self._mean(curve)
 
-    def _prompt_ladder(self, query: float) -> Ladder:
+    def _prompt_ladder(self, heads: Heads) -> Ladder:
         """Return the ns of a layer's attention of a prompt computed at once, by its pairs."""
-        model = self._model
-        wide = query * model.head_dim / HEAD_DIM
+        wide = heads.pair_flop / self._tensor / (4 * HEAD_DIM)
 
         def curve(source: Source) -> Points:
             of = self._of_engine(source)["prompt"]
             points = [((pairs(n),), (wide, n)) for n in of["tokens"]]
-            return self._scaled(source, of, ("heads", "tokens"), partial(prompt, model.dtype), points)
+            return self._scaled(source, of, ("heads", "tokens"), partial(prompt, self._model.dtype), points)
 
         return self._mean(curve)
 

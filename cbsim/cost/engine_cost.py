@@ -21,8 +21,8 @@ from cbsim.cost import bundle, engine_tables
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
 from cbsim.cost.curves import CurveTimes, sources
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.roofline import check_listed, copy_ns, kinds, roofline_cost
-from cbsim.cost.table import Attention, KernelTimes, attention_work
+from cbsim.cost.roofline import check_listed, copy_ns, roofline_cost
+from cbsim.cost.table import KernelTimes, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog
@@ -37,15 +37,21 @@ With few slots vLLM captures less, as in simulate.graphs."""
 
 
 def elementwise_bytes(model: ModelShape, tensor: int) -> float:
-    """Return the bytes that a layer's kernels between products read and write for a token, on one of `tensor` GPUs.
+    """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
-    Twice residual and norm (read both, write both); rope (read and write queries and keys, write keys and values);
-    activation (read gate and up, write their product, of every expert that a token goes through).
+    Twice residual and norm (read both, write both); rope (read and write queries and keys, write keys and values: a
+    latent is normed and written likewise); activation (read gate and up, write their product, of every expert that a
+    token goes through).
     """
-    width, heads = model.dtype_bytes, (model.heads + 2 * max(tensor, model.kv_heads)) / tensor
-    kv = 2 * max(tensor, model.kv_heads) / tensor * model.head_dim * DTYPE_BYTES[model.kv_dtype or model.dtype]
-    inner = 3 * model.intermediate * max(1, model.experts_per_token) / tensor
-    return (8 * model.hidden + 2 * heads * model.head_dim + inner) * width + kv
+    total, width = 0.0, model.dtype_bytes
+    for layer, count in model.kinds:
+        heads, of = layer.attention, layer.feed_forward
+        keys = heads.cached(tensor)
+        queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope) / tensor
+        inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
+        written = keys * DTYPE_BYTES[model.cache_dtype]
+        total += count * ((8 * layer.hidden + 2 * (queries + keys) + inner) * width + written)
+    return total
 
 
 class EngineCost:
@@ -69,11 +75,11 @@ class EngineCost:
         self._settings, self._decode_attention = settings, settings.decode_attention
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
         tensor = settings.tensor_parallel
-        self._token_ns = settings.elementwise * model.layers * elementwise_bytes(model, tensor) / bytes_ns
+        self._token_ns = settings.elementwise * elementwise_bytes(model, tensor) / bytes_ns
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
-        self._kinds, self._windows = kinds(model.layer_attention), not model.sees_all
+        self._windows = not model.sees_all
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         rows = plan.work.rows + plan.work.padding_rows
@@ -81,14 +87,12 @@ class EngineCost:
             return 0, 0, 0
         if self._windows:
             check_listed(plan)
-        attention = sum([share * self.attention_ns(attention_work(plan, kind)) for kind, share in self._kinds])
+        attention = 0.0
+        for of in self._kernels.attended:
+            work = attention_work(plan, of.sees)
+            attention += self._decode_attention * of.decode_ns(work.decodes, work.context + 1) + of.prompt_ns(work)
         h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
         return h2d_ns, round(self._of_tokens(tokens) + self._of_rows(rows) + attention), d2h_ns
-
-    def attention_ns(self, work: Attention) -> float:
-        """Return the ns of attention in all layers."""
-        time = self._decode_attention * self._kernels.decode_ns(work.decodes, work.context + 1) if work.decodes else 0.0
-        return time + self._kernels.prompt_ns(work) if work.prefill else time
 
     def _all_tokens(self, tokens: int) -> float:
         kernels, settings, graph = self._kernels, self._settings, tokens <= self._captured

@@ -43,12 +43,13 @@ import pyarrow.csv
 from cbsim.cost.table import HEAD_DIM, LAUNCHES, MOST_TIME_S, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
 from cbsim.errors import ScenarioError
 from cbsim.policy.value import value
+from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
 GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo"}  # by weights_dtype
 WIDE = "bfloat16"
-PROMPTS = "context_attention"
+PROMPTS, ROWS = "context_attention", "generation_attention"
 
 
 class Share(NamedTuple):
@@ -69,19 +70,15 @@ class EngineTables(KernelTimes):
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
         _check(folder, model, share)
         tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
-        dtype, tensor = GEMM.get(model.weights_dtype or "", WIDE), share.tensor
-        query, kv = model.heads // tensor, max(1, model.kv_heads // tensor)
         super().__init__(
             model,
-            tensor,
+            share.tensor,
             NS_A_MS,
-            product=partial(tables.product, dtype),
-            head=tables.product(WIDE, model.vocab / tensor, model.hidden),
-            experts=tables.experts(dtype, model, share) if model.experts else None,
-            decode=tables.attention("generation_attention", query, kv, model.kv_dtype or WIDE),
-            prompt=tables.attention(PROMPTS, query, kv, model.kv_dtype or WIDE),
-            reduce=tables.all_reduces(tensor) if tensor > 1 else {},
-            gather=tables.gathers(tensor) if tensor > 1 else None,
+            product=tables.product,
+            experts=partial(tables.experts, share),
+            attention=partial(tables.attended, share.tensor, model.kv_dtype or WIDE),
+            reduce=tables.all_reduces(share.tensor) if share.tensor > 1 else {},
+            gather=tables.gathers(share.tensor) if share.tensor > 1 else None,
         )
 
 
@@ -99,8 +96,9 @@ class _Tables:
         name, _, version = self.engine.partition("_")
         return self.folder / f"{operation}__{nearest(self.folder, name, version, operation) or self.engine}.csv.gz"
 
-    def product(self, dtype: str, n: float, k: float) -> Curve:
-        """Return the milliseconds of the product [m, k] x [k, n], by m."""
+    def product(self, matrix: Matrix) -> Curve:
+        """Return the milliseconds of a product, by tokens."""
+        n, k, dtype = matrix.outputs, matrix.inputs, GEMM.get(matrix.dtype, WIDE)
         curves = self._curves(dtype, n, k)
         if not curves:
             raise ScenarioError(f"{self.folder}: no products of {dtype} in the tables of {', '.join(self.products)}")
@@ -112,19 +110,26 @@ class _Tables:
         known = [_products(self.folder, engine, dtype) for engine in self.products]
         return [products.curve(n, k) for products in known if products is not None]
 
-    def experts(self, dtype: str, model: ModelShape, share: Share) -> Ladder:
+    def experts(self, share: Share, layer: Layer) -> Ladder:
         """Return the milliseconds of a layer's experts, by tokens."""
+        part = layer.feed_forward
         required = {
-            "moe_dtype": dtype,
-            "hidden_size": model.hidden,
-            "inter_size": model.intermediate,
-            "topk": model.experts_per_token,
-            "num_experts": model.experts,
+            "moe_dtype": GEMM.get(part.expert_dtype, WIDE),
+            "hidden_size": layer.hidden,
+            "inter_size": part.expert_inner,
+            "topk": part.chosen,
+            "num_experts": part.experts,
             "moe_tp_size": share.tensor // share.experts,
             "moe_ep_size": share.experts,
             "distribution": share.routing,
         }
         return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
+
+    def attended(self, tensor: int, kv_dtype: str, heads: Heads) -> tuple[Measured, Measured]:
+        """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""
+        query, kv = heads.query // tensor, max(1, heads.kv // tensor)
+        decode, prompt = (self.attention(operation, query, kv, kv_dtype) for operation in (ROWS, PROMPTS))
+        return decode, prompt
 
     def attention(self, operation: str, query: int, kv: int, kv_dtype: str) -> Measured:
         """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at

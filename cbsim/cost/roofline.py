@@ -160,20 +160,21 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         bytes_pcie=gpu.pcie_bytes_s,
         linear=(linear_flops or flops) / flops,
     )
-    ranks, experts = settings.tensor_parallel, model.layers * model.expert_parameters
+    ranks, experts = settings.tensor_parallel, model.expert_parameters
     share = model.experts_per_token / model.experts if model.experts else 0.0
-    router = model.layers * model.hidden * model.experts
     reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
-    dense = model.layers * model.layer_parameters - experts
+    dense = model.layer_parameters - experts
+    embeddings = model.parameters - model.layer_parameters
+    linear_bytes = model.weight_bytes - model.expert_bytes - embeddings * model.dtype_bytes
     weights = Weights(
         linear=(dense + round(experts * share)) // ranks,
         head=model.vocab * model.hidden // ranks,
         hidden=model.hidden,
-        attention_flop=4 * model.layers * model.heads * model.head_dim // ranks,
+        attention_flop=sum(count * layer.attention.pair_flop for layer, count in model.kinds) // ranks,
         bytes=model.dtype_bytes,
-        kv_bytes=model.kv_bytes_per_token // ranks,
-        linear_bytes=(model.matrix_bytes(dense - router) + router * model.dtype_bytes) // ranks,
+        kv_bytes=model.kv_token_bytes(ranks),
+        linear_bytes=linear_bytes // ranks,
         experts_share=share,
         experts_bytes=model.expert_bytes / ranks,
     )

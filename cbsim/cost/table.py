@@ -14,12 +14,14 @@ through the last two goes on.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import log, sqrt
 from typing import NamedTuple, Protocol
 
 from cbsim.policy import groups
 from cbsim.policy.plan import StepPlan
+from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
 MOST_TIME_S = 3600.0  # of what a table holds: no kernel of a step takes longer
@@ -133,12 +135,38 @@ Curve = Callable[[float], float]
 LAUNCHES = ("graph", "eager")  # of all-reduces: in a graph, or by themselves
 
 
+class Attended(NamedTuple):
+    """The attention of all layers of one kind, which see `sees`: functions to units of which each is `unit_ns` ns in
+    those layers; `decode` by rows and context, `prompt` by the query-key pairs of a prompt.
+    """
+
+    sees: groups.Attention
+    unit_ns: float
+    decode: Measured
+    prompt: Measured
+
+    def decode_ns(self, rows: int, context: float) -> float:
+        """Return the ns of decoding rows, each over `context` tokens, its own included."""
+        return self.unit_ns * self.decode(rows, context) if rows else 0.0
+
+    def prompt_ns(self, work: Attention) -> float:
+        """Return the ns of a chunk: its whole prompt's less the cached part's, and at least that of a chunk without
+        cache and of one decoding row that reads as much.
+        """
+        if not work.prefill:
+            return 0.0
+        alone, end = self.prompt(pairs(work.prefill)), work.cached + work.prefill
+        if work.cached:
+            alone = max(alone, self.prompt(pairs(end)) - self.prompt(pairs(work.cached)), self.decode(1, end))
+        return self.unit_ns * alone
+
+
 class KernelTimes:
     """The times of kernels on one of `tensor` GPUs that share `model`, made of functions to units of `unit_ns`.
 
-    `product` is given the outputs and inputs of a matrix and returns times by tokens, as `head` does by rows; `experts`
-    are a layer's, by tokens. Attention of a layer is by rows and context (`decode`) and by query-key pairs (`prompt`).
-    All-reduces, by how they are launched, and the all-gather of the head are by elements.
+    `product` is given a matrix and returns times by tokens; `experts` is given layers of one kind and returns theirs by
+    tokens. `attention` is given heads and returns what decoding rows take, by rows and context, and a prompt, by
+    query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements.
     """
 
     def __init__(
@@ -147,31 +175,32 @@ class KernelTimes:
         tensor: int,
         unit_ns: float,
         *,
-        product: Callable[[float, float], Curve],
-        head: Curve,
-        experts: Curve | None,
-        decode: Measured,
-        prompt: Measured,
+        product: Callable[[Matrix], Curve],
+        experts: Callable[[Layer], Curve],
+        attention: Callable[[Heads], tuple[Measured, Measured]],
         reduce: Mapping[str, Curve],
         gather: Curve | None,
     ) -> None:
-        queries, keys = model.heads * model.head_dim / tensor, max(1.0, model.kv_heads / tensor) * model.head_dim
-        shapes: list[tuple[float, float]] = [(queries + 2 * keys, model.hidden), (model.hidden, queries)]
-        if not model.experts:
-            inner = model.intermediate / tensor
-            shapes += [(2 * inner, model.hidden), (model.hidden, inner)]
-        self._layer, self._head, self._experts = [product(n, k) for n, k in shapes], head, experts
-        self._decode, self._prompt, self._reduce, self._gather = decode, prompt, reduce, gather
+        matrices: Counter[Matrix] = Counter()
+        for matrix, count in model.matrices(tensor):
+            matrices[matrix] += count
+        heads: Counter[Heads] = Counter()
+        for layer, count in model.kinds:
+            heads[layer.attention] += count
+        self._linear = [(count, product(matrix)) for matrix, count in matrices.items()]
+        self._experts = [(count, experts(layer)) for layer, count in model.kinds if layer.feed_forward.experts]
+        self.attended = [Attended(each.sees, unit_ns * count, *attention(each)) for each, count in heads.items()]
+        self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype))
+        self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
         self._hidden, self._vocab = model.hidden, model.vocab
-        self._unit_ns, self._layers_ns = unit_ns, unit_ns * model.layers
 
     def linear_ns(self, tokens: int) -> float:
         """Return the ns of the matrix products of all layers except those of experts."""
-        return self._layers_ns * sum([curve(tokens) for curve in self._layer])
+        return self._unit_ns * sum([count * curve(tokens) for count, curve in self._linear])
 
     def experts_ns(self, tokens: int) -> float:
         """Return the ns of the experts of all layers and of their routing."""
-        return self._layers_ns * self._experts(tokens) if self._experts else 0.0
+        return self._unit_ns * sum([count * curve(tokens) for count, curve in self._experts])
 
     def head_ns(self, rows: int) -> float:
         """Return the ns of the output head's product and of the all-gather of its shares."""
@@ -183,18 +212,3 @@ class KernelTimes:
         """Return the ns of one all-reduce of the residual stream, in a graph or launched by itself; 0 on one GPU."""
         curve = self._reduce.get(LAUNCHES[not graph])
         return self._unit_ns * curve(tokens * self._hidden) if curve else 0.0
-
-    def decode_ns(self, rows: int, context: float) -> float:
-        """Return the ns of attention of decoding rows in all layers, each over `context` tokens, its own included."""
-        return self._layers_ns * self._decode(rows, context) if rows else 0.0
-
-    def prompt_ns(self, work: Attention) -> float:
-        """Return the ns of attention of a chunk in all layers: its whole prompt's less the cached part's, and at least
-        that of a chunk without cache and of one decoding row that reads as much.
-        """
-        if not work.prefill:
-            return 0.0
-        alone, end = self._prompt(pairs(work.prefill)), work.cached + work.prefill
-        if work.cached:
-            alone = max(alone, self._prompt(pairs(end)) - self._prompt(pairs(work.cached)), self._decode(1, end))
-        return self._layers_ns * alone

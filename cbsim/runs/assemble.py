@@ -39,5 +39,5 @@ def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:
     """Return the time of KV transfers by the GPU's data sheet: of blocks of all layers, or of pages of groups."""
     gpu, model = scenario.hardware, scenario.model
     layers = page_layers(groups) if groups else model.layers
-    block_bytes = scenario.block_size * model.kv_bytes_per_token // model.layers * layers // scenario.gpus
+    block_bytes = scenario.block_size * model.kv_token_bytes(scenario.gpus) // model.layers * layers
     return Copies(block_bytes, gpu.pcie_bytes_s, gpu.memory_bandwidth_bytes_s)

@@ -153,8 +153,8 @@ class Scenario(Frozen):
         if not model.sees_all and not (self.kind.windows and self.cost.kind in ("roofline", "constant")):
             other = f"cost.kind {self.cost.kind}" if self.kind.windows else f"scheduler {self.scheduler.name}"
             raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
-        if self.cost.kind == "roofline" and (model.heads % gpus or model.kv_heads % gpus):
-            bound = f"must divide heads ({model.heads}) and kv_heads ({model.kv_heads})"
+        if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
+            bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
         return self
 
@@ -347,7 +347,7 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
     """Return the likely mistakes of a scenario that no rule forbids, a line each: a cache that is beyond the memory."""
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
     weights = model.shard_bytes(gpus)
-    cache = (blocks or 0) * scenario.block_size * model.kv_bytes_per_token // gpus * model.sees_all
+    cache = (blocks or 0) * scenario.block_size * model.kv_token_bytes(gpus) * model.sees_all
     if blocks is None or weights + cache <= gpu.memory_bytes:
         return ()
     needed, memory = (f"{size / 1e9:.2f} GB" for size in (weights + cache, gpu.memory_bytes))

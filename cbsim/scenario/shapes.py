@@ -6,6 +6,7 @@ of other systems are with their schedulers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,16 +14,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from cbsim.errors import ScenarioError
-from cbsim.policy.groups import Attention, Sight
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
+from cbsim.scenario.layers import FeedForward, Heads, Layer, Matrix, Ranks
 from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
-WEIGHT_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": 133 / 256, "nvfp4": 9 / 16}
+WEIGHT_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": 133 / 256, "int4_g32": 9 / 16}
+WEIGHT_BYTES |= {"nvfp4": 9 / 16, "mxfp4": 17 / 32}
 """Bytes of a weight with its share of what is stored for a group. int4: two groups of 128 with a scale of 2 bytes and a
-zero point of 4 bits each, 128 + 2 x 2.5 bytes. nvfp4: a group of 16 with a scale of a byte."""
+zero point of 4 bits each, 128 + 2 x 2.5 bytes; int4_g32: 32 with a scale of 2 bytes. nvfp4: a group of 16 with a scale
+of a byte; mxfp4: one of 32."""
 
 
 def _sight(seen: str) -> str:
@@ -35,29 +39,65 @@ Seen = Annotated[str, AfterValidator(_sight)]
 """A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
 
 
+class Latent(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the widths of what it makes of a token."""
+
+    query_rank: Annotated[Whole, Field(ge=0)] = 0  #: Width of the queries' latent; 0: queries have none.
+    kv_rank: Number  #: Width of the latent of keys and values, which is cached.
+    nope_dim: Number  #: Part of a head's keys and queries that is not rotated.
+    rope_dim: Number  #: Part that is rotated; one key for all heads, cached beside the latent.
+    value_dim: Number  #: Width of a head's values.
+
+
+class FullHeads(Frozen):
+    """The KV heads of layers that see the whole sequence, where those of other layers differ (Gemma 4)."""
+
+    kv_heads: Number  #: Key and value heads.
+    head_dim: Number  #: Width of a head.
+    keys_are_values: bool = False  #: Does one product make both keys and values?
+
+
+Narrow = Literal["fp8", "fp8_block", "nvfp4", "mxfp4", "int4", "int4_g32"]
+
+
 class ModelShape(Frozen):
-    """A decoder: grouped-query attention, gated feed-forward or a mixture of such experts, RMS norms; one type for
-    all tensors, unless `weights_dtype` and `kv_dtype` say otherwise.
+    """A decoder: grouped-query or latent attention, gated feed-forward layers or mixtures of such experts, RMS norms;
+    one type for all tensors, unless `weights_dtype` and the other types say otherwise. `kinds` counts its layers.
     """
 
     name: Text  #: What reports call it.
-    layers: Number  #: Number of decoder layers.
+    layers: Annotated[Number, Field(le=MOST_LAYERS)]  #: Number of decoder layers.
     hidden: Number  #: Width of the residual stream.
     heads: Number  #: Query heads.
-    kv_heads: Number  #: Key and value heads.
-    head_dim: Number  #: Width of a head.
+    kv_heads: Number  #: Key and value heads; 1 with `latent`, which is shared by all.
+    head_dim: Number  #: Width of a head; with `latent` of what is cached: kv_rank + rope_dim.
+    latent: Latent | None = None  #: Multi-head latent attention (MLA), in all layers.
+    full_heads: FullHeads | None = None
+    """KV heads of layers that see the whole sequence, if those of layers with windows are others."""
+    sinks: bool = False  #: Has every head a learned sink (gpt-oss)? They take no time of their own.
     intermediate: Number  #: Width of the feed-forward layer, or of one expert.
     experts: Annotated[Whole, Field(ge=0)] = 0  #: Experts of a layer; 0: the feed-forward layer is dense.
     experts_per_token: Annotated[Whole, Field(ge=0)] = 0  #: Experts that a token goes through.
+    shared_intermediate: Annotated[Whole, Field(ge=0)] = 0
+    """Width of what every token goes through beside the experts: of all shared experts together."""
+    feed_forward: Many[Literal["dense", "experts"]] = ()
+    """Of a mixture: which layers have experts, layer by layer, and again from the first if there are more; the same
+    everywhere if empty."""
+    first_dense: Annotated[Whole, Field(ge=0)] = 0  #: Of a mixture: so many of the first layers are dense.
+    dense_intermediate: Annotated[Whole, Field(ge=0)] = 0  #: Of a mixture: width of its dense layers.
     vocab: Number  #: Rows of the embedding.
     tied_embeddings: bool = False  #: Does the output layer share the embedding's weights?
     qk_norm: bool = False  #: Are the queries and keys of every head RMS-normed (Qwen3)?
     qkv_bias: bool = False
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  #: Type of weights, activations and KV cache.
-    weights_dtype: Literal["fp8", "fp8_block", "nvfp4", "int4"] | None = None
+    weights_dtype: Narrow | None = None
     """Type of the layers' matrices if not `dtype`: fp8 with a scale a tensor or channel, fp8_block with one a block of
-    128 x 128, nvfp4 in groups of 16, int4 in groups of 128. Embedding and output layer have `dtype`."""
+    128 x 128, nvfp4 in groups of 16, mxfp4 in groups of 32, int4 in groups of 128, int4_g32 in groups of 32. Embedding
+    and output layer have `dtype`."""
+    attention_dtype: Narrow | Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of attention's matrices if not that of the others."""
+    experts_dtype: Narrow | None = None  #: Type of the experts' matrices if not that of the others.
     kv_dtype: Literal["fp8"] | None = None  #: Type of the KV cache if not `dtype`.
     max_position: Number  #: Longest sequence that the model is made for, in tokens.
     attention: Annotated[Many[Seen], Field(min_length=1)] = ("full",)
@@ -69,13 +109,68 @@ class ModelShape(Frozen):
         if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
             bound = f"must be between {min(self.experts, 1)} and experts ({self.experts})"
             raise complaint(f"got {self.experts_per_token}, {bound}", "experts_per_token")
-        if len(self.attention) > self.layers:
-            raise complaint(f"got {len(self.attention)} entries, must be <= layers ({self.layers})", "attention")
-        if self.layers > MOST_LAYERS and not self.sees_all:
-            raise complaint(f"got {self.layers:,}, must be <= {MOST_LAYERS:,} if layers have windows", "layers")
+        for field in ("attention", "feed_forward"):
+            if (entries := len(getattr(self, field))) > self.layers:
+                raise complaint(f"got {entries} entries, must be <= layers ({self.layers})", field)
         if self.heads % self.kv_heads:
             raise complaint(f"got {self.kv_heads}, must divide heads ({self.heads})", "kv_heads")
+        self._mixture_agrees()
+        self._heads_agree()
         return self
+
+    def _mixture_agrees(self) -> None:
+        for field in ("shared_intermediate", "feed_forward", "first_dense", "dense_intermediate", "experts_dtype"):
+            if not self.experts and (value := getattr(self, field)):
+                raise complaint(f"got {shown(value)}, must be absent without experts", field)
+        if self.first_dense > self.layers:
+            raise complaint(f"got {self.first_dense}, must be <= layers ({self.layers})", "first_dense")
+        dense = sum(count for layer, count in self.kinds if not layer.feed_forward.experts)
+        if self.experts and bool(dense) != bool(self.dense_intermediate):
+            bound = f"must be > 0: {dense} layers are dense" if dense else "must be 0: no layer is dense"
+            raise complaint(f"got {self.dense_intermediate}, {bound}", "dense_intermediate")
+
+    def _heads_agree(self) -> None:
+        if (wide := self.full_heads) is not None:
+            if self.heads % wide.kv_heads:
+                raise complaint(f"got {wide.kv_heads}, must divide heads ({self.heads})", "full_heads.kv_heads")
+            if self.sees_all or "full" not in self.attention:
+                bound = "must be absent unless some layers have windows and others see everything"
+                raise complaint(f"got {wide.head_dim} wide heads, {bound}", "full_heads")
+        if (of := self.latent) is not None:
+            if not self.sees_all:
+                raise complaint("got windows, must be full with latent", "attention")
+            for field, right in (("kv_heads", 1), ("head_dim", of.kv_rank + of.rope_dim)):
+                if (value := getattr(self, field)) != right:
+                    raise complaint(f"got {value}, must be {right} with latent", field)
+
+    @property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """The kinds of layers, each with the number of layers that are of it."""
+        feed_forward = self.feed_forward or ("experts" if self.experts else "dense",)
+        attention = [self._attention_of(sees) for sees in self.pattern]
+        mixed = {kind: self._feed_forward_of(kind) for kind in (*feed_forward, "dense")}
+        layers: Counter[Layer] = Counter()
+        for at in range(self.layers):
+            kind = "dense" if at < self.first_dense else feed_forward[at % len(feed_forward)]
+            layers[Layer(self.hidden, attention[at % len(attention)], mixed[kind])] += 1
+        return tuple(layers.items())
+
+    def _attention_of(self, sees: Attention) -> Heads:
+        dtype = self.attention_dtype or self.weights_dtype or self.dtype
+        if self.full_heads and sees == FULL:
+            wide = self.full_heads
+            return Heads(sees, self.heads, wide.kv_heads, wide.head_dim, dtype, keys_are_values=wide.keys_are_values)
+        latent = Ranks(*self.latent.model_dump().values()) if self.latent else None
+        return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, latent)
+
+    def _feed_forward_of(self, kind: str) -> FeedForward:
+        dtype = self.weights_dtype or self.dtype
+        if kind == "dense":
+            return FeedForward(self.dense_intermediate if self.experts else self.intermediate, dtype)
+        chosen, experts = self.experts_per_token, self.experts
+        return FeedForward(
+            self.shared_intermediate, dtype, experts, chosen, self.intermediate, self.experts_dtype or dtype
+        )
 
     @property
     def sees_all(self) -> bool:
@@ -98,20 +193,34 @@ class ModelShape(Frozen):
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def layer_parameters(self) -> int:
-        """Number of weights in one layer's matrices: q, k, v, o; gate, up and down of every expert; the router."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
+    def cache_dtype(self) -> str:
+        """The type of the KV cache."""
+        return self.kv_dtype or self.dtype
 
     @property
     def expert_parameters(self) -> int:
-        """Number of weights of one layer's experts; 0 for a dense model."""
-        return 3 * self.hidden * self.intermediate * self.experts
+        """Number of weights of all layers' experts; 0 for a dense model."""
+        return sum(count * layer.expert_weights for layer, count in self.kinds)
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of the weights of all layers' experts."""
-        return self.matrix_bytes(self.layers * self.expert_parameters)
+        return int(self.expert_parameters * WEIGHT_BYTES[self.experts_dtype or self.weights_dtype or self.dtype])
+
+    @property
+    def router_parameters(self) -> int:
+        """Number of weights of what chooses experts, in all layers."""
+        return sum(count * layer.router_weights for layer, count in self.kinds)
+
+    def matrices(self, tensor: int = 1) -> list[tuple[Matrix, int]]:
+        """Return the layers' matrices without experts and routers on one of `tensor` GPUs, and their numbers."""
+        return [(matrix, count) for layer, count in self.kinds for matrix in layer.matrices(tensor)]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of weights in all layers' matrices: those of attention, feed-forward layers, experts and routers."""
+        dense = sum(count * int(matrix.weights) for matrix, count in self.matrices())
+        return dense + self.expert_parameters + self.router_parameters
 
     @property
     def parameters(self) -> int:
@@ -119,27 +228,33 @@ class ModelShape(Frozen):
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
         biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
-        return self.layers * self.layer_parameters + embeddings + norms + biases
-
-    def matrix_bytes(self, weights: int) -> int:
-        """Return the bytes of so many weights of the layers' matrices."""
-        return int(weights * WEIGHT_BYTES[self.weights_dtype or self.dtype])
+        return self.layer_parameters + embeddings + norms + biases + self.layers * self.heads * self.sinks
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights. Router, embedding, output layer, norms and biases are not quantized."""
-        matrices = self.layers * (self.layer_parameters - self.hidden * self.experts)
-        return self.matrix_bytes(matrices) + (self.parameters - matrices) * self.dtype_bytes
+        wide = self.parameters - self.layer_parameters + self.router_parameters
+        return int(self._matrix_bytes(1)) + self.expert_bytes + wide * self.dtype_bytes
+
+    def _matrix_bytes(self, tensor: int) -> float:
+        return sum(count * matrix.weights * WEIGHT_BYTES[matrix.dtype] for matrix, count in self.matrices(tensor))
 
     def shard_bytes(self, tensor: int, ranks: int = 1) -> int:
         """Return the bytes of weights on one GPU of `tensor` that share every layer and `ranks` that share experts."""
-        experts = self.expert_bytes
-        return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks)
+        experts, copied = self.expert_bytes, self._matrix_bytes(tensor) - self._matrix_bytes(1) / tensor
+        return (self.weight_bytes - experts) // tensor + experts // (tensor * ranks) + int(copied)
+
+    def kv_token_bytes(self, tensor: int = 1) -> int:
+        """Return the bytes that a token has in the caches of all layers on one of `tensor` GPUs: heads are divided, but
+        each GPU has at least one; a latent is not.
+        """
+        cached = sum(count * layer.attention.cached(tensor) for layer, count in self.kinds)
+        return int(cached * DTYPE_BYTES[self.cache_dtype])
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype or self.dtype]
+        """Bytes that a token has in the caches of all layers, on one GPU that is not divided."""
+        return self.kv_token_bytes()
 
 
 def sight(seen: str) -> Attention:
@@ -208,7 +323,9 @@ def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
     """Estimate the peak bytes of a step of so many query tokens and rows that sample: hidden states, queries, keys and
     values, the feed-forward's two inputs and its product; then the sampler's copies of the logits.
     """
-    states = 2 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
+    queries = model.heads * (model.latent.nope_dim + model.latent.rope_dim if model.latent else model.head_dim)
+    inner = max(model.intermediate, model.dense_intermediate, model.shared_intermediate)
+    states = 2 * model.hidden + queries + 2 * model.kv_heads * model.head_dim + 3 * inner
     return tokens * states * model.dtype_bytes + LOGIT_COPIES * requests * model.vocab * 4
 
 
@@ -227,7 +344,7 @@ class Place:
     ) -> None:
         self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
-        self.block_bytes = block_size * model.kv_bytes_per_token // gpus
+        self.block_bytes = block_size * model.kv_token_bytes(gpus)
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
 
@@ -241,8 +358,7 @@ class Place:
         peak = activation_bytes(self.model, tokens, requests)
         beside = self.model.shard_bytes(self.gpus) + peak + VLLM_RUNTIME_BYTES
         left = int(self.memory_bytes * self.memory_fraction) - beside
-        block_bytes = self.block_size * self.model.kv_bytes_per_token // self.layers * (layers or self.layers)
-        blocks = left * self.gpus // block_bytes
+        blocks = left // (self.block_bytes // self.layers * (layers or self.layers))
         if blocks < 2:
             raise self.misfit(left, peak_bytes=peak)
         return blocks

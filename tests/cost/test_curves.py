@@ -21,6 +21,7 @@ from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import catalog, scenario, shapes
+from cbsim.scenario.layers import Matrix
 
 MODEL = shapes.model("llama-3.1-8b")
 H100, H200, L40S = (shapes.hardware(name) for name in ("h100-sxm", "h200-sxm", "l40s"))
@@ -37,7 +38,7 @@ def test_a_product_takes_its_bound_over_the_share_at_its_size() -> None:
     (own,) = sources(H100)
     curve = own.curves["products"]["bfloat16"]
     n, k = curve["n"].index(4096), curve["k"].index(4096)
-    took = CurveTimes([own], "vllm", H100, MODEL, 1)._product("bfloat16", 4096, 4096)(1)
+    took = CurveTimes([own], "vllm", H100, MODEL, 1)._product(Matrix(4096, 4096, "bfloat16"))(1)
     size = 2 * (4096 * 4096 + 4096 + 4096)
     assert took == pytest.approx(size / 3350 / curve["share"][n][k][0])
 
@@ -46,16 +47,17 @@ def test_a_step_takes_longer_the_more_is_in_it() -> None:
     times = CurveTimes(sources(L40S), "vllm", L40S, MODEL, 1)
     for kernel in (times.linear_ns, times.head_ns):
         assert kernel(1) < kernel(512) < kernel(8192)
-    assert times.decode_ns(8, 1000) < times.decode_ns(64, 1000) < times.decode_ns(64, 8000)
-    assert times.prompt_ns(Work(256, 0, 0, 0, 0)) < times.prompt_ns(Work(256, 8000, 0, 0, 0))
-    assert times.decode_ns(0, 0) == times.prompt_ns(Work(0, 0, 4, 10, 10)) == times.head_ns(0) == 0
+    (of,) = times.attended
+    assert of.decode_ns(8, 1000) < of.decode_ns(64, 1000) < of.decode_ns(64, 8000)
+    assert of.prompt_ns(Work(256, 0, 0, 0, 0)) < of.prompt_ns(Work(256, 8000, 0, 0, 0))
+    assert of.decode_ns(0, 0) == of.prompt_ns(Work(0, 0, 4, 10, 10)) == times.head_ns(0) == 0
 
 
 def test_gpus_share_weights_and_heads_and_reduce() -> None:
     """A GPU of four has a quarter of each matrix and head, and adds up what it has computed with the others."""
     one, four = (CurveTimes(sources(H100), "vllm", H100, MODEL, gpus) for gpus in (1, 4))
     assert one.linear_ns(4096) / 5 < four.linear_ns(4096) < one.linear_ns(4096) / 3
-    assert four.decode_ns(64, 4000) < one.decode_ns(64, 4000) / 2.5
+    assert four.attended[0].decode_ns(64, 4000) < one.attended[0].decode_ns(64, 4000) / 2.5
     assert one.reduce_ns(64, graph=True) == 0 < four.reduce_ns(64, graph=True) < four.reduce_ns(64, graph=False)
 
 
@@ -76,7 +78,7 @@ def test_a_data_sheet_scales_all_but_the_launch() -> None:
     """Twice the bandwidth halves what a decoding row reads for, not what its kernel takes at the least."""
     fast = H100.model_copy(update={"memory_bandwidth_bytes_s": 2 * H100.memory_bandwidth_bytes_s})
     (own,) = sources(H100)
-    before, after = (CurveTimes([own], "vllm", gpu, MODEL, 1) for gpu in (H100, fast))
+    before, after = (CurveTimes([own], "vllm", gpu, MODEL, 1).attended[0] for gpu in (H100, fast))
     assert after.decode_ns(256, 16000) == pytest.approx(before.decode_ns(256, 16000) / 2, rel=0.01)
     assert after.decode_ns(1, 16) > 0.9 * before.decode_ns(1, 16)
 

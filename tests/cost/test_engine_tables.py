@@ -47,8 +47,8 @@ def test_products_of_a_layer_are_those_of_a_gpus_share(folder: Path) -> None:
 def test_what_was_measured_comes_back(folder: Path) -> None:
     tables = EngineTables(folder, ENGINE, LLAMA.model_copy(update={"hidden": 1024, "vocab": 8192}), Share())
     assert tables.head_ns(256) / NS == pytest.approx(gemm_ms(256, 8192, 1024))
-    assert tables.decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 32))
-    assert tables.prompt_ns(Attention(1024, 0, 0, 0, 0)) / NS == pytest.approx(32 * prompt_ms(1024))
+    assert tables.attended[0].decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 32))
+    assert tables.attended[0].prompt_ns(Attention(1024, 0, 0, 0, 0)) / NS == pytest.approx(32 * prompt_ms(1024))
     assert tables.reduce_ns(64, graph=True) == 0.0
 
 
@@ -95,7 +95,7 @@ def test_a_chunk_is_the_rest_of_its_prompt(folder: Path) -> None:
     tables = EngineTables(folder, ENGINE, LLAMA, Share())
 
     def ms(prefill: int, cached: int = 0) -> float:
-        return tables.prompt_ns(Attention(prefill, cached, 0, 0, 0)) / NS / 32
+        return tables.attended[0].prompt_ns(Attention(prefill, cached, 0, 0, 0)) / NS / 32
 
     for tokens in (1, 100, 500, 2000):
         assert ms(tokens) == pytest.approx(prompt_ms(tokens))
@@ -116,9 +116,9 @@ def test_sums_are_those_of_whole_runs(gpu: str, decode_s: tuple[float, float], p
     except ScenarioError as error:
         pytest.skip(f"no kernel tables: {error}")
     tables = EngineTables(card, "vllm_0.24.0", LLAMA, Share(), fastest=False)
-    attention = sum(tables.decode_ns(32, 17 + step) for step in range(0, 8192, 16)) * 16
+    attention = sum(tables.attended[0].decode_ns(32, 17 + step) for step in range(0, 8192, 16)) * 16
     assert decode_s[0] < (attention + 8192 * (tables.linear_ns(32) + tables.head_ns(32))) / 1e9 < decode_s[1]
-    prompt = tables.linear_ns(8192) + tables.prompt_ns(Attention(8192, 0, 0, 0, 0))
+    prompt = tables.linear_ns(8192) + tables.attended[0].prompt_ns(Attention(8192, 0, 0, 0, 0))
     assert prompt_ms[0] < prompt / NS < prompt_ms[1]
 
 
@@ -132,7 +132,7 @@ def test_heads_that_were_not_measured_lie_between(folder: Path) -> None:
     """Of 6 query heads with 2 of keys and values, 4 and 8 were measured: half-way. Of 12 with 4, no fewer were."""
     six = LLAMA.model_copy(update={"heads": 6, "kv_heads": 2})
     half = EngineTables(folder, ENGINE, six, Share())
-    assert half.decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 6))
+    assert half.attended[0].decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 6))
     with pytest.raises(
         ScenarioError, match=r"generation_attention.*no rows of 12 query heads with 4 .*found: 16, 32\)"
     ):
@@ -154,7 +154,7 @@ def test_an_outlier_of_attention_does_not_stand_for_its_neighbours(folder: Path)
     path.write_bytes(gzip.compress(text.replace(line, f"{point},1000\n").encode()))
     tables = EngineTables(folder, ENGINE, LLAMA, Share())
     for rows in (64, 512):
-        assert tables.decode_ns(rows, 1024) / NS == pytest.approx(32 * decode_ms(512, 1024, 32))
+        assert tables.attended[0].decode_ns(rows, 1024) / NS == pytest.approx(32 * decode_ms(512, 1024, 32))
 
 
 @pytest.mark.parametrize("share", [Share(2, 1), Share(2, 2)])
@@ -196,14 +196,14 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     cost = EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=512)
     reduces = 2 * 32 + 1
     for tokens in (256, 512):
-        kernels = 1.1 * tables.linear_ns(tokens) + 1.5 * tables.decode_ns(64, 1024)
-        kernels += tables.prompt_ns(Attention(192, 0, 0, 0, 0)) + tables.head_ns(65)
+        kernels = 1.1 * tables.linear_ns(tokens) + 1.5 * tables.attended[0].decode_ns(64, 1024)
+        kernels += tables.attended[0].prompt_ns(Attention(192, 0, 0, 0, 0)) + tables.head_ns(65)
         kernels += reduces * tables.reduce_ns(tokens, graph=True)
-        added = 7000 + 32 * 300 + 65 * 20 + reduces * 1000 + 2 * tokens * 32 * elementwise_bytes(LLAMA, 2) / 4000
+        added = 7000 + 32 * 300 + 65 * 20 + reduces * 1000 + 2 * tokens * elementwise_bytes(LLAMA, 2) / 4000
         assert cost.gpu_ns(plan, tokens) == (0, pytest.approx(kernels + added, abs=1), 0)
     larger = cost.gpu_ns(plan, 4096)[1] - cost.gpu_ns(plan, 513)[1]
     eager = reduces * (tables.reduce_ns(4096, graph=False) - tables.reduce_ns(513, graph=False))
-    bytes_ns = 2 * (4096 - 513) * 32 * elementwise_bytes(LLAMA, 2) / 4000
+    bytes_ns = 2 * (4096 - 513) * elementwise_bytes(LLAMA, 2) / 4000
     assert larger == pytest.approx(1.3 * (tables.linear_ns(4096) - tables.linear_ns(513)) + eager + bytes_ns, abs=3)
 
 

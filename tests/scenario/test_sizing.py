@@ -73,7 +73,7 @@ def test_narrow_types_leave_what_they_save_to_the_cache() -> None:
     """A group of 128 weights in int4: 64 bytes, a scale of 2 and a zero point of half a byte. An fp8 cache takes half
     the bytes a token, so vLLM has twice the blocks, within one. In fp8 7 GB less of weights are 7e9 bytes more cache.
     """
-    weights = LLAMA.layers * LLAMA.layer_parameters
+    weights = LLAMA.layer_parameters
     int4, small = (LLAMA.model_copy(update={"weights_dtype": dtype}) for dtype in ("int4", "fp8"))
     half = LLAMA.model_copy(update={"kv_dtype": "fp8"})
     assert LLAMA.weight_bytes - int4.weight_bytes == weights * (2 - 66.5 / 128)
@@ -218,7 +218,7 @@ def test_a_model_that_one_gpu_cannot_hold_may_fit_two() -> None:
 def test_shards_add_up_to_the_model() -> None:
     """Tensor parallelism divides everything, expert parallelism the experts only."""
     qwen = shapes.model("tiny").model_copy(update={"experts": 8, "experts_per_token": 2})
-    experts = qwen.layers * qwen.expert_parameters * qwen.dtype_bytes
+    experts = qwen.expert_parameters * qwen.dtype_bytes
     assert experts == qwen.layers * 8 * 3 * qwen.hidden * qwen.intermediate * qwen.dtype_bytes
     assert qwen.shard_bytes(1) == qwen.weight_bytes
     assert qwen.shard_bytes(1, 4) == qwen.weight_bytes - experts + experts // 4

@@ -272,7 +272,7 @@ def _blocks(path: Path, server: _Instance, model: ModelShape, block_size: int, e
         raise ScenarioError(f"{path}: {field}: is required, since meta.json has no kv_cache.num_gpu_blocks")
     weights = model.shard_bytes(server.tp_size, experts // server.tp_size or 1)
     left = memory_gib * GIB * share - weights
-    blocks = int(left * server.tp_size // (block_size * model.kv_bytes_per_token))
+    blocks = int(left // (block_size * model.kv_token_bytes(server.tp_size)))
     if blocks < 2:
         raise _bad(path, field, memory_gib, f"more than the {weights / GIB:.3g} GiB of weights, at mem_util {share}")
     return blocks

@@ -101,7 +101,7 @@ def scenario() -> cbsim.Scenario:
 def linear_s(tokens: int) -> float:
     """The roofline's seconds for the linear layers of a step: their arithmetic, or reading their weights."""
     of = scenario()
-    weights = of.model.layers * of.model.layer_parameters
+    weights = of.model.layer_parameters
     reached = of.hardware.flops.bfloat16 * COMPUTE.prefill
     read_s = weights * of.model.dtype_bytes / (PCIE_BANDWIDTH * MEMORY.weights)
     return max(2 * tokens * weights / reached, read_s)

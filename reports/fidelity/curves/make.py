@@ -306,8 +306,9 @@ def steps() -> Iterator[Step]:
 def step_ns(kernels: KernelTimes, step: Step, reduces: int) -> float:
     """Return the ns of a step's kernels that are tabulated."""
     work = step.attention
-    time = kernels.linear_ns(step.tokens) + kernels.head_ns(step.rows) + kernels.prompt_ns(work)
-    time += kernels.decode_ns(work.decodes, work.context + 1)
+    time = kernels.linear_ns(step.tokens) + kernels.head_ns(step.rows)
+    for of in kernels.attended:
+        time += of.prompt_ns(work) + of.decode_ns(work.decodes, work.context + 1)
     return time + reduces * kernels.reduce_ns(step.tokens, graph=step.tokens <= GRAPH)
 
 

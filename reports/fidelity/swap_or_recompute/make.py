@@ -89,7 +89,7 @@ class Terms(NamedTuple):
         model, gpu, cost = scenario.model, scenario.hardware, scenario.cost
         flops = getattr(gpu.flops, model.dtype) * cost.compute_efficiency.prefill
         weights = gpu.memory_bandwidth_bytes_s * cost.memory_efficiency.weights
-        matrices = model.layers * model.layer_parameters
+        matrices = model.layer_parameters
         return cls(
             embedding_s=model.hidden * model.dtype_bytes / weights,
             linear_s=2 * matrices / flops,

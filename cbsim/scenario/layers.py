@@ -1,0 +1,111 @@
+"""The layers of a decoder: what each sees, keeps and computes. Weights, cache, arithmetic and kernels follow from its
+matrices and its heads; a model is a count of each kind of layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cbsim.policy.groups import Attention
+
+
+class Matrix(NamedTuple):
+    """The weights of a product [tokens, inputs] x [inputs, outputs] on one GPU, and their type."""
+
+    outputs: float
+    inputs: float
+    dtype: str
+
+    @property
+    def weights(self) -> float:
+        return self.outputs * self.inputs
+
+
+class Ranks(NamedTuple):
+    """The widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1): a latent of `kv` values and a
+    rotated key of `rope` are cached for all heads; queries come from a latent of `query` values, 0 if there is none.
+    """
+
+    query: int
+    kv: int
+    nope: int
+    rope: int
+    value: int
+
+
+class Heads(NamedTuple):
+    """The attention of a layer: `query` heads of `width`, `kv` heads of keys and values; `latent` if they are kept as
+    one. `keys_are_values`: both come from one product; they are cached apart, since only keys are rotated.
+    """
+
+    sees: Attention
+    query: int
+    kv: int
+    width: int
+    dtype: str
+    latent: Ranks | None = None
+    keys_are_values: bool = False
+
+    def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
+        """Return the matrices on one of `tensor` GPUs: each has its share of the query heads, at least one KV head, and
+        the whole of the products that make latents. Keys and values of all heads count as one product of the latent;
+        where it is absorbed into queries and outputs, the weights and the arithmetic are as many.
+        """
+        query, of = self.query / tensor, self.latent
+        if of is None:
+            kv = max(1.0, self.kv / tensor) * (1 if self.keys_are_values else 2)
+            shapes = [(query * self.width + kv * self.width, hidden), (hidden, query * self.width)]
+        else:
+            down = of.query + of.kv + of.rope if of.query else of.kv + of.rope
+            shapes = [(down, hidden), (query * (of.nope + of.rope), of.query or hidden)]
+            shapes += [(query * (of.nope + of.value), of.kv), (hidden, query * of.value)]
+        return [Matrix(outputs, inputs, self.dtype) for outputs, inputs in shapes]
+
+    def cached(self, tensor: int) -> float:
+        """Return the values that a token has in the cache of one of `tensor` GPUs. A latent is not divided."""
+        return self.width if self.latent else 2 * max(1.0, self.kv / tensor) * self.width
+
+    @property
+    def pair_flop(self) -> int:
+        """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it."""
+        wide = self.latent.nope + self.latent.rope + self.latent.value if self.latent else 2 * self.width
+        return 2 * self.query * wide
+
+
+class FeedForward(NamedTuple):
+    """The feed-forward part of a layer: gated, `inner` wide for every token (0: none), with `experts` of `expert_inner`
+    beside it of which a token goes through `chosen`.
+    """
+
+    inner: int
+    dtype: str
+    experts: int = 0
+    chosen: int = 0
+    expert_inner: int = 0
+    expert_dtype: str = ""
+
+    def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
+        """Return the matrices of what every token goes through, on one of `tensor` GPUs that share them."""
+        inner = self.inner / tensor
+        return [Matrix(2 * inner, hidden, self.dtype), Matrix(hidden, inner, self.dtype)] if inner else []
+
+
+class Layer(NamedTuple):
+    """A layer of a residual stream of `hidden` values."""
+
+    hidden: int
+    attention: Heads
+    feed_forward: FeedForward
+
+    def matrices(self, tensor: int) -> list[Matrix]:
+        """Return its matrices without experts and router, on one of `tensor` GPUs."""
+        return self.attention.matrices(self.hidden, tensor) + self.feed_forward.matrices(self.hidden, tensor)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of its experts."""
+        return 3 * self.hidden * self.feed_forward.expert_inner * self.feed_forward.experts
+
+    @property
+    def router_weights(self) -> int:
+        return self.hidden * self.feed_forward.experts
