@@ -104,9 +104,9 @@ UNCOMPUTED = (
 
 def check_model(shape: ModelShape) -> None:
     """Refuse a model that can be simulated but not computed, naming its field. Raises UsageError, ScenarioError."""
-    for field, expected, reason in UNCOMPUTED:
-        if value := getattr(shape, field):
-            raise UsageError(f"model.{field}: got {shown(value)}, must be {expected}: the engine computes {reason}")
+    for name, expected, reason in UNCOMPUTED:
+        if value := getattr(shape, name):
+            raise UsageError(f"model.{name}: got {shown(value)}, must be {expected}: the engine computes {reason}")
     for name in ("weights_dtype", "kv_dtype"):
         if kind := getattr(shape, name):
             raise UsageError(f"model.{name}: got {kind}, must be null: the engine has one type for all")

@@ -182,7 +182,7 @@ def plan(*overrides: str, setup: Setup = INLINE, requests: int = 2) -> build.Exe
     ("overrides", "requests", "field"),
     [
         (("kv_cache.num_blocks=1e6",), 2, "kv_cache.num_blocks: "),
-        (("model.layers=1e9", "kv_cache.num_blocks=2"), 2, "model: "),
+        (("model.intermediate=1e9", "kv_cache.num_blocks=2"), 2, "model: "),
         (("model.vocab=1e15",), 2, "model: "),
         (("scheduler.max_num_seqs=1e5", "scheduler.max_num_batched_tokens=1e7"), 100_000, "workload: "),
     ],

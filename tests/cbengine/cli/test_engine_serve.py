@@ -74,7 +74,7 @@ def test_a_request_to_end_lets_answers_end(device: str, tmp_path: Path) -> None:
         (("--model", "nowhere"), ("nowhere/tokenizer.json: cannot be read",)),
         (("--device", "modelled"), ("argument --device", "'modelled'")),
         (("--set", "scheduler={name: beam}"), ("scheduler.name: got beam, which searches",)),
-        (("--set", "model.layers=1e9"), ("model: the weights of Tiny take up to", "GB free")),
+        (("--set", "model.intermediate=1e12"), ("model: the weights of Tiny take up to", "GB free")),
     ],
 )
 def test_mistakes_are_one_message(words: tuple[str, ...], says: tuple[str, ...]) -> None:
