@@ -20,6 +20,12 @@ def blocks_of(
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
     "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
     "llama-2-7b": 6.74,
+    "deepseek-v3": 671.0,  # its README: 671B of main model weights, beside 14B of what predicts a second token
+    "deepseek-r1": 671.0,
+    "gpt-oss-120b": 116.83,  # arXiv 2508.10925, table 1
+    "gpt-oss-20b": 20.91,
+    "kimi-k2": 1026.0,
+    "kimi-k2.5": 1026.0,
     "minimax-m2.5": 230.0,
     "qwen3-235b-a22b": 235.0,
     "llama-3.1-405b": 405.85,
