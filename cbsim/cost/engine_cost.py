@@ -15,7 +15,7 @@ after the embedding.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbsim.cost import bundle, engine_tables
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
@@ -24,6 +24,7 @@ from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.roofline import check_listed, copy_ns, roofline_cost
 from cbsim.cost.table import KernelTimes, attention_work
 from cbsim.errors import ScenarioError
+from cbsim.policy.captures import one_each
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog
 from cbsim.scenario.costs import RooflineSettings, TableSettings, untabulated
@@ -35,29 +36,54 @@ LARGEST_CAPTURED = 512
 """Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
 With few slots vLLM captures less, as in simulate.graphs."""
 
+FUSED_MIB = {
+    ("h100", "h20"): {2: 64.0, 4: 2.0, 8: 0.5},
+    ("b200",): {2: 64.0, 4: 32.0, 8: 1.0},
+    ("b300",): {2: 64.0, 4: 64.0, 8: 4.0},
+}
+"""The largest message that vLLM reduces, adds and norms in one kernel, MiB, by card and GPUs: compute capabilities 9.0,
+10.0 and 10.3 of FI_ALLREDUCE_FUSION_MAX_SIZE_MB in vllm/compilation/passes/fusion/allreduce_rms_fusion.py (2026)."""
+
+
+class Captured(NamedTuple):
+    """The steps that run as a graph: of at most `tokens`, and if only `decodes` are, of rows of one query token."""
+
+    tokens: int
+    decodes: bool = False
+
+    def holds(self, plan: StepPlan, tokens: int) -> bool:
+        return tokens <= self.tokens and not (self.decodes and not one_each(plan))
+
+
+def residual_bytes(model: ModelShape) -> float:
+    """Return the bytes that adding up and norming the residual stream reads and writes for a token: twice a layer, read
+    residual and addend, write residual and norm.
+    """
+    return 8.0 * model.layers * model.hidden * model.dtype_bytes
+
 
 def elementwise_bytes(model: ModelShape, tensor: int) -> float:
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
-    Twice residual and norm (read both, write both); rope (read and write queries and keys, write keys and values: a
+    Those of the residual stream; rope (read and write queries and keys, write keys and values: a
     latent is normed and written likewise); activation (read gate and up, write their product, of every expert that a
     token goes through).
     """
-    total, width = 0.0, model.dtype_bytes
+    total, width = residual_bytes(model), model.dtype_bytes
     for layer, count in model.kinds:
         heads, of = layer.attention, layer.feed_forward
         keys = heads.cached(tensor)
         queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
         written = keys * DTYPE_BYTES[model.cache_dtype]
-        total += count * ((8 * layer.hidden + 2 * (queries + keys) + inner) * width + written)
+        total += count * ((2 * (queries + keys) + inner) * width + written)
     return total
 
 
 class EngineCost:
-    """A cost model on kernel times. Steps above `captured` tokens have no graph and launch all-reduces one by one;
-    memory moves `bytes_ns` bytes a nanosecond. Copies take `copied_ns` a byte. Layers that see different parts of the
-    sequence have their own attention.
+    """A cost model on kernel times. Steps that are not `captured` have no graph and launch all-reduces one by one; a
+    message of up to `fused_bytes` is reduced, added and normed at once. Memory moves `bytes_ns` bytes a nanosecond.
+    Copies take `copied_ns` a byte. Layers that see different parts of the sequence have their own attention.
     """
 
     def __init__(
@@ -67,15 +93,18 @@ class EngineCost:
         model: ModelShape,
         *,
         bytes_ns: float,
-        captured: int,
+        captured: Captured,
         copied_ns: float = 0.0,
+        fused_bytes: float = 0.0,
     ) -> None:
         self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
         self._kernels, self._captured, self._copied_ns = kernels, captured, copied_ns
         self._settings, self._decode_attention = settings, settings.decode_attention
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
         tensor = settings.tensor_parallel
-        self._token_ns = settings.elementwise * elementwise_bytes(model, tensor) / bytes_ns
+        byte_ns = settings.elementwise / bytes_ns
+        self._token_ns, self._fused_ns = byte_ns * elementwise_bytes(model, tensor), byte_ns * residual_bytes(model)
+        self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
@@ -92,26 +121,43 @@ class EngineCost:
             work = attention_work(plan, of.sees)
             attention += self._decode_attention * of.decode_ns(work.decodes, work.context + 1) + of.prompt_ns(work)
         h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
-        return h2d_ns, round(self._of_tokens(tokens) + self._of_rows(rows) + attention), d2h_ns
+        linear = self._of_tokens(tokens, graph=self._captured.holds(plan, tokens))
+        return h2d_ns, round(linear + self._of_rows(rows) + attention), d2h_ns
 
-    def _all_tokens(self, tokens: int) -> float:
-        kernels, settings, graph = self._kernels, self._settings, tokens <= self._captured
+    def _all_tokens(self, tokens: int, *, graph: bool) -> float:
+        kernels, settings = self._kernels, self._settings
         factor = settings.products if graph else settings.large_products
         time = factor * (kernels.linear_ns(tokens) + settings.experts * kernels.experts_ns(tokens))
-        return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * self._token_ns + self._step_ns)
+        token_ns = self._token_ns - (self._fused_ns if tokens <= self._fused_tokens else 0.0)
+        return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:
         return self._kernels.head_ns(rows) + rows * self._row_ns
 
 
-def captured_tokens(scenario: Scenario) -> int:
-    """Return the largest step that runs as a graph, tokens."""
+def captured(scenario: Scenario) -> Captured:
+    """Return the steps that run as a graph."""
     graphs = scenario.loop.cuda_graphs
     if not graphs.enabled:
-        return 0
-    if graphs.vllm_capture_sizes:
-        return graphs.vllm_capture_sizes[-1]
-    return getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
+        return Captured(0)
+    largest = getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
+    return Captured(graphs.vllm_capture_sizes[-1] if graphs.vllm_capture_sizes else largest, graphs.decodes_only)
+
+
+def fused_bytes(scenario: Scenario, settings: TableSettings) -> float:
+    """Return the largest message of a fused all-reduce, 0 for none. Raises ScenarioError if no limit is known."""
+    tensor, card = settings.tensor_parallel, bare(scenario.hardware.name)
+    if tensor == 1 or not settings.fused_all_reduce:
+        return 0.0
+    if settings.fused_all_reduce_bytes is not None:
+        return float(settings.fused_all_reduce_bytes)
+    if str(settings.engine).startswith("trtllm"):  # the workspace of CustomAllReduceHelper.max_workspace_size_auto
+        return 16e6 if tensor == 2 else 8e6
+    for cards, sizes in FUSED_MIB.items():
+        if tensor in sizes and any(each in card for each in cards):
+            return sizes[tensor] * 2**20
+    known = f"vLLM fuses on Hopper and Blackwell with 2, 4 or 8 GPUs, not on {tensor} of {scenario.hardware.name}"
+    raise ScenarioError(f"cost.fused_all_reduce_bytes: is required with fused_all_reduce: {known}")
 
 
 def table(scenario: Scenario, settings: TableSettings) -> Cost:
@@ -129,7 +175,8 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
         settings,
         model,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
-        captured=captured_tokens(scenario),
+        captured=captured(scenario),
+        fused_bytes=fused_bytes(scenario, settings),
     )
 
 
@@ -147,5 +194,5 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
     launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
-    kernels, captured = CurveTimes(known, engine, gpu, model, tensor), captured_tokens(scenario)
-    return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=captured, copied_ns=copied_ns)
+    kernels = CurveTimes(known, engine, gpu, model, tensor)
+    return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=captured(scenario), copied_ns=copied_ns)

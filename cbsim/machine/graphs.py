@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 
-from cbsim.policy.captures import captured, up_to_multiple, up_to_power
+from cbsim.policy.captures import captured, one_each, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.value import value
 
@@ -60,8 +60,12 @@ def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, p
     return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
 
-def vllm_bucket(sizes: Sequence[int], plan: StepPlan) -> Bucket:
-    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens; larger steps run eagerly."""
+def vllm_bucket(sizes: Sequence[int], plan: StepPlan, *, decodes: bool = False) -> Bucket:
+    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens; larger steps run eagerly, and
+    if only `decodes` are captured those with a row of several query tokens, too.
+    """
+    if decodes and not one_each(plan):
+        return None
     at = bisect_left(sizes, plan.work.computed_tokens)
     return (sizes[at], sizes[at]) if at < len(sizes) else None
 

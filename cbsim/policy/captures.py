@@ -32,12 +32,17 @@ def captured_sizes(rows: int) -> list[int]:
     return list(CAPTURED[: bisect_left(CAPTURED, rows) + 1])
 
 
+def one_each(plan: StepPlan) -> bool:
+    """Return whether every row of a step has one query token, as decoding rows have."""
+    return not any(c.tokens > 1 or c.padding for c in plan.work.chunks)
+
+
 def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
     """Return the captured size at which our engine runs a step on a GPU, or None if it runs kernel by kernel. Steps in
     which every row has one query token and samples have a graph, up to the largest size.
     """
     work = plan.work
-    if work.tokens > sizes[-1] or any(c.tokens > 1 or c.padding or not c.outputs for c in work.chunks):
+    if work.tokens > sizes[-1] or not one_each(plan) or any(not c.outputs for c in work.chunks):
         return None
     return bucket(sizes, work.tokens)
 

@@ -111,6 +111,7 @@ class RooflineSettings(Frozen):
     all_reduce_latency_s: Seconds = 5e-6
     """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
     step_overhead_s: Seconds = 0.0  #: Seconds on the device that every step costs, whatever it holds.
+    gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
@@ -340,6 +341,11 @@ class TableSettings(Frozen):
     terms: str | None = None
     """With `engine`: calibrated terms of that name (scenarios/terms) stand for those that are not given here."""
     calibrated: CalibratedTerms | None = None  #: What the terms were calibrated on; filled in when they are read.
+    fused_all_reduce: bool = False
+    """With `engine`: an all-reduce adds the residual and norms the sum (vLLM's fuse_allreduce_rms), whose bytes are
+    then not paid in `elementwise`, in steps with a small enough message."""
+    fused_all_reduce_bytes: Number | None = None
+    """With `engine`: largest message of a fused all-reduce, bytes; null: the engine's limit for the card and GPUs."""
     fastest: bool = True
     """With `engine`: a product takes what the fastest of all engines in the folder takes, in its type or in 16 bits;
     false: what this one does."""
@@ -348,6 +354,7 @@ class TableSettings(Frozen):
     layer_s: Seconds = 0.0  #: Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels.
     row_s: Seconds = 0.0
     """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
+    gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
 

@@ -77,6 +77,14 @@ class CudaGraphs(Frozen):
     vllm_capture_sizes: Annotated[Many[Whole], Field(min_length=1), AfterValidator(_increasing)] | None = None
     """vLLM's captured batch sizes, tokens, increasing; larger steps run without a graph. Null: vLLM's own list, up to
     the scheduler's max_cudagraph_capture_size, or 512."""
+    vllm_cudagraph_mode: Literal["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"] = "FULL_AND_PIECEWISE"
+    """FULL_DECODE_ONLY: only steps whose rows have one query token each run as a graph, at sizes up to max_num_seqs;
+    those with a chunk are launched kernel by kernel."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether steps with a chunk of several tokens have no graph."""
+        return self.vllm_cudagraph_mode == "FULL_DECODE_ONLY"
 
 
 class Loop(Frozen):

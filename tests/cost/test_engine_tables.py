@@ -6,6 +6,7 @@ import gzip
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from support.engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_
 from support.plans import plan as a_plan
 
 from cbsim.cost import engine_tables
-from cbsim.cost.engine_cost import EngineCost, elementwise_bytes
+from cbsim.cost.engine_cost import Captured, EngineCost, captured, elementwise_bytes, fused_bytes, residual_bytes
 from cbsim.cost.engine_tables import EngineTables, Products, Share
 from cbsim.cost.table import Attention
 from cbsim.errors import ScenarioError
@@ -193,7 +194,7 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     factors = {"decode_attention": 1.5, "products": 1.1, "large_products": 1.3, "tensor_parallel": 2}
     settings = TableSettings.model_validate({"kind": "table", "path": str(folder), "engine": ENGINE} | times | factors)
     plan = a_plan(64, 64 * 1023, ((0, 192),))
-    cost = EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=512)
+    cost = EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=Captured(512))
     reduces = 2 * 32 + 1
     for tokens in (256, 512):
         kernels = 1.1 * tables.linear_ns(tokens) + 1.5 * tables.attended[0].decode_ns(64, 1024)
@@ -205,6 +206,65 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     eager = reduces * (tables.reduce_ns(4096, graph=False) - tables.reduce_ns(513, graph=False))
     bytes_ns = 2 * (4096 - 513) * elementwise_bytes(LLAMA, 2) / 4000
     assert larger == pytest.approx(1.3 * (tables.linear_ns(4096) - tables.linear_ns(513)) + eager + bytes_ns, abs=3)
+
+
+def test_a_fused_all_reduce_norms_the_residual_of_small_messages(folder: Path) -> None:
+    """Up to the limit the bytes of residual and norm are not paid: twice a layer, both are read and written. A token's
+    message is 8,192 bytes."""
+    tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
+    fields = {"kind": "table", "path": str(folder), "engine": ENGINE, "tensor_parallel": 2, "elementwise": 2.0}
+    settings, seen = TableSettings.model_validate(fields), Captured(512)
+    usual, fused = (
+        EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=seen, fused_bytes=limit) for limit in (0, 2**20)
+    )
+    assert residual_bytes(LLAMA) == 32 * 2 * 4 * 8192
+    for tokens in (1, 128, 129):
+        saved = usual.gpu_ns(a_plan(tokens, 0), tokens)[1] - fused.gpu_ns(a_plan(tokens, 0), tokens)[1]
+        assert saved == pytest.approx(2 * tokens * residual_bytes(LLAMA) / 4000 * (tokens <= 128), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("card", "tensor", "more", "limit"),
+    [
+        ("h200-sxm", 1, {}, 0),
+        ("h200-sxm", 4, {}, 2 * 2**20),
+        ("h100-sxm", 8, {}, 2**19),
+        ("b200", 8, {}, 2**20),
+        ("b200", 8, {"fused_all_reduce_bytes": 8388608}, 8388608),
+        ("b200", 4, {"engine": "trtllm"}, 8e6),
+        ("b200", 2, {"fused_all_reduce": False}, 0),
+    ],
+)
+def test_messages_are_fused_up_to_the_engines_limit(card: str, tensor: int, more: dict[str, Any], limit: float) -> None:
+    """By card and GPUs, unless it is given; TensorRT-LLM's workspace is the same on all cards."""
+    fields = {"kind": "table", "path": "x", "engine": "vllm", "tensor_parallel": tensor, "fused_all_reduce": True}
+    settings = TableSettings.model_validate(fields | more)
+    assert fused_bytes(scenario.load("worked_example", [f"hardware={card}"]), settings) == limit
+
+
+def test_a_card_without_a_known_limit_needs_one() -> None:
+    fields = {"kind": "table", "path": "x", "engine": "vllm", "tensor_parallel": 4, "fused_all_reduce": True}
+    asked = scenario.load("worked_example", ["hardware=a100-80gb"])
+    with pytest.raises(ScenarioError, match=r"cost\.fused_all_reduce_bytes: is required .* not on 4 of NVIDIA A100"):
+        fused_bytes(asked, TableSettings.model_validate(fields))
+
+
+def test_decode_only_graphs_leave_steps_with_a_chunk_alone(folder: Path) -> None:
+    """FULL_DECODE_ONLY: 64 decoding rows and a chunk of 192 tokens launch their all-reduces one by one, and take the
+    factor of large products; a last token of a prompt is a row like any other."""
+    graphs = "loop.cuda_graphs.vllm_cudagraph_mode=FULL_DECODE_ONLY"
+    asked = scenario.load("worked_example", [graphs, "hardware=h100-sxm"])
+    assert captured(asked) == Captured(512, decodes=True)
+    tables = EngineTables(folder, ENGINE, LLAMA, Share(2))
+    factors = {"large_products": 1.3, "tensor_parallel": 2}
+    settings = TableSettings.model_validate({"kind": "table", "path": str(folder), "engine": ENGINE} | factors)
+    whole, decodes = (
+        EngineCost(tables, settings, LLAMA, bytes_ns=4000.0, captured=of) for of in (Captured(512), captured(asked))
+    )
+    mixed, rows = a_plan(64, 0, ((0, 192),)), a_plan(64, 0, ((191, 1),))
+    longer = 0.3 * tables.linear_ns(256) + 65 * (tables.reduce_ns(256, graph=False) - tables.reduce_ns(256, graph=True))
+    assert decodes.gpu_ns(mixed, 256)[1] - whole.gpu_ns(mixed, 256)[1] == pytest.approx(longer, abs=2)
+    assert decodes.gpu_ns(rows, 72) == whole.gpu_ns(rows, 72)
 
 
 def test_the_nearest_version_is_taken_and_said(folder: Path) -> None:

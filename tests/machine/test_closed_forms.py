@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import engine_folder
 from support.machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
 
+from cbsim.machine import simulate
 from cbsim.machine.graphs import Graphs, vllm_bucket
+from cbsim.scenario import scenario
+from cbsim.workload import generators
 
 FIRST_STEP = {
     "schedule": (0, 3),
@@ -96,3 +101,19 @@ def test_kernels_of_two_steps_keep_a_gap() -> None:
             steps = table(machine.record)
             between = steps["compute_start_ns"][1:] - steps["compute_end_ns"][:-1]
             assert (between[3:-3] == wanted).all(), (depth, gap_ns, between)
+
+
+@pytest.mark.parametrize("cost", ["kind: roofline", "kind: table, engine: vllm_0.1.0, path: {folder}"])
+def test_cost_models_hand_their_gap_to_the_machine(cost: str, tmp_path: Path) -> None:
+    """Asynchronous, kernels follow each other after 1 ms with gap_s, and at once without."""
+    folder = tmp_path / "h100_sxm"
+    engine_folder.make(folder)
+    changes = ["hardware=h100-sxm", "loop.mode=async", "workload.requests=2", "workload.output_tokens=20"]
+    for gap_s in (0, 1e-3):
+        given = cost.format(folder=folder)
+        asked = scenario.load("worked_example", [*changes, f"cost={{{given}, gap_s: {gap_s}}}"])
+        machine = simulate.machine(asked, "async", generators.build(asked))
+        run(machine)
+        steps = table(machine.record)
+        between = steps["compute_start_ns"][1:] - steps["compute_end_ns"][:-1]
+        assert (between[3:-3] == 1e9 * gap_s).all(), (gap_s, between)

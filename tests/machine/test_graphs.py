@@ -68,6 +68,21 @@ def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) ->
     )
 
 
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (7, 8), (96, 96), (97, None)])
+def test_decode_only_graphs_of_vllm_end_at_the_seats(rows: int, bucket: int | None) -> None:
+    """CudagraphDispatcher with FULL_DECODE_ONLY: the captured sizes that are no more than max_num_seqs, here 100; a
+    step with a row of two query tokens has none, one whose chunk is a single token has."""
+    about = {"model": "llama-3.1-8b", "hardware": "a100-80gb", "kv_cache": {"num_blocks": 256}}
+    workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 1, "output_tokens": 1}
+    loop = {"cuda_graphs": {"vllm_cudagraph_mode": "FULL_DECODE_ONLY"}}
+    fields = {"question": "?", "workload": workload, "scheduler": {"name": "vllm", "max_num_seqs": 100}, "loop": loop}
+    asked = Scenario.model_validate(about | fields)
+    known = graphs(asked, scheduler(asked, "async"))
+    assert known.shape(plan(rows)) == Shape(bucket or rows, eager=bucket is None, capture_ns=0)
+    assert known.shape(plan(3, ((8, 2, 0),))) == Shape(5, eager=True, capture_ns=0)
+    assert known.shape(plan(3, ((8, 1, 0),))) == Shape(4, eager=False, capture_ns=0)
+
+
 @pytest.mark.parametrize("limits", [{"max_requests_per_batch": 100}, {"max_batch_tokens": 100}])
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 1), (3, 4), (33, 64), (65, 100)])
 def test_transformers_decodes_in_powers_of_two(limits: dict[str, int], tokens: int, bucket: int) -> None:
