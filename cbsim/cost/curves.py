@@ -183,12 +183,11 @@ class CurveTimes(KernelTimes):
         count as KV heads that read as many bytes, and compute with all query heads.
         """
         dtype, wide = self._model.cache_dtype, heads.cached(self._tensor) / 2 / HEAD_DIM
-        latent, query = heads.latent, heads.query / self._tensor
+        of_row = heads.decode_flop / self._tensor if heads.latent else 0.0
 
         def work(rows: float, context: float) -> Work:
             read = decode(dtype, rows, context)
-            flop = 2 * query * (2 * latent.kv + latent.rope) * rows / wide * context if latent else 0.0
-            return Work(flop, read.bytes, self._model.dtype)
+            return Work(of_row * rows / wide * context, read.bytes, self._model.dtype)
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["decode"], dtype)

@@ -46,7 +46,8 @@ class Weights(NamedTuple):
     linear: int  # weights that every query token passes through, embedding and head not counted
     head: int
     hidden: int
-    attention_flop: int  # of a pair of a query and a KV token: 4 x layers x heads x head_dim
+    attention_flop: int  # of a pair of a query and a KV token in all layers
+    decode_flop: int  # of such a pair of a decoding row
     bytes: int  # of a weight or an activation
     kv_bytes: int  # of a token in all layers
     linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
@@ -104,7 +105,7 @@ class RooflineCost:
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._experts_share, self._experts_s = weights.experts_share, weights.experts_bytes / rates.bytes_weights
         self._reduces_s, self._reduce_token_s = reduces_s
-        self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.attention_flop / rates.flops_decode)
+        self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.decode_flop / rates.flops_decode)
         self._kinds = kinds(attention)
         self._windows = any(kind != FULL for kind, _ in self._kinds)
 
@@ -172,6 +173,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         head=model.vocab * model.hidden // ranks,
         hidden=model.hidden,
         attention_flop=sum(count * layer.attention.pair_flop for layer, count in model.kinds) // ranks,
+        decode_flop=sum(count * layer.attention.decode_flop for layer, count in model.kinds) // ranks,
         bytes=model.dtype_bytes,
         kv_bytes=model.kv_token_bytes(ranks),
         linear_bytes=linear_bytes // ranks,

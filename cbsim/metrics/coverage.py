@@ -76,7 +76,8 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
         spread = f"within {min(bounds.values()):.1%} to {max(bounds.values()):.1%} {of}, by their size"
         within = f"90 % of steps {(steps is not None and _by_size(bounds, of, steps)) or spread}"
     unlike = {
-        f"heads of {model.head_dim}": model.head_dim != HEAD_DIM,
+        "latent attention": model.latent is not None,
+        f"heads of {model.head_dim}": model.head_dim != HEAD_DIM and model.latent is None,
         "windows": not model.sees_all,
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
     }

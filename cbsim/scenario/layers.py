@@ -68,8 +68,14 @@ class Heads(NamedTuple):
     @property
     def pair_flop(self) -> int:
         """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it."""
-        wide = self.latent.nope + self.latent.rope + self.latent.value if self.latent else 2 * self.width
-        return 2 * self.query * wide
+        of = self.latent
+        return 2 * self.query * (of.nope + of.rope + of.value if of else 2 * self.width)
+
+    @property
+    def decode_flop(self) -> int:
+        """FLOP of such a pair of a decoding row, whose query reads a latent itself."""
+        of = self.latent
+        return 2 * self.query * (2 * of.kv + of.rope if of else 2 * self.width)
 
 
 class FeedForward(NamedTuple):

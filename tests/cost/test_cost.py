@@ -115,7 +115,7 @@ def test_a_curve_is_straight_between_its_points() -> None:
 
 
 RATES = Rates(flops_prefill=1e9, flops_decode=0.5e9, bytes_weights=1e8, bytes_kv=2e8, bytes_pcie=1e6)
-WEIGHTS = Weights(linear=1000, head=200, hidden=10, attention_flop=40, bytes=2, kv_bytes=100)
+WEIGHTS = Weights(linear=1000, head=200, hidden=10, attention_flop=40, decode_flop=40, bytes=2, kv_bytes=100)
 
 
 def roofline(overhead_s: float = 0.0) -> RooflineCost:
@@ -312,3 +312,17 @@ def test_a_cost_model_has_no_state(cost: Cost) -> None:
 def test_nearest_is_round(number: float) -> None:
     """Half to even included: every second half of an integer is such a case."""
     assert nearest(number) == round(number)
+
+
+def test_decoding_rows_read_a_latent_with_every_head() -> None:
+    """A latent of 576 values is read once by all heads: 2 x 128 x (2 x 512 + 64) FLOP a pair and layer, more than its
+    bytes take where one GPU has all heads and the cache is in fp8; a prompt computes with keys and values made of it,
+    2 x 128 x (192 + 128).
+    """
+    (heads,) = {layer.attention for layer, _ in shapes.model("deepseek-v3").kinds}
+    assert heads.cached(1) == heads.cached(8) == 576
+    assert (heads.decode_flop, heads.pair_flop) == (2 * 128 * 1088, 2 * 128 * 320)
+    narrow = ("model=deepseek-v3", "model.kv_dtype=fp8", "hardware.memory_bytes=1e13")
+    longer = decode_ns(*narrow, context=100_000) - decode_ns(*narrow)
+    pairs = 100_000 * 61 * heads.decode_flop
+    assert longer == pytest.approx(pairs / shapes.hardware("h100-sxm").flops.bfloat16 * 1e9, rel=0.001)

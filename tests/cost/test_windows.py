@@ -16,7 +16,9 @@ from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 
 RATES = Rates(flops_prefill=4e12, flops_decode=1e12, bytes_weights=1e10, bytes_kv=2e10, bytes_pcie=1e9)
-WEIGHTS = Weights(linear=1000, head=0, hidden=0, attention_flop=4_000_000, bytes=2, kv_bytes=100_000)
+WEIGHTS = Weights(
+    linear=1000, head=0, hidden=0, attention_flop=4 * 10**6, decode_flop=4 * 10**6, bytes=2, kv_bytes=100_000
+)
 PARTS: tuple[Any, ...] = (CpuCost({}), RATES, WEIGHTS, 0.0, 0.0)
 SPEC = RequestSpec(index=0, id="0", arrival_ns=0, prompt_tokens=1, output_tokens=1, max_tokens=1)
 sizes = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 3000)), min_size=1, max_size=4)
