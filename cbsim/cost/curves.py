@@ -54,9 +54,8 @@ def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def sheet(gpu: Hardware) -> Sheet:
     """Return the rates of a GPU's data sheet."""
-    wide, narrow = gpu.flops.bfloat16 / 1e9, (gpu.flops.float8 or gpu.flops.bfloat16) / 1e9
-    flops = dict.fromkeys(WEIGHT_BYTES, wide) | {"float32": gpu.flops.float32 / 1e9}
-    flops |= {"float16": gpu.flops.float16 / 1e9, "fp8": narrow, "fp8_block": narrow, "nvfp4": narrow}
+    flops = {dtype: gpu.flops.of(dtype, "bfloat16") / 1e9 for dtype in WEIGHT_BYTES}
+    flops |= {dtype: getattr(gpu.flops, dtype) / 1e9 for dtype in ("float16", "float32")}
     return Sheet(flops, gpu.memory_bandwidth_bytes_s / 1e9, (gpu.link_bytes_s or gpu.pcie_bytes_s) / 1e9)
 
 
@@ -258,8 +257,11 @@ class CurveTimes(KernelTimes):
 
 
 def _typed(curves: Curves, dtype: str) -> Curves:
-    """Return the curves of a type; for types without any those of bfloat16, or of the first type that has some."""
-    known: Curves = curves.get(dtype) or curves.get("bfloat16") or next(iter(curves.values()))
+    """Return the curves of a type; for types without any those of the same width, of bfloat16, or of the first type
+    that has some.
+    """
+    names = (dtype, dtype.partition("_")[0], "bfloat16", next(iter(curves)))
+    known: Curves = next(curves[name] for name in names if name in curves)
     return known
 
 

@@ -151,7 +151,6 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     """Build the cost model `roofline` with the efficiencies that are given."""
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
-    linear_flops = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
     (compute, memory), bandwidth = settings.efficiencies, gpu.memory_bandwidth_bytes_s
     rates = Rates(
         flops_prefill=flops * compute.prefill,
@@ -159,7 +158,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         bytes_weights=bandwidth * memory.weights,
         bytes_kv=bandwidth * memory.kv,
         bytes_pcie=gpu.pcie_bytes_s,
-        linear=(linear_flops or flops) / flops,
+        linear=gpu.flops.of_layers(model) / flops,
     )
     ranks, experts = settings.tensor_parallel, model.expert_parameters
     share = model.experts_per_token / model.experts if model.experts else 0.0

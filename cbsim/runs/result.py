@@ -433,7 +433,6 @@ def _at_peak(scenario: Scenario, steps: Steps) -> tuple[Floats, Floats, Floats]:
     passed_over = 1 - model.experts_per_token / model.experts if model.experts else 0.0
     weights = model.parameters - passed_over * model.expert_parameters
     read = model.weight_bytes - passed_over**tokens * model.expert_bytes
-    narrow = gpu.flops.float8 if model.weights_dtype in ("fp8", "fp8_block") else None
-    flops, bandwidth = narrow or getattr(gpu.flops, model.dtype), gpu.memory_bandwidth_bytes_s
+    flops, bandwidth = gpu.flops.of_layers(model), gpu.memory_bandwidth_bytes_s
     cache = steps["context_tokens"].astype(np.float64) * model.kv_bytes_per_token / bandwidth
     return 2 * weights * tokens / flops, np.asarray(read / bandwidth, np.float64), cache

@@ -158,6 +158,10 @@ class Scenario(Frozen):
         if memory_bytes < LEAST_MEMORY_BYTES:
             bound = f"must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
             raise complaint(f"got {memory_bytes:,}, {bound}", "hardware.memory_bytes")
+        joined = self.hardware.link_gpus if self.hardware.link_bytes_s else None
+        if joined and gpus > joined and not getattr(self.cost, "link", None):
+            bound = f"must be <= hardware.link_gpus ({joined}): what joins more of them is not known"
+            raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
         if not model.sees_all and not (self.kind.windows and self.cost.kind in ("roofline", "constant")):
             other = f"cost.kind {self.cost.kind}" if self.kind.windows else f"scheduler {self.scheduler.name}"
             raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")

@@ -271,6 +271,22 @@ class Flops(Frozen):
     float32: PerSecond  #: FLOP/s in float32.
     float8: PerSecond | None = None
     """FLOP/s in float8; null: fp8 weights are read as such, and computed in the model's dtype."""
+    float4: PerSecond | None = None
+    """FLOP/s in NVFP4 and MXFP4; null: such weights are read as such, and computed in the model's dtype."""
+
+    def of(self, weights: str, dtype: str) -> float:
+        """Return the FLOP/s of products with weights of one type in a model of another."""
+        wide: float = getattr(self, dtype)
+        narrow = {"fp8": self.float8, "fp8_block": self.float8, "nvfp4": self.float4, "mxfp4": self.float4}
+        return narrow.get(weights) or wide
+
+    def of_layers(self, model: ModelShape) -> float:
+        """Return the FLOP/s of a token in a model's layers, each of the matrices that it goes through in its type."""
+        wide, share = self.of(model.dtype, model.dtype), model.experts_per_token / max(model.experts, 1)
+        parts = [(count * matrix.weights, matrix.dtype) for matrix, count in model.matrices()]
+        parts.append((share * model.expert_parameters, model.experts_dtype or model.weights_dtype or model.dtype))
+        longer = sum([weights * (wide / self.of(dtype, model.dtype)) for weights, dtype in parts])
+        return wide / (longer / sum([weights for weights, _ in parts]))
 
 
 class Hardware(Frozen):
@@ -283,6 +299,8 @@ class Hardware(Frozen):
     pcie_bytes_s: PerSecond  #: Host link, bytes/s in each direction.
     link_bytes_s: PerSecond | None = None
     """To the other GPUs (NVLink), bytes/s in each direction; null: over the host link."""
+    link_gpus: Number | None = None
+    """GPUs that the link joins, which is the most that can share a model; null: any number."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
     source: str = ""  #: Where the numbers come from.

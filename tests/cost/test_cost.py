@@ -247,6 +247,44 @@ def test_gpus_that_share_every_layer_share_weights_and_cache() -> None:
         load("worked_example", ["cost={kind: roofline}", "cost.tensor_parallel=2", "model=llama-3.1-8b"])
 
 
+def test_gpus_beyond_the_link_share_no_model() -> None:
+    """Eight GPUs of an HGX board; a rack has 72, fewer than a model's heads allow; without a link there is no bound,
+    and one that is given needs none."""
+    asked = ["model=llama-3.1-405b", "scheduler.name=vllm", "cost={kind: roofline, tensor_parallel: 16}"]
+    with pytest.raises(ScenarioError, match=r"cost\.tensor_parallel: got 16, must be <= hardware\.link_gpus \(8\)"):
+        load("worked_example", [*asked, "hardware=b200", "model.kv_heads=16"])
+    for card in (["hardware=gb200"], ["hardware=b200", "hardware.link_bytes_s=null"]):
+        assert load("worked_example", [*asked, *card, "model.kv_heads=16"]).gpus == 16
+
+
+@pytest.mark.parametrize(
+    ("card", "weights", "rate"),
+    [
+        ("b200", {}, 2.25e15),
+        ("b200", {"weights_dtype": "fp8_block"}, 4.5e15),
+        ("b200", {"weights_dtype": "nvfp4"}, 9.0e15),
+        ("mi355x", {"weights_dtype": "mxfp4"}, 1.00663e16),
+        ("h200-sxm", {"weights_dtype": "nvfp4"}, 9.894e14),
+        ("a100-80gb", {"weights_dtype": "fp8"}, 3.119e14),
+        ("b200", {"weights_dtype": "int4"}, 2.25e15),
+    ],
+)
+def test_matrices_are_computed_at_the_rate_of_their_type(card: str, weights: dict[str, str], rate: float) -> None:
+    """A type without a rate of its own is computed in the model's."""
+    model = shapes.model("llama-3.1-8b").model_copy(update=weights)
+    assert shapes.hardware(card).flops.of_layers(model) == pytest.approx(rate, rel=1e-12)
+
+
+def test_each_type_of_a_mixture_counts_by_its_weights() -> None:
+    """gpt-oss-20b: of its 3.03e9 weights that a token goes through 2.39e9 are of experts, in mxfp4: on a B200 a quarter
+    as long as in bfloat16."""
+    model, flops = shapes.model("gpt-oss-20b"), shapes.hardware("b200").flops
+    experts = model.expert_parameters * model.experts_per_token / model.experts
+    dense = sum(count * matrix.weights for matrix, count in model.matrices())
+    assert flops.of_layers(model) == pytest.approx((dense + experts) / (dense / 2.25e15 + experts / 9e15), rel=1e-12)
+    assert experts / (dense + experts) == pytest.approx(0.79, abs=0.01)
+
+
 def test_several_gpus_cost_what_several_cost() -> None:
     """A run on two H100 is charged two of them, 3 USD an hour each; one as before."""
     asked = ["model=llama-3.1-8b", "hardware=h100-sxm", "scheduler.name=vllm", "workload.output_tokens=2"]

@@ -153,7 +153,7 @@ def test_what_step_times_rest_on_is_said_with_its_error() -> None:
     is claimed where nothing was compared."""
     assert coverage.basis(load()).startswith("efficiency curves of NVIDIA L40S 48GB: 90 % of steps within 3.7% to")
     small = "model=llama-3.2-1b"
-    assert coverage.basis(load("hardware=a10g", small)).startswith("efficiency curves of 6 cards, NVIDIA")
+    assert coverage.basis(load("hardware=a10g", small)).startswith("efficiency curves of 8 cards, NVIDIA")
     for part in ("cost={kind: roofline, memory_efficiency: {kv: 0.5}}", "cost={kind: constant, step_s: 1}"):
         assert coverage.UNKNOWN in coverage.basis(load(part))
     assert "heads of 64" in coverage.basis(load(small))

@@ -366,7 +366,7 @@ def test_errors_say_where_what_and_what_would_do(small: Path, line: str, expecte
     [
         ("kv_cach.block_size=3", "--set kv_cach.block_size=3: kv_cach: unknown field; did you mean kv_cache?"),
         ("hardware=A100", "unknown hardware 'A100'; did you mean a100-40gb or a100-80gb? (known: "),
-        ("hardware=H", "unknown hardware 'H'; did you mean h100-sxm or h200-sxm?"),
+        ("hardware=H", "unknown hardware 'H'; did you mean h100-sxm, h20 or h200-sxm?"),
         ("model=Llama 3.1", "; did you mean llama-3.1-405b, llama-3.1-70b or llama-3.1-8b?"),
         ("workload.arrivals={kind: poisson, rate: 5}", "rate: unknown field; did you mean rate_per_s?"),
         ("scheduler.max_num=5", "or max_num_batched_tokens"),
