@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from math import inf
+from math import inf, prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
@@ -16,35 +16,93 @@ from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
-GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-GEMMA3 |= {"max_position_embeddings": 131_072, "tie_word_embeddings": True, "sliding_window": 4096}
-GEMMA3 |= {"sliding_window_pattern": 6}
-HEADS = {"minimax_m2": 8, "mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
-DEFAULTS: dict[str, dict[str, Any]] = {kind: {"num_key_value_heads": heads} for kind, heads in HEADS.items()}
-DEFAULTS |= {"gemma3": GEMMA3, "gemma3_text": GEMMA3, "granitemoe": {}, "llama": {}, "olmoe": {}, "phi3": {}}
-DEFAULTS["mistral"]["sliding_window"], DEFAULTS["qwen3"]["head_dim"] = 4096, 128
-"""The supported model types, and transformers' defaults of absent fields that differ between them."""
-MIXTURES = dict.fromkeys(("granitemoe", "minimax_m2", "mixtral"), ("intermediate_size", "num_local_experts"))
-MIXTURES |= {"olmoe": ("intermediate_size", "num_experts"), "qwen3_moe": ("moe_intermediate_size", "num_experts")}
-"""The model types with experts, and the fields of an expert's width and of the experts of a layer."""
-WINDOWED = ("gemma3", "gemma3_text", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-QK_NORMED = ("gemma3", "gemma3_text", "minimax_m2", "olmoe", "qwen3", "qwen3_moe")
-WHOLE, SLIDING = "full_attention", "sliding_attention"
+WHOLE, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+INNER, MOE, LOCAL, EXPERTS = "intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts"
+WINDOW, CHUNK, EVERY, BIAS = "sliding_window", "attention_chunk_size", "sliding_window_pattern", "attention_bias"
+
+
+class Family(NamedTuple):
+    """What differs between model types: names of fields, and transformers' defaults of absent ones."""
+
+    absent: dict[str, Any]
+    reads: tuple[str, ...] = ()  #: Fields that are modelled for this type, and refused for others.
+    width: str = INNER  #: Width of an expert.
+    experts: str = ""  #: Experts of a layer; "": there are none.
+    chosen: str = "num_experts_per_tok"
+    beside: tuple[str, ...] = ()  #: Fields whose product is the width of what every token goes through.
+    dense: str = INNER  #: Width of layers without experts.
+    window: str = ""  #: Tokens that a layer sees, if not all do.
+    every: str = ""  #: One layer in so many sees everything.
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
+    sinks: bool = False
+
+
+EIGHT = {"num_key_value_heads": 8}
+QWEN = {"num_key_value_heads": 32, WINDOW: 4096, "max_window_layers": 28, "use_sliding_window": False}
+ROUTED, SHARED, FIRST = "n_routed_experts", "n_shared_experts", "first_k_dense_replace"
+RANKS = ("kv_lora_rank", "q_lora_rank")
+GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, EVERY: 6}
+GEMMA3 |= {"max_position_embeddings": 131_072, "tie_word_embeddings": True, WINDOW: 4096}
+GEMMA4 = GEMMA3 | {"vocab_size": 262_144, WINDOW: 512, "global_head_dim": 512, "hidden_size_per_layer_input": 256}
+WIDE = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block", EXPERTS)
+MIXTRAL = Family(EIGHT, (LOCAL,), experts=LOCAL, window=WINDOW)
+DEEPSEEK = Family({SHARED: 1, FIRST: 3}, (*RANKS, ROUTED, SHARED, FIRST), MOE, ROUTED, beside=(SHARED, MOE))
+GLM4 = DEEPSEEK._replace(absent=EIGHT | {SHARED: 1, FIRST: 1}, reads=(ROUTED, SHARED, FIRST, BIAS))
+GPT_OSS = MIXTRAL._replace(absent=EIGHT | {"head_dim": 64, BIAS: True, EVERY: 2}, reads=(LOCAL, BIAS), sinks=True)
+FAMILIES = {
+    "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
+    "deepseek_v3": DEEPSEEK,
+    "gemma3": Family(GEMMA3, window=WINDOW, every=EVERY, qk_norm=True),
+    "gemma4": Family(GEMMA4, WIDE, MOE, EXPERTS, "top_k_experts", (INNER,), INNER, WINDOW, EVERY, True),
+    "glm4_moe": GLM4._replace(qk_norm="use_qk_norm", qkv_bias=BIAS),
+    "gpt_oss": GPT_OSS._replace(every=EVERY, qkv_bias=BIAS),
+    "granitemoe": MIXTRAL._replace(absent={}, window=""),
+    "llama": Family({}),
+    "llama4": MIXTRAL._replace(
+        absent=EIGHT | {CHUNK: 8192, "no_rope_layer_interval": 4}, reads=(LOCAL, CHUNK, "moe_layers"), beside=(INNER,),
+        dense="intermediate_size_mlp", window=CHUNK, every="no_rope_layer_interval",
+    ),
+    "minimax_m2": MIXTRAL._replace(window="", qk_norm=True),
+    "mistral": Family(EIGHT | {WINDOW: 4096}, window=WINDOW),
+    "mixtral": MIXTRAL,
+    "olmoe": Family({}, (EXPERTS,), experts=EXPERTS, qk_norm=True),
+    "phi3": Family({}, window=WINDOW),
+    "qwen2": Family(QWEN, window=WINDOW, qkv_bias=True),
+    "qwen3": Family(QWEN | {"head_dim": 128}, window=WINDOW, qk_norm=True),
+    "qwen3_moe": Family(
+        QWEN | {"num_key_value_heads": 4}, (EXPERTS, "mlp_only_layers"), MOE, EXPERTS, window=WINDOW, qk_norm=True
+    ),
+}  # fmt: skip
+"""The supported model types."""
+SAME = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "llama4_text": "llama4"}
+SAME |= {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
 UNSUPPORTED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
-    "kv_lora_rank": "multi-head latent attention (MLA) is not modelled",
+    "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
     "linear_.*|attn_type_list|full_attention_interval": "linear attention is not modelled",
-    "mamba_.*|ssm_.*|state_size|hybrid_override_pattern": "Mamba layers are not modelled",
+    "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
+    "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
+    "(attn|attention|mla_use)_output_gate": "gates of attention's output are not modelled",
+    "hidden_size_per_layer_input": "embeddings of every layer are not modelled",
+    "num_kv_shared_layers|use_double_wide_mlp": "layers that share a cache are not modelled",
+    "per_layer_config": "only global_head_dim and num_global_key_value_heads are read",
     "(vision|audio)_config": "of several media only the text model is modelled, and there is no text_config",
     "(attention|mlp|lm_head)_bias": "only biases of queries, keys and values are modelled",
-    "(n|num)_shared_experts|(shared_expert|shared)_intermediate_size": "shared experts are not modelled",
     "use_bidirectional_attention": "only causal attention is modelled",
-    "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
-    "mlp_only_layers|first_k_dense_replace": "a mixture must have experts in every layer",
     "compression_config": "read the original's config.json, and set the model's types in the scenario",
+    "(kv|q)_lora_rank": "this model type has no latent attention",
+    "(n|num)_shared_experts|(shared_expert|shared)_intermediate_size": "this model type has no shared experts",
+    "(num|num_local|n_routed)_experts|enable_moe_block": "this model type has no experts of that name",
+    "mlp_only_layers|first_k_dense_replace|moe_layers": "a mixture of this type has experts in every layer",
+    "attention_chunk_size|(num_)?global_.*|attention_k_eq_v": "this model type has one kind of attention",
 }
-"""Patterns of fields that must be absent, null, false, 0 or empty, with the reason."""
+"""Patterns of fields that must be absent, null, false, 0 or empty, unless the family reads them, with the reason."""
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "vision")  # bidirectional "vision": among the tokens of an image
 
 
 class Config(Document):
@@ -60,6 +118,11 @@ class Config(Document):
 
     def flag(self, field: str) -> bool:
         return self._given(field, False, "true or false", lambda v: isinstance(v, bool)) is True
+
+    def wholes(self, field: str) -> list[int]:
+        fits = lambda v: isinstance(v, list) and all(type(one) is int for one in v)  # noqa: E731
+        numbers: list[int] = self._given(field, [], "a list of whole numbers", fits)
+        return numbers
 
     def part(self, field: str) -> Config | None:
         value = self._given(field, {}, "an object", lambda v: isinstance(v, dict))
@@ -86,73 +149,98 @@ def shape(path: Path) -> dict[str, Any]:
 
 def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
-    kind = _kind(config)
-    config = Config(config.file, None, DEFAULTS[kind] | config.data, error_type=config.error_type)
+    family = _family(config)
+    config = Config(config.file, None, family.absent | config.data, error_type=config.error_type)
     for field in ("quantization_config", "rope_scaling", "rope_parameters"):
         config.part(field)
-    layers, hidden, heads = map(config.whole, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers = config.whole("num_hidden_layers")
     if layers > MOST_LAYERS:
         raise config.bad("num_hidden_layers", f"a whole number <= {MOST_LAYERS:,}")
+    fields = {
+        "layers": layers,
+        "hidden": config.whole("hidden_size"),
+        **_heads(config, family),
+        **_feed_forward(config, family, layers),
+        "vocab": config.whole("vocab_size"),
+        "tied_embeddings": config.flag("tie_word_embeddings"),
+        "qk_norm": _switch(config, family.qk_norm),
+        "qkv_bias": _switch(config, family.qkv_bias),
+        **({"sinks": True} if family.sinks else {}),
+        "dtype": _dtype(config),
+        "max_position": config.whole("max_position_embeddings"),
+        **_attention(config, family, layers),
+    }
+    return fields | (_types(config, fields) if config.data.get("quantization_config") else {})
+
+
+def _switch(config: Config, value: bool | str) -> bool:
+    return config.flag(value) if isinstance(value, str) else value
+
+
+def _family(config: Config) -> Family:
+    """Return the family of the model type. Raises the error of `config` if it, or a field, is not supported."""
+    kind = config.data.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    modelled = family.reads if family else {field for each in FAMILIES.values() for field in each.reads}
+    given = (family.absent if family else {}) | config.data
+    for pattern, reason in UNSUPPORTED.items():
+        for field, value in given.items():
+            if re.fullmatch(pattern, field) and value not in NOTHING and field not in modelled:
+                wrong = f"{field}: {shown(value)} is not supported" if family else f"model_type {kind}"
+                raise config.error(f"{config.file}: {wrong}: {reason}", (field if family else "model_type",), reason)
+    if family is None:
+        raise config.bad("model_type", f"a supported model: {', '.join(sorted(FAMILIES))}")
+    return family
+
+
+def _heads(config: Config, family: Family) -> dict[str, Any]:
+    """Return the numbers and widths of heads; of latent attention those of what is cached."""
+    heads = config.whole("num_attention_heads")
+    if "kv_lora_rank" in family.reads:
+        names = {"kv_rank": "kv_lora_rank", "value_dim": "v_head_dim"}
+        names |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
+        latent = {name: config.whole(field) for name, field in names.items()}
+        cached = latent["kv_rank"] + latent["rope_dim"]
+        latent["query_rank"] = config.whole("q_lora_rank", 0, 0)
+        return {"heads": heads, "kv_heads": 1, "head_dim": cached, "latent": latent}
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": config.whole("head_dim", hidden // heads),
-        **_experts(config, kind),
-        "vocab": config.whole("vocab_size"),
-        "tied_embeddings": config.flag("tie_word_embeddings"),
-        "qk_norm": kind in QK_NORMED,
-        "qkv_bias": kind == "qwen2",
-        "dtype": _dtype(config),
-        **(config.checked(Quantized).quantization_config.types if config.data.get("quantization_config") else {}),
-        "max_position": config.whole("max_position_embeddings"),
-        **_attention(config, kind, layers),
-    }
+    width = config.whole("head_dim", config.whole("hidden_size") // heads)
+    fields: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": width}
+    if "global_head_dim" in family.reads:
+        one = config.flag("attention_k_eq_v")
+        wide = config.whole("num_global_key_value_heads", kv_heads) if one else kv_heads
+        fields["full_heads"] = {"kv_heads": wide, "head_dim": config.whole("global_head_dim"), "keys_are_values": one}
+    return fields
 
 
-def _kind(config: Config) -> str:
-    """Return the model type. Raises the error of `config` if it, or a field, says that the model is not supported."""
-    kind = config.data.get("model_type")
-    known = isinstance(kind, str) and kind in DEFAULTS
-    for pattern, reason in UNSUPPORTED.items():
-        for field, value in config.data.items():
-            if re.fullmatch(pattern, field) and value not in (None, False, [], {}):
-                wrong = f"{field}: {shown(value)} is not supported" if known else f"model_type {kind}"
-                raise config.error(f"{config.file}: {wrong}: {reason}", (field if known else "model_type",), reason)
-    if not isinstance(kind, str) or not known:
-        raise config.bad("model_type", f"a supported model: {', '.join(sorted(DEFAULTS))}")
-    return kind
-
-
-def _attention(config: Config, kind: str, layers: int) -> dict[str, Any]:
+def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing."""
     most = config.whole("max_position_embeddings")
-    window, usual = _windows(config, kind, layers, most)
-    types = config.data.get("layer_types") or usual
-    if not isinstance(types, list) or len(types) != layers or any(one not in (SLIDING, WHOLE) for one in types):
-        raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{SLIDING}', the supported kinds")
-    if window >= most or SLIDING not in types:
+    on = "use_sliding_window" not in config.data or config.flag("use_sliding_window")
+    window = config.whole(family.window or WINDOW, most) if on else most
+    part = CHUNKED if family.window == CHUNK else SLIDING
+    types = config.data.get("layer_types") or _usual(config, family, layers, part)
+    if not isinstance(types, list) or len(types) != layers or any(one not in (part, WHOLE) for one in types):
+        raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{part}', the supported kinds")
+    if part not in types or (window >= most and "global_head_dim" not in family.reads):
         return {}
-    if kind not in WINDOWED:
+    if not family.window:
+        kind = config.data["model_type"]
         raise config.bad("sliding_window", f"null: layers of model_type {kind} have no windows")
-    return {"attention": _repeated([f"sliding {window}" if one == SLIDING else "full" for one in types])}
+    seen = f"{part.partition('_')[0]} {window}"
+    return {"attention": _repeated([seen if one == part else "full" for one in types])}
 
 
-def _windows(config: Config, kind: str, layers: int, most: int) -> tuple[int, list[str]]:
-    """Return a window's tokens, and the default of `layer_types`. Qwen's are off unless switched on; null is none."""
-    if kind.startswith("qwen"):
-        first = config.whole("max_window_layers", 28, 0)
-        window = config.whole("sliding_window", 4096) if config.flag("use_sliding_window") else most
-        return window, [SLIDING if layer >= first else WHOLE for layer in range(layers)]
-    if kind.startswith("gemma3"):
-        pattern = config.whole("sliding_window_pattern")
-        types = [SLIDING if (layer + 1) % pattern else WHOLE for layer in range(layers)]
-        return config.whole("sliding_window"), types
-    return config.whole("sliding_window", most), [SLIDING] * layers
+def _usual(config: Config, family: Family, layers: int, part: str) -> list[str]:
+    """Return the default of `layer_types`: Qwen's first, one in so many, and Llama 4's without rotation see all."""
+    first, every = config.whole("max_window_layers", 0, 0), config.whole(family.every) if family.every else layers + 1
+    if part == CHUNKED and (rotated := config.wholes("no_rope_layers")):
+        if len(rotated) < layers:
+            raise config.bad("no_rope_layers", f"a number for each of {layers} layers")
+        return [part if one else WHOLE for one in rotated[:layers]]
+    return [part if at >= first and (at + 1) % every else WHOLE for at in range(layers)]
 
 
 def _repeated(pattern: list[str]) -> list[str]:
@@ -161,16 +249,34 @@ def _repeated(pattern: list[str]) -> list[str]:
     return next(pattern[:n] for n in sizes if all(one == pattern[i % n] for i, one in enumerate(pattern)))
 
 
-def _experts(config: Config, kind: str) -> dict[str, int]:
-    """Return the width of the feed-forward layers, and the numbers of experts if the model has experts."""
-    if kind not in MIXTURES:
-        return {"intermediate": config.whole("intermediate_size")}
-    if config.whole("decoder_sparse_step", 1) != 1:
-        raise config.bad("decoder_sparse_step", "1: a mixture must have experts in every layer")
-    width, experts, chosen = map(config.whole, (*MIXTURES[kind], "num_experts_per_tok"))
+def _feed_forward(config: Config, family: Family, layers: int) -> dict[str, Any]:
+    """Return the width of the feed-forward layers; of a mixture its experts, what is beside them, and dense layers."""
+    if not family.experts or ("enable_moe_block" in family.reads and not config.flag("enable_moe_block")):
+        return {"intermediate": config.whole(family.dense)}
+    width, experts, chosen = map(config.whole, (family.width, family.experts, family.chosen))
     if chosen > experts:
-        raise config.bad("num_experts_per_tok", f"a number <= {MIXTURES[kind][1]}, {experts}")
-    return {"intermediate": width, "experts": experts, "experts_per_token": chosen}
+        raise config.bad(family.chosen, f"a number <= {family.experts}, {experts}")
+    fields: dict[str, Any] = {"intermediate": width, "experts": experts, "experts_per_token": chosen}
+    if family.beside:
+        fields["shared_intermediate"] = prod(config.whole(field, 0, 0) for field in family.beside)
+    kinds = _kinds(config, layers)
+    if "experts" not in kinds:
+        raise config.bad("num_hidden_layers", "more layers than dense ones: none has experts")
+    if "dense" in kinds:
+        first = kinds.index("experts")
+        several = {"feed_forward": _repeated(kinds)} if "dense" in kinds[first:] else {"first_dense": first}
+        fields |= several | {"dense_intermediate": config.whole(family.dense)}
+    return fields
+
+
+def _kinds(config: Config, layers: int) -> list[str]:
+    """Return which layers are dense: the first, those listed, all but one in so many, or all but those listed."""
+    if config.data.get("moe_layer_freq") not in (None, 1):
+        raise config.bad("moe_layer_freq", "1: after the first layers all must have experts")
+    step = max(config.whole(field, 1) for field in ("decoder_sparse_step", "interleave_moe_layer_step"))
+    mixed = set(config.wholes("moe_layers") or range(step - 1, layers, step)) - set(config.wholes("mlp_only_layers"))
+    first = config.whole(FIRST, 0, 0)
+    return ["experts" if at >= first and at in mixed else "dense" for at in range(layers)]
 
 
 def _dtype(config: Config) -> str:
@@ -191,32 +297,62 @@ def _name(path: Path) -> str:
 
 
 LEFT = re.compile(
-    r"""(re:)?(.*[.*])?(lm_head|embed_tokens|e_score_correction_bias|\w*norm)\$?
+    r"""(re:)?(.*[.*])?(lm_head|embed_tokens|e_score_correction_bias|\w*norm|router)\$?
     | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too
     | .*(vision|visual|multi_modal).*          # not counted at all""",
     re.VERBOSE,
 )
 """Names of modules that a shape leaves in the model's dtype: those that are no matrix of a layer, and the router."""
+PARTS = re.compile(
+    r"""(re:)?(.*?[.*])?(layers\\?\.(?P<layer>\d+)\\?\.)?((?P<attention>self_attn)|(mlp\\?\.)?(?P<shared>shared_experts?)
+    |mlp\\?\.(?P<dense>\(gate\|up\|gate_up\|down\))_proj)[.*$]*""",
+    re.VERBOSE,
+)
+"""Names of the matrices that a shape can leave in the model's dtype: of attention, shared experts or dense layers."""
 
 
-def _outside_layers(name: str) -> str:
-    if not LEFT.fullmatch(name):
-        allowed = "the output layer, embeddings, norms and what chooses experts: the layers' matrices have one type"
-        raise complaint(f"got {shown(name)}, expected only {allowed}")
-    return name
+def _part(name: Any) -> tuple[str, int | None] | None:
+    """Return the part of a layer, and the layer unless it is all, that a name leaves as it is; None: no matrix."""
+    if not isinstance(name, str):
+        raise complaint(f"got {shown(name)}, expected a text")
+    if LEFT.fullmatch(name):
+        return None
+    if found := re.fullmatch(r".*layers\.(\d+)\*", name):
+        return "layer", int(found[1])
+    if (found := PARTS.fullmatch(name)) is None:
+        allowed = "the output layer, embeddings, norms, what chooses experts, and all of attention, shared experts"
+        raise complaint(f"got {shown(name)}, expected only {allowed} or dense layers")
+    part = next(part for part in ("attention", "shared", "dense") if found[part])
+    return part, int(found["layer"]) if found["layer"] else None
 
 
-Left = list[Annotated[str, AfterValidator(_outside_layers)]] | None
+Left = list[Annotated[Any, BeforeValidator(_part)]] | None
 Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
-class Fp8(Form):
+class Quantization(Form):
+    """Modules that keep the model's dtype, by the names that tools have for them."""
+
+    modules_to_not_convert: Left = None
+    ignore: Left = None
+    ignored_layers: Left = None
+    exclude_modules: Left = None
+
+    def left(self, layers: int) -> dict[str, set[int | None]]:
+        """Return the layers whose parts keep the model's dtype, by part; None stands for all. Layers beyond `layers`
+        are not loaded.
+        """
+        given = (self.modules_to_not_convert, self.ignore, self.ignored_layers, self.exclude_modules)
+        left = {one for names in given for one in names or () if one and (one[1] is None or one[1] < layers)}
+        return {part: {layer for name, layer in left if name == part} for part, _ in left}
+
+
+class Fp8(Quantization):
     """An fp8 scheme: weights and activations of 8 bits, a scale a tensor or a block; the scales are not counted."""
 
     quant_method: Literal["fp8"]
     fmt: Literal["e4m3", "float8_e4m3fn"] | None = None
     activation_scheme: Literal["dynamic", "static"]
-    modules_to_not_convert: Left = None
     weight_block_size: Any = None
 
     @property
@@ -224,7 +360,7 @@ class Fp8(Form):
         return {"weights_dtype": "fp8_block" if self.weight_block_size else "fp8"}
 
 
-class Int4(Form):
+class Int4(Quantization):
     """A GPTQ or AWQ scheme: weights of 4 bits."""
 
     quant_method: Literal["gptq", "awq"]
@@ -232,11 +368,20 @@ class Int4(Form):
     group_size: Literal[128]
     lm_head: Literal[False] | None = None
     dynamic: Empty = None
-    modules_to_not_convert: Left = None
 
     @property
     def types(self) -> dict[str, str]:
         return {"weights_dtype": "int4"}
+
+
+class Mxfp4(Quantization):
+    """MXFP4 of the experts alone (gpt-oss)."""
+
+    quant_method: Literal["mxfp4"]
+
+    @property
+    def types(self) -> dict[str, str]:
+        return {"experts_dtype": "mxfp4"}
 
 
 class Float8(Form):
@@ -246,12 +391,25 @@ class Float8(Form):
     num_bits: Literal[8]
 
 
+class Modelopt(Quantization):
+    """A scheme of NVIDIA's Model Optimizer."""
+
+    quant_method: Literal["modelopt"]
+    quant_algo: Literal["NVFP4", "FP8"]
+    kv_cache_scheme: Float8 | None = None
+
+    @property
+    def types(self) -> dict[str, str]:
+        cache = {"kv_dtype": "fp8"} if self.kv_cache_scheme else {}
+        return {"weights_dtype": self.quant_algo.lower()} | cache
+
+
 class Whole4(Form):
-    """A whole-number type of 4 bits, for weights in groups of 128."""
+    """A whole-number type of 4 bits, for weights in groups of 128 or 32."""
 
     type: Literal["int"]
     num_bits: Literal[4]
-    group_size: Literal[128]
+    group_size: Literal[128, 32]
 
 
 class Scheme(Form):
@@ -270,11 +428,10 @@ class Scheme(Form):
         return self
 
 
-class Compressed(Form):
+class Compressed(Quantization):
     """The compressed-tensors of vLLM's own compressor: one scheme for all linear layers."""
 
     quant_method: Literal["compressed-tensors"]
-    ignore: Left = None
     sparsity_config: Empty = None
     config_groups: Annotated[dict[str, Scheme], Field(min_length=1, max_length=1)]
     kv_cache_scheme: Float8 | None = None
@@ -282,11 +439,31 @@ class Compressed(Form):
     @property
     def types(self) -> dict[str, str]:
         (scheme,) = self.config_groups.values()
-        weights = {"weights_dtype": "fp8" if isinstance(scheme.weights, Float8) else "int4"}
-        return weights | ({"kv_dtype": "fp8"} if self.kv_cache_scheme else {})
+        whole = isinstance(scheme.weights, Whole4) and {128: "int4", 32: "int4_g32"}[scheme.weights.group_size]
+        return {"weights_dtype": whole or "fp8"} | ({"kv_dtype": "fp8"} if self.kv_cache_scheme else {})
 
 
 class Quantized(Form):
     """The quantization of a config.json. Anything not modelled is an error."""
 
-    quantization_config: Annotated[Fp8 | Compressed | Int4, By("quant_method")]
+    quantization_config: Annotated[Fp8 | Compressed | Int4 | Mxfp4 | Modelopt, By("quant_method")]
+
+
+def _types(config: Config, fields: dict[str, Any]) -> dict[str, str]:
+    """Return the types of matrices and cache of a shape with these fields. Raises the error of `config`."""
+    scheme = config.checked(Quantized).quantization_config
+    types, left, count = scheme.types, scheme.left(fields["layers"]), fields["layers"]
+    if (narrow := types.pop("weights_dtype", None)) is None:
+        return types
+    first, mixture = fields.get("first_dense", 0), "experts" in fields
+    numbers = {"attention": count, "shared": count - first, "dense": first or count, "layer": count}
+    sizes = {"shared": fields.get("shared_intermediate"), "dense": fields.get("dense_intermediate") or not mixture}
+    others = {part for part, size in sizes.items() if size}
+    uneven = [part for part, layers in left.items() if None not in layers and len(layers) < numbers[part]]
+    if uneven or others & left.keys() not in (set(), others):
+        expected = "attention in all layers or none, and shared experts and dense layers with one type"
+        raise config.bad("quantization_config", expected)
+    whole = {"attention_dtype": fields["dtype"]} if "attention" in left else {}
+    if others - left.keys() or not (others or whole):
+        return types | {"weights_dtype": narrow} | whole
+    return types | {"experts_dtype": narrow} | ({} if whole else {"attention_dtype": narrow})

@@ -20,12 +20,18 @@ def blocks_of(
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
     "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
     "llama-2-7b": 6.74,
-    "deepseek-v3": 671.0,  # its README: 671B of main model weights, beside 14B of what predicts a second token
     "deepseek-r1": 671.0,
+    "deepseek-v3": 671.0,  # arXiv 2412.19437, table 2; beside them 14 of what predicts a second token
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
+    "glm-4.5": 355.0,  # arXiv 2508.06471, table 1
+    "glm-4.6": 355.0,
     "gpt-oss-120b": 116.83,  # arXiv 2508.10925, table 1
     "gpt-oss-20b": 20.91,
-    "kimi-k2": 1026.0,
-    "kimi-k2.5": 1026.0,
+    "kimi-k2": 1026.41,  # as llama.cpp counts its file; arXiv 2507.20534 says 1.04 trillion
+    "kimi-k2.5": 1026.41,
+    "llama-4-maverick": 400.0 - 0.87,  # without the image encoder and its adapter
+    "llama-4-scout": 109.0 - 0.87,
     "minimax-m2.5": 230.0,
     "qwen3-235b-a22b": 235.0,
     "llama-3.1-405b": 405.85,
@@ -35,6 +41,8 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
     "llama-3.2-3b": 3.21,
     "llama-3.3-70b": 70.55,
     "mistral-7b": 7.25,
+    "mixtral-8x22b": 141.0,
+    "mixtral-8x7b": 46.7,
     "phi-4": 14.66,
     "qwen2.5-32b": 32.5,
     "qwen2.5-72b": 72.7,
@@ -45,6 +53,21 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
     "qwen3-32b": 32.76,
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
+    "qwen3-coder-480b": 480.0,
+}
+ACTIVE = {  # billions of parameters that a token goes through, by the same sources, most of them rounded
+    "deepseek-v3": (37, False),
+    "gemma-4-26b-a4b": (3.8, True),
+    "glm-4.5": (32, False),
+    "gpt-oss-120b": (5.13, False),
+    "gpt-oss-20b": (3.61, False),
+    "kimi-k2": (32, False),
+    "llama-4-maverick": (17, True),
+    "llama-4-scout": (17, True),
+    "mixtral-8x22b": (39, True),
+    "mixtral-8x7b": (12.9, True),
+    "qwen3-235b-a22b": (22, True),
+    "qwen3-coder-480b": (35, True),
 }
 
 
@@ -53,6 +76,15 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     """Every shape that ships, within 1 %: a field read wrongly shows here. Nobody published the tiny model."""
     if name != "tiny":
         assert shapes.model(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVE))
+def test_a_token_goes_through_the_published_number_of_parameters(name: str) -> None:
+    """Within 3 %, with or without the embedding as the source counts: shared experts and dense layers are all read."""
+    model, (published, embedding) = shapes.model(name), ACTIVE[name]
+    idle = model.expert_parameters * (1 - model.experts_per_token / model.experts)
+    through = model.parameters - idle - (0 if embedding else model.vocab * model.hidden)
+    assert through / 1e9 == pytest.approx(published, rel=0.03)
 
 
 def test_every_shape_in_the_catalog_loads() -> None:

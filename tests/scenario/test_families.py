@@ -1,0 +1,222 @@
+"""config.json of model types whose layers differ: what a field says, published models, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbsim.errors import ScenarioError
+from cbsim.scenario import catalog, shapes
+
+BASE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100}
+BASE |= {"intermediate_size": 128, "max_position_embeddings": 32_768, "num_hidden_layers": 6, "head_dim": 16}
+MIXTURE = BASE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DEEPSEEK = MIXTURE | {"model_type": "deepseek_v3", "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4}
+DEEPSEEK |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "moe_layer_freq": 1}
+LLAMA4 = MIXTURE | {"model_type": "llama4_text", "intermediate_size_mlp": 256, "num_local_experts": 8}
+GEMMA4 = MIXTURE | {"model_type": "gemma4_text", "num_global_key_value_heads": 2, "global_head_dim": 32}
+GEMMA4 |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+GLM4 = MIXTURE | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 2}
+GPT_OSS = BASE | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+QWEN3 = MIXTURE | {"model_type": "qwen3_moe", "num_experts": 8}
+WIDE = {"kv_heads": 2, "head_dim": 32, "keys_are_values": True}
+FIVE = ("sliding 512",) * 5 + ("full",)
+CHUNKS = ("chunked 8192",) * 3 + ("full",)
+
+
+def read(folder: Path, config: dict[str, Any], **fields: Any) -> shapes.ModelShape:
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | fields).items() if v is not ...}))
+    return shapes.model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "expected"),
+    [
+        (DEEPSEEK, {}, {"kv_heads": 1, "head_dim": 40, "first_dense": 1, "dense_intermediate": 128, "experts": 8}),
+        (DEEPSEEK, {}, {"shared_intermediate": 64, "intermediate": 32, "max_position": 32_768, "qk_norm": False}),
+        (DEEPSEEK, {"n_shared_experts": None}, {"shared_intermediate": 0}),
+        (DEEPSEEK, {"n_shared_experts": ...}, {"shared_intermediate": 32}),
+        (DEEPSEEK, {"first_k_dense_replace": ...}, {"first_dense": 3}),
+        (DEEPSEEK, {"first_k_dense_replace": ..., "model_type": "deepseek_v2"}, {"first_dense": 0}),
+        (GLM4, {}, {"first_dense": 2, "kv_heads": 4, "qk_norm": False, "qkv_bias": False, "latent": None}),
+        (GLM4, {"use_qk_norm": True, "attention_bias": True}, {"qk_norm": True, "qkv_bias": True}),
+        (GPT_OSS, {}, {"sinks": True, "qkv_bias": True, "attention": ("sliding 128", "full"), "intermediate": 128}),
+        (GPT_OSS, {"sliding_window": None, "attention_bias": False}, {"attention": ("full",), "qkv_bias": False}),
+        (LLAMA4, {}, {"attention": CHUNKS, "shared_intermediate": 128, "dense_intermediate": 0, "feed_forward": ()}),
+        (LLAMA4, {"attention_chunk_size": None}, {"attention": ("full",)}),
+        (LLAMA4, {"no_rope_layers": [1, 0] * 4}, {"attention": ("chunked 8192", "full")}),
+        (LLAMA4, {"interleave_moe_layer_step": 2}, {"feed_forward": ("dense", "experts"), "dense_intermediate": 256}),
+        (LLAMA4, {"moe_layers": [4, 5]}, {"feed_forward": (), "first_dense": 4, "dense_intermediate": 256}),
+        (LLAMA4, {"moe_layers": [1, 2, 4, 5]}, {"feed_forward": ("dense", "experts", "experts"), "first_dense": 0}),
+        (
+            GEMMA4,
+            {},
+            {"full_heads": WIDE, "attention": FIVE, "experts": 0, "intermediate": 128, "tied_embeddings": True},
+        ),
+        (GEMMA4, {"attention_k_eq_v": False}, {"full_heads": WIDE | {"kv_heads": 4, "keys_are_values": False}}),
+        (
+            GEMMA4,
+            {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2},
+            {"shared_intermediate": 128, "intermediate": 32, "experts": 8, "dense_intermediate": 0},
+        ),
+        (QWEN3, {"mlp_only_layers": [0]}, {"first_dense": 1, "dense_intermediate": 128, "intermediate": 32}),
+        (QWEN3, {"decoder_sparse_step": 3}, {"feed_forward": ("dense", "dense", "experts"), "first_dense": 0}),
+    ],
+)
+def test_what_a_field_says(config: dict[str, Any], fields: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    """What transformers 5.17 makes of it; settings of the router, of rotation and of speculation change no cost."""
+    shape = read(tmp_path, config, **fields).model_dump()
+    assert {name: shape[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq: got 2, expected 1"),
+        (DEEPSEEK, {"first_k_dense_replace": 6}, "num_hidden_layers: got 6, expected more layers than dense ones"),
+        (DEEPSEEK, {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, expected a number <= n_routed_experts, 8"),
+        (DEEPSEEK, {"q_lora_rank": -1}, "q_lora_rank: got -1, expected a whole number >= 0"),
+        (DEEPSEEK, {"index_topk": 2048}, "index_topk: 2048 is not supported: sparse attention is not modelled"),
+        (GEMMA4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input: 256 is not supported: embeddings"),
+        (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2 is not supported: layers that share a cache"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all' is not supported: only"),
+        (GEMMA4, {"per_layer_config": {"0": {}}}, "per_layer_config: {'0': {}} is not supported: only global_head_dim"),
+        (GPT_OSS, {"global_head_dim": 9}, "global_head_dim: 9 is not supported: this model type has one kind of"),
+        (GPT_OSS, {"moe_layers": [1]}, "moe_layers: [1] is not supported: a mixture of this type has experts in every"),
+        (LLAMA4, {"no_rope_layers": [1]}, "no_rope_layers: got [1], expected a number for each of 6 layers"),
+        (LLAMA4, {"layer_types": ["sliding_attention"] * 6}, "layer_types: got ['sliding_attention'"),
+        (QWEN3, {"attn_output_gate": True}, "attn_output_gate: true is not supported: gates of attention's output"),
+    ],
+)
+def test_what_changes_arithmetic_is_refused_by_name(
+    config: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScenarioError) as raised:
+        read(tmp_path, config, **fields)
+    assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: {message}") and "\n" not in str(raised.value)
+
+
+INT4 = {"type": "int", "num_bits": 4, "group_size": 32}
+KIMI = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}}}
+ATTENTION, SHARED, DENSE = "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
+EACH = [f"model.layers.{layer}.self_attn*" for layer in range(6)]
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "types"),
+    [
+        (DEEPSEEK, KIMI | {"ignore": ["lm_head", ATTENTION, SHARED, DENSE]}, {"experts_dtype": "int4_g32"}),
+        (
+            DEEPSEEK,
+            KIMI | {"ignore": [SHARED, DENSE]},
+            {"experts_dtype": "int4_g32", "attention_dtype": "int4_g32"},
+        ),
+        (DEEPSEEK, KIMI, {"weights_dtype": "int4_g32"}),
+        (
+            DEEPSEEK,
+            NVFP4 | {"ignore": [*EACH, "model.layers.6*"]},
+            {"weights_dtype": "nvfp4", "attention_dtype": "bfloat16"},
+        ),
+        (GPT_OSS, MXFP4, {"experts_dtype": "mxfp4"}),
+        (QWEN3, NVFP4 | {"exclude_modules": EACH}, {"experts_dtype": "nvfp4"}),
+        (GEMMA4, NVFP4 | {"ignore": EACH}, {"weights_dtype": "nvfp4", "attention_dtype": "bfloat16"}),
+    ],
+)
+def test_parts_of_layers_may_keep_the_models_type(
+    config: dict[str, Any], quantization: dict[str, Any], types: dict[str, str], tmp_path: Path
+) -> None:
+    """Attention, or shared experts and dense layers together; layers beyond the last are not loaded."""
+    shape = read(tmp_path, config, quantization_config=quantization).model_dump()
+    assert {name: shape[name] for name in ("weights_dtype", "attention_dtype", "experts_dtype") if shape[name]} == types
+
+
+@pytest.mark.parametrize("left", [EACH[:5], [SHARED], [DENSE], ["model.layers.2*"]])
+def test_parts_of_some_layers_may_not(left: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="expected attention in all layers or none, and shared experts and dense"):
+        read(tmp_path, DEEPSEEK, quantization_config=KIMI | {"ignore": left})
+
+
+# -- published configurations ------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "MiniMax-M3": "minimax_m3: sparse attention",
+    "Qwen3.5-122B-A10B": "qwen3_5_moe_text: linear attention",
+    "Qwen3.5-27B": "qwen3_5_text: linear attention",
+    "Qwen3.5-35B-A3B": "qwen3_5_moe_text: linear attention",
+    "Qwen3.5-397B-A17B": "qwen3_5_moe_text: linear attention",
+    "DeepSeek-V3.2": "deepseek_v32: sparse attention",
+    "DeepSeek-V4-Flash": "deepseek_v4: sparse attention",
+    "DeepSeek-V4-Pro": "deepseek_v4: sparse attention",
+    "Kimi-K3": "kimi_linear: linear attention",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h: Mamba layers",
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "nemotron_h: Mamba layers",
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "nemotron_h: Mamba layers",
+    "GLM-5.2": "glm_moe_dsa: sparse attention",
+    "GLM-5": "glm_moe_dsa: sparse attention",
+}
+OF_CONFIGS = {"gemma-4-31b": "Gemma-4-31B-IT-NVFP4", "kimi-k2": "Kimi-K2-Instruct", "mixtral-8x7b": "Mixtral-8x7B-v0.1"}
+OF_CONFIGS |= {"mixtral-8x22b": "Mixtral-8x22B-v0.1", "qwen3-coder-480b": "Qwen3-Coder-480B-A35B-Instruct"}
+OF_CONFIGS |= {"llama-4-scout": "Llama-4-Scout-17B-16E-Instruct"}
+OF_CONFIGS |= {"llama-4-maverick": "Llama-4-Maverick-17B-128E-Instruct"}
+
+
+def published() -> dict[str, Path]:
+    """The configurations at hand by the model's name; skips where there are none."""
+    try:
+        folder = catalog.data("model_configs/README.md").parent
+    except ScenarioError as error:
+        pytest.skip(f"published configurations not present: {error}")
+    return {path.stem.partition("--")[2]: path for path in sorted(folder.glob("*.json"))}
+
+
+def test_published_configurations_are_read_or_refused_in_one_line() -> None:
+    """The model's type comes first, then what is missing."""
+    for name, path in published().items():
+        if name not in REFUSED:
+            assert shapes.model(str(path)).parameters > 1e9
+            continue
+        with pytest.raises(ScenarioError) as raised:
+            shapes.model(str(path))
+        assert (
+            str(raised.value)
+            == f"{path}: model_type {REFUSED[name]} {'are' if 'layers' in REFUSED[name] else 'is'} not modelled"
+        )
+
+
+def test_models_that_ship_are_what_their_configurations_say() -> None:
+    """But for the name, and NVIDIA's types of Gemma 4 31B, whose file is that of Google's bfloat16."""
+    configs = published()
+    names = {shapes.model(name).name.lower(): name for name in catalog.names("models")} | {
+        config.lower(): name for name, config in OF_CONFIGS.items()
+    }
+    found = {name: names[config.lower()] for config, name in ((c, c) for c in configs) if config.lower() in names}
+    assert len(found) >= 16
+    for config, name in found.items():
+        types = dict.fromkeys(("weights_dtype", "attention_dtype", "kv_dtype")) if "NVFP4" in config else {}
+        same = {"name": shapes.model(name).name} | types
+        assert shapes.model(str(configs[config])).model_copy(update=same) == shapes.model(name), name
+
+
+def test_parameters_are_those_of_transformers_models() -> None:
+    """Within 0.1 %: biases of outputs and experts and a few norms are not counted."""
+    torch = pytest.importorskip("torch", reason="models are built without data")
+    transformers = pytest.importorskip("transformers", reason="its models are counted")
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    for name, path in published().items():
+        if name in REFUSED:
+            continue
+        config = json.loads(path.read_text())
+        text = config.get("text_config") or config
+        kind = {"kimi_k2": "deepseek_v3"}.get(text["model_type"], text["model_type"])
+        left = ("model_type", "quantization_config", "auto_map", "rope_scaling")
+        with torch.device("meta"):
+            built = mapping[kind](**{k: v for k, v in text.items() if k not in left})
+            model = transformers.AutoModelForCausalLM.from_config(built)
+        count = sum(each.numel() for each in model.parameters())
+        assert shapes.model(str(path)).parameters == pytest.approx(count, rel=1e-3), name
