@@ -6,7 +6,8 @@ step takes its kernels' measured times and a few named terms.
          + all-reduces x reduce_s                                 ranks that wait for each other
          + elementwise x bytes / memory bandwidth                 norms, rope, activation, quantization
 
-Attention of decoding rows is multiplied by `decode_attention`: a server reads caches differently than the measurement.
+Attention of decoding rows, which with `skew` wait for the longest, is multiplied by `decode_attention`: a server reads
+caches differently than the measurement.
 Products, those of experts included, are multiplied by `products`, in steps too large for a graph by `large_products`:
 a kernel that runs alone for a moment finds the GPU cooler than in a server. There are two all-reduces a layer and one
 after the embedding.
@@ -119,7 +120,7 @@ class EngineCost:
         attention = 0.0
         for of in self._kernels.attended:
             work = attention_work(plan, of.sees)
-            attention += self._decode_attention * of.decode_ns(work.decodes, work.context + 1) + of.prompt_ns(work)
+            attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew) + of.prompt_ns(work)
         h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
         linear = self._of_tokens(tokens, graph=self._captured.holds(plan, tokens))
         return h2d_ns, round(linear + self._of_rows(rows) + attention), d2h_ns

@@ -25,6 +25,12 @@ from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
 MOST_TIME_S = 3600.0  # of what a table holds: no kernel of a step takes longer
+SPLIT_BLOCKS, SKEW_BLOCKS = 224, 37
+"""Rows times KV heads of a GPU from which on a step without a chunk leaves each context to one multiprocessor (four
+fifths of two blocks on each of 140, as FlashAttention 2 decides), and those up to which one that does waits as if all
+rows were as long as the longest: beyond, its share of that is inversely proportional. For the second the profile of a
+4090 has 33 to 40 up to 128 rows, and those of an RTX PRO 6000 28 to 45. Of FlashAttention 3, on Hopper, nothing is
+known: it splits longer rows more."""
 HEAD_DIM = 128  # of the heads whose attention was measured, but for those of vLLM layer profiles
 
 
@@ -137,13 +143,24 @@ LAUNCHES = ("graph", "eager")  # of all-reduces: in a graph, or by themselves
 
 class Attended(NamedTuple):
     """The attention of all layers of one kind, which see `sees`: functions to units of which each is `unit_ns` ns in
-    those layers; `decode` by rows and context, `prompt` by the query-key pairs of a prompt.
+    those layers; `decode` by rows and context, `prompt` by the query-key pairs of a prompt. `kv` are a GPU's KV heads,
+    0 for a latent, whose kernels share out all rows' tokens evenly.
     """
 
     sees: groups.Attention
     unit_ns: float
     decode: Measured
     prompt: Measured
+    kv: float
+
+    def rows_ns(self, work: Attention, *, skew: bool) -> float:
+        """Return the ns of a step's decoding rows: at their mean context or, with `skew`, between that and all at the
+        longest, unless contexts are split because few rows decode alone.
+        """
+        mean, blocks = self.decode_ns(work.decodes, work.context + 1), work.decodes * self.kv
+        if not (skew and blocks) or work.longest <= work.context or (blocks < SPLIT_BLOCKS and not work.prefill):
+            return mean
+        return mean + min(1.0, SKEW_BLOCKS / blocks) * (self.decode_ns(work.decodes, work.longest + 1) - mean)
 
     def decode_ns(self, rows: int, context: float) -> float:
         """Return the ns of decoding rows, each over `context` tokens, its own included."""
@@ -189,7 +206,10 @@ class KernelTimes:
             heads[layer.attention] += count
         self._linear = [(count, product(matrix)) for matrix, count in matrices.items()]
         self._experts = [(count, experts(layer)) for layer, count in model.kinds if layer.feed_forward.experts]
-        self.attended = [Attended(each.sees, unit_ns * count, *attention(each)) for each, count in heads.items()]
+        self.attended = [
+            Attended(each.sees, unit_ns * count, *attention(each), 0.0 if each.latent else max(1.0, each.kv / tensor))
+            for each, count in heads.items()
+        ]
         self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype))
         self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
         self._hidden, self._vocab = model.hidden, model.vocab

@@ -271,12 +271,12 @@ def read_whole(path: Path) -> documents.Document:
 
 UNTABULATED: Mapping[str, Mapping[str, float]] = {
     "vllm": {"step_s": 3e-4, "layer_s": 8e-6, "row_s": 12e-6, "reduce_s": 3e-6}
-    | {"elementwise": 1.5, "decode_attention": 1.15},
+    | {"elementwise": 1.5, "decode_attention": 1.05},
     "trtllm": {"row_s": 15e-6, "reduce_s": 2.5e-6, "elementwise": 2.0},
 }
 """What no kernel table holds, by engine: terms of TableSettings where neither they nor `terms` are given. Round numbers
 near those that were calibrated on dense models of Hopper; nothing of SGLang was, and vLLM's stand for it. Attention of
-decoding rows: tables have rows of one length, in a server they differ and wait for the longest."""
+decoding rows: caches are not read as they were when they were tabulated; what rows wait for the longest is `skew`."""
 
 
 def untabulated(engine: str) -> Mapping[str, float]:
@@ -349,7 +349,8 @@ class TableSettings(Frozen):
     fastest: bool = True
     """With `engine`: a product takes what the fastest of all engines in the folder takes, in its type or in 16 bits;
     false: what this one does."""
-    skew: bool = True  #: Let attention wait for the longest decoding request, where the tables have measured that.
+    skew: bool = True
+    """Let attention wait for the longest decoding request: as the tables measured it, with `engine` as profiles did."""
     step_s: Seconds = 0.0  #: Seconds on the device that every step costs on top of the tables.
     layer_s: Seconds = 0.0  #: Seconds a layer on top of the tables: kernels that they leave out, gaps between kernels.
     row_s: Seconds = 0.0

@@ -208,6 +208,18 @@ def test_a_step_is_the_sum_of_its_kernels_and_terms(folder: Path) -> None:
     assert larger == pytest.approx(1.3 * (tables.linear_ns(4096) - tables.linear_ns(513)) + eager + bytes_ns, abs=3)
 
 
+@pytest.mark.parametrize(("rows", "chunk", "share"), [(64, 0, 37 / 512), (16, 0, 0), (16, 192, 37 / 128), (2, 192, 1)])
+def test_attention_waits_for_the_longest_row(folder: Path, rows: int, chunk: int, share: float) -> None:
+    """8 KV heads: from 28 rows on, or beside a chunk, each context is left to one multiprocessor, and the longest row
+    adds a share of what all would take at its length. Without skew, and where rows are as long, nothing is added."""
+    of = EngineTables(folder, ENGINE, LLAMA, Share()).attended[0]
+    work = Attention(chunk, 0, rows, 1023, 4095)
+    mean, longest = of.decode_ns(rows, 1024), of.decode_ns(rows, 4096)
+    assert of.rows_ns(work, skew=True) == pytest.approx(mean + share * (longest - mean))
+    assert of.rows_ns(work, skew=False) == of.rows_ns(work._replace(longest=1023), skew=True) == mean
+    assert of._replace(kv=0).rows_ns(work, skew=True) == mean
+
+
 def test_a_fused_all_reduce_norms_the_residual_of_small_messages(folder: Path) -> None:
     """Up to the limit the bytes of residual and norm are not paid: twice a layer, both are read and written. A token's
     message is 8,192 bytes."""

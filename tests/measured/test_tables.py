@@ -108,7 +108,8 @@ def test_a_card_by_its_hardwares_name_is_what_it_is_here(
         for name in ("linear_ns", "experts_ns", "head_ns"):
             assert getattr(new, name)(tokens) == pytest.approx(getattr(old, name)(tokens), rel=1e-4), name
         assert new.reduce_ns(tokens, graph=True) == pytest.approx(old.reduce_ns(tokens, graph=True), rel=1e-4)
-        assert new.decode_ns(tokens, 1000.0) == pytest.approx(old.decode_ns(tokens, 1000.0), rel=1e-4)
+        rows = (each.attended[0].decode_ns(tokens, 1000.0) for each in (new, old))
+        assert next(rows) == pytest.approx(next(rows), rel=1e-4)
 
 
 def test_what_is_there_is_not_fetched_again(upstream: Upstream, tmp_path: Path) -> None:
