@@ -139,7 +139,8 @@ def _about(folder: str, name: str) -> str:
         return f"{table.name}: prompts and outputs together, at most {table.most_tokens:,} tokens"
     if folder == "models":
         model = shapes.model(name)
-        return f"{model.parameters / 1e9:.2f} B parameters, {model.kv_bytes_per_token / 1024:g} KiB of KV a token"
+        kv = f"{model.kv_bytes_per_token / 1024:g} KiB of KV a token{' on every GPU' if model.latent else ''}"
+        return f"{model.parameters / 1e9:.2f} B parameters, {kv}"
     gpu = shapes.hardware(name)
     return f"{gpu.memory_bytes / 1e9:.0f} GB at {gpu.memory_bandwidth_bytes_s / 1e12:.2f} TB/s"
 

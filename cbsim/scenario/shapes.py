@@ -112,7 +112,7 @@ class ModelShape(Frozen):
         for field in ("attention", "feed_forward"):
             if (entries := len(getattr(self, field))) > self.layers:
                 raise complaint(f"got {entries} entries, must be <= layers ({self.layers})", field)
-        if self.heads % self.kv_heads:
+        if self.latent is None and self.heads % self.kv_heads:
             raise complaint(f"got {self.kv_heads}, must divide heads ({self.heads})", "kv_heads")
         self._mixture_agrees()
         self._heads_agree()
@@ -122,9 +122,11 @@ class ModelShape(Frozen):
         for field in ("shared_intermediate", "feed_forward", "first_dense", "dense_intermediate", "experts_dtype"):
             if not self.experts and (value := getattr(self, field)):
                 raise complaint(f"got {shown(value)}, must be absent without experts", field)
-        if self.first_dense > self.layers:
-            raise complaint(f"got {self.first_dense}, must be <= layers ({self.layers})", "first_dense")
+        if self.experts and self.first_dense >= self.layers:
+            raise complaint(f"got {self.first_dense}, must be < layers ({self.layers})", "first_dense")
         dense = sum(count for layer, count in self.kinds if not layer.feed_forward.experts)
+        if self.experts and dense == self.layers:
+            raise complaint(f"got {shown(list(self.feed_forward))}, must name experts for some layer", "feed_forward")
         if self.experts and bool(dense) != bool(self.dense_intermediate):
             bound = f"must be > 0: {dense} layers are dense" if dense else "must be 0: no layer is dense"
             raise complaint(f"got {self.dense_intermediate}, {bound}", "dense_intermediate")
@@ -138,10 +140,11 @@ class ModelShape(Frozen):
                 raise complaint(f"got {wide.head_dim} wide heads, {bound}", "full_heads")
         if (of := self.latent) is not None:
             if not self.sees_all:
-                raise complaint("got windows, must be full with latent", "attention")
-            for field, right in (("kv_heads", 1), ("head_dim", of.kv_rank + of.rope_dim)):
+                raise complaint(f"got {shown(list(self.attention))}, must be full with latent", "attention")
+            cached = of.kv_rank + of.rope_dim
+            for field, right in (("kv_heads", 1), ("head_dim", cached), ("qk_norm", False), ("qkv_bias", False)):
                 if (value := getattr(self, field)) != right:
-                    raise complaint(f"got {value}, must be {right} with latent", field)
+                    raise complaint(f"got {shown(value)}, must be {shown(right)} with latent", field)
 
     @property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:

@@ -52,6 +52,9 @@ def test_list_names_everything_that_a_scenario_can() -> None:
         assert set(catalog.names(folder)) <= words
     for name in catalog.names():
         assert scenario.load(name).question in said.out
+    lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    assert lines["deepseek-v3"].endswith("671.03 B parameters, 68.625 KiB of KV a token on every GPU")
+    assert lines["llama-3.1-8b"].endswith("8.03 B parameters, 128 KiB of KV a token")
 
 
 def test_schema_writes_what_the_repository_holds(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, shapes
+from cbsim.scenario.documents import Document
 
 BASE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100}
 BASE |= {"intermediate_size": 128, "max_position_embeddings": 32_768, "num_hidden_layers": 6, "head_dim": 16}
@@ -140,6 +141,52 @@ def test_parts_of_layers_may_keep_the_models_type(
 def test_parts_of_some_layers_may_not(left: list[str], tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="expected attention in all layers or none, and shared experts and dense"):
         read(tmp_path, DEEPSEEK, quantization_config=KIMI | {"ignore": left})
+
+
+# -- shapes that contradict themselves ---------------------------------------------------------------------------------
+
+LATENT = {"query_rank": 8, "kv_rank": 32, "nope_dim": 16, "rope_dim": 8, "value_dim": 16}
+PLAIN: dict[str, Any] = {"name": "m", "layers": 6, "hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 16, "vocab": 9}
+PLAIN |= {"intermediate": 128, "max_position": 4096}
+MIXED = PLAIN | {"experts": 8, "experts_per_token": 2}
+LATENTS = PLAIN | {"latent": LATENT, "kv_heads": 1, "head_dim": 40}
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (PLAIN | {"kv_heads": 3}, "kv_heads: got 3, must divide heads (8)"),
+        (PLAIN | {"heads": 0}, "heads: got 0, must be >= 1"),
+        (PLAIN | {"hidden": -64}, "hidden: got -64, must be >= 1"),
+        (PLAIN | {"layers": 10**9}, "layers: got 1000000000, must be <= 10000"),
+        (PLAIN | {"vocab": 10**30}, f"vocab: got {10**30}, must be <= 1,000,000,000,000,000"),
+        (PLAIN | {"experts": 8}, "experts_per_token: got 0, must be between 1 and experts (8)"),
+        (PLAIN | {"experts_per_token": 2}, "experts_per_token: got 2, must be between 0 and experts (0)"),
+        (PLAIN | {"shared_intermediate": 4}, "shared_intermediate: got 4, must be absent without experts"),
+        (PLAIN | {"first_dense": 7}, "first_dense: got 7, must be absent without experts"),
+        (PLAIN | {"experts_dtype": "mxfp4"}, "experts_dtype: got 'mxfp4', must be absent without experts"),
+        (
+            PLAIN | {"full_heads": {"kv_heads": 2, "head_dim": 32}},
+            "full_heads: got 32 wide heads, must be absent unless",
+        ),
+        (MIXED | {"first_dense": 6}, "first_dense: got 6, must be < layers (6)"),
+        (MIXED | {"first_dense": 2}, "dense_intermediate: got 0, must be > 0: 2 layers are dense"),
+        (MIXED | {"dense_intermediate": 9}, "dense_intermediate: got 9, must be 0: no layer is dense"),
+        (MIXED | {"feed_forward": ["dense"]}, "feed_forward: got ['dense'], must name experts for some layer"),
+        (MIXED | {"feed_forward": ["experts"] * 7}, "feed_forward: got 7 entries, must be <= layers (6)"),
+        (LATENTS | {"kv_heads": 3}, "kv_heads: got 3, must be 1 with latent"),
+        (LATENTS | {"head_dim": 16}, "head_dim: got 16, must be 40 with latent"),
+        (LATENTS | {"attention": ["sliding 128"]}, "attention: got ['sliding 128'], must be full with latent"),
+        (LATENTS | {"qkv_bias": True}, "qkv_bias: got true, must be false with latent"),
+        (LATENTS | {"latent": LATENT | {"rope_dim": 0}}, "latent.rope_dim: got 0, must be >= 1"),
+        (LATENTS | {"latent": LATENT | {"query_rank": -1}}, "latent.query_rank: got -1, must be >= 0"),
+    ],
+)
+def test_contradictions_of_a_shape_are_refused_in_one_line(shape: dict[str, Any], message: str) -> None:
+    """Field, value and bound."""
+    with pytest.raises(ScenarioError) as raised:
+        Document("m.yaml", None, shape).checked(shapes.ModelShape)
+    assert str(raised.value).startswith(f"m.yaml: {message}") and "\n" not in str(raised.value)
 
 
 # -- published configurations ------------------------------------------------------------------------------------------
