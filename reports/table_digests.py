@@ -15,6 +15,10 @@ FOLDERS = {  # there, of the operations that are read
     "gemm": "gemm",
     "context_attention": "attention",
     "generation_attention": "attention",
+    "context_attention_heads": "attention",
+    "generation_attention_heads": "attention",
+    "context_mla": "mla",
+    "generation_mla": "mla",
     "moe": "moe",
     "custom_allreduce": "comm",
     "nccl": "comm",
@@ -31,7 +35,8 @@ def path(card: str, name: str) -> str:
     if name == SYSTEM:
         return f"{card}.yaml"
     operation, _, engine = name.removesuffix(".csv.gz").partition("__")
-    return f"data/{card}/{FOLDERS[operation]}/{engine.replace('_', '/', 1)}/{operation}_perf.parquet"
+    file = f"{operation.removesuffix('_heads')}_perf.parquet"
+    return f"data/{card}/{FOLDERS[operation]}/{engine.replace('_', '/', 1)}/{file}"
 
 
 def pinned(tables: Path) -> dict[str, object]:

@@ -52,8 +52,9 @@ def table_cost(scenario: Scenario, settings: TableSettings) -> TableCost:
     if not meta.is_file():
         problem = f"{folder} holds neither a profile of vLLM's layers (meta.yaml) nor an engine's tables"
         raise ScenarioError(f"cost.path: {problem}: `python -m cbsim fetch-tables CARD` brings those, for cost.engine")
-    if len(model.kinds) > 1 or model.latent:
-        what = "a latent" if model.latent else f"{len(model.kinds)} kinds of layers"
+    if len(model.kinds) > 1 or model.latent or not model.sees_all:
+        other = "a latent" if model.latent else "windows"
+        what = f"{len(model.kinds)} kinds of layers" if len(model.kinds) > 1 else other
         raise ScenarioError(f"model: got {model.name} with {what}, must have one kind of layer of separate KV heads")
     source = documents.read(meta).data
     for field, of, name in (("model", "model", model.name), ("hardware", "hardware", scenario.hardware.name)):

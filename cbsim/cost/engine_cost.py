@@ -22,7 +22,7 @@ from cbsim.cost import bundle, engine_tables
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
 from cbsim.cost.curves import CurveTimes, sources
 from cbsim.cost.engine_tables import EngineTables, Share
-from cbsim.cost.roofline import check_listed, copy_ns, roofline_cost
+from cbsim.cost.roofline import copy_ns, roofline_cost
 from cbsim.cost.table import KernelTimes, attention_work
 from cbsim.errors import ScenarioError
 from cbsim.policy.captures import one_each
@@ -109,14 +109,11 @@ class EngineCost:
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
-        self._windows = not model.sees_all
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         rows = plan.work.rows + plan.work.padding_rows
         if not rows:
             return 0, 0, 0
-        if self._windows:
-            check_listed(plan)
         attention = 0.0
         for of in self._kernels.attended:
             work = attention_work(plan, of.sees)

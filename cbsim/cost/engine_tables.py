@@ -29,27 +29,34 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from operator import le
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from cbsim.cost.table import HEAD_DIM, LAUNCHES, MOST_TIME_S, Curve, KernelTimes, Ladder, Measured, neighbours, pairs
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, MOST_TIME_S, Curve, KernelTimes, Ladder, Measured, neighbours
 from cbsim.errors import ScenarioError
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.value import value
 from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
-GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo"}  # by weights_dtype
+GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo", "int4_g32": "int4_wo"}
+GEMM |= {"mxfp4": "w4a16_mxfp4"}  # the tables' names of weights_dtype
 WIDE = "bfloat16"
-PROMPTS, ROWS = "context_attention", "generation_attention"
+MXFP4 = ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")
+"""Experts in mxfp4. SGLang and TensorRT-LLM take 8 bits where the card can (Blackwell), and only there have such
+rows; vLLM does by option, and its tables have none."""
+PROMPTS, ROWS = "context", "generation"  # operations begin so
+T = TypeVar("T")
 
 
 class Share(NamedTuple):
@@ -68,7 +75,7 @@ class EngineTables(KernelTimes):
     """
 
     def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
-        _check(folder, model, share)
+        _check(model, share)
         tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
         super().__init__(
             model,
@@ -91,10 +98,27 @@ class _Tables:
     products: Sequence[str]
     bounded: bool  # whether a product of fewer bits takes no longer than one of 16
 
-    def file(self, operation: str) -> Path:
-        """Return the engine's table of an operation, or of the version nearest to it that has one."""
-        name, _, version = self.engine.partition("_")
-        return self.folder / f"{operation}__{nearest(self.folder, name, version, operation) or self.engine}.csv.gz"
+    def first(self, operation: str, read: Callable[[Path], T]) -> T:
+        """Return what `read` makes of the first table that has the rows: of the version of the engine that is nearest,
+        then of its others, then of the card's other engines. Raises ScenarioError: what the first lacks.
+        """
+        lacking: list[ScenarioError] = []
+        for engine in self.order(operation):
+            try:
+                return read(self.folder / f"{operation}__{engine}.csv.gz")
+            except NoRowsError as error:
+                lacking.append(error)
+        raise lacking[0] if lacking else ScenarioError(f"{self.folder}: no tables of {operation}")
+
+    def order(self, operation: str) -> list[str]:
+        """Return the engines with tables of an operation: this one, its versions by nearness, others by name."""
+        name, required = self.engine.partition("_")[0], _number(self.engine)
+
+        def distance(engine: str) -> tuple[bool, list[int]]:
+            apart = [abs(a - b) for a, b in zip(_number(engine), required, strict=True)]
+            return (False, apart) if engine.partition("_")[0] == name else (True, [-part for part in _number(engine)])
+
+        return sorted(engines(self.folder, operation), key=distance)
 
     def product(self, matrix: Matrix) -> Curve:
         """Return the milliseconds of a product, by tokens."""
@@ -114,7 +138,6 @@ class _Tables:
         """Return the milliseconds of a layer's experts, by tokens."""
         part = layer.feed_forward
         required = {
-            "moe_dtype": GEMM.get(part.expert_dtype, WIDE),
             "hidden_size": layer.hidden,
             "inter_size": part.expert_inner,
             "topk": part.chosen,
@@ -123,57 +146,91 @@ class _Tables:
             "moe_ep_size": share.experts,
             "distribution": share.routing,
         }
-        return Ladder(select(self.file("moe"), ("num_tokens",), required).items())
+        *more, last = MXFP4 if part.expert_dtype == "mxfp4" else (GEMM.get(part.expert_dtype, WIDE),)
+
+        def read(path: Path) -> Ladder:
+            for dtype in more:
+                with suppress(NoRowsError):
+                    return Ladder(select(path, ("num_tokens",), {"moe_dtype": dtype, **required}).items())
+            return Ladder(select(path, ("num_tokens",), {"moe_dtype": last, **required}).items())
+
+        return self.first("moe", read)
 
     def attended(self, tensor: int, kv_dtype: str, heads: Heads) -> tuple[Measured, Measured]:
         """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""
-        query, kv = heads.query // tensor, max(1, heads.kv // tensor)
-        decode, prompt = (self.attention(operation, query, kv, kv_dtype) for operation in (ROWS, PROMPTS))
+        query = heads.query // tensor
+        required: dict[str, object] = {"kv_cache_dtype": kv_dtype}
+        if heads.latent:
+            decode, prompt = (self._latent(f"{work}_mla", query, required) for work in (ROWS, PROMPTS))
+            return decode, prompt
+        required["num_key_value_heads"] = max(1, heads.kv // tensor)
+        operation, span = "attention", heads.sees.span
+        if heads.width != HEAD_DIM or span:
+            operation, required = "attention_heads", required | {"head_dim": heads.width, "window_size": span}
+        read = partial(_attention, query=query, required=required, span=span)
+        decode, prompt = (self.first(f"{work}_{operation}", read) for work in (ROWS, PROMPTS))
         return decode, prompt
 
-    def attention(self, operation: str, query: int, kv: int, kv_dtype: str) -> Measured:
-        """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at
-        once, by its query-key pairs.
-        """
-        path = self.file(operation)
-        by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
-        required = {"kv_cache_dtype": kv_dtype, "num_key_value_heads": kv}
-        columns = ("num_heads", "batch_size", "isl", "step")
-        for (heads, batch, new, cached), ms in select(path, columns, required).items():
-            if operation != PROMPTS:
-                by_heads[heads][batch, new + cached] = ms
-            elif (batch, cached) == (1, 0):
-                by_heads[heads][(pairs(new),)] = ms
-        fewer = max((heads for heads in by_heads if heads <= query), default=None)
-        more = min((heads for heads in by_heads if heads >= query), default=None)
-        if fewer is None or more is None:
-            known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
-            raise ScenarioError(f"{path}: no rows of {query} query heads with {kv} of keys and values (found: {known})")
-        low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
-        if fewer == more:
-            return low
-        weight = (query - fewer) / (more - fewer)
-
-        def between(*at: float) -> float:
-            return low(*at) + weight * (high(*at) - low(*at))
-
-        return between
+    def _latent(self, operation: str, query: int, required: Mapping[str, object]) -> Measured:
+        """Return the milliseconds of the fastest of the card's engines, for the same reasons as of products."""
+        known: list[Measured] = []
+        read = partial(_attention, query=query, required=required)
+        for engine in engines(self.folder, operation) if self.bounded else []:
+            with suppress(NoRowsError):
+                known.append(read(self.folder / f"{operation}__{engine}.csv.gz"))
+        if not known:
+            return self.first(operation, read)
+        return lambda *at: min([times(*at) for times in known])
 
     def all_reduces(self, gpus: int) -> dict[str, Ladder]:
         """Return milliseconds by launch, the same for all if the table does not distinguish them."""
-        path, times = self.file("custom_allreduce"), {}
-        for launch in LAUNCHES:
-            required: dict[str, object] = {"num_gpus": gpus}
-            if "backend" in _read(path).column_names:
-                required["backend"] = f"{self.engine.partition('_')[0]}_{launch}"
-            times[launch] = Ladder(select(path, ("message_size",), required).items())
-        return times
+        return {launch: self.first("custom_allreduce", partial(_reduce, gpus, launch)) for launch in LAUNCHES}
 
     def gathers(self, gpus: int) -> Ladder:
         """Return the milliseconds of an all-gather by NCCL, by elements of the gathered tensor."""
         newest = max(self.folder.glob("nccl__*.csv.gz"), default=self.folder / "nccl__nccl.csv.gz")
         required = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
         return Ladder(select(newest, ("message_size",), required).items())
+
+
+def _reduce(gpus: int, launch: str, path: Path) -> Ladder:
+    required: dict[str, object] = {"num_gpus": gpus}
+    if "backend" in _read(path).column_names:
+        required["backend"] = f"{path.name.partition('__')[2].partition('_')[0]}_{launch}"
+    return Ladder(select(path, ("message_size",), required).items())
+
+
+def _attention(path: Path, *, query: int, required: Mapping[str, object], span: int = 0) -> Measured:
+    """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
+    by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
+    """
+    by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
+    sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
+    for (heads, batch, new, cached), ms in select(path, ("num_heads", "batch_size", "isl", "step"), required).items():
+        if not path.name.startswith(PROMPTS):
+            at: tuple[float, ...] = (batch, min(new + cached, span or MOST))
+        elif (batch, cached) == (1, 0):
+            at = (sees.pairs(0, int(new)),)
+        else:
+            continue
+        by_heads[heads][at], most = min(ms, by_heads[heads].get(at, ms)), max(most, new + cached)
+    if most < span:
+        raise NoRowsError(f"{path}: no rows of {span} tokens with window_size = {span} (found: up to {most:g})")
+    fewer = max((heads for heads in by_heads if heads <= query), default=None)
+    more = min((heads for heads in by_heads if heads >= query), default=None)
+    if fewer is None or more is None:
+        known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
+        where = ", ".join(f"{name} = {of}" for name, of in required.items())
+        raise NoRowsError(f"{path}: no rows of {query} query heads where {where} (found: {known})")
+    low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
+    if fewer == more:
+        return low
+    weight = (query - fewer) / (more - fewer)
+
+    def between(*at: float) -> float:
+        return low(*at) + weight * (high(*at) - low(*at))
+
+    return between
 
 
 class Products:
@@ -225,11 +282,7 @@ def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple
     return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
 
 
-def _check(folder: Path, model: ModelShape, share: Share) -> None:
-    if model.head_dim != HEAD_DIM:
-        raise ScenarioError(f"model.head_dim: got {model.head_dim}, must be {HEAD_DIM}: {folder} holds no other")
-    if not model.sees_all:
-        raise ScenarioError(f"model.attention: got windows, must be full: {folder} holds nothing else")
+def _check(model: ModelShape, share: Share) -> None:
     if model.heads % share.tensor:
         raise ScenarioError(f"cost.tensor_parallel: got {share.tensor}, must divide heads ({model.heads})")
     if share.tensor % share.experts:

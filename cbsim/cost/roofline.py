@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
-from cbsim.cost.table import reached
-from cbsim.errors import RunError
+from cbsim.cost.table import counted, reached
 from cbsim.policy.groups import FULL, Attention
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.scenario.costs import RooflineSettings
@@ -60,12 +59,6 @@ def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
     work = plan.work
     tokens, rows = work.prefill_tokens + work.decodes, work.decodes + len(work.chunks)
     return nearest(4 * (3 * tokens + plan.counts.table_blocks) * byte_ns), nearest(4 * rows * byte_ns)
-
-
-def check_listed(plan: StepPlan) -> None:
-    """Raise RunError if a plan counts decoding rows, which says nothing of what a layer with a window sees of them."""
-    if plan.work.decodes:
-        raise RunError("rows of a decode batch do not say what each layer sees of them: list them one by one")
 
 
 def kinds(attention: Sequence[Attention]) -> list[tuple[Attention, float]]:
@@ -110,8 +103,6 @@ class RooflineCost:
         self._windows = any(kind != FULL for kind, _ in self._kinds)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        if self._windows:
-            check_listed(plan)
         work = plan.work
         decodes, chunks = work.decodes, work.chunks
         rows = decodes + len(chunks)
@@ -119,7 +110,8 @@ class RooflineCost:
             return 0, 0, 0
         sampled, flops = decodes + work.padding_rows, self._flops_decode
         time = self._overhead_s + tokens * self._embedding_s
-        time += (work.decode_context + work.padding_context + sampled) * self._context_s
+        context = sum([share * counted(work, kind) for kind, share in self._kinds])
+        time += (context + sampled) * self._context_s
         if chunks:
             if not self._windows or any(chunk.tokens > 1 for chunk in chunks):
                 flops = self._flops_prefill

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import log, sqrt
 from typing import NamedTuple, Protocol
 
+from cbsim.errors import RunError
 from cbsim.policy import groups
-from cbsim.policy.plan import StepPlan
+from cbsim.policy.plan import StepPlan, StepWork
 from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
@@ -47,10 +48,10 @@ class Attention(NamedTuple):
 
 
 def attention_work(plan: StepPlan, kind: groups.Attention = groups.FULL) -> Attention:
-    """Return the attention work of `plan` in layers that see `kind`, its chunks merged into one."""
+    """Return the attention work of `plan` in layers that see `kind`, its chunks merged into one. Raises RunError."""
     work = plan.work
     decodes = work.decodes + work.padding_rows
-    context, longest = work.decode_context + work.padding_context, work.longest_context
+    context, longest = counted(work, kind), kind.seen(work.longest_context, 1) - 1
     prefill = pairs = 0
     for chunk in work.chunks:
         tokens, start = chunk.tokens + chunk.padding, chunk.start
@@ -66,6 +67,16 @@ def attention_work(plan: StepPlan, kind: groups.Attention = groups.FULL) -> Atte
     if before >= 0:
         return rows._replace(prefill=prefill, cached=before)
     return rows._replace(prefill=(sqrt(1 + 8 * pairs) - 1) / 2)
+
+
+def counted(work: StepWork, kind: groups.Attention) -> int:
+    """Return the cached tokens that rows of a decode batch read in layers that see `kind`. Of a window it is exact if
+    all or none of them are longer. Raises RunError: their sum says nothing of chunks.
+    """
+    context = work.decode_context + work.padding_context
+    if kind.sight is groups.Sight.CHUNKED and work.decodes:
+        raise RunError("rows of a decode batch do not say what chunked layers see of them: list them one by one")
+    return min(context, (work.decodes + work.padding_rows) * (kind.span - 1)) if kind.span else context
 
 
 def pairs(tokens: float) -> float:

@@ -32,9 +32,10 @@ PINNED = SCENARIOS / "tables" / "aiconfigurator.json"
 SOURCE = "https://github.com/ai-dynamo/aiconfigurator/raw/{commit}/aic-core/src/aiconfigurator_core/systems"
 SYSTEM = "system.yaml"
 DISTRIBUTIONS = ("balanced", "power_law_1.01", "power_law_1.2")
-ROWS = {"head_dim": (HEAD_DIM,), "window_size": (0, None), "distribution": DISTRIBUTIONS}  # the values that are kept
+PLAIN = {"head_dim": (HEAD_DIM,), "window_size": (0, None)}  # others are a file of their own, HEADS
+HEADS = "attention_heads__"
 COLUMNS = """nccl_dtype num_gpus message_size backend gemm_dtype m n k
-batch_size isl num_heads num_key_value_heads attn_dtype kv_cache_dtype step
+batch_size isl num_heads num_key_value_heads head_dim window_size attn_dtype kv_cache_dtype step
 moe_dtype num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_size distribution"""
 
 
@@ -108,10 +109,15 @@ def _kept(file: str, content: bytes) -> bytes:
     table = pa.csv.read_csv(stream) if converted else pa.parquet.read_table(stream)
     time = table[TIME if converted else "latency"]
     keep = pc.greater(time, 0)
-    for name in ROWS.keys() & table.column_names:
-        keep = pc.and_(keep, pc.is_in(table[name], pa.array(ROWS[name])))
+    if "distribution" in table.column_names:
+        keep = pc.and_(keep, pc.is_in(table["distribution"], pa.array(DISTRIBUTIONS)))
+    plain = pa.array([True] * len(table))
+    for name in PLAIN.keys() & table.column_names:
+        plain = pc.and_(plain, pc.is_in(table[name], pa.array(PLAIN[name])))
+    keep = pc.and_(keep, pc.invert(plain) if HEADS in file else plain)
     known = f"op_name {COLUMNS}" if file.startswith("nccl") else COLUMNS  # of other tables it is the operation's name
-    columns = [name for name in known.split() if name in table.column_names]
+    dropped = () if HEADS in file else PLAIN
+    columns = [name for name in known.split() if name in table.column_names and name not in dropped]
     times = [f"{ms:.5g}" for ms in time.filter(keep).to_pylist()]
     rows = zip(*(map(str, table[name].filter(keep).to_pylist()) for name in columns), times, strict=True)
     return "\n".join([",".join((*columns, TIME)), *sorted(map(",".join, rows)), ""]).encode()

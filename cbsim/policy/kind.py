@@ -176,7 +176,8 @@ class SchedulerKind(Generic[S, O]):
     cache, where it is not vLLM's: the end of a sentence in which {gpu} stands for the GPU's name. `samples` gives how
     many texts of equal length a request is to this scheduler. `windows`: layers may see less than the whole sequence;
     then the scheduler lists every row, none is counted. `rings`: what a row writes may then lie where tokens are that
-    it still reads, so it has to read them before.
+    it still reads, so it has to read them before. `whole`: layers with sliding windows are cached whole like others, so
+    that windows change only the time of steps.
     """
 
     name: str
@@ -190,5 +191,6 @@ class SchedulerKind(Generic[S, O]):
     padded: bool = False  # every row is computed at the length of the longest
     windows: bool = False
     rings: bool = False
+    whole: bool = False
     memory: str | None = None
     samples: Callable[[S], int] = lambda _: 1

@@ -12,20 +12,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import engine_folder
-from support.engine_folder import decode_ms, gather_ms, gemm_ms, moe_ms, prompt_ms, reduce_ms
+from support.engine_folder import (
+    WINDOW,
+    decode_ms,
+    gather_ms,
+    gemm_ms,
+    latent_ms,
+    moe_ms,
+    prompt_ms,
+    reduce_ms,
+    windowed_ms,
+)
 from support.plans import plan as a_plan
 
 from cbsim.cost import engine_tables
 from cbsim.cost.engine_cost import Captured, EngineCost, captured, elementwise_bytes, fused_bytes, residual_bytes
 from cbsim.cost.engine_tables import EngineTables, Products, Share
-from cbsim.cost.table import Attention
+from cbsim.cost.table import Attention, attention_work
 from cbsim.errors import ScenarioError
+from cbsim.policy.groups import FULL, Sight
+from cbsim.policy.groups import Attention as Sliding
 from cbsim.runs import assemble
 from cbsim.scenario import catalog, scenario, shapes
 from cbsim.scenario.costs import TableSettings
 
 LLAMA = shapes.model("llama-3.1-8b")
 EXPERTS = shapes.model("qwen3-30b-a3b")
+LATENT = shapes.Latent(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 ENGINE = "vllm_0.1.0"
 NS = 1e6
 
@@ -135,7 +148,7 @@ def test_heads_that_were_not_measured_lie_between(folder: Path) -> None:
     half = EngineTables(folder, ENGINE, six, Share())
     assert half.attended[0].decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 6))
     with pytest.raises(
-        ScenarioError, match=r"generation_attention.*no rows of 12 query heads with 4 .*found: 16, 32\)"
+        ScenarioError, match=r"generation_attention.*no rows of 12 query heads where .*heads = 4 \(found: 16, 32\)"
     ):
         EngineTables(folder, ENGINE, LLAMA.model_copy(update={"heads": 12, "kv_heads": 4}), Share())
 
@@ -156,6 +169,71 @@ def test_an_outlier_of_attention_does_not_stand_for_its_neighbours(folder: Path)
     tables = EngineTables(folder, ENGINE, LLAMA, Share())
     for rows in (64, 512):
         assert tables.attended[0].decode_ns(rows, 1024) / NS == pytest.approx(32 * decode_ms(512, 1024, 32))
+
+
+def windowed(**change: object) -> shapes.ModelShape:
+    """Heads of 64, a layer with a window after each that sees everything."""
+    return LLAMA.model_copy(update={"head_dim": 64, "attention": ("full", f"sliding {WINDOW}"), **change})
+
+
+def test_layers_with_windows_take_what_their_windows_hold(folder: Path) -> None:
+    """Half of the layers each. Rows beyond the window take what rows at its end take; prompts go by the pairs in it."""
+    full, sliding = EngineTables(folder, ENGINE, windowed(), Share()).attended
+    assert (full.sees, sliding.sees) == (FULL, Sliding(Sight.SLIDING, WINDOW))
+    plan = a_plan(64, 64 * 1023, ())
+    for of, reads in ((full, 1024), (sliding, WINDOW)):
+        work = attention_work(plan, of.sees)
+        assert of.decode_ns(work.decodes, work.context + 1) / NS == pytest.approx(16 * decode_ms(64, reads, 32))
+        prompt = of.prompt_ns(attention_work(a_plan(0, 0, ((0, 1024),)), of.sees)) / NS
+        assert prompt == pytest.approx(16 * windowed_ms(1024, of.sees.span))
+
+
+def test_rows_that_do_not_reach_a_windows_end_are_left_to_another_version(folder: Path) -> None:
+    """... of the same engine, before other engines; a table of the version's own comes first where it has the rows."""
+    engine_folder.make(folder, "vllm_0.3.0")
+    engine_folder.heads(folder, "vllm_0.3.0", longest=64)
+    engine_folder.heads(folder, "vllm_0.6.0", slower=6)
+    engine_folder.heads(folder, "sglang_0.3.0", slower=9)
+    (folder / f"generation_attention_heads__{ENGINE}.csv.gz").unlink()
+    full, sliding = EngineTables(folder, "vllm_0.3.0", windowed(), Share()).attended
+    assert full.decode_ns(64, 64) / NS == pytest.approx(16 * decode_ms(64, 64, 32))
+    assert sliding.decode_ns(64, WINDOW) / NS == pytest.approx(6 * 16 * decode_ms(64, WINDOW, 32))
+    for engine in ("vllm_0.6.0", "vllm_0.3.0"):
+        (folder / f"generation_attention_heads__{engine}.csv.gz").unlink()
+    _, sliding = EngineTables(folder, "vllm_0.3.0", windowed(), Share()).attended
+    assert sliding.decode_ns(64, WINDOW) / NS == pytest.approx(9 * 16 * decode_ms(64, WINDOW, 32))
+
+
+def test_latent_attention_is_the_fastest_engines_by_the_heads_of_a_gpu(folder: Path) -> None:
+    """128 heads on 4 GPUs are 32 on each, whatever number of ranks the table names; 24 lie between. Of an engine's own
+    tables alone, its own count."""
+    engine_folder.make(folder, "vllm_0.2.0", slower=3.0)
+    for heads, tensor, own in ((128, 4, 32), (24, 1, 24)):
+        model = LLAMA.model_copy(update={"heads": heads, "kv_heads": 1, "head_dim": 576, "latent": LATENT})
+        (of,) = EngineTables(folder, "vllm_0.2.0", model, Share(tensor)).attended
+        assert of.decode_ns(64, 1024) / NS == pytest.approx(32 * latent_ms(64, 1024, own))
+        assert of.prompt_ns(Attention(4096, 0, 0, 0, 0)) / NS == pytest.approx(32 * latent_ms(1, 4096, own))
+        (of,) = EngineTables(folder, "vllm_0.2.0", model, Share(tensor), fastest=False).attended
+        assert of.decode_ns(64, 1024) / NS == pytest.approx(3 * 32 * latent_ms(64, 1024, own))
+
+
+def test_experts_in_mxfp4_take_eight_bits_where_the_engine_has_such_rows(folder: Path) -> None:
+    """Else 16; and a shape that the version lacks is that of another version, then of another engine."""
+    header = "moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,distribution"
+    model, times = EXPERTS.model_copy(update={"experts_dtype": "mxfp4"}), {}
+
+    def write(engine: str, *rows: tuple[str, int, float]) -> None:
+        known = [(dtype, 64, 2048, 768, 8, 128, tp, 1, "balanced", ms) for dtype, tp, ms in rows]
+        engine_folder.write(folder / f"moe__{engine}.csv.gz", f"{header},latency_ms", known)
+
+    write("sglang_0.5.0", ("w4a8_mxfp4_mxfp8", 1, 1.0), ("w4a16_mxfp4", 1, 2.0))
+    write(ENGINE, ("w4a16_mxfp4", 1, 3.0))
+    write("vllm_0.2.0", ("bfloat16", 1, 4.0), ("w4a16_mxfp4", 2, 5.0))
+    for engine, tensor in (("sglang_0.5.0", 1), ("sglang_0.5.0", 2), (ENGINE, 1), (ENGINE, 2), ("vllm_0.2.0", 1)):
+        times[engine, tensor] = EngineTables(folder, engine, model, Share(tensor)).experts_ns(64) / NS / 48
+    assert list(times.values()) == [1.0, 5.0, 3.0, 5.0, 3.0]
+    with pytest.raises(ScenarioError, match=r"moe__vllm_0\.2\.0.*: no rows with moe_tp_size = 4 \(found: 2\)"):
+        EngineTables(folder, "vllm_0.2.0", model, Share(4))
 
 
 @pytest.mark.parametrize("share", [Share(2, 1), Share(2, 2)])
@@ -294,8 +372,9 @@ def test_the_nearest_version_is_taken_and_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "share", "message"),
     [
-        ({"head_dim": 64}, Share(), r"model\.head_dim: got 64, must be 128"),
-        ({"attention": ("sliding 128",)}, Share(), r"model\.attention: got windows, must be full"),
+        ({"head_dim": 96}, Share(), r"generation_attention_heads.*: no rows with head_dim = 96 \(found: 64\)"),
+        ({"attention": ("sliding 128",)}, Share(), r"no rows with head_dim = 128 \(found: 64\)"),
+        ({"head_dim": 64, "attention": ("sliding 99",)}, Share(), r"no rows with window_size = 99 \(found: 0, 128\)"),
         ({}, Share(3), r"cost\.tensor_parallel: got 3, must divide heads \(32\)"),
         ({}, Share(2, 2), r"cost\.expert_parallel: got 2, must be 1: Llama-3\.1-8B has no experts"),
         ({"weights_dtype": "int4"}, Share(), r"no products of int4_wo in the tables of vllm_0\.1\.0"),
@@ -339,6 +418,23 @@ def test_a_scenario_is_told_what_does_not_fit_its_tables(tmp_path: Path, cost: s
     made = scenario.load("rates", [f"hardware={gpu}", f"cost={{kind: table, path: {card}, {cost}}}"])
     with pytest.raises(ScenarioError, match=message):
         assemble.cost_model(made)
+
+
+def test_a_scheduler_that_caches_windows_whole_prices_them(folder: Path) -> None:
+    """TensorRT-LLM counts its decode batch: the same steps on as many blocks, but layers with windows read less. What
+    chunks hold a count does not say."""
+    base = ["scheduler={name: trtllm}", "model=llama-3.1-8b", "model.head_dim=64", "loop={mode: async}"]
+    base += [f"cost={{kind: table, path: {folder}, engine: {ENGINE}, decode_attention: 1}}"]
+    seen = ("[full]", f"[full, sliding {WINDOW}]")
+    whole, half = (scenario.load("rates", [*base, f"model.attention={each}"]) for each in seen)
+    assert whole.options("async").num_blocks == half.options("async").num_blocks
+    plan, (full, windows) = a_plan(64, 64 * 1023, ()), map(assemble.cost_model, (whole, half))
+    saved = full.gpu_ns(plan, 64)[1] - windows.gpu_ns(plan, 64)[1]
+    assert saved / NS == pytest.approx(16 * (decode_ms(64, 1024, 32) - decode_ms(64, WINDOW, 32)), rel=1e-6)
+    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full with scheduler trtllm"):
+        scenario.load("rates", [*base, f"model.attention=[full, chunked {WINDOW}]"])
+    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full with scheduler sglang"):
+        scenario.load("rates", [*base, f"model.attention={seen[1]}", "scheduler={name: sglang}"])
 
 
 def test_a_folder_without_tables_of_engines_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbsim.cost.base import CpuCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
+from cbsim.cost.table import attention_work
 from cbsim.errors import RunError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
@@ -59,8 +60,13 @@ def test_decoding_rows_read_their_window() -> None:
     assert ns == pytest.approx(2_000_000 + 2000 / 10, abs=1)
 
 
-def test_rows_of_a_decode_batch_are_refused() -> None:
-    """Only their sum is known, not what each layer sees; a scheduler of a user's own may count them nevertheless."""
-    counted = StepPlan(0, StepWork(decodes=4, decode_context=40_000, longest_context=10_000))
+def test_rows_of_a_decode_batch_read_their_window() -> None:
+    """... as rows that are listed do, if they are longer than it, or all shorter. Of chunks their sum says nothing."""
+    for start, tokens in ((10_000, 64), (40, 64)):
+        counted = StepPlan(0, StepWork(decodes=4, decode_context=4 * start, longest_context=start))
+        cost = RooflineCost(*PARTS, attention=[FULL, Attention(Sight.SLIDING, tokens)])
+        assert cost.gpu_ns(counted, 4) == cost.gpu_ns(plan([(start, 1)] * 4), 4)
+        window, listed = attention_work(counted, Attention(Sight.SLIDING, tokens)), plan([(start, 1)] * 4)
+        assert window == attention_work(listed, Attention(Sight.SLIDING, tokens))
     with pytest.raises(RunError, match="list them one by one"):
-        RooflineCost(*PARTS, attention=[FULL, Attention(Sight.SLIDING, 64)]).gpu_ns(counted, 4)
+        RooflineCost(*PARTS, attention=[Attention(Sight.CHUNKED, 64)]).gpu_ns(counted, 4)

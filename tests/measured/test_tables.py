@@ -60,31 +60,31 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upstre
     monkeypatch.setattr(tables, "PINNED", tmp_path / "pinned.json")
     tables.PINNED.write_text(json.dumps(table_digests.pinned(made.parent)))
     server = Upstream(tmp_path / "there")
-    for path in made.iterdir():
-        at = server.file(path.name)
+    there: dict[Path, list[dict[str, object]]] = {}
+    for path in made.glob("*.csv.gz"):
+        there.setdefault(server.file(path.name), []).extend(raw(pyarrow.csv.read_csv(path), path.name))
+    for at, rows in there.items():
         at.parent.mkdir(parents=True, exist_ok=True)
-        if path.name == tables.SYSTEM:
-            at.write_bytes(path.read_bytes())
-        else:
-            pyarrow.parquet.write_table(raw(pyarrow.csv.read_csv(path), path.name), at)
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), at)
+    server.file(tables.SYSTEM).write_bytes((made / tables.SYSTEM).read_bytes())
     yield server
     server.close()
 
 
-def raw(table: pa.Table, name: str) -> pa.Table:
-    """A table as it is published: with columns of the collector, and with rows of other heads, windows, distributions,
-    and of times that are missing; times have more than five digits.
+def raw(table: pa.Table, name: str) -> list[dict[str, object]]:
+    """Rows as they are published: with columns of the collector, and with rows of other distributions, and of times
+    that are missing; times have more than five digits. One table holds the attention of all heads.
     """
     rows = [row | {"latency": row.pop("latency_ms") * (1 + 1e-9)} for row in table.to_pylist()]
     collector = {"framework": "VLLM", "version": "0.1.0", "device": "GPU", "kernel_source": "default", "power": 1.0}
     other = [rows[0] | {"latency": 0.0}, rows[0] | {"latency": None}]
     if "attention" in name:
-        rows = [row | {"head_dim": 128, "window_size": 0} for row in rows]
-        other = [rows[0] | {"head_dim": 64, "latency": 1e-6}, rows[0] | {"window_size": 128, "latency": 1e-6}]
+        rows = [{"head_dim": 128, "window_size": 0} | row for row in rows]
+        other = []
     if name.startswith("moe"):
         other.append(rows[0] | {"distribution": "power_law_0.8", "latency": 1e-6})
     operation = {} if name.startswith("nccl") else {"op_name": "any"}
-    return pa.Table.from_pylist([collector | operation | row for row in [*other, *rows]])
+    return [collector | operation | row for row in [*other, *rows]]
 
 
 def fetch(*words: object) -> int:

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 SIZES = (1, 16, 256, 4096)
+WINDOW = 128
 HEADS = ((32, 8), (32, 4), (16, 4), (16, 2), (8, 2), (4, 2))  # query heads, heads of keys and values
 
 
@@ -21,6 +22,10 @@ def decode_ms(rows: float, tokens: float, heads: float) -> float:
 
 def prompt_ms(tokens: float) -> float:
     return 3e-3 + 1e-9 * tokens * (tokens + 1) / 2
+
+
+def latent_ms(rows: float, tokens: float, heads: float) -> float:
+    return 6e-3 + 1e-8 * rows * tokens * heads
 
 
 def moe_ms(tokens: float, ranks: int) -> float:
@@ -67,6 +72,19 @@ def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0, launched
         for n in (1, 1024, 16384)
     )
     write(folder / f"context_attention__{engine}.csv.gz", header, prompts)
+    heads(folder, engine)
+    latents = [(q, 64 * ranks // q, dtype) for q, ranks, dtype in product((16, 32, 64), (1, 2), ("bfloat16", "fp8"))]
+    header = "mla_dtype,kv_cache_dtype,num_heads,tp_size,batch_size,isl,step,latency_ms"
+    for operation, work in (
+        ("generation", product((1, 64), (1,), (0, 1023))),
+        ("context", product((1,), (1, 4096), (0,))),
+    ):
+        points = list(work)
+        rows = (
+            ("bfloat16", dtype, q, tp, b, n, s, slower * latent_ms(b, n + s, q))
+            for (q, tp, dtype), (b, n, s) in product(latents, points)
+        )
+        write(folder / f"{operation}_mla__{engine}.csv.gz", header, rows)
     header = (
         "moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,distribution,latency_ms"
     )
@@ -85,3 +103,27 @@ def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0, launched
     gathers = (("all_gather", "half", gpus, size, gather_ms(size)) for gpus, size in product((2, 4), (256, 2**27)))
     write(folder / "nccl__nccl_2.0.csv.gz", "op_name,nccl_dtype,num_gpus,message_size,latency_ms", gathers)
     return folder
+
+
+def heads(folder: Path, engine: str, *, longest: int = 16384, slower: float = 1.0) -> None:
+    """An engine's attention of heads of 64 with and without a window, up to sequences of so many tokens."""
+    header = (
+        "batch_size,isl,num_heads,num_key_value_heads,head_dim,window_size,attn_dtype,kv_cache_dtype,step,latency_ms"
+    )
+    kinds = [(64, window, q, kv, dtype) for window, (q, kv), dtype in product((0, WINDOW), HEADS, ("bfloat16", "fp8"))]
+    lengths = [tokens for tokens in (1, 64, 1024, 16384) if tokens <= longest]
+    decodes = (
+        (b, 1, q, kv, width, window, "bfloat16", dtype, n - 1, slower * decode_ms(b, min(n, window or n), q))
+        for (width, window, q, kv, dtype), b, n in product(kinds, (1, 64), lengths)
+    )
+    write(folder / f"generation_attention_heads__{engine}.csv.gz", header, decodes)
+    prompts = (
+        (1, n, q, kv, width, window, "bfloat16", dtype, 0, slower * windowed_ms(n, window))
+        for (width, window, q, kv, dtype), n in product(kinds, lengths)
+    )
+    write(folder / f"context_attention_heads__{engine}.csv.gz", header, prompts)
+
+
+def windowed_ms(tokens: int, window: int) -> float:
+    pairs = sum(min(at, window or at) for at in range(1, tokens + 1))
+    return 3e-3 + 1e-9 * pairs

@@ -350,4 +350,5 @@ TRTLLM = SchedulerKind(
     resolve=resolve,
     make=TrtllmScheduler,
     block_size=32,
+    whole=True,  # without max_attention_window, which has no default
 )
