@@ -7,13 +7,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from statistics import fmean, median
-from types import SimpleNamespace
 from typing import Any
 
 from cbsim.draw.report import Table
-from cbsim.measured.points.score import CLASSES
 from cbsim.scenario import catalog, terms
 from reports import page
 
@@ -24,7 +21,7 @@ CARDS = {"RTX4090": "RTX 4090", "RTXPRO6000": "RTX PRO 6000"}
 FIRST = "Llama-3.1-8B"  # of recorded runs
 STATISTICS = ("mean", "median", "p90", "p95", "p99")
 MEANS = (("ttft", "mean"), ("tpot", "mean"), ("e2e", "mean"))
-SHOWN_REASONS = 8
+SHOWN_REASONS = 10
 
 
 def report(name: str) -> dict[str, Any]:
@@ -88,34 +85,25 @@ def score_table() -> Table:
 # -- published servers ------------------------------------------------------------------------------------------------
 
 
-@cache
-def _experts(name: str) -> bool:
-    """Are these terms of mixtures of experts?"""
-    return terms.load(name).experts
-
-
-def of_class(each: dict[str, Any]) -> str | None:
-    """The class of a point, as `score-points` judges it."""
-    system, backend, *_ = each["stratum"].split()
-    point = SimpleNamespace(inferencex=each["source"].startswith("inferencex"), system=system, backend=backend)
-    known = SimpleNamespace(point=point, experts=_experts(each["terms"]["file"]))
-    return next((kind.name for kind in CLASSES if kind.holds(known)), None)  # type: ignore[arg-type]
-
-
 def point_table() -> Table:
     """A class of servers a row: all its points, and both tools on those that the other one predicts."""
     data = facts(POINTS)
     both: dict[str | None, list[dict[str, Any]]] = {}
     for each in data["predicted"]:
         if each["peer_errors"]:
-            both.setdefault(of_class(each), []).append(each)
+            both.setdefault(each["class"], []).append(each)
     rows = []
     for name, of in data["classes"].items():
         beside = both.get(name, [])
         cells = [f"{size(of[metric]['mape'])} ({size(of[metric]['p90'])})" for metric in ("ttft", "tpot", "throughput")]
-        rows.append((name, str(of["points"]), *cells, str(len(of["missed"])), str(len(beside) or ""), *_pairs(beside)))
+        rows.append((name, str(of["points"]), *cells, _beyond(of["missed"]), str(len(beside) or ""), *_pairs(beside)))
     header = ("mean error (90th percentile)", "points", "TTFT", "TPOT", "tokens/s", "strata beyond the bar")
     return Table("", (*header, "in both", "TTFT, ours and theirs", "TPOT, ours and theirs"), rows)
+
+
+def _beyond(missed: list[str] | None) -> str:
+    """The number of strata beyond the bound; nothing if there is none."""
+    return "" if missed is None else str(len(missed))
 
 
 def _pairs(beside: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -146,17 +134,25 @@ def _span(of: Sequence[dict[str, Any]], metric: str) -> str:
 
 
 def built_table() -> Table:
-    """Reasons a row, the most frequent first."""
+    """Reasons a row, the most frequent first; a point counts with each of its reasons."""
     data = facts(POINTS)
-    reasons = sorted(data["not_built"].items(), key=lambda item: (-item[1], item[0]))
-    others = reasons[SHOWN_REASONS:]
+    refused = data["not_built"]
+    alone = {of["reasons"][0]: of["points"] for of in refused["by_set"] if len(of["reasons"]) == 1}
+    reasons = sorted(refused["by_reason"].items(), key=lambda item: (-item[1], item[0]))
     rows = [
-        ("predicted", f"{len(data['predicted']):,}"),
-        *((reason, f"{count:,}") for reason, count in reasons[:SHOWN_REASONS]),
+        ("predicted", f"{len(data['predicted']):,}", ""),
+        *((reason, f"{count:,}", f"{alone.get(reason, 0):,}") for reason, count in reasons[:SHOWN_REASONS]),
     ]
-    if others:
-        rows.append((f"{len(others)} other reasons", f"{sum(count for _, count in others):,}"))
-    return Table("", (f"of {data['points']:,} points", "points"), rows)
+    if others := [reason for reason, _ in reasons[SHOWN_REASONS:]]:
+        rows.append((f"{len(others)} other reasons", *_others(refused, set(others))))
+    return Table("", (f"of {data['points']:,} points", "points", "for no other reason"), rows)
+
+
+def _others(refused: dict[str, Any], reasons: set[str]) -> tuple[str, str]:
+    """Points that have any of these reasons, and those that have no others."""
+    counts = [(set(of["reasons"]), of["points"]) for of in refused["by_set"]]
+    some = sum(count for known, count in counts if known & reasons)
+    return f"{some:,}", f"{sum(count for known, count in counts if known <= reasons):,}"
 
 
 # -- request logs -----------------------------------------------------------------------------------------------------
@@ -225,15 +221,21 @@ def _calibrated() -> tuple[str, ...]:
 SERVERS = (  # situation, class, terms, whose points, what they do not hold
     (
         "a dense model, vLLM, H100 or H200",
-        0,
+        "dense, vLLM, H100 and H200",
         "vllm-dense",
         "Llama-3.1-70B in FP8, vLLM 0.11",
         "other models",
     ),
-    ("a dense model, TensorRT-LLM, H200", 1, "trtllm-dense", "Llama-3.1-70B in FP8", "other models; H100"),
+    (
+        "a dense model, TensorRT-LLM, H200",
+        "dense, TensorRT-LLM, H200",
+        "trtllm-dense",
+        "Llama-3.1-70B in FP8",
+        "other models; H100",
+    ),
     (
         "a mixture of experts, H100 or H200",
-        2,
+        "experts, H100 and H200",
         "vllm-experts",
         "terms by MiniMax-M2.5 in FP8, vLLM 0.16 and 0.18",
         "data-parallel attention",
@@ -247,7 +249,7 @@ def _published() -> Iterator[tuple[str, ...]]:
         engine = name.partition("-")[0]
         path = f"public_measured/aiconfigurator/{terms.load(name).systems[-1]}"
         model_s = f"`{{kind: table, path: {path}, engine: {engine}, tensor_parallel: 2, terms: {name}}}`"
-        of = classes[CLASSES[kind].name]
+        of = classes[kind]
         results = (size(of[metric]["mape"]) for metric in ("ttft", "tpot"))
         rests = f"mean of {of['points']} points by InferenceX: {servers}"
         yield situation, model_s, *results, rests, f"{left}; prefix hits; arrivals that are no closed loop"

@@ -13,7 +13,10 @@ from cbsim.cli.arguments import a_path, answer, check_out, common_options, optio
 from cbsim.cli.many_runs import executor, jobs, store_arguments
 from cbsim.errors import ERROR, OK, Interrupted, ScenarioError
 
-TERMS = ("vllm-dense", "trtllm-dense", "vllm-experts")
+TERMS = (
+    *("vllm-dense", "vllm-dense-b200", "trtllm-dense", "trtllm-dense-b200", "vllm-experts", "vllm-experts-b200"),
+    *("sglang-latent", "trtllm-latent", "vllm-latent", "vllm-windows", "trtllm-windows"),
+)
 
 
 @verb(

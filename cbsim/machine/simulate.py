@@ -7,6 +7,7 @@ from functools import partial
 
 import simpy
 
+from cbsim.cost.base import Cost
 from cbsim.machine.device import Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
@@ -24,9 +25,9 @@ TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such
 VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM does
 
 
-def machine(scenario: Scenario, loop: str, workload: Workload) -> Machine:
-    """Build the simulated server, with an empty record."""
-    policy, cost = scheduler(scenario, loop), cost_model(scenario)
+def machine(scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> Machine:
+    """Build the simulated server, with an empty record. `cost`: in place of the scenario's."""
+    policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
     mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
@@ -70,8 +71,8 @@ class Simulation:
 
     measured = False
 
-    def __init__(self, scenario: Scenario, loop: str, workload: Workload) -> None:
-        self.machine = machine(scenario, loop, workload)
+    def __init__(self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> None:
+        self.machine = machine(scenario, loop, workload, cost)
         self.record = self.machine.record
         self.facts: Mapping[str, object] = {"device": SIMULATED}
 

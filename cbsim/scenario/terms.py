@@ -6,8 +6,9 @@ client, HTTP and tokenizer add to TTFT.
 
 The uncertainty of a prediction follows from residuals of predictions that were made without the point's own curve.
 
-The interval of a prediction is its value times the exponentials of two order statistics of residuals: those of curves
-with prompts as long in proportion to outputs, if there are enough, else of all. With n residuals the ends are the k-th
+The interval of a prediction is its value times the exponentials of two order statistics of residuals: those of points
+like it, with prompts as long in proportion to outputs, on its card and with about as many users, as far as there are
+enough of them. With n residuals the ends are the k-th
 smallest and largest, k = floor(0.1 (n + 1)): a new residual of the same distribution falls beyond each with probability
 k / (n + 1), 10 % at most.
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import exp
-from typing import Annotated, NamedTuple, TypeVar
+from math import exp, log
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -32,6 +33,7 @@ FIELDS = (
     *("experts", "launch_s_per_layer", FRONT),
 )
 FOLDER = "terms"
+Family = Literal["dense", "experts", "windows", "latent"]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
 
 
@@ -54,6 +56,8 @@ class Residual(Frozen):
 class Curve(Frozen):
     """A set of points that differ in concurrency only, with the terms and residuals of a fit to the other curves."""
 
+    system: str = ""  #: The card.
+    server: str = ""  #: The curve by which its server is named: those of the same one are left out with it.
     prompt: Whole  #: Nominal tokens of a prompt.
     output: Whole  #: Nominal tokens of an output.
     terms: dict[str, Real]  #: Terms without this curve.
@@ -92,7 +96,9 @@ class TermsFile(Range):
 
     name: str  #: What the file is called.
     about: str  #: Which servers, and where the points come from.
-    experts: bool  #: Mixtures of experts, or dense models?
+    family: Literal[
+        "dense", "experts", "windows", "latent"
+    ]  #: Of dense models or mixtures; those with windows, latents.
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
     terms: dict[str, Term]  #: The terms.
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.
@@ -157,7 +163,8 @@ def dump(file: TermsFile) -> str:
 
 
 TAIL = 0.1  # share beyond each end of an 80 % interval
-ENOUGH = 15  # residuals that an interval of like curves needs
+ENOUGH = 15  # residuals that an interval of like points needs
+WIDEST = 2.0  # the largest factor between the ends of an interval that says anything
 
 
 class Interval(NamedTuple):
@@ -171,29 +178,60 @@ class Interval(NamedTuple):
         return self.low <= factor <= self.high
 
 
-def interval(
-    file: TermsFile, metric: str, lengths: tuple[int, int] | None = None, without: str | None = None
-) -> Interval | None:
-    """Return the 80 % interval of measured over predicted `metric`, ttft or tpot, by all curves but `without`; with
-    `lengths` of prompt and output, by curves like them if there are enough. None with too few residuals.
+class Like(NamedTuple):
+    """What makes a server's errors like those of others: lengths, card and users, as far as they are known."""
+
+    prompt: int
+    output: int
+    system: str = ""
+    users: int = 0
+
+    def marks(self, other: Like) -> tuple[bool, bool, bool]:
+        """Return whether another server has as long prompts in proportion to outputs, the card, half to twice the
+        users.
+        """
+        alike = _kind(self.prompt, self.output) == _kind(other.prompt, other.output)
+        return alike, self.system == other.system, self.users <= 2 * other.users and other.users <= 2 * self.users
+
+
+MARKS = ((True, True, True), (True, True, False), (True, False, True), (True, False, False), (False,) * 3)
+"""Which marks residuals have to share with a point; the first that leaves ENOUGH of them counts."""
+
+
+def interval(file: TermsFile, metric: str, like: Like | None = None, without: str | None = None) -> Interval | None:
+    """Return the 80 % interval of measured over predicted `metric`, ttft or tpot, by the curves of all servers but that
+    of the curve `without`, of those points that are like `like` as far as there are enough. None with too few
+    residuals, and if it would be wider than WIDEST.
     """
-    rest = [curve for hash_, curve in file.curves.items() if hash_ != without]
-    alike = [curve for curve in rest if lengths and _kind(curve.prompt, curve.output) == _kind(*lengths)]
-    enough = sum(len(curve.residuals) for curve in alike) >= ENOUGH
-    curves = alike if enough else rest
-    values = sorted(getattr(residual, metric) for curve in curves for residual in curve.residuals)
+    own = file.curves[without].server if without in file.curves else ""
+    rest = [
+        (like.marks(Like(curve.prompt, curve.output, curve.system, each.users)) if like else (), getattr(each, metric))
+        for hash_, curve in file.curves.items()
+        if hash_ != without and (not own or curve.server != own)
+        for each in curve.residuals
+    ]
+    values: list[float] = []
+    for asked in MARKS if like else ((),):
+        wanted = {at for at, mark in enumerate(asked) if mark}
+        values = sorted(value for has, value in rest if all(has[at] for at in wanted))
+        if len(values) >= ENOUGH:
+            break
     rank = int(TAIL * (len(values) + 1))
-    return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values)) if rank else None
+    if not rank or values[-rank] - values[rank - 1] > log(WIDEST):
+        return None
+    return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values))
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:
-    """Return the number of left-out points within the interval that the other curves give, and of all of them."""
+    """Return the number of left-out points within the interval that the other curves give, and of all that have one."""
     within = total = 0
     for hash_, curve in file.curves.items():
-        known = interval(file, metric, (curve.prompt, curve.output), hash_)
-        if known is not None:
-            total += len(curve.residuals)
-            within += sum(known.holds(exp(getattr(residual, metric))) for residual in curve.residuals)
+        for each in curve.residuals:
+            like = Like(curve.prompt, curve.output, curve.system, each.users)
+            known = interval(file, metric, like, hash_)
+            if known is not None:
+                total += 1
+                within += known.holds(exp(getattr(each, metric)))
     return within, total
 
 

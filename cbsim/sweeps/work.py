@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cbsim.errors import UserError
+from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
@@ -60,6 +61,7 @@ class Task(NamedTuple):
     keep: Keep
     warmup: float = 0.0  # the share of requests, in order of arrival, whose latencies do not count
     limits: bool = False  # whether to keep also what limits the run, as a list of sentences
+    others: tuple[Scenario, ...] = ()  # whose costs price the steps of the run again; REPRICED is kept, too
 
 
 class Made(NamedTuple):
@@ -136,10 +138,12 @@ def work(task: Task) -> Made:
     begun = time.perf_counter()
     try:
         scenario = task.scenario
-        result = running.one_loop(scenario, scenario.loop.mode, Simulation, Terms(COMMAND, process=_process()))
+        serve = partial(Repriced, others=task.others) if task.others else Simulation
+        result = running.one_loop(scenario, scenario.loop.mode, serve, Terms(COMMAND, process=_process()))
         if task.warmup:
             result = without(result, task.warmup, COMMAND)
         files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})
+        files |= {REPRICED: result.files[REPRICED]} if task.others else {}
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
     return Made(task.key, files, None, time.perf_counter() - begun)

@@ -12,7 +12,7 @@ import pytest
 from support.reference import data
 
 from cbsim.errors import ScenarioError
-from cbsim.measured.points import build, published, score
+from cbsim.measured.points import build, flags, published, score
 from cbsim.measured.points.build import CannotBuildError
 from cbsim.measured.points.published import Means, Point
 from cbsim.measured.points.score import Predicted
@@ -144,17 +144,167 @@ def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
         ({"mode": "disagg"}, "prefill and decode are apart"),
         ({"system": "gb300"}, "no kernel tables of gb300"),
         ({"backend": "sglang"}, "no kernel tables of sglang on h200_sxm"),
-        ({"model": "deepseek-ai/DeepSeek-R1"}, "DeepSeek-R1 has multi-head latent attention"),
+        ({"model": "zai-org/GLM-5-FP8"}, "no shape describes sparse latent attention"),
         ({"model": "somebody/New-1B"}, "no model file of New-1B"),
-        ({"attention_ranks": 4}, r"attention is data-parallel \(4 ranks\)"),
-        ({"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4}, r"attention is data-parallel \(2 ranks\)"),
-        ({"tensor": 64}, "64 GPUs share a layer"),
+        ({"attention_ranks": 4}, "attention is data-parallel"),
+        ({"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4}, "attention is data-parallel"),
+        ({"tensor": 64}, "more than 8 GPUs share a layer"),
         ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1}, "too little for a cache"),
     ],
 )
 def test_what_cannot_be_built_has_a_reason(tables: Path, change: dict[str, object], reason: str) -> None:
     with pytest.raises(CannotBuildError, match=reason):
         build.build(changed(**change), {})
+
+
+def test_all_reasons_are_told(tables: Path) -> None:
+    """Not the first alone: what would have to be done to predict a point is all of them."""
+    point = changed(
+        mode="disagg", system="gb300", tensor=32, attention_ranks=8, stages=2, model="Qwen/Qwen3.5-397B-A17B"
+    )
+    _, refused = score.sort([point])
+    assert refused[0].reasons == (
+        build.APART,
+        build.PIPELINE,
+        build.RANKS,
+        build.WIDE,
+        "no shape describes linear attention (Qwen3.5)",
+        "no kernel tables of gb300",
+    )
+
+
+def test_sizes_of_servers_apart_are_those_of_the_larger(tmp_path: Path) -> None:
+    header = f"{HEADER},prefill_tp_size,decode_tp_size,decode_attention_dp_size"
+    row = LLAMA.replace(",agg,", ",disagg,").replace(",8,,2,1,2,1,", ",8,,,,,,") + ",4,8,2"
+    (tmp_path / "measured.csv").write_text(f"{header}\n{row}\n")
+    (point,) = published.read(tmp_path)
+    assert (point.tensor, point.attention_ranks) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes", "gpus", "groups"),
+    [
+        ("inferencex-2026-03-25", (8, 1, 1, 8), 8, 8),
+        ("inferencex-2026-04-06", (64, 1, 8, 8), 8, 8),
+        ("inferencex-db-dump-2026-04-27", (4, 1, 2, 2), 2, 2),
+        ("inferencex-2026-04-06", (4, 4, 1, 16), 4, 4),
+        ("aic-gap", (4, 1, 2, 2), 4, 2),
+    ],
+)
+def test_ways_to_write_expert_parallelism(
+    source: str, sizes: tuple[int, int, int, int], gpus: int, groups: int
+) -> None:
+    """InferenceX's later dumps write groups of experts times GPUs as tp_size, or ranks of attention that do not exist;
+    measurements that stand in both say so.
+    """
+    names = ("tensor", "attention_ranks", "experts_tensor", "experts_ranks")
+    point = changed(model="deepseek-ai/DeepSeek-R1", source=source, **dict(zip(names, sizes, strict=True)))
+    assert point.gpus == gpus
+    assert build._expert_groups(point, build.model_of(point)) == groups
+    assert build._ranks(point) == 1
+
+
+def test_types_of_weights_follow_the_point() -> None:
+    """gpt-oss keeps its own; Kimi-K2.5 has experts in NVFP4, DeepSeek-R1 all but attention."""
+    r1, kimi, oss = "deepseek-ai/DeepSeek-R1", "moonshotai/Kimi-K2.5", "openai/gpt-oss-120b"
+    for model, precision, weights, attention, experts in (
+        (r1, "fp8", "fp8_block", None, None),
+        (r1, "fp4", "nvfp4", "bfloat16", None),
+        (f"{r1}-NVFP4", "", "nvfp4", "bfloat16", None),
+        (kimi, "int4", None, None, "int4_g32"),
+        (kimi, "fp4", None, None, "nvfp4"),
+        (oss, "fp4", None, None, "mxfp4"),
+    ):
+        made = build.model_of(changed(model=model, precision=precision))
+        assert (made.weights_dtype, made.attention_dtype, made.experts_dtype) == (weights, attention, experts)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"system": "b200_sxm"}, {"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
+        (
+            {"model": "openai/gpt-oss-120b", "precision": "fp4"},
+            {"max_num_seqs": 8, "max_cudagraph_capture_size": 2048},
+        ),
+        (
+            {"backend": "trtllm", "model": "openai/gpt-oss-120b", "precision": "fp4"},
+            {"max_batch_size": 8, "max_num_tokens": 20000},
+        ),
+        (
+            {"backend": "trtllm", "model": "deepseek-ai/DeepSeek-R1", "tensor": 8, "prompt": 8192},
+            {"max_num_tokens": 8320, "max_batch_size": 8},
+        ),
+        (
+            {"backend": "sglang", "system": "b200_sxm", "model": "deepseek-ai/DeepSeek-R1", "tensor": 8},
+            {"chunked_prefill_size": 32768, "max_running_requests": 128, "scheduler_recv_interval": 10},
+        ),
+        (
+            {"backend": "trtllm", "source": "gap"},
+            {"max_num_tokens": 8192, "max_seq_len": 2068},
+        ),
+    ],
+)
+def test_flags_are_those_of_the_scripts(change: dict[str, object], expected: dict[str, object]) -> None:
+    point = changed(**change)
+    made = flags.fields(point, build.model_of(point), build._hardware(point))
+    assert made["scheduler"].items() >= expected.items()
+
+
+def test_b200s_llama_captures_decodes_only_and_fuses_all_reduces() -> None:
+    point = changed(system="b200_sxm", tensor=8)
+    made = flags.fields(point, build.model_of(point), build._hardware(point))
+    assert made["loop"] == {"cuda_graphs": {"vllm_cudagraph_mode": "FULL_DECODE_ONLY"}}
+    assert made["cost"] == {"fused_all_reduce": True, "fused_all_reduce_bytes": 8 << 20}
+
+
+def test_a_server_with_drafts_is_no_server_without() -> None:
+    """By the day on which InferenceX ran its scripts with MTP; the day before it did not."""
+    point = changed(backend="trtllm", model="deepseek-ai/DeepSeek-R1", measured="2026-02-05", tensor=8)
+    assert flags.drafts(point, "latent")
+    assert not flags.drafts(changed(point, measured="2026-02-04"), "latent")
+    assert not flags.drafts(changed(point, mode="disagg"), "latent")
+
+
+def test_rows_without_known_flags_are_a_class_without_bars() -> None:
+    """It counts no strata beyond a bound that nobody set."""
+    point = changed(backend="trtllm", source="gap")
+    doubts = flags.doubts(point, "dense")
+    assert flags.UNPUBLISHED in doubts
+    points = [predicted(99.0, concurrency=users, source="gap")._replace(doubts=doubts) for users in range(4, 10)]
+    ((judged, group),) = score.classes(points)
+    assert judged.name == "flags unknown, no bars"
+    assert not judged.bars and score.misses(judged, group) == []
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------
+
+
+def cache_of(users: int, blocks: int, ttft_ms: float, tpot_ms: float, given: int = 0) -> score.Buildable:
+    """A server whose cache holds so many blocks of 16 tokens, derived unless `given`."""
+    point = changed(concurrency=users, ttft_ms=ttft_ms, tpot_ms=tpot_ms, kv_blocks=given)
+    made = build.build(changed(point, kv_blocks=blocks), {})
+    return score.Buildable(point, made, terms.every()[0], {})
+
+
+def test_a_given_cache_is_the_scenarios(tables: Path) -> None:
+    assert build.build(changed(kv_blocks=1234), {}).kv_cache.num_blocks == 1234
+
+
+def test_a_load_close_to_the_derived_cache_is_doubted(tables: Path) -> None:
+    """8 users of 0.9 x 2,048 tokens fill 922 blocks of 16."""
+    (doubt,) = score.doubts([cache_of(8, 1000, 150.0, 14.0)])
+    assert "sequences of all users take 92% of the derived cache" in doubt
+    assert score.doubts([cache_of(8, 1000, 150.0, 14.0, given=1000)]) == []
+    assert score.doubts([cache_of(8, 2000, 150.0, 14.0)]) == []
+
+
+def test_a_derived_cache_that_a_plateau_contradicts_is_told(tables: Path) -> None:
+    """Twice the users bring no tokens, and wait: so the real cache was full; or they bring twice, so it was not."""
+    flat = [cache_of(8, 9000, 150.0, 14.0), cache_of(16, 9000, 13000.0, 15.0)]
+    assert any("requests wait, though sequences take 20% of the derived cache" in each for each in score.doubts(flat))
+    grows = [cache_of(8, 1250, 150.0, 14.0), cache_of(16, 1250, 160.0, 14.5)]
+    assert any("none waits, though sequences take 147% of the derived" in each for each in score.doubts(grows))
 
 
 def test_experts_are_spread_where_a_block_cannot_be_split(tables: Path) -> None:
@@ -170,7 +320,9 @@ def test_experts_are_spread_where_a_block_cannot_be_split(tables: Path) -> None:
 
 
 def predicted(tpot_ms: float, **change: object) -> Predicted:
-    return Predicted(changed(**change), Means(150.0, tpot_ms), {}, "t", True, (), False)
+    point = changed(**change)
+    doubts = flags.doubts(point, "dense")
+    return Predicted(point, Means(150.0, tpot_ms), {}, "t", True, (), "dense", doubts)
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
@@ -236,9 +388,10 @@ def test_what_can_be_built_and_why_the_rest_cannot() -> None:
         try:
             build.check(point)
         except build.CannotBuildError as error:
-            reasons[str(error)] += 1
+            reasons.update(error.reasons)
     apart = sum(point.mode == "disagg" for point in points)
-    assert reasons["prefill and decode are apart, on servers of their own"] == apart
-    assert all(reason.startswith(("prefill", "no kernel tables of ")) for reason in reasons)
+    assert reasons[build.APART] == apart
+    named = (build.APART, build.RANKS, build.WIDE, build.DRAFTS, "no kernel tables of ", "no shape describes ")
+    assert all(reason.startswith(named) for reason in reasons)
     systems = {system for file in terms.every() for system in file.systems}
     assert systems <= {point.system for point in points}

@@ -167,3 +167,13 @@ def test_settings_that_contradict_each_other(field: str, given: dict[str, Any]) 
     with pytest.raises(SettingsError) as error:
         SglangSettings(**given)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(("interval", "passes"), [(1, 2), (4, 5), (30, 9)])
+def test_arrivals_are_looked_for_every_so_many_passes(interval: int, passes: int) -> None:
+    """While one request decodes, another one waits for the next look; once nothing decodes, it is found at once."""
+    server = scheduler(scheduler_recv_interval=interval)
+    asks = [Ask(spec(0, 8, 9), 0, None, None), Ask(spec(1, 8, 3), 5, None, None)]
+    prefilled = list[int]()
+    ran(Drive(server, asks, 1), lambda plan, rows: prefilled.append(plan.work.prefill_tokens))
+    assert [step for step, tokens in enumerate(prefilled) if tokens] == [0, passes]

@@ -1,32 +1,37 @@
 """The project's calibrations: their points and priors, and the computation of the terms.
 
-Terms come from Gauss-Newton on the logarithms of predicted over measured TTFT and TPOT. Every term has a prior: a value
-and a width from typical costs, which bound it where the points hold little information. Points with errors beyond HUBER
-count less. A curve is predicted with terms calibrated without it: the derivatives at the solution make that a linear
-problem, and the prediction is simulated again with its answer.
+Terms come from Gauss-Newton on the logarithms of predicted over measured TTFT and TPOT; a run gives the derivatives, as
+its steps are priced again with each term moved. Every term has a prior: a value and a width from typical costs, which
+bound it where the points hold little information. Points with errors beyond HUBER count less. A curve is predicted with
+terms calibrated without it and without all curves of the same server (of other days, or of another source): the
+derivatives at the solution make that a linear problem, and the prediction is simulated again with its answer.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
-from math import log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cbsim.errors import ScenarioError
+from cbsim.machine.repriced import REPRICED
+from cbsim.measured.points import flags
 from cbsim.measured.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
-from cbsim.measured.points.published import HOPPER, Means, Point
-from cbsim.measured.points.score import predict
-from cbsim.scenario.terms import FRONT, Curve, Residual, Term, TermsFile, resolve
-from cbsim.sweeps.work import Executor
+from cbsim.measured.points.published import BLACKWELL, HOPPER, Point
+from cbsim.measured.points.score import means_of
+from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.terms import FRONT, Curve, Family, Residual, Term, TermsFile, resolve
+from cbsim.sweeps import identity
+from cbsim.sweeps.store import SUMMARY
+from cbsim.sweeps.work import Executor, Task
 
 Floats = npt.NDArray[np.float64]
-ROUGH_REQUESTS = 5  # requests a user in the runs from which derivatives are taken
+ROUNDS = (5, 5, REQUESTS_A_USER)  # requests a user in the runs of each round
 TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval
 HUBER = 0.1
 WEIGHTS = np.array([1.0, 2.5])  # weights of TTFT and TPOT errors: bars are tighter for TPOT
@@ -67,8 +72,7 @@ class Calibration(NamedTuple):
     about: str
     backend: str
     systems: tuple[str, ...]
-    experts: bool
-    models: tuple[str, ...]
+    family: Family
     priors: Mapping[str, Prior]
     fastest: bool = True
     """Whether matrix products take the time of the card's fastest engine where the engine's own tables hold more than
@@ -76,79 +80,161 @@ class Calibration(NamedTuple):
     """
 
     def points(self, points: Sequence[Point]) -> list[Point]:
-        """Return the points of InferenceX that this calibration uses; the flags of other sources are unknown."""
-        ours = [each for each in points if each.inferencex and each.backend == self.backend]
-        return [each for each in ours if each.system in self.systems and each.model_name in self.models]
+        """Return the points of InferenceX that this calibration uses, of servers whose flags are known."""
+        return [each for each in points if each.system in self.systems and self._uses(each)]
+
+    def _uses(self, point: Point) -> bool:
+        if point.backend != self.backend or not point.inferencex:
+            return False
+        try:
+            family = flags.family(model_of(point))
+        except CannotBuildError:
+            return False
+        return family == self.family and not flags.doubts(point, family)
 
 
+ENGINE = {**COMMON, "layer_s": LAYER, "launch_s_per_layer": LAUNCH, "large_products": LARGE}
+MIXTURE = {
+    **COMMON,
+    "layer_s": Prior(3e-5, 2e-5, 5e-6),
+    "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
+    "large_products": LARGE,
+    "experts": Prior(1.0, 0.15, 0.1, 0.5),
+}
+
+
+def _by(field: str, scopes: Sequence[str], prior: Prior) -> dict[str, Prior]:
+    return {f"{field}@{scope}": prior for scope in scopes}
+
+
+def _without(priors: Mapping[str, Prior], *names: str) -> dict[str, Prior]:
+    return {name: prior for name, prior in priors.items() if name not in names}
+
+
+LAYERS = MIXTURE["layer_s"]
 CALIBRATIONS: Mapping[str, Calibration] = {
     "vllm-dense": Calibration(
         "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
         "vllm",
         HOPPER,
-        False,
-        ("Llama-3.1-70B",),
+        "dense",
         {
-            **{name: prior for name, prior in COMMON.items() if name != "products"},
-            "layer_s": LAYER,
-            "launch_s_per_layer": LAUNCH,
-            **{f"products@{card}": COMMON["products"] for card in HOPPER},
-            **{f"large_products@{card}": LARGE for card in HOPPER},
+            **_without(ENGINE, "products", "large_products"),
+            **_by("products", HOPPER, COMMON["products"]),
+            **_by("large_products", HOPPER, LARGE),
             **_reduces(2, 4, 8),
         },
         fastest=False,
+    ),
+    "vllm-dense-b200": Calibration(
+        "Dense models on vLLM, B200: InferenceX's Llama-3.1-70B in FP8 and NVFP4, October 2025, vLLM 0.11.",
+        "vllm",
+        ("b200_sxm",),
+        "dense",
+        {**ENGINE, **_reduces(2, 4, 8)},
     ),
     "trtllm-dense": Calibration(
         "Dense models on TensorRT-LLM, H200: InferenceX's Llama-3.1-70B in FP8, October 2025.",
         "trtllm",
         ("h200_sxm",),
-        False,
-        ("Llama-3.1-70B",),
-        {**COMMON, "layer_s": LAYER, "launch_s_per_layer": LAUNCH, "large_products": LARGE, **_reduces(2, 4, 8)},
+        "dense",
+        {**ENGINE, **_reduces(2, 4, 8)},
+    ),
+    "trtllm-dense-b200": Calibration(
+        "Dense models on TensorRT-LLM, B200: InferenceX's Llama-3.1-70B in FP8 and NVFP4, October 2025.",
+        "trtllm",
+        ("b200_sxm",),
+        "dense",
+        {**ENGINE, **_reduces(2, 4, 8)},
     ),
     "vllm-experts": Calibration(
         "Mixtures of experts on vLLM, H100 and H200: InferenceX's MiniMax-M2.5 in FP8, March 2026, vLLM 0.16 and 0.18.",
         "vllm",
         HOPPER,
-        True,
-        ("MiniMax-M2.5",),
+        "experts",
         {
-            **COMMON,
+            **_without(MIXTURE, "layer_s"),
             "layer_s@0.16.0": Prior(6e-5, 3e-5, 5e-6),
-            "layer_s@0.18.0": Prior(3e-5, 2e-5, 5e-6),
-            "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
-            "large_products": LARGE,
-            "experts": Prior(1.0, 0.15, 0.1, 0.5),
+            "layer_s@0.18.0": LAYERS,
             **_reduces(4, 8),
         },
+    ),
+    "vllm-experts-b200": Calibration(
+        "Mixtures of experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in FP8 and NVFP4, spring 2026.",
+        "vllm",
+        BLACKWELL,
+        "experts",
+        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("0.17.0", "0.19.0"), LAYERS), **_reduces(2, 4, 8)},
+    ),
+    "sglang-latent": Calibration(
+        "Latent attention with experts on SGLang, H200, B200, B300: InferenceX's DeepSeek-R1, spring 2026.",
+        "sglang",
+        ("h200_sxm", *BLACKWELL),
+        "latent",
+        {
+            **_without(MIXTURE, "layer_s"),
+            **_by("layer_s", ("h200_sxm", "b200_sxm", "b300_sxm"), LAYERS),
+            **_reduces(4, 8),
+        },
+    ),
+    "trtllm-latent": Calibration(
+        "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
+        "trtllm",
+        ("h200_sxm", "b200_sxm"),
+        "latent",
+        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYERS), **_reduces(4, 8)},
+    ),
+    "vllm-latent": Calibration(
+        "Latent attention with experts on vLLM, H200, B200, B300: InferenceX's Kimi-K2.5, spring 2026.",
+        "vllm",
+        ("h200_sxm", *BLACKWELL),
+        "latent",
+        {
+            **_without(MIXTURE, "layer_s"),
+            **_by("layer_s", ("h200_sxm", "b200_sxm", "b300_sxm"), LAYERS),
+            **_reduces(4, 8),
+        },
+    ),
+    "vllm-windows": Calibration(
+        "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",
+        "vllm",
+        (*HOPPER, "b200_sxm"),
+        "windows",
+        {**_without(MIXTURE, "layer_s"), **_by("layer_s", (*HOPPER, "b200_sxm"), LAYER), **_reduces(2, 4, 8)},
+    ),
+    "trtllm-windows": Calibration(
+        "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
+        "trtllm",
+        ("h200_sxm", "b200_sxm"),
+        "windows",
+        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYER), **_reduces(2, 4, 8)},
     ),
 }
 
 
-Evaluate = Callable[[Mapping[str, float]], Floats]
-"""A function from terms to the logarithms of predicted over measured TTFT and TPOT of each point."""
+Evaluate = Callable[[Mapping[str, float], int], tuple[Floats, Floats]]
+"""A function from terms and requests a user to the logarithms of predicted over measured TTFT and TPOT of each point,
+and to their derivatives in the terms, [term, point, metric].
+"""
 
 
 class Solution(NamedTuple):
-    """A calibration's terms, the points' errors with them, and the derivatives of the errors, [term, point, metric]."""
+    """A calibration's terms; and close to them the points' errors and their derivatives, at the terms `at`."""
 
     terms: dict[str, float]
+    at: dict[str, float]
     errors: Floats
     slopes: Floats
 
 
-def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rough: Evaluate, rounds: int = 3) -> Solution:
-    """Solve for the terms, starting at the priors. Derivatives are taken once, at the priors, by `rough`, which may use
-    shorter runs: the terms are additive, so derivatives hardly change.
-    """
+def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rounds: Sequence[int] = ROUNDS) -> Solution:
+    """Solve for the terms, starting at the priors, in rounds of so many requests a user."""
     terms = {name: prior.value for name, prior in priors.items()}
-    errors, base = evaluate(terms), rough(terms)
-    moved = [rough({**terms, name: terms[name] + prior.step}) - base for name, prior in priors.items()]
-    slopes: Floats = np.array(moved) / np.array([prior.step for prior in priors.values()])[:, None, None]
-    for _ in range(rounds):
-        terms = step(terms, priors, errors, slopes)
-        errors = evaluate(terms)
-    return Solution(terms, errors, slopes)
+    for requests in rounds:
+        at = terms
+        errors, slopes = evaluate(at, requests)
+        terms = step(at, priors, errors, slopes)
+    return Solution(terms, at, errors, slopes)
 
 
 def step(
@@ -193,15 +279,28 @@ def left_out(solution: Solution, priors: Mapping[str, Prior], curves: Sequence[s
     """Return for each curve the terms calibrated on the points of all other curves."""
     names = np.array(curves)
     return {
-        curve: step(solution.terms, priors, solution.errors, solution.slopes, names != curve)
+        curve: step(solution.at, priors, solution.errors, solution.slopes, names != curve)
         for curve in dict.fromkeys(curves)
     }
+
+
+def servers(points: Sequence[Point]) -> list[str]:
+    """Return for each point the server that it was measured on, by the first of its curves: measurements of other days
+    or in another source are curves of their own, and models of one shape have several names.
+    """
+    first: dict[Any, str] = {}
+    names = []
+    for point in points:
+        shape = model_of(point).model_copy(update={"name": ""}).model_dump_json()
+        key = point.system, point.backend, shape, point.gpus, point.prompt, point.output
+        names.append(first.setdefault(key, point.curve))
+    return names
 
 
 def calibrate(
     name: str, points: Sequence[Point], executor: Executor, report: Callable[[str], None] = lambda _: None
 ) -> TermsFile:
-    """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each curve.
+    """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each server.
     Raises ScenarioError.
     """
     calibration = CALIBRATIONS[name]
@@ -210,53 +309,101 @@ def calibrate(
         with suppress(CannotBuildError):
             build(point, {})
             used.append(point)
-    if len({each.curve for each in used}) < 2:
+    named = servers(used)
+    if len(set(named)) < 2:
         raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
 
-    def evaluate(terms: Mapping[str, float], requests: int = REQUESTS_A_USER) -> Floats:
-        errors = _errors(used, [terms] * len(used), executor, requests, fastest=calibration.fastest)
+    def evaluate(terms: Mapping[str, float], requests: int) -> tuple[Floats, Floats]:
+        errors, slopes = _evaluate(calibration, used, [terms] * len(used), executor, requests)
         ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
         values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
         report(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
-        return errors
+        return errors, slopes
 
-    solution = solve(calibration.priors, evaluate, partial(evaluate, requests=ROUGH_REQUESTS))
-    without = left_out(solution, calibration.priors, [each.curve for each in used])
-    own_terms = [without[each.curve] for each in used]
-    errors = _errors(used, own_terms, executor, REQUESTS_A_USER, fastest=calibration.fastest)
+    solution = solve(calibration.priors, evaluate)
+    without = left_out(solution, calibration.priors, named)
+    own_terms = [without[server] for server in named]
+    errors, _ = _evaluate(calibration, used, own_terms, executor, REQUESTS_A_USER, slopes=False)
+    ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
+    report(f"{len(used)} points of {len(without)} servers, each left out: TTFT {ttft:.1%}, TPOT {tpot:.2%}")
     return TermsFile(
         name=name,
         about=calibration.about,
         backend=calibration.backend,
-        systems=calibration.systems,
-        experts=calibration.experts,
+        systems=tuple(system for system in calibration.systems if any(each.system == system for each in used)),
+        family=calibration.family,
         tables={point.system: engine_of(point) for point in used},
-        weights=tuple(sorted({str(model_of(point).weights_dtype) for point in used})),
+        weights=tuple(sorted({str(_narrow(point)) for point in used})),
         routing=ROUTING,
         fastest=calibration.fastest,
-        models=calibration.models,
-        tensor_parallel=tuple(sorted({each.tensor for each in used})),
+        models=tuple(sorted({each.model_name for each in used})),
+        tensor_parallel=tuple(sorted({each.gpus for each in used})),
         users=(min(each.concurrency for each in used), max(each.concurrency for each in used)),
         calibrated=datetime.now(UTC).date().isoformat(),
         terms=_terms(solution, without),
-        curves=_curves(used, without, errors),
+        curves=_curves(used, named, without, errors),
     )
 
 
-def _errors(
-    points: Sequence[Point], terms: Sequence[Mapping[str, float]], executor: Executor, requests: int, *, fastest: bool
-) -> Floats:
-    """Return logarithms of predicted over measured TTFT and TPOT, [point, metric]; each point has its own terms."""
-    values = [resolve(t, p.tensor, p.system, p.version) for p, t in zip(points, terms, strict=True)]
-    fronts = [known.pop(FRONT, 0.0) for known in values]
-    costs = [{"fastest": fastest, **known} for known in values]
-    scenarios = [build(point, cost, requests) for point, cost in zip(points, costs, strict=True)]
-    errors = []
-    for point, front_s, means in zip(points, fronts, predict(scenarios, executor), strict=True):
-        if not isinstance(means, Means):
-            raise ScenarioError(f"{point.where}: {means}")
-        errors.append([log((means.ttft_ms + 1e3 * front_s) / point.ttft_ms), log(means.tpot_ms / point.tpot_ms)])
-    return np.array(errors)
+def _narrow(point: Point) -> str | None:
+    model = model_of(point)
+    return model.weights_dtype or model.experts_dtype
+
+
+def _evaluate(
+    calibration: Calibration,
+    points: Sequence[Point],
+    terms: Sequence[Mapping[str, float]],
+    executor: Executor,
+    requests: int,
+    *,
+    slopes: bool = True,
+) -> tuple[Floats, Floats]:
+    """Return logarithms of predicted over measured TTFT and TPOT, [point, metric], and their derivatives; each point
+    has its own terms.
+    """
+    moves = [_moves(calibration, point, of, requests, slopes) for point, of in zip(points, terms, strict=True)]
+    tasks = [Task(identity.key(move.scenario), move.scenario, "summary", others=move.others) for move in moves]
+    files = dict[str, Mapping[str, bytes]]()
+    for made in executor.each({task.key: task for task in tasks}.values()):
+        if made.reason:
+            raise ScenarioError(made.reason)
+        files[made.key] = made.files
+    measured = np.array([[point.ttft_ms, point.tpot_ms] for point in points])
+    means = np.array([means_of(json.loads(files[task.key][SUMMARY])) for task in tasks])
+    means[:, 0] += 1e3 * np.array([move.front_s for move in moves])
+    by_term = np.zeros((len(calibration.priors), len(points), 2))
+    for at, (move, task) in enumerate(zip(moves, tasks, strict=True)):
+        moved = json.loads(files[task.key][REPRICED]) if move.others else {"ttft_s": [], "tpot_s": []}
+        for name, *ms in zip(move.names, moved["ttft_s"], moved["tpot_s"], strict=True):
+            by_term[name, at] = 1e3 * np.array(ms) / move.steps[name]
+        if FRONT in calibration.priors:
+            by_term[list(calibration.priors).index(FRONT), at] = 1e3, 0.0
+    return np.log(means / measured), by_term / means
+
+
+class Moves(NamedTuple):
+    """A point's scenario, and those with one term moved each, by the term's place among the priors."""
+
+    scenario: Scenario
+    front_s: float
+    names: list[int]
+    steps: list[float]  # of all terms
+    others: tuple[Scenario, ...]
+
+
+def _moves(calibration: Calibration, point: Point, terms: Mapping[str, float], requests: int, slopes: bool) -> Moves:
+    values = resolve(terms, point.gpus, point.system, point.version)
+    front_s = values.pop(FRONT, 0.0)
+    scenario = build(point, {"fastest": calibration.fastest, **values}, requests)
+    names, others = list[int](), list[Scenario]()
+    for at, (name, prior) in enumerate(calibration.priors.items() if slopes else ()):
+        moved = resolve({**terms, name: terms[name] + prior.step}, point.gpus, point.system, point.version)
+        if changed := {field: value for field, value in moved.items() if field != FRONT and value != values[field]}:
+            names.append(at)
+            others.append(scenario.model_copy(update={"cost": scenario.cost.model_copy(update=changed)}))
+    steps = [prior.step for prior in calibration.priors.values()]
+    return Moves(scenario, front_s, names, steps, tuple(others))
 
 
 def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:
@@ -270,17 +417,28 @@ def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dic
     return terms
 
 
-def _curves(points: Sequence[Point], without: Mapping[str, Mapping[str, float]], errors: Floats) -> dict[str, Curve]:
+def _curves(
+    points: Sequence[Point], named: Sequence[str], without: Mapping[str, Mapping[str, float]], errors: Floats
+) -> dict[str, Curve]:
+    rows: dict[str, list[tuple[Point, str, Floats]]] = {}
+    for point, server, error in zip(points, named, errors, strict=True):
+        rows.setdefault(point.curve, []).append((point, server, error))
     curves = {}
-    for hash_, terms in without.items():
-        rows = [(point, error) for point, error in zip(points, errors, strict=True) if point.curve == hash_]
-        first = rows[0][0]
+    for hash_, members in rows.items():
+        first, server, _ = members[0]
         residuals = tuple(
             Residual(users=point.concurrency, ttft=round(-float(error[0]), 4), tpot=round(-float(error[1]), 4))
-            for point, error in rows
+            for point, _, error in members
         )
-        short = {name: _short(value) for name, value in terms.items()}
-        curves[hash_] = Curve(prompt=first.prompt, output=first.output, terms=short, residuals=residuals)
+        short = {name: _short(value) for name, value in without[server].items()}
+        curves[hash_] = Curve(
+            system=first.system,
+            server=server,
+            prompt=first.prompt,
+            output=first.output,
+            terms=short,
+            residuals=residuals,
+        )
     return curves
 
 

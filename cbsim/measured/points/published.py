@@ -23,8 +23,10 @@ COLUMNS = (
     *("id", "curve", "system", "backend", "model_path", "mode", "isl", "osl"),
     *("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size", "silicon_ttft_ms", "silicon_tpot_ms"),
 )
+SIZES = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+FIRST_DUMP = "inferencex-2026-03-25"
 PEER = ("id", "aic_ttft_ms", "aic_tpot_ms")
-HOPPER = ("h100_sxm", "h200_sxm")
+HOPPER, BLACKWELL = ("h100_sxm", "h200_sxm"), ("b200_sxm", "b300_sxm", "gb200")
 MOST = 10_000_000  # the largest valid size or number of milliseconds
 
 
@@ -64,6 +66,7 @@ class Point(Form):
     experts_tensor: Size = Field(0, alias="moe_tp_size")
     experts_ranks: Size = Field(0, alias="moe_ep_size")
     stages: Size = Field(0, alias="pp_size")  # pipeline stages; 0 or 1 is no pipeline
+    kv_blocks: Size = 0  # blocks of the cache if they are known
     ttft_ms: Milliseconds = Field(alias="silicon_ttft_ms")
     tpot_ms: Milliseconds = Field(alias="silicon_tpot_ms")
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
@@ -81,8 +84,17 @@ class Point(Form):
         return self.source.startswith("inferencex")
 
     @property
+    def gpus(self) -> int:
+        """GPUs that share a layer. Where experts are spread InferenceX's later dumps write those times the groups of
+        experts as tp_size; the same measurements stand in the first one with the GPUs.
+        """
+        groups, share = self.experts_ranks, self.experts_tensor
+        later = self.inferencex and self.source != FIRST_DUMP
+        return share if later and groups > 1 and share > 1 and share * groups == self.tensor else max(1, self.tensor)
+
+    @property
     def stratum(self) -> Stratum:
-        return Stratum(self.system, self.backend, self.model_name, self.tensor, self.prompt, self.output)
+        return Stratum(self.system, self.backend, self.model_name, self.gpus, self.prompt, self.output)
 
     @property
     def model_name(self) -> str:
@@ -136,6 +148,10 @@ def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float,
                 continue
             row = {name: cell for name, cell in row.items() if cell}
             row.setdefault("concurrency", row.get("batch_size", 0))
+            for size in SIZES:  # of servers apart: those of the larger one
+                parts = [row[name] for name in (f"prefill_{size}", f"decode_{size}") if name in row]
+                if parts and size not in row:
+                    row[size] = max(parts, key=float)
             row["peer"] = peers.get(row.get("id", ""))
             points.append(Document(str(path), None, row, at=table.line).checked(Point))
     return points

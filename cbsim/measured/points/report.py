@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Point
 from cbsim.draw.report import Report, Table
 from cbsim.measured.points import score
 from cbsim.measured.points.published import Point, measured
-from cbsim.measured.points.score import Class, Errors, Group, Predicted
+from cbsim.measured.points.score import Class, Errors, Group, Predicted, Refused
 from cbsim.scenario import terms
-from cbsim.scenario.terms import TermsFile, load
+from cbsim.scenario.terms import Like, TermsFile, load
 from cbsim.sweeps.store import Progress, Store
 from cbsim.sweeps.work import Executor
 
@@ -28,8 +28,12 @@ STRATUM = "system, engine, model, GPUs, prompt/output"
 Pair = tuple[float, float]
 
 
-def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: int) -> Report:
-    """Return the report of all chosen points: the predictions, and why the other points have none."""
+def study(
+    predicted: Sequence[Predicted], refused: Sequence[Refused], points: int, doubts: Sequence[str] = ()
+) -> Report:
+    """Return the report of all chosen points: the predictions, all reasons why the other points have none, and `doubts`
+    about the sizes of caches.
+    """
     judged, groups = score.classes(predicted), score.strata(predicted)
     files = [load(name) for name in sorted({each.terms for each in predicted})]
     return Report(
@@ -42,15 +46,21 @@ def study(predicted: Sequence[Predicted], reasons: Mapping[str, int], points: in
             *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
             *(_intervals(file) for file in files if file.curves),
             *(_terms(file) for file in files),
-            *([_reasons(reasons)] if reasons else []),
+            *(_reasons(refused) if refused else []),
+            *([Table("Caches in doubt", ["server, and why"], [[each] for each in doubts])] if doubts else []),
         ],
         [_scatter(judged), _residuals(judged)] if predicted else (),
         {
             "points": points,
             "predicted": [_plain(each) for each in predicted],
-            "not_built": dict(reasons),
+            "not_built": {
+                "by_reason": dict(_by_reason(refused)),
+                "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
+                "points": {each.point.id: list(each.reasons) for each in refused},
+            },
+            "doubts": list(doubts),
             "strata": {group.name: _numbers(group) for group in groups},
-            "classes": {group.name: _numbers(group) | {"missed": score.misses(each, group)} for each, group in judged},
+            "classes": {group.name: _numbers(group) | _missed(each, group) for each, group in judged},
             "coverage": {file.name: _covered(file) for file in files},
         },
     )
@@ -106,7 +116,7 @@ def _bars(judged: Sequence[tuple[Class, Group]]) -> Table:
             value = getattr(group.errors(bar.metric), bar.statistic)
             name = f"{group.name}, {NAMES[bar.metric]} {SHOWN[bar.statistic]}"
             rows.append([name, f"{bar.most:.1%}", f"{value:.1%}", "met" if value <= bar.most else "missed"])
-        if each.bars:
+        if each.stratum is not None:
             name = f"{group.name}, strata with a TPOT median beyond {each.stratum:.0%}"
             missed = score.misses(each, group)
             rows.append([name, "0", f"{len(missed)}", "missed" if missed else "met"])
@@ -129,7 +139,7 @@ def _beside(judged: Sequence[tuple[Class, Group]]) -> list[Table]:
 def _intervals(file: TermsFile) -> Table:
     rows = []
     for metric in ("ttft", "tpot"):
-        for name, lengths in (("as long", (1, 1)), ("outputs longer", (1, 4)), ("prompts longer", (4, 1))):
+        for name, lengths in (("as long", Like(1, 1)), ("outputs longer", Like(1, 4)), ("prompts longer", Like(4, 1))):
             interval = terms.interval(file, metric, lengths)
             if interval:
                 ends = [f"{end - 1:+.1%}" for end in (interval.low, interval.high)]
@@ -174,9 +184,24 @@ def _terms(file: TermsFile) -> Table:
     return Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, caption)
 
 
-def _reasons(reasons: Mapping[str, int]) -> Table:
-    rows = [[reason, f"{count:,}"] for reason, count in Counter(reasons).most_common()]
-    return Table("What cannot be built", ["reason", "points"], rows)
+def _by_reason(refused: Sequence[Refused]) -> Counter[str]:
+    return Counter(reason for each in refused for reason in each.reasons)
+
+
+def _by_set(refused: Sequence[Refused]) -> list[tuple[tuple[str, ...], int]]:
+    return Counter(each.reasons for each in refused).most_common()
+
+
+def _reasons(refused: Sequence[Refused]) -> list[Table]:
+    """Return the points by reason, of which some have several, and by all their reasons."""
+    alone = Counter(each.reasons[0] for each in refused if len(each.reasons) == 1)
+    rows = [[reason, f"{count:,}", f"{alone[reason]:,}"] for reason, count in _by_reason(refused).most_common()]
+    sets = [["; ".join(reasons), f"{count:,}"] for reasons, count in _by_set(refused)]
+    caption = f"{len(refused):,} points; many have several reasons."
+    return [
+        Table("What cannot be built", ["reason", "points", "of these for no other reason"], rows, caption),
+        Table("What cannot be built, by all reasons of a point", ["reasons", "points"], sets),
+    ]
 
 
 def _marks(judged: Sequence[tuple[Class, Group]], metric: str, xy: Callable[[Predicted, str], Pair]) -> list[Points]:
@@ -220,6 +245,10 @@ def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
     return Chart("residuals", "Errors by concurrency", caption, panels)
 
 
+def _missed(judged: Class, group: Group) -> dict[str, Any]:
+    return {"missed": None if judged.stratum is None else score.misses(judged, group)}
+
+
 def _numbers(group: Group) -> dict[str, Any]:
     return {"points": len(group.predicted)} | {metric: group.errors(metric)._asdict() for metric in score.METRICS}
 
@@ -241,7 +270,9 @@ def _plain(each: Predicted) -> dict[str, Any]:
         },
         "peer_errors": point.peer and {metric: _short(each.peer_error(metric)) for metric in score.METRICS},
         "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
+        "class": score.class_of(each),
         "outside_calibration": list(each.outside),
+        "flags_in_doubt": list(each.doubts),
     }
 
 
@@ -251,15 +282,15 @@ def _short(value: float) -> float:
 
 def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
     """Build and simulate the points; return the report, and whether all runs succeeded."""
-    buildable, reasons = score.sort(points)
+    buildable, refused = score.sort(points)
     if not silent:
-        print(f"{folder}: {len(points):,} points, {len(buildable):,} can be built")
-        for reason, count in reasons.most_common():
-            print(f"  {count:>5,} cannot: {reason}")
+        print(f"{folder}: {len(points):,} points, {len(buildable):,} can be built, {len(refused):,} cannot:")
+        for reasons, count in _by_set(refused):
+            print(f"  {count:>5,} {'; '.join(reasons)}")
         print(flush=True)
     with closing(executor):
         stored = Store(store)
         predicted, failed = score.score(buildable, executor, stored, Progress(silent=silent))
-    for reason, count in failed.most_common():
-        print(f"failed    {count} points: {reason}", file=sys.stderr)
-    return study(predicted, reasons + failed, len(points)), not failed
+    for each in failed:
+        print(f"failed    {each.point.where}: {each.reasons[0]}", file=sys.stderr)
+    return study(predicted, [*refused, *failed], len(points), score.doubts(buildable)), not failed

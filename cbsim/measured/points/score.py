@@ -5,20 +5,21 @@ their errors by stratum: signed median, and mean and 90th percentile of the abso
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from cbsim.cost.engine_tables import DamagedError
 from cbsim.errors import ScenarioError
+from cbsim.measured.points import flags
 from cbsim.measured.points.build import CannotBuildError, build, check, model_of
-from cbsim.measured.points.published import HOPPER, Means, Point, measured
+from cbsim.measured.points.published import BLACKWELL, HOPPER, OUTPUT_SHARE, Means, Point, measured
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import terms
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.terms import FRONT, Interval, TermsFile
+from cbsim.scenario.terms import FRONT, Interval, Like, TermsFile
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.work import Executor, Made, Task
@@ -41,7 +42,13 @@ class Predicted(NamedTuple):
     terms: str
     left_out: bool  # whether the calibration knew the point's curve and left it out
     outside: Sequence[str]
-    experts: bool
+    family: str
+    doubts: Sequence[str] = ()  # why the server may have been another than the simulated one
+
+    @property
+    def known(self) -> bool:
+        """True if the server's flags are known and simulated."""
+        return not self.doubts
 
     def error(self, metric: str) -> float:
         """Return the prediction's error relative to the measurement."""
@@ -92,8 +99,8 @@ class Group(NamedTuple):
 def strata(predicted: Iterable[Predicted]) -> list[Group]:
     """Group points by system, engine, model, GPUs and lengths; points with unknown flags have groups of their own."""
     groups: dict[tuple[bool, str], list[Predicted]] = {}
-    for each in sorted(predicted, key=lambda one: (not one.point.inferencex, one.point.stratum, one.point.concurrency)):
-        groups.setdefault((each.point.inferencex, str(each.point.stratum)), []).append(each)
+    for each in sorted(predicted, key=lambda one: (not one.known, one.point.stratum, one.point.concurrency)):
+        groups.setdefault((each.known, str(each.point.stratum)), []).append(each)
     return [Group(name if known else f"{name}, flags unknown", part) for (known, name), part in groups.items()]
 
 
@@ -106,43 +113,47 @@ class Bar(NamedTuple):
 
 
 class Class(NamedTuple):
-    """A class of points for which the same bars hold."""
+    """A class of points for which the same bars hold: those with known flags on these cards (empty: any), of these
+    families and this engine, or those whose flags are unknown.
+    """
 
     name: str
-    holds: Callable[[Predicted], bool]
-    bars: Sequence[Bar]
-    stratum: float  # bound of the absolute signed median of TPOT in every stratum of at least five points
+    bars: Sequence[Bar] = ()
+    stratum: float | None = None  # bound of the absolute signed median of TPOT in every stratum of at least LEAST
+    families: Sequence[str] = ()
+    systems: Sequence[str] = ()
+    backend: str | None = None
+    known: bool = True
+
+    def holds(self, each: Predicted) -> bool:
+        point = each.point
+        placed = not self.systems or point.system in self.systems
+        kind = not self.families or each.family in self.families
+        return each.known == self.known and placed and kind and self.backend in (None, point.backend)
 
 
-def _known(each: Predicted, systems: Sequence[str], *, experts: bool, backend: str | None = None) -> bool:
-    """True if a point is InferenceX's, on one of these cards, of this kind of model and this engine."""
-    point = each.point
-    engine = backend is None or point.backend == backend
-    return point.inferencex and engine and point.system in systems and each.experts == experts
+def _bars(tpot: float, ttft: float) -> tuple[Bar, Bar]:
+    return Bar("tpot", "mape", tpot), Bar("ttft", "mape", ttft)
 
 
+HOPPER_VLLM = (Bar("tpot", "mape", 0.035), Bar("tpot", "p90", 0.08), Bar("ttft", "mape", 0.15), Bar(RATE, "mape", 0.04))
 CLASSES = (
-    Class(
-        "dense, vLLM, H100 and H200",
-        lambda each: _known(each, HOPPER, experts=False, backend="vllm"),
-        (Bar("tpot", "mape", 0.035), Bar("tpot", "p90", 0.08), Bar("ttft", "mape", 0.15), Bar(RATE, "mape", 0.04)),
-        0.08,
-    ),
-    Class(
-        "dense, TensorRT-LLM, H200",
-        lambda each: _known(each, ("h200_sxm",), experts=False, backend="trtllm"),
-        (Bar("tpot", "mape", 0.06), Bar("ttft", "mape", 0.20)),
-        0.12,
-    ),
-    Class(
-        "experts, H100 and H200",
-        lambda each: _known(each, HOPPER, experts=True),
-        (Bar("tpot", "mape", 0.10), Bar("ttft", "mape", 0.25)),
-        0.12,
-    ),
-    Class("B200, no bars", lambda each: each.point.inferencex and each.point.system == "b200_sxm", (), float("inf")),
-    Class("flags unknown, no bars", lambda each: not each.point.inferencex, (), float("inf")),
+    Class("dense, vLLM, H100 and H200", HOPPER_VLLM, 0.08, ("dense",), HOPPER, "vllm"),
+    Class("dense, TensorRT-LLM, H200", _bars(0.06, 0.20), 0.12, ("dense",), ("h200_sxm",), "trtllm"),
+    Class("dense, B200", _bars(0.06, 0.20), 0.12, ("dense",), ("b200_sxm",)),
+    Class("experts, H100 and H200", _bars(0.10, 0.25), 0.12, ("experts",), HOPPER),
+    Class("experts, B200 and B300", _bars(0.10, 0.25), 0.12, ("experts",), BLACKWELL),
+    Class("latent attention with experts", _bars(0.10, 0.25), 0.12, ("latent",)),
+    Class("gpt-oss", _bars(0.08, 0.20), 0.12, ("windows",)),
+    Class("flags unknown, no bars", known=False),
 )
+
+
+def class_of(each: Predicted) -> str | None:
+    """Return the name of a point's class, None if it has none."""
+    return next((known.name for known in CLASSES if known.holds(each)), None)
+
+
 LEAST = 5  # the fewest points of a stratum to which the bar applies
 
 
@@ -153,7 +164,9 @@ def classes(predicted: Sequence[Predicted]) -> list[tuple[Class, Group]]:
 
 
 def misses(judged: Class, group: Group) -> list[str]:
-    """Return the strata whose signed median of TPOT is beyond the class's bound."""
+    """Return the strata whose signed median of TPOT is beyond the class's bound, if it has one."""
+    if judged.stratum is None:
+        return []
     parts = [part for part in strata(group.predicted) if len(part.predicted) >= LEAST]
     medians = [(part.name, part.errors("tpot").median) for part in parts]
     return [f"{name}: {median:+.1%}" for name, median in medians if abs(median) > judged.stratum]
@@ -168,18 +181,19 @@ def predict(
     means: dict[str, Means | str] = {}
 
     def hear(made: Made) -> None:
-        means[made.key] = made.reason or _means(json.loads(made.files[SUMMARY]))
+        means[made.key] = made.reason or means_of(json.loads(made.files[SUMMARY]))
 
     if store:
         Runs(store, executor, progress).make(tasks.values(), hear=hear)
-        means |= {key: _means(store.summary(key)) for key in tasks if key not in means}
+        means |= {key: means_of(store.summary(key)) for key in tasks if key not in means}
     else:
         for made in executor.each(tasks.values()):
             hear(made)
     return [means[key] for key in keys]
 
 
-def _means(summary: dict[str, dict[str, float]]) -> Means:
+def means_of(summary: Mapping[str, Mapping[str, float]]) -> Means:
+    """Return the means of a run, without the time that terms add in front of it."""
     return Means(1e3 * summary["ttft_s"]["mean"], 1e3 * summary["tpot_s"]["mean"])
 
 
@@ -192,33 +206,43 @@ class Buildable(NamedTuple):
     values: dict[str, float]
 
 
-def sort(points: Sequence[Point]) -> tuple[list[Buildable], Counter[str]]:
-    """Build what can be built, and count the rest by reason. Cost models are made first: they may lack a table."""
-    buildable, reasons = list[Buildable](), Counter[str]()
+class Refused(NamedTuple):
+    """A point that has no prediction, and all known reasons."""
+
+    point: Point
+    reasons: tuple[str, ...]
+
+
+def sort(points: Sequence[Point]) -> tuple[list[Buildable], list[Refused]]:
+    """Build what can be built; the rest has reasons. Cost models are made first: they may lack a table."""
+    buildable, refused = list[Buildable](), list[Refused]()
     checked: dict[str, str | None] = {}
     for point in points:
         try:
             buildable.append(_built(point, checked))
         except CannotBuildError as error:
-            reasons[str(error)] += 1
-    return buildable, reasons
+            refused.append(Refused(point, error.reasons))
+    return buildable, refused
 
 
 def _built(point: Point, checked: dict[str, str | None]) -> Buildable:
     check(point)
-    file = _nearest(point, experts=model_of(point).experts > 0)
-    values = file.resolved(point.tensor, point.system, point.version, point.curve)
+    file = _nearest(point, flags.family(model_of(point)))
+    values = file.resolved(point.gpus, point.system, point.version, point.curve)
     cost = {"fastest": file.fastest} | {field: value for field, value in values.items() if field != FRONT}
     scenario = build(point, cost)
     _check(scenario, checked)
     return Buildable(point, scenario, file, values)
 
 
-def _nearest(point: Point, *, experts: bool) -> TermsFile:
-    """Return the terms nearest to a point: of its kind of model, then its engine, then its card, where available."""
+def _nearest(point: Point, family: str) -> TermsFile:
+    """Return the terms nearest to a point: of its family of models or another one with experts or without, then of its
+    engine, then of its card, where available.
+    """
 
-    def near(file: TermsFile) -> tuple[bool, bool, bool]:
-        return file.experts == experts, file.backend == point.backend, point.system in file.systems
+    def near(file: TermsFile) -> tuple[bool, bool, bool, bool]:
+        alike = (file.family == "dense") == (family == "dense")
+        return alike, file.family == family, file.backend == point.backend, point.system in file.systems
 
     file = max(terms.every(), key=near, default=None)
     if file is None:
@@ -242,26 +266,31 @@ def _check(scenario: Scenario, checked: dict[str, str | None]) -> None:
 
 def score(
     buildable: Sequence[Buildable], executor: Executor, store: Store, progress: Progress
-) -> tuple[list[Predicted], Counter[str]]:
-    """Return the predictions, and the number of failed runs by reason."""
-    predictions, failed = list[Predicted](), Counter[str]()
+) -> tuple[list[Predicted], list[Refused]]:
+    """Return the predictions, and the points whose runs failed."""
+    predictions, failed = list[Predicted](), list[Refused]()
     outcomes = predict([each.scenario for each in buildable], executor, store, progress)
     for built, means in zip(buildable, outcomes, strict=True):
         if isinstance(means, str):
-            failed[f"the run failed: {means}"] += 1
+            failed.append(Refused(built.point, (f"the run failed: {means}",)))
         else:
             predictions.append(predicted(built, means))
     return predictions, failed
 
 
+def _like(point: Point) -> Like:
+    return Like(point.prompt, point.output, point.system, point.concurrency)
+
+
 def predicted(built: Buildable, means: Means) -> Predicted:
     """Return the prediction for a point from the means of its run."""
     point, file = built.point, built.file
-    outside = file.outside(point.backend, point.system, point.model_name, point.tensor, point.concurrency)
+    outside = file.outside(point.backend, point.system, point.model_name, point.gpus, point.concurrency)
     within = {
-        metric: None if outside else terms.interval(file, metric, (point.prompt, point.output), point.curve)
+        metric: None if outside else terms.interval(file, metric, _like(point), point.curve)
         for metric in ("ttft", "tpot")
     }
+    family = flags.family(built.scenario.model)
     return Predicted(
         point,
         Means(means.ttft_ms + 1e3 * built.values.get(FRONT, 0.0), means.tpot_ms),
@@ -269,5 +298,49 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         file.name,
         left_out=point.curve in file.curves,
         outside=outside,
-        experts=built.scenario.model.experts > 0,
+        family=family,
+        doubts=flags.doubts(point, family),
     )
+
+
+NEAR = 0.15  # a load so close to the size of the cache hangs on what that is derived from
+WAITS, FLAT, GROWS = 3.0, 1.1, 1.3  # factors of TTFT and of tokens/s from one number of users to the next
+
+
+def doubts(buildable: Sequence[Buildable]) -> list[str]:
+    """Return servers whose derived cache decides the prediction, or contradicts what was measured; a size that is given
+    (kv_blocks) is beyond doubt. Also servers of TensorRT-LLM whose largest step is unknown.
+    """
+    found, curves = list[str](), dict[tuple[str, str, str], list[Buildable]]()
+    for built in buildable:
+        point = built.point
+        if not point.kv_blocks and abs(_load(built) - 1) <= NEAR:
+            found.append(f"{point.where}: sequences of all users take {_load(built):.0%} of the derived cache")
+        curves.setdefault((point.curve, point.measured, point.version), []).append(built)
+    for curve in curves.values():
+        curve.sort(key=lambda built: built.point.concurrency)
+        found += [why for pair in pairwise(curve) if not pair[1].point.kv_blocks and (why := _contradiction(*pair))]
+    unpublished = [built for built in buildable if flags.UNPUBLISHED in flags.doubts(built.point, "")]
+    return [*found, *([f"{len(unpublished)} points: {flags.UNPUBLISHED}"] if unpublished else [])]
+
+
+def _load(built: Buildable) -> float:
+    """Return the tokens of the longest sequences of all users that have a seat, over those that the cache holds."""
+    options, point = built.scenario.options("async"), built.point
+    users = min(point.concurrency, options.limits.slots or point.concurrency)
+    return users * OUTPUT_SHARE * (point.prompt + point.output) / (options.num_blocks * built.scenario.block_size)
+
+
+def _contradiction(few: Buildable, many: Buildable) -> str | None:
+    """Return why the derived cache contradicts the measurements with few and with many users, None if it does not."""
+    before, after = (measured(built.point) for built in (few, many))
+    more, waits = after.tokens_s(many.point) / before.tokens_s(few.point), after.ttft_ms > WAITS * before.ttft_ms
+    load, seats = _load(many), many.scenario.options("async").limits.slots or many.point.concurrency
+    if few.point.concurrency == many.point.concurrency:
+        return None
+    name = f"{many.point.where}, {more:.2f} times the tokens/s of {few.point.concurrency} users"
+    if waits and more < FLAT and load < 1 - NEAR and many.point.concurrency <= seats:
+        return f"{name}: requests wait, though sequences take {load:.0%} of the derived cache"
+    if not waits and more > GROWS and load > 1 + NEAR:
+        return f"{name}: none waits, though sequences take {load:.0%} of the derived cache"
+    return None

@@ -46,6 +46,8 @@ class SglangScheduler(SchedulerBase):
         self._least_ratio = o.first_ratio * LEAST_RATIO
         self._ratio_decay = (o.first_ratio - self._least_ratio) / DECAY_STEPS
         self.hold = 0  # passes without a prefill to come
+        self._sent: list[Entry] = []  # requests that have arrived since the scheduler last looked
+        self._unseen = 0  # passes since then
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
         self._writes = False  # whether any request may write more than one token, of all since the batch was empty
@@ -79,7 +81,15 @@ class SglangScheduler(SchedulerBase):
         max_new = self.outputs(spec)
         request = self.decoding.add(spec, max(1, max_new))
         root = self.pool.tree.root
-        self._queue(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
+        self._sent.append(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
+        if self.options.scheduler_recv_interval == 1:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Queue the requests that have arrived."""
+        sent, self._sent, self._unseen = self._sent, [], 0
+        for entry in sent:
+            self._queue(entry)
 
     def _rank(self, spec: RequestSpec) -> int:
         return spec.priority if self.options.schedule_low_priority_values_first else -spec.priority
@@ -113,6 +123,7 @@ class SglangScheduler(SchedulerBase):
         request = self.requests.get(spec)
         if request is None:
             return
+        self._receive()
         if request.status is Status.WAITING:
             self.waiting.remove(request)
             self.decoding.end(request, Finish.ABORTED)
@@ -145,6 +156,9 @@ class SglangScheduler(SchedulerBase):
 
     def one_pass(self) -> StepPlan | None:
         """Return the plan of one turn of the loop, or None."""
+        self._unseen += 1
+        if self.launched or not self.batch or self._unseen >= self.options.scheduler_recv_interval:
+            self._receive()
         if self.chunked is not None:
             request = self.chunked.request
             self.decoding.exchange(request, self.pool.merge(request, request.computed // self.pool.block_size))
@@ -380,7 +394,8 @@ class SglangScheduler(SchedulerBase):
     def check(self) -> None:
         """Raise AssertionError unless pages, members and slots of the batch are accounted for."""
         self.decoding.check()
-        assert len(self.running) + len(self.waiting) == len(self.requests), "requests that neither wait nor run"
+        waiting = len(self.waiting) + len(self._sent)
+        assert len(self.running) + waiting == len(self.requests), "requests that neither wait nor run"
         assert self.batch.keys() <= self.running.keys(), "decodes and does not run"
         assert len(self.running) <= self.options.max_running_requests, ("places", len(self.running))
         assert self.pool.tables.keys() == self.running.keys(), "KV of requests that do not run"

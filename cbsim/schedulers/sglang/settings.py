@@ -53,6 +53,8 @@ class SglangSettings(Settings):
     """Who keeps its place when decoding runs out of memory: those with most outputs, or the most urgent before them."""
     prefill_max_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None  #: Requests in a prefill batch; null: any.
     prefill_decode_interval: Annotated[Natural, DEFAULT_IN_PROBE] = 0  #: Passes without a prefill after each prefill.
+    scheduler_recv_interval: Annotated[Count, DEFAULT_IN_PROBE] = 1
+    """Passes from one look at what has arrived to the next, while requests decode; a prefill is followed by one."""
     max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
     """Requests that may wait; whoever comes or comes back then is refused, with priorities the least urgent. null: no
     limit."""
