@@ -37,13 +37,12 @@ LARGEST_CAPTURED = 512
 """Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
 With few slots vLLM captures less, as in simulate.graphs."""
 
-FUSED_MIB = {
-    ("h100", "h20"): {2: 64.0, 4: 2.0, 8: 0.5},
-    ("b200",): {2: 64.0, 4: 32.0, 8: 1.0},
-    ("b300",): {2: 64.0, 4: 64.0, 8: 4.0},
-}
-"""The largest message that vLLM reduces, adds and norms in one kernel, MiB, by card and GPUs: compute capabilities 9.0,
-10.0 and 10.3 of FI_ALLREDUCE_FUSION_MAX_SIZE_MB in vllm/compilation/passes/fusion/allreduce_rms_fusion.py (2026)."""
+MIB = 2.0**20
+HOPPER = {2: 64 * MIB, 4: 2 * MIB, 8: MIB / 2}
+BLACKWELL = {"b200": {2: 64 * MIB, 4: 32 * MIB, 8: MIB}, "b300": {2: 64 * MIB, 4: 64 * MIB, 8: 4 * MIB}}
+FUSED = {"trtllm": {2: 16e6, 4: 8e6, 8: 8e6}, "h100": HOPPER, "h20": HOPPER} | BLACKWELL
+"""The largest message that one kernel reduces, adds and norms, bytes, by engine, else card, and GPUs: the workspace of
+TensorRT-LLM's CustomAllReduceHelper, and vLLM's FI_ALLREDUCE_FUSION_MAX_SIZE_MB (2026)."""
 
 
 class Captured(NamedTuple):
@@ -57,18 +56,15 @@ class Captured(NamedTuple):
 
 
 def residual_bytes(model: ModelShape) -> float:
-    """Return the bytes that adding up and norming the residual stream reads and writes for a token: twice a layer, read
-    residual and addend, write residual and norm.
-    """
+    """Return the bytes for a token of residual and norm, twice a layer: read both, write both."""
     return 8.0 * model.layers * model.hidden * model.dtype_bytes
 
 
 def elementwise_bytes(model: ModelShape, tensor: int) -> float:
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
-    Those of the residual stream; rope (read and write queries and keys, write keys and values: a
-    latent is normed and written likewise); activation (read gate and up, write their product, of every expert that a
-    token goes through).
+    Those of the residual stream; rope (read and write queries and keys, write keys and values: a latent is normed and
+    written likewise); activation (read gate and up, write their product, of every expert that a token goes through).
     """
     total, width = residual_bytes(model), model.dtype_bytes
     for layer, count in model.kinds:
@@ -139,23 +135,19 @@ def captured(scenario: Scenario) -> Captured:
     if not graphs.enabled:
         return Captured(0)
     largest = getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
-    return Captured(graphs.vllm_capture_sizes[-1] if graphs.vllm_capture_sizes else largest, graphs.decodes_only)
+    return Captured((graphs.vllm_capture_sizes or [largest])[-1], graphs.vllm_cudagraph_mode == "FULL_DECODE_ONLY")
 
 
 def fused_bytes(scenario: Scenario, settings: TableSettings) -> float:
     """Return the largest message of a fused all-reduce, 0 for none. Raises ScenarioError if no limit is known."""
-    tensor, card = settings.tensor_parallel, bare(scenario.hardware.name)
-    if tensor == 1 or not settings.fused_all_reduce:
+    if settings.tensor_parallel == 1 or not settings.fused_all_reduce:
         return 0.0
-    if settings.fused_all_reduce_bytes is not None:
-        return float(settings.fused_all_reduce_bytes)
-    if str(settings.engine).startswith("trtllm"):  # the workspace of CustomAllReduceHelper.max_workspace_size_auto
-        return 16e6 if tensor == 2 else 8e6
-    for cards, sizes in FUSED_MIB.items():
-        if tensor in sizes and any(each in card for each in cards):
-            return sizes[tensor] * 2**20
-    known = f"vLLM fuses on Hopper and Blackwell with 2, 4 or 8 GPUs, not on {tensor} of {scenario.hardware.name}"
-    raise ScenarioError(f"cost.fused_all_reduce_bytes: is required with fused_all_reduce: {known}")
+    given, gpus, of = settings.fused_all_reduce_bytes, settings.tensor_parallel, scenario.hardware.name
+    known = [sizes[gpus] for part, sizes in FUSED.items() if part in f"{settings.engine} {bare(of)}" and gpus in sizes]
+    if given is None and not known:
+        reason = f"no engine's limit is known for {gpus} of {of}"
+        raise ScenarioError(f"cost.fused_all_reduce_bytes: is required with fused_all_reduce: {reason}")
+    return float(given or known[0])
 
 
 def table(scenario: Scenario, settings: TableSettings) -> Cost:

@@ -53,9 +53,9 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
         sizes = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST)
-        if settings.decodes_only:  # vLLM keeps the sizes that its seats can fill
+        if decodes := settings.vllm_cudagraph_mode == "FULL_DECODE_ONLY":  # of those sizes that the seats can fill
             sizes = [size for size in sizes if size <= (limits.slots or sizes[-1])]
-        return Graphs(partial(vllm_bucket, sizes, decodes=settings.decodes_only), capture_ns)
+        return Graphs(partial(vllm_bucket, sizes, decodes=decodes), capture_ns)
     if scenario.graph_padding == "cbengine":
         sizes = captured_sizes(limits.slots or limits.rows or CAPTURED[-1])
         return Graphs(partial(engine_bucket, sizes), capture_ns)

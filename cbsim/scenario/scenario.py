@@ -81,11 +81,6 @@ class CudaGraphs(Frozen):
     """FULL_DECODE_ONLY: only steps whose rows have one query token each run as a graph, at sizes up to max_num_seqs;
     those with a chunk are launched kernel by kernel."""
 
-    @property
-    def decodes_only(self) -> bool:
-        """Whether steps with a chunk of several tokens have no graph."""
-        return self.vllm_cudagraph_mode == "FULL_DECODE_ONLY"
-
 
 class Loop(Frozen):
     """The serving loop and its device queues."""
