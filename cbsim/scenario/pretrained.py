@@ -8,7 +8,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
@@ -43,15 +43,14 @@ class Family(NamedTuple):
 
 EIGHT = {"num_key_value_heads": 8}
 QWEN = {"num_key_value_heads": 32, WINDOW: 4096, "max_window_layers": 28, "use_sliding_window": False}
-ROUTED, SHARED, FIRST = "n_routed_experts", "n_shared_experts", "first_k_dense_replace"
-RANKS = ("kv_lora_rank", "q_lora_rank")
+MIXED = ROUTED, SHARED, FIRST = "n_routed_experts", "n_shared_experts", "first_k_dense_replace"
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, EVERY: 6}
 GEMMA3 |= {"max_position_embeddings": 131_072, "tie_word_embeddings": True, WINDOW: 4096}
 GEMMA4 = GEMMA3 | {"vocab_size": 262_144, WINDOW: 512, "global_head_dim": 512, "hidden_size_per_layer_input": 256}
 WIDE = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block", EXPERTS)
 MIXTRAL = Family(EIGHT, (LOCAL,), experts=LOCAL, window=WINDOW)
-DEEPSEEK = Family({SHARED: 1, FIRST: 3}, (*RANKS, ROUTED, SHARED, FIRST), MOE, ROUTED, beside=(SHARED, MOE))
-GLM4 = DEEPSEEK._replace(absent=EIGHT | {SHARED: 1, FIRST: 1}, reads=(ROUTED, SHARED, FIRST, BIAS))
+DEEPSEEK = Family({SHARED: 1, FIRST: 3}, ("kv_lora_rank", "q_lora_rank", *MIXED), MOE, ROUTED, beside=(SHARED, MOE))
+GLM4 = DEEPSEEK._replace(absent=EIGHT | {SHARED: 1, FIRST: 1}, reads=(*MIXED, BIAS))
 GPT_OSS = MIXTRAL._replace(absent=EIGHT | {"head_dim": 64, BIAS: True, EVERY: 2}, reads=(LOCAL, BIAS), sinks=True)
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
@@ -61,6 +60,8 @@ FAMILIES = {
     "glm4_moe": GLM4._replace(qk_norm="use_qk_norm", qkv_bias=BIAS),
     "gpt_oss": GPT_OSS._replace(every=EVERY, qkv_bias=BIAS),
     "granitemoe": MIXTRAL._replace(absent={}, window=""),
+    "kimi_k2": DEEPSEEK,
+    "kimi_k25": DEEPSEEK,
     "llama": Family({}),
     "llama4": MIXTRAL._replace(
         absent=EIGHT | {CHUNK: 8192, "no_rope_layer_interval": 4}, reads=(LOCAL, CHUNK, "moe_layers"), beside=(INNER,),
@@ -78,9 +79,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """The supported model types."""
-SAME = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "llama4_text": "llama4"}
-SAME |= {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
-FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
+FAMILIES |= {f"{kind}_text": FAMILIES[kind] for kind in ("gemma3", "gemma4", "llama4")}
 UNSUPPORTED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
     "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
@@ -88,8 +87,7 @@ UNSUPPORTED = {
     "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
     "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
     "(attn|attention|mla_use)_output_gate": "gates of attention's output are not modelled",
-    "hidden_size_per_layer_input": "embeddings of every layer are not modelled",
-    "num_kv_shared_layers|use_double_wide_mlp": "layers that share a cache are not modelled",
+    "hidden_size_per_layer_input|num_kv_shared_layers|use_double_wide_mlp": "Gemma's small models are not modelled",
     "per_layer_config": "only global_head_dim and num_global_key_value_heads are read",
     "(vision|audio)_config": "of several media only the text model is modelled, and there is no text_config",
     "(attention|mlp|lm_head)_bias": "only biases of queries, keys and values are modelled",
@@ -116,13 +114,14 @@ class Config(Document):
     def real(self, field: str, default: float | None = None) -> float:
         return float(self._given(field, default, "a number > 0", lambda v: type(v) in (int, float) and 0 < v < inf))
 
-    def flag(self, field: str) -> bool:
+    def flag(self, field: str | bool) -> bool:
+        if isinstance(field, bool):
+            return field  # known without the file
         return self._given(field, False, "true or false", lambda v: isinstance(v, bool)) is True
 
     def wholes(self, field: str) -> list[int]:
         fits = lambda v: isinstance(v, list) and all(type(one) is int for one in v)  # noqa: E731
-        numbers: list[int] = self._given(field, [], "a list of whole numbers", fits)
-        return numbers
+        return list(self._given(field, [], "a list of whole numbers", fits))
 
     def part(self, field: str) -> Config | None:
         value = self._given(field, {}, "an object", lambda v: isinstance(v, dict))
@@ -163,18 +162,14 @@ def fields_of(config: Config) -> dict[str, Any]:
         **_feed_forward(config, family, layers),
         "vocab": config.whole("vocab_size"),
         "tied_embeddings": config.flag("tie_word_embeddings"),
-        "qk_norm": _switch(config, family.qk_norm),
-        "qkv_bias": _switch(config, family.qkv_bias),
+        "qk_norm": config.flag(family.qk_norm),
+        "qkv_bias": config.flag(family.qkv_bias),
         **({"sinks": True} if family.sinks else {}),
         "dtype": _dtype(config),
         "max_position": config.whole("max_position_embeddings"),
         **_attention(config, family, layers),
     }
     return fields | (_types(config, fields) if config.data.get("quantization_config") else {})
-
-
-def _switch(config: Config, value: bool | str) -> bool:
-    return config.flag(value) if isinstance(value, str) else value
 
 
 def _family(config: Config) -> Family:
@@ -197,12 +192,10 @@ def _heads(config: Config, family: Family) -> dict[str, Any]:
     """Return the numbers and widths of heads; of latent attention those of what is cached."""
     heads = config.whole("num_attention_heads")
     if "kv_lora_rank" in family.reads:
-        names = {"kv_rank": "kv_lora_rank", "value_dim": "v_head_dim"}
-        names |= {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim"}
-        latent = {name: config.whole(field) for name, field in names.items()}
-        cached = latent["kv_rank"] + latent["rope_dim"]
-        latent["query_rank"] = config.whole("q_lora_rank", 0, 0)
-        return {"heads": heads, "kv_heads": 1, "head_dim": cached, "latent": latent}
+        latent = {"query_rank": config.whole("q_lora_rank", 0, 0), "kv_rank": config.whole("kv_lora_rank")}
+        latent |= {f"{part}_dim": config.whole(f"qk_{part}_head_dim") for part in ("nope", "rope")}
+        latent |= {"value_dim": config.whole("v_head_dim")}
+        return {"heads": heads, "kv_heads": 1, "head_dim": latent["kv_rank"] + latent["rope_dim"], "latent": latent}
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
@@ -227,8 +220,7 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     if part not in types or (window >= most and "global_head_dim" not in family.reads):
         return {}
     if not family.window:
-        kind = config.data["model_type"]
-        raise config.bad("sliding_window", f"null: layers of model_type {kind} have no windows")
+        raise config.bad(WINDOW, f"null: layers of model_type {config.data['model_type']} have no windows")
     seen = f"{part.partition('_')[0]} {window}"
     return {"attention": _repeated([seen if one == part else "full" for one in types])}
 
@@ -311,10 +303,8 @@ PARTS = re.compile(
 """Names of the matrices that a shape can leave in the model's dtype: of attention, shared experts or dense layers."""
 
 
-def _part(name: Any) -> tuple[str, int | None] | None:
+def _part(name: str) -> tuple[str, int | None] | None:
     """Return the part of a layer, and the layer unless it is all, that a name leaves as it is; None: no matrix."""
-    if not isinstance(name, str):
-        raise complaint(f"got {shown(name)}, expected a text")
     if LEFT.fullmatch(name):
         return None
     if found := re.fullmatch(r".*layers\.(\d+)\*", name):
@@ -326,7 +316,7 @@ def _part(name: Any) -> tuple[str, int | None] | None:
     return part, int(found["layer"]) if found["layer"] else None
 
 
-Left = list[Annotated[Any, BeforeValidator(_part)]] | None
+Left = list[Annotated[str, AfterValidator(_part)]] | None
 Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
@@ -342,7 +332,7 @@ class Quantization(Form):
         """Return the layers whose parts keep the model's dtype, by part; None stands for all. Layers beyond `layers`
         are not loaded.
         """
-        given = (self.modules_to_not_convert, self.ignore, self.ignored_layers, self.exclude_modules)
+        given: tuple[Any, ...] = (self.modules_to_not_convert, self.ignore, self.ignored_layers, self.exclude_modules)
         left = {one for names in given for one in names or () if one and (one[1] is None or one[1] < layers)}
         return {part: {layer for name, layer in left if name == part} for part, _ in left}
 
@@ -455,14 +445,13 @@ def _types(config: Config, fields: dict[str, Any]) -> dict[str, str]:
     types, left, count = scheme.types, scheme.left(fields["layers"]), fields["layers"]
     if (narrow := types.pop("weights_dtype", None)) is None:
         return types
-    first, mixture = fields.get("first_dense", 0), "experts" in fields
+    first, dense = fields.get("first_dense", 0), fields.get("dense_intermediate", "experts" not in fields)
     numbers = {"attention": count, "shared": count - first, "dense": first or count, "layer": count}
-    sizes = {"shared": fields.get("shared_intermediate"), "dense": fields.get("dense_intermediate") or not mixture}
-    others = {part for part, size in sizes.items() if size}
+    others = {part for part, size in (("shared", fields.get("shared_intermediate")), ("dense", dense)) if size}
     uneven = [part for part, layers in left.items() if None not in layers and len(layers) < numbers[part]]
     if uneven or others & left.keys() not in (set(), others):
         expected = "attention in all layers or none, and shared experts and dense layers with one type"
-        raise config.bad("quantization_config", expected)
+        raise config.bad("quantization_config", f"{expected}; left out: {', '.join(sorted(left))}")
     whole = {"attention_dtype": fields["dtype"]} if "attention" in left else {}
     if others - left.keys() or not (others or whole):
         return types | {"weights_dtype": narrow} | whole
