@@ -55,25 +55,21 @@ class Captured(NamedTuple):
         return tokens <= self.tokens and not (self.decodes and not one_each(plan))
 
 
-def residual_bytes(model: ModelShape) -> float:
-    """Return the bytes for a token of residual and norm, twice a layer: read both, write both."""
-    return 8.0 * model.layers * model.hidden * model.dtype_bytes
-
-
-def elementwise_bytes(model: ModelShape, tensor: int) -> float:
+def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False) -> float:
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
-    Those of the residual stream; rope (read and write queries and keys, write keys and values: a latent is normed and
-    written likewise); activation (read gate and up, write their product, of every expert that a token goes through).
+    Unless `fused` with all-reduces twice residual and norm (read both, write both); rope (read and write queries and
+    keys, write keys and values: a latent is normed and written likewise); activation (read gate and up, write their
+    product, of every expert that a token goes through).
     """
-    total, width = residual_bytes(model), model.dtype_bytes
+    total, width, norms = 0.0, model.dtype_bytes, 0 if fused else 8 * model.hidden
     for layer, count in model.kinds:
         heads, of = layer.attention, layer.feed_forward
         keys = heads.cached(tensor)
         queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
         written = keys * DTYPE_BYTES[model.cache_dtype]
-        total += count * ((2 * (queries + keys) + inner) * width + written)
+        total += count * ((norms + 2 * (queries + keys) + inner) * width + written)
     return total
 
 
@@ -99,8 +95,9 @@ class EngineCost:
         self._settings, self._decode_attention = settings, settings.decode_attention
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
         tensor = settings.tensor_parallel
-        byte_ns = settings.elementwise / bytes_ns
-        self._token_ns, self._fused_ns = byte_ns * elementwise_bytes(model, tensor), byte_ns * residual_bytes(model)
+        self._token_ns, self._fused_ns = (
+            settings.elementwise * elementwise_bytes(model, tensor, fused=fused) / bytes_ns for fused in (False, True)
+        )
         self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
@@ -122,7 +119,7 @@ class EngineCost:
         kernels, settings = self._kernels, self._settings
         factor = settings.products if graph else settings.large_products
         time = factor * (kernels.linear_ns(tokens) + settings.experts * kernels.experts_ns(tokens))
-        token_ns = self._token_ns - (self._fused_ns if tokens <= self._fused_tokens else 0.0)
+        token_ns = self._fused_ns if tokens <= self._fused_tokens else self._token_ns
         return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * token_ns + self._step_ns)
 
     def _all_rows(self, rows: int) -> float:

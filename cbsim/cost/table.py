@@ -29,9 +29,8 @@ MOST_TIME_S = 3600.0  # of what a table holds: no kernel of a step takes longer
 SPLIT_BLOCKS, SKEW_BLOCKS = 224, 37
 """Rows times KV heads of a GPU from which on a step without a chunk leaves each context to one multiprocessor (four
 fifths of two blocks on each of 140, as FlashAttention 2 decides), and those up to which one that does waits as if all
-rows were as long as the longest: beyond, its share of that is inversely proportional. For the second the profile of a
-4090 has 33 to 40 up to 128 rows, and those of an RTX PRO 6000 28 to 45. Of FlashAttention 3, on Hopper, nothing is
-known: it splits longer rows more."""
+rows were as long as the longest: beyond, its share of that is inversely proportional. The second is 33 to 40 on a 4090
+up to 128 rows, 28 to 45 on an RTX PRO 6000; not known of FlashAttention 3 on Hopper, which splits longer rows more."""
 HEAD_DIM = 128  # of the heads whose attention was measured, but for those of vLLM layer profiles
 
 

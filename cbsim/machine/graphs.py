@@ -61,9 +61,7 @@ def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, p
 
 
 def vllm_bucket(sizes: Sequence[int], plan: StepPlan, *, decodes: bool = False) -> Bucket:
-    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens; larger steps run eagerly, and
-    if only `decodes` are captured those with a row of several query tokens, too.
-    """
+    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens, of all steps or `decodes`."""
     if decodes and not one_each(plan):
         return None
     at = bisect_left(sizes, plan.work.computed_tokens)
