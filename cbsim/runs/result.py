@@ -324,10 +324,10 @@ def _printed(results: Sequence[Result]) -> str:
 
 
 def _below(result: Result) -> dict[str, Sequence[str]]:
-    """Return what stands below the numbers: KV blocks (tokens and bytes if a block holds all layers), load, limits."""
+    """Return what is below the numbers: KV blocks (tokens and bytes of all GPUs if of all layers), load, limits."""
     used, model = int(result.step_numbers["used_blocks"].max(initial=0)), result.scenario.model
-    tokens = used * result.scenario.options(result.loop).block_size
-    size = f": {tokens:,} tokens, {tokens * model.kv_bytes_per_token / 1e9:,.3g} GB" if model.sees_all else ""
+    tokens, gpus = used * result.scenario.options(result.loop).block_size, result.scenario.gpus
+    size = f": {tokens:,} tokens, {tokens * gpus * model.kv_token_bytes(gpus) / 1e9:,.3g} GB" if model.sees_all else ""
     held = f"at most {used:,} of {result.summary['total_blocks']:,} blocks in use at once{size}"
     return {"KV": [held], "load": [*filter(None, [result.overload])], "binds": result.binding}
 
@@ -428,11 +428,11 @@ def _at_peak(scenario: Scenario, steps: Steps) -> tuple[Floats, Floats, Floats]:
     """Return the seconds of each step by the data sheet: 2 FLOP a token and weight that it goes through; the weights
     that its tokens reach, of a mixture those of the experts expected; the KV tokens that rows read.
     """
-    model, gpu = scenario.model, scenario.hardware
+    model, gpu, gpus = scenario.model, scenario.hardware, scenario.gpus  # all together
     tokens = steps["padded_tokens"].astype(np.float64)
     passed_over = 1 - model.experts_per_token / model.experts if model.experts else 0.0
     weights = model.parameters - passed_over * model.expert_parameters
     read = model.weight_bytes - passed_over**tokens * model.expert_bytes
     flops, bandwidth = gpu.flops.of_layers(model), gpu.memory_bandwidth_bytes_s
-    cache = steps["context_tokens"].astype(np.float64) * model.kv_bytes_per_token / bandwidth
+    cache = steps["context_tokens"].astype(np.float64) * gpus * model.kv_token_bytes(gpus) / bandwidth
     return 2 * weights * tokens / flops, np.asarray(read / bandwidth, np.float64), cache

@@ -80,6 +80,8 @@ def test_the_most_of_the_cache_that_was_used_is_printed() -> None:
     result = cbsim.run(BASE)
     assert "at most 400 of 55,024 blocks in use at once: 6,400 tokens, 0.839 GB" in str(result)
     assert "KV used, max" in str(result)
+    shared = BASE | {"model": "deepseek-v3", "cost": {"kind": "roofline", "tensor_parallel": 8}}
+    assert "6,400 tokens, 3.6 GB" in str(cbsim.run(shared)), "a latent of 70,272 bytes is on each of 8 GPUs"
     windows = str(cbsim.run(BASE | {"model": "gemma-3-12b"}))
     assert "blocks in use at once\n" in windows
     assert "blocks of 16 tokens (each is of one of 6 layer groups; at most 131,072 tokens a request): 0.9 of" in windows
