@@ -74,6 +74,34 @@ def test_what_a_field_says(config: dict[str, Any], fields: dict[str, Any], expec
     assert {name: shape[name] for name in expected} == expected
 
 
+V2 = DEEPSEEK | {"model_type": "deepseek_v2", "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+V2 |= {"qk_rope_head_dim": 64, "vocab_size": 102_400, "num_experts_per_tok": 6}
+V2_LITE = V2 | {"hidden_size": 2048, "intermediate_size": 10_944, "num_hidden_layers": 27, "num_attention_heads": 16}
+V2_LITE |= {"moe_intermediate_size": 1408, "n_routed_experts": 64}
+V2_WHOLE = V2 | {"hidden_size": 5120, "intermediate_size": 12_288, "num_hidden_layers": 60, "num_attention_heads": 128}
+V2_WHOLE |= {"moe_intermediate_size": 1536, "n_routed_experts": 160, "q_lora_rank": 1536}
+AIR = GLM4 | {"hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
+AIR |= {"num_key_value_heads": 8, "head_dim": 128, "moe_intermediate_size": 1408, "n_routed_experts": 128}
+AIR |= {"num_experts_per_tok": 8, "first_k_dense_replace": 1, "vocab_size": 151_552, "attention_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters_1e9", "kv_bytes"),
+    [
+        (V2_LITE, 15.7, 27 * 576 * 2),  # arXiv 2405.04434, appendix B
+        (V2_WHOLE, 236.0, 60 * 576 * 2),  # there, table 1: without a latent of queries it would be 240.6
+        (AIR, 106.0, 46 * 2 * 8 * 128 * 2),  # GLM-4.5-Air: arXiv 2508.06471, table 1
+    ],
+)
+def test_other_models_have_their_published_counts(
+    config: dict[str, Any], parameters_1e9: float, kv_bytes: int, tmp_path: Path
+) -> None:
+    """Models without a file here, by the widths in their papers, within 1 %."""
+    shape = read(tmp_path, config)
+    assert shape.parameters / 1e9 == pytest.approx(parameters_1e9, rel=0.01)
+    assert shape.kv_token_bytes() == kv_bytes
+
+
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
