@@ -6,14 +6,23 @@ Products interpolate; numbers of heads that were not measured are interpolated l
 
 A product takes the time of the fastest of the card's engines, in its own type or in 16 bits: all compute it with the
 same few libraries, fewer bits are no more work, and some tables were taken with the host launching every kernel, which
-can only add time. Optionally only the engine's own tables are used. Attention takes no longer than was measured for as
-many rows and tokens or more: otherwise single outliers, which tables have, would stand for all work near them.
+can only add time. Optionally only the engine's own tables are used. Latent attention likewise is that of the fastest
+engine that has tables of the kernel alone.
+
+Single rows are wrong by up to 40 times, and would stand for all work near them. So all tables are read by one rule:
+
+- No work takes longer than was measured for as much or more on every axis (rows, tokens, widths, elements).
+- Versions of an engine are witnesses: a row that takes more than `DOUBTED` times the median of what the card's other
+  versions took, by the table's usual ratio to them, is read as that median by that ratio. Where kernels stayed the same
+  99 % of rows are within 1.2 to 1.5 of it. Of products the other engines are witnesses enough, the fastest counts.
 
 Kernel tables of serving engines as aiconfigurator publishes them: one folder a card, one file an operation.
 
     gemm__vllm_0.14.0         gemm_dtype, m, n, k
     context_attention__...    batch_size, isl, num_heads, num_key_value_heads, attn_dtype, kv_cache_dtype, step
     generation_attention__... the same: rows that read isl + step tokens each
+    ..._attention_heads__...  with head_dim, window_size
+    context_mla__..., generation_mla__...  batch_size, isl, num_heads (on a GPU), kv_cache_dtype, step
     moe__...                  moe_dtype, num_tokens, hidden_size, inter_size, topk, num_experts, moe_tp_size,
                               moe_ep_size, distribution
     custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
@@ -32,8 +41,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from operator import le
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -57,6 +66,9 @@ MXFP4 = ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")
 rows; vLLM does by option, and its tables have none."""
 PROMPTS, ROWS = "context", "generation"  # operations begin so
 T = TypeVar("T")
+DOUBTED = 1.5
+State = tuple[int, int, int]
+Required = tuple[tuple[str, object], ...]
 
 
 class Share(NamedTuple):
@@ -151,8 +163,8 @@ class _Tables:
         def read(path: Path) -> Ladder:
             for dtype in more:
                 with suppress(NoRowsError):
-                    return Ladder(select(path, ("num_tokens",), {"moe_dtype": dtype, **required}).items())
-            return Ladder(select(path, ("num_tokens",), {"moe_dtype": last, **required}).items())
+                    return _ladder(path, "num_tokens", {"moe_dtype": dtype, **required})
+            return _ladder(path, "num_tokens", {"moe_dtype": last, **required})
 
         return self.first("moe", read)
 
@@ -190,23 +202,36 @@ class _Tables:
         """Return the milliseconds of an all-gather by NCCL, by elements of the gathered tensor."""
         newest = max(self.folder.glob("nccl__*.csv.gz"), default=self.folder / "nccl__nccl.csv.gz")
         required = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
-        return Ladder(select(newest, ("message_size",), required).items())
+        return _ladder(newest, "message_size", required)
 
 
 def _reduce(gpus: int, launch: str, path: Path) -> Ladder:
     required: dict[str, object] = {"num_gpus": gpus}
-    if "backend" in _read(path).column_names:
+    if "backend" in _table(path, _state(path)).column_names:
         required["backend"] = f"{path.name.partition('__')[2].partition('_')[0]}_{launch}"
-    return Ladder(select(path, ("message_size",), required).items())
+    return _ladder(path, "message_size", required)
+
+
+def _ladder(path: Path, column: str, required: Mapping[str, object]) -> Ladder:
+    return Ladder(_no_slower_than_more(_believed(path, (column,), required)).items())
 
 
 def _attention(path: Path, *, query: int, required: Mapping[str, object], span: int = 0) -> Measured:
+    return _read_attention(path, _state(path), query, tuple(required.items()), span)
+
+
+@lru_cache(maxsize=2048)
+def _read_attention(path: Path, state: State, query: int, required: Required, span: int) -> Measured:
     """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
     by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
     """
     by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
-    sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
-    for (heads, batch, new, cached), ms in select(path, ("num_heads", "batch_size", "isl", "step"), required).items():
+    sees, most, columns = (
+        Attention(Sight.SLIDING, span) if span else FULL,
+        0.0,
+        ("num_heads", "batch_size", "isl", "step"),
+    )
+    for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
         if not path.name.startswith(PROMPTS):
             at: tuple[float, ...] = (batch, min(new + cached, span or MOST))
         elif (batch, cached) == (1, 0):
@@ -220,7 +245,7 @@ def _attention(path: Path, *, query: int, required: Mapping[str, object], span: 
     more = min((heads for heads in by_heads if heads >= query), default=None)
     if fewer is None or more is None:
         known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
-        where = ", ".join(f"{name} = {of}" for name, of in required.items())
+        where = ", ".join(f"{name} = {of}" for name, of in required)
         raise NoRowsError(f"{path}: no rows of {query} query heads where {where} (found: {known})")
     low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
     if fewer == more:
@@ -234,18 +259,15 @@ def _attention(path: Path, *, query: int, required: Mapping[str, object], span: 
 
 
 class Products:
-    """The milliseconds of a product [m, k] x [k, n], from `times` by (m, n, k), as read from `path`.
+    """The milliseconds of a product [m, k] x [k, n], from `ms` at (m, n, k), as read from `path`.
 
     In m it is linear between the measured sizes of a pair (n, k). Between pairs it is a power law in n and in k: linear
     in log n, log k and log time. Below the first n or k the first holds; beyond the last, time grows in proportion.
     """
 
-    def __init__(self, path: Path, times: Mapping[tuple[float, ...], float]) -> None:
-        self._path = path
-        self._points: dict[tuple[float, float], list[tuple[tuple[float], float]]] = defaultdict(list)
-        for (m, n, k), ms in times.items():
-            self._points[n, k].append(((m,), ms))
-        self._n, self._k = (sorted({pair[axis] for pair in self._points}) for axis in (0, 1))
+    def __init__(self, path: Path, at: np.ndarray, ms: np.ndarray) -> None:
+        self._path, self._at, self._ms = path, at, _bounded(at, ms)
+        self._n, self._k = ([float(size) for size in np.unique(at[:, axis])] for axis in (1, 2))
 
     def curve(self, n: float, k: float) -> Curve:
         """Return the milliseconds of the product of that shape, by m. Raises ScenarioError."""
@@ -262,24 +284,54 @@ class Products:
         return mean
 
     def _ladder(self, n: float, k: float) -> Ladder:
-        if (n, k) not in self._points:
+        chosen = (self._at[:, 1] == n) & (self._at[:, 2] == k)
+        times = dict(zip(self._at[chosen, 0].tolist(), self._ms[chosen].tolist(), strict=True))
+        if not times:
             raise ScenarioError(f"{self._path}: no rows with n = {n:g} and k = {k:g}, which the model's shape needs")
-        return Ladder(self._points[n, k])
+        return Ladder(((m,), ms) for m, ms in times.items())
 
 
-@lru_cache(maxsize=32)
 def _products(folder: Path, engine: str, dtype: str) -> Products | None:
     """Return the products of an engine in one type; None if it has no such table rows."""
     path = folder / f"gemm__{engine}.csv.gz"
+    return _read_products(path, _state(path), dtype)
+
+
+@lru_cache(maxsize=128)
+def _read_products(path: Path, state: State, dtype: str) -> Products | None:
     try:
-        return Products(path, select(path, ("m", "n", "k"), {"gemm_dtype": dtype}))
+        return Products(path, *rows(path, ("m", "n", "k"), {"gemm_dtype": dtype}))
     except NoRowsError:
         return None
 
 
-def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
+def _bounded(at: np.ndarray, ms: np.ndarray) -> np.ndarray:
     """Return for each point the least time measured there or at a point that is no smaller on any axis."""
-    return {at: min([ms for other, ms in times.items() if all(map(le, at, other))]) for at in times}
+    grid = [np.unique(column, return_inverse=True) for column in at.T]
+    places = tuple(place for _, place in grid)
+    least = np.full([len(values) for values, _ in grid], np.inf)
+    np.minimum.at(least, places, ms)
+    for axis in range(least.ndim):
+        least = np.flip(np.minimum.accumulate(np.flip(least, axis), axis), axis)
+    return least[places]
+
+
+def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
+    bounded = _bounded(np.array(list(times)), np.array(list(times.values())))
+    return dict(zip(times, bounded.tolist(), strict=True))
+
+
+def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
+    """Return milliseconds as `select` does, rows that other versions of the engine contradict as these say."""
+    times, others = select(path, columns, required), []
+    operation, _, engine = path.name.partition("__")
+    for other in sorted(path.parent.glob(f"{operation}__{engine.partition('_')[0]}_*.csv.gz")):
+        with suppress(NoRowsError, DamagedError):
+            others += [select(other, columns, required)] if other != path else []
+    said = {at: known for at in times if (known := [other[at] for other in others if at in other])}
+    medians = {at: median(known) for at, known in said.items()}
+    usual = median([times[at] / ms for at, ms in medians.items()]) if medians else 1.0
+    return times | {at: usual * ms for at, ms in medians.items() if times[at] > DOUBTED * usual * ms}
 
 
 def _check(model: ModelShape, share: Share) -> None:
@@ -342,7 +394,21 @@ def _number(engine: str) -> tuple[int, int, int]:
 
 def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
     """Return milliseconds by the values of `columns`, of rows with the `required` values. Raises ScenarioError."""
-    table = _read(path)
+    return _select(path, _state(path), tuple(columns), tuple(required.items()))
+
+
+@lru_cache(maxsize=1024)
+def _select(path: Path, state: State, columns: tuple[str, ...], required: Required) -> dict[tuple[float, ...], float]:
+    times: dict[tuple[float, ...], float] = {}
+    points, milliseconds = rows(path, columns, dict(required))
+    for at, ms in zip(map(tuple, points.tolist()), milliseconds.tolist(), strict=True):
+        times[at] = min(ms, times.get(at, ms))
+    return times
+
+
+def rows(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of `columns` and the milliseconds of rows with the `required` values. Raises ScenarioError."""
+    table = _table(path, _state(path))
     for name in (*columns, *required, TIME):
         if name not in table.column_names:
             raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")
@@ -354,11 +420,7 @@ def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -
             where = f" where {', '.join(before)}" if before else ""
             raise NoRowsError(f"{path}: no rows with {name} = {wanted} (found: {known}){where}")
         table = chosen
-    points = np.column_stack([_numbers(path, table, name) for name in columns])
-    times: dict[tuple[float, ...], float] = {}
-    for at, ms in zip(map(tuple, points.tolist()), _numbers(path, table, TIME).tolist(), strict=True):
-        times[at] = min(ms, times.get(at, ms))
-    return times
+    return np.column_stack([_numbers(path, table, name) for name in columns]), _numbers(path, table, TIME)
 
 
 def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
@@ -374,17 +436,21 @@ def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
     return values
 
 
-def _read(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise ScenarioError(f"{path}: no such table; cost.engine: the folder has {', '.join(engines(path.parent))}")
-    state = path.stat()
-    return _table(path, state.st_mtime_ns, state.st_size)
+def _state(path: Path) -> State:
+    """Return when a table changed, in ns, its size, and when its folder did: caches know it by these. Raises
+    ScenarioError.
+    """
+    try:
+        state, folder = path.stat(), path.parent.stat()
+    except OSError:
+        known = ", ".join(engines(path.parent))
+        raise ScenarioError(f"{path}: no such table; cost.engine: the folder has {known}") from None
+    return state.st_mtime_ns, state.st_size, folder.st_mtime_ns
 
 
-@lru_cache(maxsize=12)
-def _table(path: Path, changed_ns: int, size: int) -> pa.Table:
-    """Read the table at `path`, once for each time of change and size."""
-    del changed_ns, size
+@lru_cache(maxsize=64)
+def _table(path: Path, state: State) -> pa.Table:
+    """Read the table at `path`, once for each state."""
     try:
         table = pyarrow.csv.read_csv(path)
         return table.append_column(LINE, pa.array(np.arange(2, len(table) + 2)))
