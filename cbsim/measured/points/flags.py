@@ -135,6 +135,7 @@ ROWS = (
     Row("vllm", {"kv_cache.memory_fraction": 0.95}, ("experts",), BLACKWELL, "fp8", until="2026-04"),
     Row("vllm", MORE_A_STEP, ("experts",), BLACKWELL, "fp8", since="2026-04"),
     Row("vllm", MORE_A_STEP, ("experts",), BLACKWELL, "fp4"),
+    Row("vllm", {"scheduler.version": "0.33"}, ("windows",), holds=_any),  # no other version's rules of windows are known
     Row("vllm", {**VLLM_USERS, "scheduler.max_cudagraph_capture_size": 2048}, ("windows",)),
     Row("vllm", {"scheduler.max_num_seqs": 512, "model.kv_dtype": "fp8", **FUSED}, ("windows",), BLACKWELL),
     Row("vllm", {**VLLM_USERS, "kv_cache.block_size": 64, **FUSED}, ("latent",)),
