@@ -155,7 +155,7 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
     card = folder.name.partition("_")[0]
     if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
         raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
-    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing)
+    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing, settings.experts_engine)
     engine = engine_tables.meant(folder, settings.engine)
     return EngineCost(
         EngineTables(folder, engine, model, share, fastest=settings.fastest),

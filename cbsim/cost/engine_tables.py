@@ -74,11 +74,13 @@ Required = tuple[tuple[str, object], ...]
 class Share(NamedTuple):
     """The distribution of a model over GPUs: all `tensor` share attention and dense layers; experts are spread over
     `experts` groups of them, each of which shares its own. `routing` names how unevenly tokens choose experts.
+    `experts_engine`: whose experts are used before those of the engine.
     """
 
     tensor: int = 1
     experts: int = 1
     routing: str = "balanced"
+    experts_engine: str | None = None
 
 
 class EngineTables(KernelTimes):
@@ -110,12 +112,13 @@ class _Tables:
     products: Sequence[str]
     bounded: bool  # whether a product of fewer bits takes no longer than one of 16
 
-    def first(self, operation: str, read: Callable[[Path], T]) -> T:
-        """Return what `read` makes of the first table that has the rows: of the version of the engine that is nearest,
-        then of its others, then of the card's other engines. Raises ScenarioError: what the first lacks.
+    def first(self, operation: str, read: Callable[[Path], T], chosen: str | None = None) -> T:
+        """Return what `read` makes of the first table that has the rows: of the `chosen` engine, of the version of the
+        own one that is nearest, then of its others, then of the card's other engines. Raises ScenarioError: what the
+        first lacks.
         """
         lacking: list[ScenarioError] = []
-        for engine in self.order(operation):
+        for engine in [*([meant(self.folder, chosen)] if chosen else []), *self.order(operation)]:
             try:
                 return read(self.folder / f"{operation}__{engine}.csv.gz")
             except NoRowsError as error:
@@ -166,7 +169,7 @@ class _Tables:
                     return _ladder(path, "num_tokens", {"moe_dtype": dtype, **required})
             return _ladder(path, "num_tokens", {"moe_dtype": last, **required})
 
-        return self.first("moe", read)
+        return self.first("moe", read, share.experts_engine)
 
     def attended(self, tensor: int, kv_dtype: str, heads: Heads) -> tuple[Measured, Measured]:
         """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""

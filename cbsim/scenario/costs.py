@@ -309,6 +309,9 @@ class CalibratedTerms(Range):
     intervals: dict[str, Ends]  #: 80 % intervals of the terms.
 
 
+ENGINE = "^(vllm|trtllm|sglang)(_[0-9].*)?$"
+
+
 class TableSettings(Frozen):
     """Measured kernel times, looked up and summed; what is not measured is stated here and added."""
 
@@ -321,10 +324,13 @@ class TableSettings(Frozen):
     tensor_parallel: Number = 1  #: GPUs that share every layer.
     link: LinkSettings | None = None
     """What joins them; required if there are several, unless `engine` has measured it."""
-    engine: Annotated[str, Field(pattern="^(vllm|trtllm|sglang)(_[0-9].*)?$")] | None = None
+    engine: Annotated[str, Field(pattern=ENGINE)] | None = None
     """With a folder of an engine's tables: whose, such as vllm_0.14.0; without a version the newest."""
     expert_parallel: Number = 1
     """With `engine`: groups of GPUs that experts are spread over; each group shares its own."""
+    experts_engine: Annotated[str, Field(pattern=ENGINE)] | None = None
+    """With `engine`: whose experts are used, such as sglang_0.5.14, as servers may choose others' kernels; null: its
+    own."""
     routing: Literal["balanced", "power_law_1.01", "power_law_1.2"] = "balanced"
     """With `engine`: how unevenly tokens choose experts."""
     reduce_s: Seconds = 0.0

@@ -17,6 +17,7 @@ NEW_RULES = (0, 26)  # vLLM is simulated by the rules of 0.33 from this version 
 FREE_SHARE, STATIC_SHARE = "free share", "static share"
 """TensorRT-LLM gives the cache a share of what weights and a step leave free; SGLang one of all, less the weights."""
 FUSED = {"cost.fused_all_reduce": True}
+FLASHINFER = {"cost.experts_engine": "sglang_0.5.14"}  # the tables that have experts of flashinfer's trtllm kernels
 MIB = 1 << 20
 
 
@@ -96,6 +97,7 @@ SGLANG_B200 = {
     "scheduler.scheduler_recv_interval": lambda point: 30 if point.concurrency >= 16 else 10,
     "scheduler.disable_radix_cache": True,
     **FUSED,
+    **FLASHINFER,
 }
 
 
@@ -135,11 +137,23 @@ ROWS = (
     Row("vllm", {"kv_cache.memory_fraction": 0.95}, ("experts",), BLACKWELL, "fp8", until="2026-04"),
     Row("vllm", MORE_A_STEP, ("experts",), BLACKWELL, "fp8", since="2026-04"),
     Row("vllm", MORE_A_STEP, ("experts",), BLACKWELL, "fp4"),
-    Row("vllm", {"scheduler.version": "0.33"}, ("windows",), holds=_any),  # no other version's rules of windows are known
+    Row(  # windows are known to the rules of 0.33 alone; the cache is never short
+        "vllm",
+        {"scheduler.version": "0.33", "scheduler.disable_hybrid_kv_cache_manager": True},
+        ("windows",),
+        holds=_any,
+    ),
     Row("vllm", {**VLLM_USERS, "scheduler.max_cudagraph_capture_size": 2048}, ("windows",)),
-    Row("vllm", {"scheduler.max_num_seqs": 512, "model.kv_dtype": "fp8", **FUSED}, ("windows",), BLACKWELL),
+    Row(
+        "vllm", {"scheduler.max_num_seqs": 512, "model.kv_dtype": "fp8", **FUSED, **FLASHINFER}, ("windows",), BLACKWELL
+    ),
     Row("vllm", {**VLLM_USERS, "kv_cache.block_size": 64, **FUSED}, ("latent",)),
-    Row("vllm", {"kv_cache.memory_fraction": 0.95}, ("latent",), HOPPER),
+    Row(
+        "vllm",
+        {"kv_cache.memory_fraction": 0.95, "cost.experts_engine": "vllm_0.24.0"},  # 0.18's of int4 take twice as long
+        ("latent",),
+        HOPPER,
+    ),
     Row(
         "vllm",
         {"kv_cache.memory_fraction": 0.97, "scheduler.max_num_seqs": 1024},
@@ -174,6 +188,7 @@ ROWS = (
     Row("trtllm", {"scheduler.max_batch_size": _users, FREE_SHARE: 0.75}, ("latent",), HOPPER),
     Row("trtllm", {"cost.expert_parallel": lambda point: point.gpus}, ("latent",), HOPPER, until="2025-12"),
     Row("trtllm", {"scheduler.max_num_tokens": lambda p: max(8192, _one_prompt(p))}, ("latent",), since="2026"),
+    Row("trtllm", FLASHINFER, ("latent",), BLACKWELL, "fp8", since="2026"),  # moe_config.backend TRTLLM, not DEEPGEMM
     Row(
         "trtllm",
         {"scheduler.batch_wait_timeout_iters": 40, "scheduler.batch_wait_max_tokens_ratio": 0.8},
