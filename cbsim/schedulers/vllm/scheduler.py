@@ -42,7 +42,7 @@ class VllmScheduler(SchedulerBase):
         self.options = o = options
         self._new = o.version == "0.33"
         self.pool, keys = cache(o, observer)
-        super().__init__(o, Decoding(self.pool, keys, together=not o.groups, observer=observer))
+        super().__init__(o, Decoding(self.pool, keys, together=sees_all(o.groups), observer=observer))
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting = self._queue()
         self.swapping: Swapping | None = None
