@@ -36,11 +36,12 @@ several kernels, the fastest counts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -270,12 +271,13 @@ class Products:
 
     def __init__(self, path: Path, at: np.ndarray, ms: np.ndarray) -> None:
         self._path, self._at, self._ms = path, at, _bounded(at, ms)
+        self._between = cache(self._ladder)
         self._n, self._k = ([float(size) for size in np.unique(at[:, axis])] for axis in (1, 2))
 
     def curve(self, n: float, k: float) -> Curve:
         """Return the milliseconds of the product of that shape, by m. Raises ScenarioError."""
         in_n, in_k = neighbours(self._n, n), neighbours(self._k, k)
-        corners = [(self._ladder(self._n[i], self._k[j]), a * b) for i, a in in_n for j, b in in_k]
+        corners = [(self._between(self._n[i], self._k[j]), a * b) for i, a in in_n for j, b in in_k]
         beyond = max(1.0, n / self._n[-1]) * max(1.0, k / self._k[-1])
 
         def mean(m: float) -> float:
@@ -328,9 +330,10 @@ def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]
     """Return milliseconds as `select` does, rows that other versions of the engine contradict as these say."""
     times, others = select(path, columns, required), []
     operation, _, engine = path.name.partition("__")
-    for other in sorted(path.parent.glob(f"{operation}__{engine.partition('_')[0]}_*.csv.gz")):
-        with suppress(NoRowsError, DamagedError):
-            others += [select(other, columns, required)] if other != path else []
+    for other in engines(path.parent, operation):
+        if other.partition("_")[0] == engine.partition("_")[0] and other != engine.removesuffix(".csv.gz"):
+            with suppress(NoRowsError, DamagedError):
+                others.append(select(path.parent / f"{operation}__{other}.csv.gz", columns, required))
     said = {at: known for at in times if (known := [other[at] for other in others if at in other])}
     medians = {at: median(known) for at, known in said.items()}
     usual = median([times[at] / ms for at, ms in medians.items()]) if medians else 1.0
@@ -361,8 +364,9 @@ class NoRowsError(ScenarioError):
 
 def engines(folder: Path, operation: str = "gemm") -> list[str]:
     """Return the engines that `folder` has tables of an operation of, such as vllm_0.14.0, in order."""
-    names = [path.name.removesuffix(".csv.gz") for path in folder.glob(f"{operation}__*.csv.gz")]
-    return sorted(name.partition("__")[2] for name in names)
+    start, end = f"{operation}__", ".csv.gz"
+    names = [each.name for each in os.scandir(folder)] if folder.is_dir() else []
+    return sorted(name[len(start) : -len(end)] for name in names if name.startswith(start) and name.endswith(end))
 
 
 def nearest(folder: Path, engine: str, version: str | None, operation: str = "gemm") -> str | None:

@@ -151,11 +151,14 @@ class ModelShape(Frozen):
         """The kinds of layers, each with the number of layers that are of it."""
         feed_forward = self.feed_forward or ("experts" if self.experts else "dense",)
         attention = [self._attention_of(sees) for sees in self.pattern]
-        mixed = {kind: self._feed_forward_of(kind) for kind in (*feed_forward, "dense")}
-        layers: Counter[Layer] = Counter()
+        mixed = {each: self._feed_forward_of(each) for each in ("dense", "experts")}
+        parts: Counter[tuple[int, str]] = Counter()  # alike by their places: fewer layers to compare
         for at in range(self.layers):
-            kind = "dense" if at < self.first_dense else feed_forward[at % len(feed_forward)]
-            layers[Layer(self.hidden, attention[at % len(attention)], mixed[kind])] += 1
+            kind: str = feed_forward[at % len(feed_forward)]
+            parts[at % len(attention), "dense" if at < self.first_dense else kind] += 1
+        layers: Counter[Layer] = Counter()
+        for (place, of), count in parts.items():
+            layers[Layer(self.hidden, attention[place], mixed[of])] += count
         return tuple(layers.items())
 
     def _attention_of(self, sees: Attention) -> Heads:
