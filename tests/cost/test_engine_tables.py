@@ -300,6 +300,18 @@ def test_a_row_that_other_versions_contradict_is_read_as_they_say(folder: Path) 
     assert us("1.4.0", model) == pytest.approx(54, rel=0.3)
 
 
+def test_a_version_faster_than_all_engines_is_no_witness(folder: Path) -> None:
+    """TensorRT-LLM 1.2.0rc5 reads the caches of 128 rows on a B200 in 173 us, which its memory needs 279 for; SGLang,
+    vLLM and version 1.3.0rc20 take 300."""
+    header = "kv_cache_dtype,num_heads,num_key_value_heads,batch_size,isl,step,latency_ms"
+    for engine, last_us in (("trtllm_1.2.0", 173), ("trtllm_1.3.0", 303), ("sglang_0.5.9", 301), ("vllm_0.24.0", 302)):
+        times = [(batch, us) for batch, us in ((1, 8), (4, 12), (16, 43), (128, last_us))]
+        rows = [("bfloat16", 32, 8, batch, 1, 4095, us / 1e3) for batch, us in times]
+        engine_folder.write(folder / f"generation_attention__{engine}.csv.gz", header, rows)
+    path, required = folder / "generation_attention__trtllm_1.3.0.csv.gz", {"num_heads": 32, "num_key_value_heads": 8}
+    assert engine_tables._believed(path, ("batch_size",), required)[128.0,] == 0.3015
+
+
 @pytest.mark.parametrize("share", [Share(2, 1), Share(2, 2)])
 def test_experts_are_looked_up_at_the_gpus_share(folder: Path, share: Share) -> None:
     tables = EngineTables(folder, ENGINE, EXPERTS, share)
