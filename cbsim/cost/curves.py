@@ -83,13 +83,13 @@ class Source(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def sources(gpu: Hardware, without: str = "") -> Sequence[Source]:
+def sources(gpu: Hardware, without: tuple[str, ...] = ()) -> Sequence[Source]:
     """Return the curves that say how fast a GPU is, with weights that sum to 1: its own; or else those of all cards
     with whole tables, by the inverse square of the distance of their data sheets. Empty if even the nearest is far.
-    `without` leaves a card out, by its name.
+    `without` leaves cards out, by their names.
     """
     cards = [(each, sheet(Hardware.model_validate(each["hardware"]))) for each in every()]
-    cards = [(each, of) for each, of in cards if each["hardware"]["name"] != without]
+    cards = [(each, of) for each, of in cards if each["hardware"]["name"] not in without]
     own = [card for card in cards if card[0]["hardware"]["name"] == gpu.name]
     cards = own or [(each, of) for each, of in cards if each["engines"]["vllm"]["reduce"]]
     distances = [sheet(gpu).distance(of) for _, of in cards]
@@ -234,7 +234,7 @@ class CurveTimes(KernelTimes):
         cards if they need a `part` that this card was not measured for.
         """
         lacking = part and not all(self._of_engine(source)[part] for source in self._sources)
-        known = sources(self._gpu, self._gpu.name) if lacking else self._sources
+        known = sources(self._gpu, (self._gpu.name,)) if lacking else self._sources
         curves = [(curve(source), source.weight) for source in known]
         logs = [sum(log(points[i][1]) * weight for points, weight in curves) for i in range(len(curves[0][0]))]
         return Ladder((at, exp(mean)) for (at, _), mean in zip(curves[0][0], logs, strict=True))

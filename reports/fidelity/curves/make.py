@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import log
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ import numpy as np
 
 from cbsim.cost import bundle, curves, engine_tables
 from cbsim.cost.curves import FOLDER, sheet
-from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share, select
+from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share
 from cbsim.cost.table import Attention, KernelTimes
 from cbsim.draw.report import Table
 from cbsim.errors import ScenarioError
@@ -50,7 +51,6 @@ HEADS, PROMPT = (
     (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
 )
 EXPERT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-MXFP4 = ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")  # of experts: computed in 8 bits where that was measured
 MOST_SHARE = 2.0  # of a peak: what stays in a cache is read faster than memory
 ROUTING = "power_law_1.01"  # nearest to what servers were measured with (docs/fidelity.md)
 GPUS = (2, 4, 8)
@@ -102,7 +102,7 @@ def decode(folder: Path, engine: str, gpu: Hardware) -> dict[str, Any]:
             columns = ("num_heads", "batch_size", "isl", "step")
             required = {"kv_cache_dtype": dtype, "num_key_value_heads": kv}
             try:
-                rows = select(folder / f"generation_attention__{engine}.csv.gz", columns, required)
+                rows = engine_tables._believed(folder / f"generation_attention__{engine}.csv.gz", columns, required)
             except NoRowsError:
                 continue
             by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
@@ -134,7 +134,9 @@ def filled(shares: Mapping[tuple[float, float], float]) -> list[list[float]]:
 def prompt(folder: Path, engine: str, gpu: Hardware) -> dict[str, Any]:
     """Return the shares of the arithmetic of prompt attention: the median over numbers of KV heads."""
     columns = ("num_heads", "num_key_value_heads", "batch_size", "isl", "step")
-    rows = select(folder / f"context_attention__{engine}.csv.gz", columns, {"kv_cache_dtype": "bfloat16"})
+    rows = engine_tables._believed(
+        folder / f"context_attention__{engine}.csv.gz", columns, {"kv_cache_dtype": "bfloat16"}
+    )
     found: dict[tuple[float, float], list[float]] = defaultdict(list)
     for (heads, _, batch, new, cached), ms in rows.items():
         if (batch, cached) == (1, 0):
@@ -162,10 +164,10 @@ def experts(folder: Path, engine: str, gpu: Hardware) -> dict[str, Any]:
     """Return the shares of mixtures of experts, by type and shape."""
     of, made = sheet(gpu), {}
     columns = ("hidden_size", "inter_size", "moe_tp_size", "topk", "num_experts", "num_tokens")
-    for dtype, column in [("mxfp4", name) for name in reversed(MXFP4)] + [*DTYPES.items()]:
+    for dtype, column in [("mxfp4", name) for name in reversed(engine_tables.MXFP4)] + [*DTYPES.items()]:
         required = {"moe_dtype": column, "moe_ep_size": 1, "distribution": ROUTING}
         try:
-            rows = select(folder / f"moe__{engine}.csv.gz", columns, required)
+            rows = engine_tables._believed(folder / f"moe__{engine}.csv.gz", columns, required)
         except (NoRowsError, ScenarioError):
             continue
         by_shape: dict[tuple[float, ...], dict[float, float]] = defaultdict(dict)
@@ -321,7 +323,7 @@ def compared(system: str, name: str, family: str, *, without: bool) -> list[tupl
     `without`: of the curves of all other cards.
     """
     folder, gpu = catalog.tables(f"{TABLES}/{system}"), shapes.hardware(name)
-    known = curves.sources(gpu, gpu.name if without else "")
+    known = curves.sources(gpu, (gpu.name,) if without else ())
     found = []
     for model in map(shapes.model, MODELS):
         for gpus in TENSOR:
@@ -352,11 +354,37 @@ def bounds(found: Sequence[tuple[Step, int, float]]) -> dict[str, dict[str, floa
 
 
 CLASSES = (16, 128, 512, 8192)
+WEIGHTS_SHARE = 0.8  # of the memory, which leaves something to the cache
+
+
+def tabulated(system: str, gpu: Hardware) -> dict[str, int]:
+    """Return the fewest GPUs that hold a model and for which the kernel tables of a card have all that it needs, by
+    model.
+    """
+    folder, known = catalog.tables(f"{TABLES}/{system}"), dict[str, int]()
+    engine = newest(folder, "vllm", "gemm")
+    for name in catalog.names("models"):
+        model = shapes.model(name)
+        enough = (gpus for gpus in TENSOR if model.shard_bytes(gpus) < WEIGHTS_SHARE * gpu.memory_bytes)
+        fewest = next((gpus for gpus in enough if _complete(folder, engine, model, gpus)), None)
+        known |= {name: fewest} if fewest else {}
+    return known
+
+
+def _complete(folder: Path, engine: str, model: ModelShape, gpus: int) -> bool:
+    for groups in sorted({1, gpus if model.experts else 1}):
+        with suppress(ScenarioError):
+            EngineTables(folder, engine, model, Share(gpus, groups, ROUTING))
+            return True
+    return False
 
 
 def write(name: str, content: Mapping[str, Any]) -> None:
+    """Write a card's file. What another study added to it, the errors of whole servers, stays."""
     file = catalog.SCENARIOS / FOLDER / f"{name}.json"
-    file.write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    kept = {part: known[part] for part in ("servers",) if part in known}
+    file.write_text(json.dumps({**content, **kept}, separators=(",", ":")) + "\n")
 
 
 def main() -> None:
@@ -366,7 +394,7 @@ def main() -> None:
         write(name, content)
     curves.every.cache_clear()
     curves.sources.cache_clear()
-    own, left_out, data = list[tuple[str, ...]](), list[tuple[str, ...]](), {}
+    own, left_out, data = list[tuple[str, ...]](), list[tuple[str, ...]](), dict[str, dict[str, Any]]()
     for system, name in CARDS.items():
         for family in made[name]["engines"]:
             found = compared(system, name, family, without=False)
@@ -377,6 +405,7 @@ def main() -> None:
         left_out.append((name, "one GPU", *row([each for each in found if each[1] == 1])))
         left_out.append((name, "2 to 8 GPUs", *row([each for each in found if each[1] > 1])))
         data[name] = {"own": made[name]["error"], "left_out": made[name]["left_out"]}
+        data[name]["tables"] = tabulated(system, shapes.hardware(name))
         write(name, made[name])
     columns = (
         "steps",
