@@ -15,7 +15,9 @@ after the embedding.
 
 from __future__ import annotations
 
-from functools import cache
+import os
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbsim.cost import bundle, engine_tables
@@ -158,13 +160,26 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
     share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing, settings.experts_engine)
     engine = engine_tables.meant(folder, settings.engine)
     return EngineCost(
-        EngineTables(folder, engine, model, share, fastest=settings.fastest),
+        _kernels(folder, engine, model, share, settings.fastest, _changed_ns(folder)),
         settings,
         model,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
         captured=captured(scenario),
         fused_bytes=fused_bytes(scenario, settings),
     )
+
+
+@lru_cache(maxsize=16)
+def _kernels(
+    folder: Path, engine: str, model: ModelShape, share: Share, fastest: bool, changed_ns: int
+) -> EngineTables:
+    """Read the tables once for all terms that are added to them, and again if a file has changed."""
+    del changed_ns
+    return EngineTables(folder, engine, model, share, fastest=fastest)
+
+
+def _changed_ns(folder: Path) -> int:
+    return max(each.stat().st_mtime_ns for each in os.scandir(folder))
 
 
 def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:

@@ -258,6 +258,24 @@ def test_b200s_llama_captures_decodes_only_and_fuses_all_reduces() -> None:
     assert made["cost"] == {"fused_all_reduce": True, "fused_all_reduce_bytes": 8 << 20}
 
 
+def test_kimi_in_nvfp4_has_its_checkpoints_cache() -> None:
+    """NVIDIA's checkpoint states a cache in FP8, which vLLM follows; Moonshot's own in int4 states none."""
+    point = changed(system="b200_sxm", model="moonshotai/Kimi-K2.5", tensor=4, precision="fp4")
+    for precision, kv in (("fp4", {"kv_dtype": "fp8"}), ("int4", {})):
+        of = changed(point, precision=precision)
+        assert flags.fields(of, build.model_of(of), build._hardware(of))["model"] == kv
+
+
+def test_servers_that_did_not_run_as_their_scripts_say_are_doubted() -> None:
+    """SGLang without warm-up or on a B300, gpt-oss on H100 in 2025; the same a month later, or on a B200, is not."""
+    r1 = changed(backend="sglang", system="b200_sxm", model="deepseek-ai/DeepSeek-R1", measured="2026-03-25")
+    oss = changed(system="h100_sxm", model="openai/gpt-oss-120b", measured="2026-03-27")
+    assert flags.doubts(r1, "latent") == flags.doubts(oss, "windows") == []
+    odd = (changed(r1, measured="2025-11-10"), changed(r1, system="b300_sxm"))
+    assert all(flags.doubts(point, "latent") for point in odd)
+    assert flags.doubts(changed(oss, measured="2025-12-05"), "windows")
+
+
 def test_a_server_with_drafts_is_no_server_without() -> None:
     """By the day on which InferenceX ran its scripts with MTP; the day before it did not."""
     point = changed(backend="trtllm", model="deepseek-ai/DeepSeek-R1", measured="2026-02-05", tensor=8)

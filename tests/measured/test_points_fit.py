@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import exp, log
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,17 @@ def test_a_term_without_data_keeps_its_prior() -> None:
         return here, np.concatenate([slopes, np.zeros((1, *here.shape))])
 
     assert fit.solve(priors, blind).terms["unseen"] == pytest.approx(7.0)
+
+
+def test_what_is_before_the_engine_adds_to_ttft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term of one card has no derivative for points of another; TPOT has none at all."""
+    monkeypatch.setattr(fit, "build", lambda point, cost, requests: SimpleNamespace(cost=cost))
+    priors = {"front_s@x": Prior(0.1, 0.1, 0.01), "front_s@y": Prior(0.2, 0.1, 0.01)}
+    of = fit.CALIBRATIONS["vllm-dense"]._replace(priors=priors)
+    point = SimpleNamespace(gpus=1, system="y", version="")
+    move = fit._moves(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
+    assert move.waits_s == 0.2 and move.others == ()
+    assert move.front_s == {0: 0.0, 1: pytest.approx(1.0)}
 
 
 def test_a_left_out_curve_teaches_nothing() -> None:

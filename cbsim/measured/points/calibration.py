@@ -31,7 +31,7 @@ from cbsim.sweeps.store import SUMMARY
 from cbsim.sweeps.work import Executor, Task
 
 Floats = npt.NDArray[np.float64]
-ROUNDS = (5, 5, REQUESTS_A_USER)  # requests a user in the runs of each round
+ROUNDS = (5, REQUESTS_A_USER, REQUESTS_A_USER)  # requests a user in the runs of each round
 TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval
 HUBER = 0.1
 WEIGHTS = np.array([1.0, 2.5])  # weights of TTFT and TPOT errors: bars are tighter for TPOT
@@ -112,6 +112,21 @@ def _without(priors: Mapping[str, Prior], *names: str) -> dict[str, Prior]:
 
 
 LAYERS = MIXTURE["layer_s"]
+WAIT = Prior(0.1, 0.08, 0.01)  # of servers that answer late: what is in front of the engine differs by card
+
+
+def _latent(engine_cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
+    """Return the terms of latent attention with experts on these cards."""
+    return {
+        **_without(MIXTURE, "layer_s", "large_products", FRONT),
+        "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4),
+        **_by("layer_s", engine_cards, LAYERS),
+        **_by("large_products", engine_cards, LARGE),
+        **_by(FRONT, engine_cards, WAIT),
+        **_reduces(*gpus),
+    }
+
+
 CALIBRATIONS: Mapping[str, Calibration] = {
     "vllm-dense": Calibration(
         "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
@@ -167,47 +182,52 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("0.17.0", "0.19.0"), LAYERS), **_reduces(2, 4, 8)},
     ),
     "sglang-latent": Calibration(
-        "Latent attention with experts on SGLang, H200, B200, B300: InferenceX's DeepSeek-R1, spring 2026.",
+        "Latent attention with experts on SGLang, H200 and B200: InferenceX's DeepSeek-R1, March 2026, SGLang 0.5.9.",
         "sglang",
-        ("h200_sxm", *BLACKWELL),
+        ("h200_sxm", "b200_sxm"),
         "latent",
-        {
-            **_without(MIXTURE, "layer_s"),
-            **_by("layer_s", ("h200_sxm", "b200_sxm", "b300_sxm"), LAYERS),
-            **_reduces(4, 8),
-        },
+        _latent(("h200_sxm", "b200_sxm"), 4, 8),
     ),
     "trtllm-latent": Calibration(
         "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
         "trtllm",
         ("h200_sxm", "b200_sxm"),
         "latent",
-        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYERS), **_reduces(4, 8)},
+        {
+            **_latent(("h200_sxm", "b200_sxm"), 4, 8),
+            **_by("layer_s", ("1.2.0rc6.post2",), LAYERS),
+        },
     ),
     "vllm-latent": Calibration(
         "Latent attention with experts on vLLM, H200, B200, B300: InferenceX's Kimi-K2.5, spring 2026.",
         "vllm",
         ("h200_sxm", *BLACKWELL),
         "latent",
-        {
-            **_without(MIXTURE, "layer_s"),
-            **_by("layer_s", ("h200_sxm", "b200_sxm", "b300_sxm"), LAYERS),
-            **_reduces(4, 8),
-        },
+        _latent(("h200_sxm", "b200_sxm", "b300_sxm"), 4, 8),
     ),
     "vllm-windows": Calibration(
         "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "vllm",
         (*HOPPER, "b200_sxm"),
         "windows",
-        {**_without(MIXTURE, "layer_s"), **_by("layer_s", (*HOPPER, "b200_sxm"), LAYER), **_reduces(2, 4, 8)},
+        {
+            **_without(MIXTURE, "layer_s", "large_products"),
+            **_by("layer_s", (*HOPPER, "b200_sxm"), LAYER),
+            **_by("large_products", (*HOPPER, "b200_sxm"), LARGE),
+            **_reduces(2, 4, 8),
+        },
     ),
     "trtllm-windows": Calibration(
         "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "trtllm",
         ("h200_sxm", "b200_sxm"),
         "windows",
-        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYER), **_reduces(2, 4, 8)},
+        {
+            **_without(MIXTURE, "layer_s", "large_products"),
+            **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYER),
+            **_by("large_products", ("h200_sxm", "b200_sxm"), LARGE),
+            **_reduces(2, 4, 8),
+        },
     ),
 }
 
@@ -259,7 +279,7 @@ def step(
         offsets = _bounded(matrix * weights[:, None], target * weights, (least - at) / widths)
         left = np.abs(target - matrix @ offsets)
         weights[: len(sides)] = np.sqrt(np.minimum(1.0, HUBER / np.maximum(left[: len(sides)], 1e-12)))
-    return dict(zip(names, (at + offsets * widths).tolist(), strict=True))
+    return dict(zip(names, np.maximum(at + offsets * widths, least).tolist(), strict=True))
 
 
 def _bounded(matrix: Floats, target: Floats, least: Floats) -> Floats:
@@ -362,7 +382,7 @@ def _evaluate(
     """Return logarithms of predicted over measured TTFT and TPOT, [point, metric], and their derivatives; each point
     has its own terms.
     """
-    moves = [_moves(calibration, point, of, requests, slopes) for point, of in zip(points, terms, strict=True)]
+    moves = [_moves(calibration, point, of, requests, slopes=slopes) for point, of in zip(points, terms, strict=True)]
     tasks = [Task(identity.key(move.scenario), move.scenario, "summary", others=move.others) for move in moves]
     files = dict[str, Mapping[str, bytes]]()
     for made in executor.each({task.key: task for task in tasks}.values()):
@@ -371,14 +391,14 @@ def _evaluate(
         files[made.key] = made.files
     measured = np.array([[point.ttft_ms, point.tpot_ms] for point in points])
     means = np.array([means_of(json.loads(files[task.key][SUMMARY])) for task in tasks])
-    means[:, 0] += 1e3 * np.array([move.front_s for move in moves])
+    means[:, 0] += 1e3 * np.array([move.waits_s for move in moves])
     by_term = np.zeros((len(calibration.priors), len(points), 2))
     for at, (move, task) in enumerate(zip(moves, tasks, strict=True)):
         moved = json.loads(files[task.key][REPRICED]) if move.others else {"ttft_s": [], "tpot_s": []}
         for name, *ms in zip(move.names, moved["ttft_s"], moved["tpot_s"], strict=True):
             by_term[name, at] = 1e3 * np.array(ms) / move.steps[name]
-        if FRONT in calibration.priors:
-            by_term[list(calibration.priors).index(FRONT), at] = 1e3, 0.0
+        for name, front in move.front_s.items():
+            by_term[name, at, 0] += 1e3 * front
     return np.log(means / measured), by_term / means
 
 
@@ -386,7 +406,8 @@ class Moves(NamedTuple):
     """A point's scenario, and those with one term moved each, by the term's place among the priors."""
 
     scenario: Scenario
-    front_s: float
+    waits_s: float  # before the engine has a request
+    front_s: Mapping[int, float]  # derivatives of that
     names: list[int]
     steps: list[float]  # of all terms
     others: tuple[Scenario, ...]
@@ -394,16 +415,17 @@ class Moves(NamedTuple):
 
 def _moves(calibration: Calibration, point: Point, terms: Mapping[str, float], requests: int, slopes: bool) -> Moves:
     values = resolve(terms, point.gpus, point.system, point.version)
-    front_s = values.pop(FRONT, 0.0)
+    waits = values.pop(FRONT, 0.0)
     scenario = build(point, {"fastest": calibration.fastest, **values}, requests)
-    names, others = list[int](), list[Scenario]()
+    names, others, front_s = list[int](), list[Scenario](), dict[int, float]()
     for at, (name, prior) in enumerate(calibration.priors.items() if slopes else ()):
         moved = resolve({**terms, name: terms[name] + prior.step}, point.gpus, point.system, point.version)
-        if changed := {field: value for field, value in moved.items() if field != FRONT and value != values[field]}:
+        front_s[at] = (moved.pop(FRONT, 0.0) - waits) / prior.step
+        if changed := {field: value for field, value in moved.items() if value != values[field]}:
             names.append(at)
             others.append(scenario.model_copy(update={"cost": scenario.cost.model_copy(update=changed)}))
     steps = [prior.step for prior in calibration.priors.values()]
-    return Moves(scenario, front_s, names, steps, tuple(others))
+    return Moves(scenario, waits, front_s, names, steps, tuple(others))
 
 
 def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:
