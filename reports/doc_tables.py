@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from statistics import fmean, median
 from typing import Any
 
 from cbsim.draw.report import Table
-from cbsim.scenario import catalog, terms
+from cbsim.scenario import catalog, shapes, terms
+from cbsim.scenario.fields import bare
 from reports import page
+from reports.fidelity.curves.make import TENSOR, WEIGHTS_SHARE
 
 REPORTS = catalog.ROOT / "reports" / "fidelity"
 MODELLED = catalog.ROOT / "reports" / "hardware" / "cpu-modelled" / "report" / "report.md"
@@ -24,6 +27,7 @@ MEANS = (("ttft", "mean"), ("tpot", "mean"), ("e2e", "mean"))
 SHOWN_REASONS = 10
 
 
+@cache
 def report(name: str) -> dict[str, Any]:
     """What report.json of a report holds."""
     content: dict[str, Any] = json.loads((REPORTS / name / "report.json").read_text(encoding="utf-8"))
@@ -205,7 +209,7 @@ def _default() -> tuple[str, ...]:
     made = facts("default")
     results = (size(made["servers"][metric]) for metric in ("ttft", "tpot"))
     worst = max(abs(error) for run in made["recorded"].values() for name, error in run.items() if name.endswith("mean"))
-    rests = f"mean of {made['servers']['points']} points by InferenceX, Llama-3.1-70B in FP8 on Hopper; means of "
+    rests = f"mean of {made['servers']['points']} points by InferenceX, Llama-3.1-70B on H100, H200, B200; means of "
     rests += f"{len(made['recorded'])} recorded runs of an RTX 4090 and an RTX PRO 6000: up to {size(worst)}"
     left = "servers other than these; steps against kernel tables: [curves](../reports/fidelity/curves/report.md)"
     return "no cost model named: the default", "`roofline`", *results, rests, left
@@ -303,6 +307,77 @@ def _modelled(metric: str) -> str:
 def _range(results: Sequence[dict[tuple[str, str], float]], metric: str) -> str:
     values = [100 * each[metric, "mean"] for each in results]
     return f"{min(values):+.1f} to {max(values):+.1f} %"
+
+
+# -- models and cards --------------------------------------------------------------------------------------------------
+
+PROFILED = "rtx-4090"  # a card with curves and without tables of engines
+
+
+def model_table() -> Table:
+    """A model a row and a card a column; all cards of which there is a data sheet alone share one."""
+    made = facts("curves")
+    others = [name for name in catalog.names("hardware") if name not in (*made, PROFILED, "laptop-cpu")]
+    models = [name for name in catalog.names("models") if name != "tiny"]
+    rows = [("all, no cost model named", *(_by_curves(name) for name in made), "`curves`", _by_sheet())]
+    rows += [(f"`{name}`", *(_cell(name, card) for card in made), "`curves`", "data sheet only") for name in models]
+    cards = (f"`{name}`" for name in (*made, PROFILED))
+    return Table("", ("model", *cards, ", ".join(f"`{name}`" for name in others)), rows)
+
+
+def _by_curves(card: str) -> str:
+    """How far off the default cost model is on a card: its steps, and servers if any were predicted."""
+    bounds = [bound for of in facts("curves")[card]["own"].values() for bound in of.values()]
+    cell = f"`curves`: 90 % of steps within {100 * min(bounds):.0f} to {100 * max(bounds):.0f} %"
+    servers = [of for system, of in facts("default")["cards"].items() if _named(system, card)]
+    return cell + "".join(f"; {_errors(of['tpot'], of['ttft'])}" for of in servers)
+
+
+def _by_sheet() -> str:
+    cards = facts("default")["sheets"]["alone"].values()
+    spans = ([100 * of[metric] for of in cards] for metric in ("tpot", "ttft"))
+    tpot, ttft = (f"{min(span):.0f} to {max(span):.0f} %" for span in spans)
+    return f"data sheet only: TPOT {tpot}, TTFT {ttft} on cards that were measured"
+
+
+def _cell(name: str, card: str) -> str:
+    """What simulates a model on a card best, on how many GPUs at least, and how far off it is."""
+    gpu, model = shapes.hardware(card), shapes.model(name)
+    fewest = facts("curves")[card]["tables"].get(name)
+    if fewest is None:
+        fits = (gpus for gpus in TENSOR if model.shard_bytes(gpus) < WEIGHTS_SHARE * gpu.memory_bytes)
+        on = next((f", {gpus}" for gpus in fits if model.heads % gpus == 0), None)
+        return "too large" if on is None else f"`curves`{on}"
+    engines = []
+    for engine, points in sorted(_points(name, card).items()):
+        tpot, ttft = (fmean(abs(each["errors"][metric]) for each in points) for metric in ("tpot", "ttft"))
+        calibrated = all(not each["outside_calibration"] for each in points)
+        engines.append(f"{engine}{' calibrated' if calibrated else ''} {_errors(tpot, ttft)} ({len(points)})")
+    return "; ".join((f"`table`, {fewest}", *engines))
+
+
+def _points(name: str, card: str) -> dict[str, list[dict[str, Any]]]:
+    """The predicted points of servers of a model on a card whose flags are known, by engine."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in facts(POINTS)["predicted"]:
+        system, engine, model, *_ = each["stratum"].split()
+        if each["source"].startswith("inferencex") and _named(system, card) and _meant(model) == name:
+            found.setdefault(engine, []).append(each)
+    return found
+
+
+@cache
+def _meant(model: str) -> str:
+    """The built-in model whose name a published one begins with, the longest such."""
+    return max((name for name in catalog.names("models") if bare(model).startswith(bare(name))), key=len, default="")
+
+
+def _named(system: str, card: str) -> bool:
+    return bare(card) in (bare(system), bare(system.partition("_")[0]))
+
+
+def _errors(tpot: float, ttft: float) -> str:
+    return f"TPOT {size(tpot)}, TTFT {size(ttft)}"
 
 
 # -- studies --------------------------------------------------------------------------------------------------------
@@ -411,13 +486,14 @@ PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
         "assumptions": assumption_table,
     },
     "docs/landscape.md": {"tuned": tuned_table},
+    "docs/models.md": {"models": model_table},
 }
 
 
 def page_of(name: str) -> str:
     """A page with its tables made again."""
     text = (page.ROOT / name).read_text(encoding="utf-8")
-    return page.rewritten(text, lambda mark: page.rows(PAGES[name][mark](), of_text=mark == "cases"))
+    return page.rewritten(text, lambda mark: page.rows(PAGES[name][mark](), of_text=mark in ("cases", "models")))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,15 @@ def errors(known: Sequence[Source], gpu: str, gpus: int) -> dict[int, float]:
     return {int(most): max(each[most] for each in bounds) for most in (bounds[0] if bounds else ())}
 
 
+def servers(kind: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Return the cards of which published servers were predicted and, by metric, the mean error of each card: with its
+    own curves left out (`left_out`), with those of its generation (`alone`), by `constant` shares of the data sheet.
+    """
+    known = [each for each in every() if "servers" in each]
+    found = {metric: [each["servers"][kind][metric] for each in known] for metric in ("ttft", "tpot")}
+    return [each["hardware"]["name"] for each in known], found
+
+
 class Grid:
     """Shares on a grid of sizes, interpolated linearly in their logarithms; beyond an edge the edge holds."""
 

@@ -17,7 +17,14 @@ from cbsim.cost import curves
 from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
-from cbsim.scenario.costs import CalibratedTerms, FittedSettings, RooflineSettings, TableSettings
+from cbsim.scenario.costs import (
+    CalibratedTerms,
+    ComputeEfficiency,
+    FittedSettings,
+    MemoryEfficiency,
+    RooflineSettings,
+    TableSettings,
+)
 from cbsim.scenario.scenario import Scenario
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
@@ -39,7 +46,9 @@ def basis(scenario: Scenario, steps: Steps | None = None) -> str:
         compute, memory = cost.efficiencies
         shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
         shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
-        return f"data sheet of {gpu.name} and constant shares of it ({shares}): {UNKNOWN}"
+        usual = cost.efficiencies == (ComputeEfficiency(), MemoryEfficiency()) and curves.sources(gpu)
+        error = _servers("constant") if usual else UNKNOWN
+        return f"data sheet of {gpu.name} and constant shares of it ({shares}): {error}"
     if isinstance(cost, TableSettings):
         whose = f"{cost.engine} in " if cost.engine else ""
         added = f"terms {cost.terms}" if cost.terms else f"terms as given or its defaults: {UNKNOWN}"
@@ -63,14 +72,23 @@ def bases(scenarios: Iterable[Scenario]) -> list[str]:
 UNKNOWN = "their error is not known"
 
 
+def _servers(kind: str) -> str:
+    """Return how far off servers of cards that were measured are, predicted by less than is known of them."""
+    cards, of = curves.servers(kind)
+    if not cards:
+        return UNKNOWN
+    ttft, tpot = (f"{min(errors):.0%} to {max(errors):.0%}" for errors in (of["ttft"], of["tpot"]))
+    return f"servers of {', '.join(cards)}, predicted so, were off by {tpot} in mean TPOT and {ttft} in mean TTFT"
+
+
 def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | None) -> str:
     model, gpu = scenario.model, scenario.hardware
     bounds, cards = curves.errors(known, gpu.name, scenario.gpus), [each.curves["hardware"]["name"] for each in known]
-    whose, of = f"efficiency curves of {cards[0]}", "of its kernel tables"
+    whose, of, alone = f"efficiency curves of {cards[0]}", "of its kernel tables", ""
     if cards[0] != gpu.name:
         nearest = max(known, key=lambda source: source.weight).curves["hardware"]["name"]
         whose = f"efficiency curves of {len(cards)} cards, {nearest} first, scaled to the data sheet of {gpu.name}"
-        of = "for a card that was left out"
+        of, alone = "for a card that was left out", f"; data sheet only: {_servers('alone')}"
     within = f"one model's layers: {UNKNOWN}"
     if bounds:
         spread = f"within {min(bounds.values()):.1%} to {max(bounds.values()):.1%} {of}, by their size"
@@ -82,7 +100,7 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
     }
     others = ", ".join(name for name, is_so in unlike.items() if is_so)
-    return f"{whose}: {within}" + (f"; {others} were not measured" if others else "")
+    return f"{whose}: {within}{alone}" + (f"; {others} were not measured" if others else "")
 
 
 def _by_size(bounds: Mapping[int, float], of: str, steps: Steps) -> str:

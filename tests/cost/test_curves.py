@@ -159,6 +159,23 @@ def test_what_step_times_rest_on_is_said_with_its_error() -> None:
     assert "heads of 64" in coverage.basis(load(small))
 
 
+def test_a_card_without_kernels_is_said_to_be_a_data_sheet_only() -> None:
+    """With how far off servers of measured cards are, predicted without their generation, or by constant shares; not
+    of efficiencies that a user chose, nor of a card that has curves."""
+    cards, found = curves.servers("alone")
+    assert [card[:11] for card in cards] == ["NVIDIA B200", "NVIDIA H100", "NVIDIA H200"]
+    low, high = min(found["tpot"]), max(found["tpot"])
+    only = (
+        f"; data sheet only: servers of {', '.join(cards)}, predicted so, were off by {low:.0%} to {high:.0%} in mean"
+    )
+    for name in ("mi300x", "mi325x", "mi355x", "gb300", "h20"):
+        assert only in coverage.basis(load(f"hardware={name}"))
+    for name in ("b300", "gb200", "h100-sxm", "rtx-4090"):
+        assert "data sheet only" not in coverage.basis(load(f"hardware={name}", "model=llama-3.2-1b"))
+    assert "predicted so" in coverage.basis(load("cost={kind: roofline, compute_efficiency: {}}"))
+    assert coverage.UNKNOWN in coverage.basis(load("cost={kind: roofline, compute_efficiency: {prefill: 0.5}}"))
+
+
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_the_bound_of_a_class_is_the_cards_own_or_the_worst_left_out(gpus: int) -> None:
     kind = "1" if gpus == 1 else "more"

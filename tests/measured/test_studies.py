@@ -18,6 +18,7 @@ from support.reference import data
 
 import cbsim
 from cbsim.errors import ScenarioError
+from cbsim.measured.points import published
 from cbsim.policy.plan import Chunk, StepPlan, StepWork
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import Direction
@@ -363,6 +364,33 @@ def test_steps_by_curves_are_near_those_by_tables(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(efficiency, "MODELS", ("qwen3-14b",))
     errors = np.array([error for *_, error in efficiency.compared("h100_sxm", "h100-sxm", "vllm", without=without)])
     assert (abs(errors) < (0.25 if without else 0.1)).mean() > 0.9
+
+
+def test_a_card_by_its_data_sheet_alone_is_what_other_generations_say() -> None:
+    """One point of each card, computed now: by its own curves as published, otherwise by those of others. The errors
+    that runs quote are those of the report."""
+    data("public_measured/aiconfigurator/h100_sxm/system.yaml")
+    made = facts("default")
+    known = {each["id"]: each for each in made["points"]}
+    points = [point for point in published.read(published.folder(None)) if point.id in known and point.concurrency == 4]
+    points = [
+        next(each for each in points if each.system == system and each.output == 1024) for system in default.CARDS
+    ]
+    for point, means in default.predicted(points):
+        assert (means.ttft_ms, means.tpot_ms) == (known[point.id]["ttft_ms"], known[point.id]["tpot_ms"])
+    own, near, far = (
+        [means.tpot_ms for _, means in found]
+        for found in (
+            default.predicted(points),
+            default.by_others(points, generation=False),
+            default.by_others(points, generation=True),
+        )
+    )
+    assert all(len({*times}) == 3 for times in zip(own, near, far, strict=True))
+    for system, name in default.CARDS.items():
+        quoted = json.loads((catalog.SCENARIOS / "curves" / f"{name}.json").read_text())["servers"]
+        for kind in default.NAMES:
+            assert quoted[kind] == pytest.approx(made["sheets"][kind][system], abs=1e-4)
 
 
 def test_the_default_is_within_its_bars() -> None:
