@@ -38,7 +38,7 @@ from cbsim.workload import served
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
 OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # options that may be null
-SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", *OPEN}
+SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", "scheduler_recv_interval", *OPEN}
 CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", *SETTINGS, *OPEN])
 VERSIONS = ("0.5.23",)
 
