@@ -19,6 +19,7 @@ DATA = {
     "cbsim.scenarios.models": "scenarios/models",
     "cbsim.scenarios.hardware": "scenarios/hardware",
     "cbsim.scenarios.lengths": "scenarios/lengths",
+    "cbsim.scenarios.servers": "scenarios/servers",
     "cbsim.scenarios.tables": "scenarios/tables",
     "cbsim.scenarios.terms": "scenarios/terms",
     "cbsim.scenarios.curves": "scenarios/curves",

@@ -231,22 +231,7 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
     """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
     by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
     """
-    by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
-    sees, most, columns = (
-        Attention(Sight.SLIDING, span) if span else FULL,
-        0.0,
-        ("num_heads", "batch_size", "isl", "step"),
-    )
-    for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
-        if not path.name.startswith(PROMPTS):
-            at: tuple[float, ...] = (batch, min(new + cached, span or MOST))
-        elif (batch, cached) == (1, 0):
-            at = (sees.pairs(0, int(new)),)
-        else:
-            continue
-        by_heads[heads][at], most = min(ms, by_heads[heads].get(at, ms)), max(most, new + cached)
-    if most < span:
-        raise NoRowsError(f"{path}: no rows of {span} tokens with window_size = {span} (found: up to {most:g})")
+    by_heads = _by_heads(path, required, span)
     fewer = max((heads for heads in by_heads if heads <= query), default=None)
     more = min((heads for heads in by_heads if heads >= query), default=None)
     if fewer is None or more is None:
@@ -262,6 +247,24 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
         return low(*at) + weight * (high(*at) - low(*at))
 
     return between
+
+
+def _by_heads(path: Path, required: Required, span: int) -> dict[float, dict[tuple[float, ...], float]]:
+    """Return the milliseconds of attention by numbers of heads, and by work in a window of `span` tokens; 0: none."""
+    found: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
+    sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
+    columns = ("num_heads", "batch_size", "isl", "step")
+    for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
+        if not path.name.startswith(PROMPTS):
+            at: tuple[float, ...] = (batch, min(new + cached, span or MOST))
+        elif (batch, cached) == (1, 0):
+            at = (sees.pairs(0, int(new)),)
+        else:
+            continue
+        found[heads][at], most = min(ms, found[heads].get(at, ms)), max(most, new + cached)
+    if most < span:
+        raise NoRowsError(f"{path}: no rows of {span} tokens with window_size = {span} (found: up to {most:g})")
+    return found
 
 
 class Products:

@@ -157,14 +157,18 @@ class Scenario(Frozen):
         if joined and gpus > joined and not getattr(self.cost, "link", None):
             bound = f"must be <= hardware.link_gpus ({joined}): what joins more of them is not known"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
-        chunked = any(seen.startswith("chunked") for seen in model.attention)
-        scheduled = self.kind.windows or (self.kind.whole and not chunked)
-        if not model.sees_all and not (scheduled and self.cost.kind in ("roofline", "constant", "table")):
-            other = f"cost.kind {self.cost.kind}" if scheduled else f"scheduler {self.scheduler.name}"
-            raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
         if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
             bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
+        return self
+
+    @model_validator(mode="after")
+    def _windows_are_served(self) -> Scenario:
+        chunked = any(seen.startswith("chunked") for seen in self.model.attention)
+        scheduled = self.kind.windows or (self.kind.whole and not chunked)
+        if not self.model.sees_all and not (scheduled and self.cost.kind in ("roofline", "constant", "table")):
+            other = f"cost.kind {self.cost.kind}" if scheduled else f"scheduler {self.scheduler.name}"
+            raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
         return self
 
     @property

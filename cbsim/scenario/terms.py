@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import exp, log
+from operator import ge
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -203,23 +204,29 @@ def interval(file: TermsFile, metric: str, like: Like | None = None, without: st
     of the curve `without`, of those points that are like `like` as far as there are enough. None with too few
     residuals, and if it would be wider than WIDEST.
     """
-    own = file.curves[without].server if without in file.curves else ""
     rest = [
         (like.marks(Like(curve.prompt, curve.output, curve.system, each.users)) if like else (), getattr(each, metric))
-        for hash_, curve in file.curves.items()
-        if hash_ != without and (not own or curve.server != own)
+        for curve in _others(file, without)
         for each in curve.residuals
     ]
     values: list[float] = []
-    for asked in MARKS if like else ((),):
-        wanted = {at for at, mark in enumerate(asked) if mark}
-        values = sorted(value for has, value in rest if all(has[at] for at in wanted))
+    for wanted in MARKS if like else ((),):
+        values = sorted(value for has, value in rest if all(map(ge, has, wanted)))
         if len(values) >= ENOUGH:
             break
     rank = int(TAIL * (len(values) + 1))
     if not rank or values[-rank] - values[rank - 1] > log(WIDEST):
         return None
     return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values))
+
+
+def _others(file: TermsFile, without: str | None) -> list[Curve]:
+    """Return the curves of all servers but that of one curve."""
+    left_out = file.curves.get(without or "")
+    if left_out is None:
+        return list(file.curves.values())
+    server = left_out.server or object()
+    return [curve for curve in file.curves.values() if curve is not left_out and curve.server != server]
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:

@@ -44,8 +44,7 @@ def study(
         [
             *(_all_errors(judged, groups) if predicted else []),
             *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
-            *(_intervals(file) for file in files if file.curves),
-            *(_terms(file) for file in files),
+            *_of_terms(files),
             *(_reasons(refused) if refused else []),
             *([Table("Caches in doubt", ["server, and why"], [[each] for each in doubts])] if doubts else []),
         ],
@@ -53,17 +52,25 @@ def study(
         {
             "points": points,
             "predicted": [_plain(each) for each in predicted],
-            "not_built": {
-                "by_reason": dict(_by_reason(refused)),
-                "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
-                "points": {each.point.id: list(each.reasons) for each in refused},
-            },
+            "not_built": _not_built(refused),
             "doubts": list(doubts),
             "strata": {group.name: _numbers(group) for group in groups},
             "classes": {group.name: _numbers(group) | _missed(each, group) for each, group in judged},
             "coverage": {file.name: _covered(file) for file in files},
         },
     )
+
+
+def _of_terms(files: Sequence[TermsFile]) -> list[Table]:
+    return [*(_intervals(file) for file in files if file.curves), *map(_terms, files)]
+
+
+def _not_built(refused: Sequence[Refused]) -> dict[str, Any]:
+    return {
+        "by_reason": dict(_by_reason(refused)),
+        "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
+        "points": {each.point.id: list(each.reasons) for each in refused},
+    }
 
 
 def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Group]], points: int) -> list[str]:
