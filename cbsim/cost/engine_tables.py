@@ -338,7 +338,7 @@ def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]
     times, others = select(path, columns, required), _elsewhere(path, columns, required, same=True)
     said = {at: known for at in times if (known := [other[at] for other in others if at in other])}
     medians = {at: median(known) for at, known in said.items()}
-    usual = median([times[at] / ms for at, ms in medians.items()]) if medians else 1.0
+    usual = median([times[at] / ms for at, ms in medians.items()] or [1.0])
     doubted = {at: usual * ms for at, ms in medians.items() if times[at] > DOUBTED * usual * ms}
     rivals = _elsewhere(path, columns, required, same=False) if doubted else []
     least = {at: median([other[at] for other in rivals if at in other] or [0.0]) for at in doubted}

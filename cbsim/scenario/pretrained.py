@@ -215,7 +215,7 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     window = config.whole(family.window or WINDOW, most) if on else most
     part = CHUNKED if family.window == CHUNK else SLIDING
     types = config.data.get("layer_types") or _usual(config, family, layers, part)
-    if not isinstance(types, list) or len(types) != layers or any(one not in (part, WHOLE) for one in types):
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {part, WHOLE}:
         raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{part}', the supported kinds")
     if part not in types or (window >= most and "global_head_dim" not in family.reads):
         return {}
