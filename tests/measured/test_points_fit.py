@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbsim.measured.points import calibration as fit
+from cbsim.measured.points import score
 from cbsim.measured.points.calibration import Prior
+from cbsim.measured.points.published import Means
 from cbsim.scenario import terms
 from cbsim.scenario.terms import Like, TermsFile
 
@@ -193,3 +195,11 @@ def test_logarithms_are_measured_over_predicted() -> None:
     """A server that is slower than predicted has a positive residual, so an interval above 1."""
     found = terms.interval(terms_file({"a": [log(1.2)] * 10}), "tpot", Like(1024, 1024))
     assert found is not None and found.low == pytest.approx(1.2)
+
+
+def test_a_server_that_serves_nobody_has_no_means() -> None:
+    """All requests were refused: that is why there is no prediction, in a calibration as in a score."""
+    served = {"ttft_s": {"n": 2, "mean": 0.5}, "tpot_s": {"n": 2, "mean": 0.02}}
+    assert score.means_of(served) == Means(500.0, 20.0)
+    for metric in served:
+        assert "no request got two tokens" in str(score.means_of({**served, metric: {"n": 0}}))

@@ -390,7 +390,11 @@ def _evaluate(
             raise ScenarioError(made.reason)
         files[made.key] = made.files
     measured = np.array([[point.ttft_ms, point.tpot_ms] for point in points])
-    means = np.array([means_of(json.loads(files[task.key][SUMMARY])) for task in tasks])
+    outcomes = [means_of(json.loads(files[task.key][SUMMARY])) for task in tasks]
+    for point, outcome in zip(points, outcomes, strict=True):
+        if isinstance(outcome, str):
+            raise ScenarioError(f"{point.where}: {outcome}")
+    means = np.array(outcomes)
     means[:, 0] += 1e3 * np.array([move.waits_s for move in moves])
     by_term = np.zeros((len(calibration.priors), len(points), 2))
     for at, (move, task) in enumerate(zip(moves, tasks, strict=True)):

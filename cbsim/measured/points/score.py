@@ -192,8 +192,10 @@ def predict(
     return [means[key] for key in keys]
 
 
-def means_of(summary: Mapping[str, Mapping[str, float]]) -> Means:
-    """Return the means of a run, without the time that terms add in front of it."""
+def means_of(summary: Mapping[str, Mapping[str, float]]) -> Means | str:
+    """Return the means of a run, without the time that terms add in front of it; or why it has none."""
+    if not all("mean" in summary[metric] for metric in ("ttft_s", "tpot_s")):
+        return "no request got two tokens: all were refused, or did not fit the cache"
     return Means(1e3 * summary["ttft_s"]["mean"], 1e3 * summary["tpot_s"]["mean"])
 
 
