@@ -165,6 +165,7 @@ def dump(file: TermsFile) -> str:
 
 TAIL = 0.1  # share beyond each end of an 80 % interval
 ENOUGH = 15  # residuals that an interval of like points needs
+SERVERS = 5  # and servers, as those of one server are alike
 WIDEST = 2.0  # the largest factor between the ends of an interval that says anything
 
 
@@ -201,18 +202,21 @@ MARKS = ((True, True, True), (True, True, False), (True, False, True), (True, Fa
 
 def interval(file: TermsFile, metric: str, like: Like | None = None, without: str | None = None) -> Interval | None:
     """Return the 80 % interval of measured over predicted `metric`, ttft or tpot, by the curves of all servers but that
-    of the curve `without`, of those points that are like `like` as far as there are enough. None with too few
-    residuals, and if it would be wider than WIDEST.
+    of the curve `without`, of those points that are like `like` as far as there are enough, of enough servers. None
+    with too few residuals, and if it would be wider than WIDEST.
     """
+    points = [
+        (curve.server or hash_, curve, each) for hash_, curve in _others(file, without) for each in curve.residuals
+    ]
     rest = [
-        (like.marks(Like(curve.prompt, curve.output, curve.system, each.users)) if like else (), getattr(each, metric))
-        for curve in _others(file, without)
-        for each in curve.residuals
+        (like.marks(Like(of.prompt, of.output, of.system, each.users)) if like else (), each, server)
+        for server, of, each in points
     ]
     values: list[float] = []
     for wanted in MARKS if like else ((),):
-        values = sorted(value for has, value in rest if all(map(ge, has, wanted)))
-        if len(values) >= ENOUGH:
+        chosen = [(each, server) for has, each, server in rest if all(map(ge, has, wanted))]
+        values = sorted(getattr(each, metric) for each, _ in chosen)
+        if len(values) >= ENOUGH and len({server for _, server in chosen}) >= SERVERS:
             break
     rank = int(TAIL * (len(values) + 1))
     if not rank or values[-rank] - values[rank - 1] > log(WIDEST):
@@ -220,13 +224,11 @@ def interval(file: TermsFile, metric: str, like: Like | None = None, without: st
     return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values))
 
 
-def _others(file: TermsFile, without: str | None) -> list[Curve]:
+def _others(file: TermsFile, without: str | None) -> list[tuple[str, Curve]]:
     """Return the curves of all servers but that of one curve."""
     left_out = file.curves.get(without or "")
-    if left_out is None:
-        return list(file.curves.values())
-    server = left_out.server or object()
-    return [curve for curve in file.curves.values() if curve is not left_out and curve.server != server]
+    server = (left_out and left_out.server) or object()
+    return [(hash_, curve) for hash_, curve in file.curves.items() if curve is not left_out and curve.server != server]
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:

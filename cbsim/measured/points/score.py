@@ -17,7 +17,7 @@ from cbsim.measured.points import flags
 from cbsim.measured.points.build import CannotBuildError, build, check, model_of
 from cbsim.measured.points.published import BLACKWELL, HOPPER, OUTPUT_SHARE, Means, Point, measured
 from cbsim.runs.assemble import cost_model
-from cbsim.scenario import terms
+from cbsim.scenario import catalog, terms
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, Interval, Like, TermsFile
 from cbsim.sweeps import identity
@@ -261,7 +261,8 @@ def _check(scenario: Scenario, checked: dict[str, str | None]) -> None:
         except DamagedError:
             raise  # damaged data is an error, not a reason why a point cannot be built
         except ScenarioError as error:
-            checked[kind] = str(error)
+            path: str = scenario.cost.path  # type: ignore[union-attr,assignment]
+            checked[kind] = str(error).replace(str(catalog.tables(path)), path)
     if (reason := checked[kind]) is not None:
         raise CannotBuildError(reason)
 
