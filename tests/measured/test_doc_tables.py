@@ -36,6 +36,11 @@ def test_the_readme_quotes_the_recorded_runs(name: str) -> None:
         ("published servers, dense, vLLM on H100 and H200", "dense, vLLM, H100 and H200"),
         ("dense, TensorRT-LLM on H200", "dense, TensorRT-LLM, H200"),
         ("mixture of experts, vLLM on H100 and H200", "experts, H100 and H200"),
+        ("dense, vLLM and TensorRT-LLM on B200", "dense, B200"),
+        ("mixture of experts, vLLM on B200 and B300", "experts, B200 and B300"),
+        ("DeepSeek-R1, Kimi-K2.5: vLLM, SGLang, TensorRT-LLM on H200, B200, B300", "latent attention with experts"),
+        ("gpt-oss-120b: vLLM, TensorRT-LLM on H100, H200, B200", "gpt-oss"),
+        ("servers whose flags are unknown", "flags unknown, no bars"),
     ],
 )
 def test_the_readme_quotes_the_points(row: str, name: str) -> None:

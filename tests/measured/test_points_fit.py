@@ -138,12 +138,20 @@ def test_a_curve_does_not_vouch_for_itself() -> None:
 
 
 def test_residuals_of_like_lengths_count_where_there_are_enough() -> None:
-    file = terms_file({"a": [0.0] * 15})
-    longer = terms_file({"b": [0.5] * 15}, prompt=8192)
+    file = terms_file({f"a{server}": [0.0] * 3 for server in range(5)})
+    longer = terms_file({f"b{server}": [0.5] * 3 for server in range(5)}, prompt=8192)
     both = file.model_copy(update={"curves": {**file.curves, **longer.curves}})
     assert terms.interval(both, "tpot", Like(8192, 1024)) == (pytest.approx(exp(0.5)), pytest.approx(exp(0.5)), 15)
     assert terms.interval(both, "tpot", Like(1024, 8192)) == (1.0, pytest.approx(exp(0.5)), 30)
     assert terms.interval(both, "tpot") == (1.0, pytest.approx(exp(0.5)), 30), "of lengths that nobody told"
+
+
+def test_residuals_of_one_server_are_too_alike() -> None:
+    """15 of four servers whose prompts are as long are not enough: all residuals count."""
+    file = terms_file({"a": [0.0] * 15})
+    longer = terms_file({f"b{server}": [0.5] * 4 for server in range(4)}, prompt=8192)
+    both = file.model_copy(update={"curves": {**file.curves, **longer.curves}})
+    assert terms.interval(both, "tpot", Like(8192, 1024)) == (1.0, pytest.approx(exp(0.5)), 31)
 
 
 def test_a_servers_other_curves_do_not_vouch_for_it() -> None:
@@ -157,7 +165,7 @@ def test_a_servers_other_curves_do_not_vouch_for_it() -> None:
 
 def test_residuals_of_the_card_and_of_as_many_users_come_first() -> None:
     """15 of 4 users on each of two cards; of other users there are too few."""
-    one, other = terms_file({"a": [0.1] * 15}), terms_file({"b": [0.2] * 15})
+    one, other = (terms_file({f"{of}{n}": [of] * 3 for n in range(5)}) for of in (0.1, 0.2))
     cards = {
         name: curve.model_copy(update={"system": card})
         for card, file in (("x", one), ("y", other))
