@@ -41,7 +41,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -336,13 +336,20 @@ def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]
     faster than other engines mostly are: a version whose caches were warm says less than the memory allows.
     """
     times, others = select(path, columns, required), _elsewhere(path, columns, required, same=True)
-    said = {at: known for at in times if (known := [other[at] for other in others if at in other])}
-    medians = {at: median(known) for at, known in said.items()}
+    medians = _medians(times, others)
     usual = median([times[at] / ms for at, ms in medians.items()] or [1.0])
     doubted = {at: usual * ms for at, ms in medians.items() if times[at] > DOUBTED * usual * ms}
     rivals = _elsewhere(path, columns, required, same=False) if doubted else []
-    least = {at: median([other[at] for other in rivals if at in other] or [0.0]) for at in doubted}
-    return times | {at: min(times[at], max(ms, least[at])) for at, ms in doubted.items()}
+    least = _medians(doubted, rivals)
+    return times | {at: min(times[at], max(ms, least.get(at, 0.0))) for at, ms in doubted.items()}
+
+
+def _medians(
+    points: Iterable[tuple[float, ...]], tables: Sequence[Mapping[tuple[float, ...], float]]
+) -> dict[tuple[float, ...], float]:
+    """Return the median of what tables say at points, of those that at least one has."""
+    said = {at: known for at in points if (known := [table[at] for table in tables if at in table])}
+    return {at: median(known) for at, known in said.items()}
 
 
 def _elsewhere(

@@ -205,12 +205,9 @@ def interval(file: TermsFile, metric: str, like: Like | None = None, without: st
     of the curve `without`, of those points that are like `like` as far as there are enough, of enough servers. None
     with too few residuals, and if it would be wider than WIDEST.
     """
-    points = [
-        (curve.server or hash_, curve, each) for hash_, curve in _others(file, without) for each in curve.residuals
-    ]
     rest = [
         (like.marks(Like(of.prompt, of.output, of.system, each.users)) if like else (), each, server)
-        for server, of, each in points
+        for server, of, each in _others(file, without)
     ]
     values: list[float] = []
     for wanted in MARKS if like else ((),):
@@ -224,11 +221,12 @@ def interval(file: TermsFile, metric: str, like: Like | None = None, without: st
     return Interval(exp(values[rank - 1]), exp(values[-rank]), len(values))
 
 
-def _others(file: TermsFile, without: str | None) -> list[tuple[str, Curve]]:
-    """Return the curves of all servers but that of one curve."""
+def _others(file: TermsFile, without: str | None) -> list[tuple[str, Curve, Residual]]:
+    """Return the residuals of all servers but that of one curve, with their server and curve."""
     left_out = file.curves.get(without or "")
     server = (left_out and left_out.server) or object()
-    return [(hash_, curve) for hash_, curve in file.curves.items() if curve is not left_out and curve.server != server]
+    rest = {hash_: of for hash_, of in file.curves.items() if of is not left_out and of.server != server}
+    return [(of.server or hash_, of, each) for hash_, of in rest.items() for each in of.residuals]
 
 
 def coverage(file: TermsFile, metric: str) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def test_goodput_is_what_runs(name: str, loop: str, rate: int) -> None:
 
 def test_the_best_settings_are_what_tune_answers() -> None:
     """One search again: TensorRT-LLM's five budgets."""
-    (recorded,) = (entry for entry in facts("schedulers_by_load")["best"] if entry["scheduler"] == "trtllm")
+    (recorded,) = (dict(entry) for entry in facts("schedulers_by_load")["best"] if entry["scheduler"] == "trtllm")
     again = json.loads(json.dumps(by_load.tuned("trtllm", "async", by_load.TUNED_AT)._asdict()))
     for name in ("scheduler", "settings"):
         assert again.pop(name) == recorded.pop(name)
