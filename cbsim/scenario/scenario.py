@@ -357,7 +357,15 @@ def solved_lines(scenario: Scenario) -> str:
 
 
 def notices(scenario: Scenario) -> tuple[str, ...]:
-    """Return the likely mistakes of a scenario that no rule forbids, a line each: a cache that is beyond the memory."""
+    """Return what a scenario's results should be read with, a line each: layers whose caches differ in size, which count
+    by their mean; and a likely mistake that no rule forbids, a cache beyond the memory.
+    """
+    sizes = {layer.attention.cached(scenario.gpus) for layer, _ in scenario.model.kinds}
+    mean = "layers cache tokens of several sizes; a block counts by their mean, where servers make its pages equal"
+    return (*((f"model: {mean}",) if len(sizes) > 1 else ()), *_beyond_memory(scenario))
+
+
+def _beyond_memory(scenario: Scenario) -> tuple[str, ...]:
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
     weights = model.shard_bytes(gpus)
     cache = (blocks or 0) * scenario.block_size * model.kv_token_bytes(gpus) * model.sees_all

@@ -318,3 +318,11 @@ def test_shards_add_up_to_the_model() -> None:
     assert qwen.shard_bytes(2, 4) == (qwen.weight_bytes - experts) // 2 + experts // 8
     dense = shapes.model("tiny")
     assert dense.shard_bytes(2, 4) == dense.shard_bytes(2) == dense.weight_bytes // 2
+
+
+def test_layers_with_caches_of_several_sizes_are_said_to_count_by_their_mean() -> None:
+    """Gemma 4's layers with windows cache twice what the others do."""
+    options = ["model=gemma-4-26b-a4b", "hardware=h100-sxm", "scheduler.name=vllm"]
+    (said,) = scenario.notices(scenario.load("worked_example", options))
+    assert said.startswith("model: layers cache tokens of several sizes; a block counts by their mean")
+    assert not scenario.notices(scenario.load("worked_example", ["model=gpt-oss-20b", *options[1:]]))
