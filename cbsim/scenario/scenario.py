@@ -357,7 +357,7 @@ def solved_lines(scenario: Scenario) -> str:
 
 
 def notices(scenario: Scenario) -> tuple[str, ...]:
-    """Return what a scenario's results should be read with, a line each: layers whose caches differ in size, which count
+    """Return what results should be read with, a line each: layers whose caches differ in size, which count
     by their mean; and a likely mistake that no rule forbids, a cache beyond the memory.
     """
     sizes = {layer.attention.cached(scenario.gpus) for layer, _ in scenario.model.kinds}
