@@ -54,7 +54,7 @@ class Captured(NamedTuple):
     decodes: bool = False
 
     def holds(self, plan: StepPlan, tokens: int) -> bool:
-        return tokens <= self.tokens and not (self.decodes and not one_each(plan))
+        return tokens <= self.tokens and (one_each(plan) or not self.decodes)
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False) -> float:
@@ -68,7 +68,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False) ->
     for layer, count in model.kinds:
         heads, of = layer.attention, layer.feed_forward
         keys = heads.cached(tensor)
-        queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope) / tensor
+        queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope_dim) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
         written = keys * DTYPE_BYTES[model.cache_dtype]
         total += count * ((norms + 2 * (queries + keys) + inner) * width + written)

@@ -4,9 +4,12 @@ matrices and its heads; a model is a count of each kind of layer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from cbsim.policy.groups import Attention
+from cbsim.scenario.fields import Frozen, Number, Whole
 
 
 class Matrix(NamedTuple):
@@ -21,16 +24,14 @@ class Matrix(NamedTuple):
         return self.outputs * self.inputs
 
 
-class Ranks(NamedTuple):
-    """The widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1): a latent of `kv` values and a
-    rotated key of `rope` are cached for all heads; queries come from a latent of `query` values, 0 if there is none.
-    """
+class Latent(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1): the widths of what it makes of a token."""
 
-    query: int
-    kv: int
-    nope: int
-    rope: int
-    value: int
+    query_rank: Annotated[Whole, Field(ge=0)] = 0  #: Width of the queries' latent; 0: queries have none.
+    kv_rank: Number  #: Width of the latent of keys and values, which is cached.
+    nope_dim: Number  #: Part of a head's keys and queries that is not rotated.
+    rope_dim: Number  #: Part that is rotated; one key for all heads, cached beside the latent.
+    value_dim: Number  #: Width of a head's values.
 
 
 class Heads(NamedTuple):
@@ -43,7 +44,7 @@ class Heads(NamedTuple):
     kv: int
     width: int
     dtype: str
-    latent: Ranks | None = None
+    latent: Latent | None = None
     keys_are_values: bool = False
 
     def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
@@ -56,9 +57,9 @@ class Heads(NamedTuple):
             kv = max(1.0, self.kv / tensor) * (1 if self.keys_are_values else 2)
             shapes = [(query * self.width + kv * self.width, hidden), (hidden, query * self.width)]
         else:
-            down = of.query + of.kv + of.rope if of.query else of.kv + of.rope
-            shapes = [(down, hidden), (query * (of.nope + of.rope), of.query or hidden)]
-            shapes += [(query * (of.nope + of.value), of.kv), (hidden, query * of.value)]
+            down = of.query_rank + of.kv_rank + of.rope_dim
+            shapes = [(down, hidden), (query * (of.nope_dim + of.rope_dim), of.query_rank or hidden)]
+            shapes += [(query * (of.nope_dim + of.value_dim), of.kv_rank), (hidden, query * of.value_dim)]
         return [Matrix(outputs, inputs, self.dtype) for outputs, inputs in shapes]
 
     def cached(self, tensor: int) -> float:
@@ -69,13 +70,13 @@ class Heads(NamedTuple):
     def pair_flop(self) -> int:
         """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it."""
         of = self.latent
-        return 2 * self.query * (of.nope + of.rope + of.value if of else 2 * self.width)
+        return 2 * self.query * (of.nope_dim + of.rope_dim + of.value_dim if of else 2 * self.width)
 
     @property
     def decode_flop(self) -> int:
         """FLOP of such a pair of a decoding row, whose query reads a latent itself."""
         of = self.latent
-        return 2 * self.query * (2 * of.kv + of.rope if of else 2 * self.width)
+        return 2 * self.query * (2 * of.kv_rank + of.rope_dim if of else 2 * self.width)
 
 
 class FeedForward(NamedTuple):

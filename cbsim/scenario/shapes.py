@@ -18,7 +18,7 @@ from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
-from cbsim.scenario.layers import FeedForward, Heads, Layer, Matrix, Ranks
+from cbsim.scenario.layers import FeedForward, Heads, Latent, Layer, Matrix
 from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
@@ -37,16 +37,6 @@ def _sight(seen: str) -> str:
 
 Seen = Annotated[str, AfterValidator(_sight)]
 """A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
-
-
-class Latent(Frozen):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the widths of what it makes of a token."""
-
-    query_rank: Annotated[Whole, Field(ge=0)] = 0  #: Width of the queries' latent; 0: queries have none.
-    kv_rank: Number  #: Width of the latent of keys and values, which is cached.
-    nope_dim: Number  #: Part of a head's keys and queries that is not rotated.
-    rope_dim: Number  #: Part that is rotated; one key for all heads, cached beside the latent.
-    value_dim: Number  #: Width of a head's values.
 
 
 class FullHeads(Frozen):
@@ -166,8 +156,7 @@ class ModelShape(Frozen):
         if self.full_heads and sees == FULL:
             wide = self.full_heads
             return Heads(sees, self.heads, wide.kv_heads, wide.head_dim, dtype, keys_are_values=wide.keys_are_values)
-        latent = Ranks(*self.latent.model_dump().values()) if self.latent else None
-        return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, latent)
+        return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, self.latent)
 
     def _feed_forward_of(self, kind: str) -> FeedForward:
         dtype = self.weights_dtype or self.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import exp, log
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -211,3 +212,12 @@ def test_a_server_that_serves_nobody_has_no_means() -> None:
     assert score.means_of(served) == Means(500.0, 20.0)
     for metric in served:
         assert "no request got two tokens" in str(score.means_of({**served, metric: {"n": 0}}))
+
+
+def test_a_server_that_serves_nobody_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its point has a reason for having no prediction; a run that died is said to have failed."""
+    monkeypatch.setattr(score, "predict", lambda *_: [score.UNSERVED, "its process died"])
+    built: Any = [SimpleNamespace(point=name, scenario=None) for name in ("unserved", "died")]
+    predicted, rest = score.score(built, *[cast("Any", None)] * 3)
+    assert not predicted
+    assert rest == [("unserved", (score.UNSERVED,)), ("died", ("the run failed: its process died",))]

@@ -85,7 +85,7 @@ def _rules(point: Point) -> str:
     return "0.33" if tuple(numbers) >= NEW_RULES else "0.19"
 
 
-def longest(point: Point) -> int:
+def _longest(point: Point) -> int:
     """Return InferenceX's limit of a sequence's length in tokens."""
     return point.prompt + point.output + (20 if point.prompt == point.output == 1024 else 200)
 
@@ -97,7 +97,7 @@ def _one_prompt(point: Point) -> int:
 
 VALUES: Mapping[str, Callable[[Point], Any]] = {
     "RULES": _rules,
-    "LONGEST": longest,
+    "LONGEST": _longest,
     "USERS": lambda point: point.concurrency,
     "GPUS": lambda point: point.gpus,
     "ONE_PROMPT": _one_prompt,

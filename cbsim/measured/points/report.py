@@ -288,7 +288,7 @@ def _short(value: float) -> float:
 
 
 def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:
-    """Build and simulate the points; return the report, and whether all runs succeeded."""
+    """Build and simulate the points; return the report, and whether no run failed."""
     buildable, refused = score.sort(points)
     if not silent:
         print(f"{folder}: {len(points):,} points, {len(buildable):,} can be built, {len(refused):,} cannot:")
@@ -298,6 +298,7 @@ def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, 
     with closing(executor):
         stored = Store(store)
         predicted, failed = score.score(buildable, executor, stored, Progress(silent=silent))
-    for each in failed:
+    broken = [each for each in failed if each.reasons != (score.UNSERVED,)]
+    for each in broken:
         print(f"failed    {each.point.where}: {each.reasons[0]}", file=sys.stderr)
-    return study(predicted, [*refused, *failed], len(points), score.doubts(buildable)), not failed
+    return study(predicted, [*refused, *failed], len(points), score.doubts(buildable)), not broken

@@ -18,6 +18,7 @@ from cbsim.measured.points.build import CannotBuildError, build, check, model_of
 from cbsim.measured.points.published import BLACKWELL, HOPPER, OUTPUT_SHARE, Means, Point, measured
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import catalog, terms
+from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, Interval, Like, TermsFile
 from cbsim.sweeps import identity
@@ -192,10 +193,13 @@ def predict(
     return [means[key] for key in keys]
 
 
+UNSERVED = "no request got two tokens: all were refused, or did not fit the cache"
+
+
 def means_of(summary: Mapping[str, Mapping[str, float]]) -> Means | str:
-    """Return the means of a run, without the time that terms add in front of it; or why it has none."""
+    """Return the means of a run, without the time that terms add in front of it; UNSERVED if it has none."""
     if not all("mean" in summary[metric] for metric in ("ttft_s", "tpot_s")):
-        return "no request got two tokens: all were refused, or did not fit the cache"
+        return UNSERVED
     return Means(1e3 * summary["ttft_s"]["mean"], 1e3 * summary["tpot_s"]["mean"])
 
 
@@ -261,7 +265,8 @@ def _check(scenario: Scenario, checked: dict[str, str | None]) -> None:
         except DamagedError:
             raise  # damaged data is an error, not a reason why a point cannot be built
         except ScenarioError as error:
-            path: str = scenario.cost.path  # type: ignore[union-attr,assignment]
+            assert isinstance(scenario.cost, TableSettings), scenario.cost  # as `build` makes it
+            path = scenario.cost.path
             checked[kind] = str(error).replace(str(catalog.tables(path)), path)
     if (reason := checked[kind]) is not None:
         raise CannotBuildError(reason)
@@ -270,12 +275,12 @@ def _check(scenario: Scenario, checked: dict[str, str | None]) -> None:
 def score(
     buildable: Sequence[Buildable], executor: Executor, store: Store, progress: Progress
 ) -> tuple[list[Predicted], list[Refused]]:
-    """Return the predictions, and the points whose runs failed."""
+    """Return the predictions, and the points whose runs failed or served nobody."""
     predictions, failed = list[Predicted](), list[Refused]()
     outcomes = predict([each.scenario for each in buildable], executor, store, progress)
     for built, means in zip(buildable, outcomes, strict=True):
         if isinstance(means, str):
-            failed.append(Refused(built.point, (f"the run failed: {means}",)))
+            failed.append(Refused(built.point, (means if means == UNSERVED else f"the run failed: {means}",)))
         else:
             predictions.append(predicted(built, means))
     return predictions, failed
