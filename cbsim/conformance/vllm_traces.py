@@ -27,7 +27,7 @@ from cbsim.conformance.reader import (
     one_of,
 )
 from cbsim.kv.group_pool import GroupPool
-from cbsim.kv.layer_groups import Grouping, LayerKind, grouped, rules, units
+from cbsim.kv.layer_groups import Grouping, LayerKind, States, grouped, rules, units
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.loop import Applied, Await, Completed, Launch, Poll, Polled
 from cbsim.policy.plan import Row, StepPlan, StepResult
@@ -41,23 +41,26 @@ THRESHOLD = "long_prefill_token_threshold"
 SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", THRESHOLD)
 SWITCHES = ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl")
 SINCE_0_33 = ("watermark", "prefill_schedule_interval")
-LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout")
+LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout", "state_checkpoints")
 OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 
 MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
-SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk"}
+SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk", Sight.STATE: "state_bytes"}
 
 
 def grouping(config: Line) -> Grouping | None:
     """Return the groups of a workload's layers; None if it names no layers."""
     if "layers" not in config:
         return None
-    size = config["block_size"]
-    layers = [LayerKind(_attention(layer), _page_bytes(layer, size)) for layer in config["layers"]]
+    size, pages = config["block_size"], _pages(config)
+    layers = [LayerKind(_attention(layer), page) for layer, page in zip(config["layers"], pages, strict=True)]
     outermost = config.get("layout", "").startswith("B")  # the letters are dimensions, B is that of the blocks
-    return grouped(layers, size, together=config.get("disable_hybrid", False), outermost=outermost)
+    states = States(config["max_model_len"], 1)
+    if config["enable_prefix_caching"]:
+        states = States(size, 3 if config.get("state_checkpoints") else 2)
+    return grouped(layers, size, together=config.get("disable_hybrid", False), outermost=outermost, states=states)
 
 
 def group_options(config: Line) -> Line:
@@ -75,8 +78,13 @@ def _attention(layer: Line) -> Attention:
     return Attention(sight, layer[SPANS[sight]]) if sight in SPANS else FULL
 
 
-def _page_bytes(layer: Line, block_size: int) -> int:
-    return int(4 * block_size * layer.get("kv_heads", 4) * layer.get("head_size", 16))
+def _pages(config: Line) -> list[int]:
+    """Return the bytes of each layer's page; a state has the largest of those of attention, or its own."""
+    size = 4 * config["block_size"]
+    attention = [size * each.get("kv_heads", 4) * each.get("head_size", 16) for each in config["layers"]]
+    states = [each.get("state_bytes", 0) for each in config["layers"]]
+    most = max([page for page, state in zip(attention, states, strict=True) if not state], default=0)
+    return [(most or state) if state else page for page, state in zip(attention, states, strict=True)]
 
 
 def options(version: str, mode: str, config: Line) -> VllmOptions:
@@ -294,10 +302,10 @@ class GroupLines:
         groups = []
         for rule in rules(made.groups, retention=retention, in_flight=o.most_in_flight, longest=o.max_model_len):
             group = rule.group
-            layers = [self._config["layers"][layer] for layer in group.layers]
             line = {"kind": group.attention.sight.value, "block_size": group.block_size, "layers": list(group.layers)}
-            line["page_bytes"] = _page_bytes(layers[0], group.block_size)
-            if not rule.full:
+            size = {} if rule.state else {"block_size": group.block_size}
+            line["page_bytes"] = _pages(self._config | size)[group.layers[0]]
+            if not (rule.full or rule.state):
                 line |= {SPANS[group.attention.sight]: group.attention.span, "admission_cap": rule.most}
             groups.append(line)
         several = "HybridKVCacheCoordinator" if len(groups) > 1 else "UnitaryKVCacheCoordinator"

@@ -326,6 +326,14 @@ class BlockPool:
         """Return the table changes that the plan of a step with these rows lists; none without groups."""
         return ()
 
+    def aligned(self, request: Request, start: int, tokens: int, most: int) -> int:
+        """Return how many of the next `tokens` tokens a row may have; all, unless the pool keeps states."""
+        del request, start, most
+        return tokens
+
+    def begin(self) -> None:
+        """Record that a step is about to be planned; used only with groups."""
+
     def completed(self, step: int) -> None:
         """Record that the rows of a step have come back; used only with groups."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cbsim.kv.blocks import FreeList
-from cbsim.kv.group_tables import NULL_BLOCK, Table, TablePool
-from cbsim.kv.layer_groups import GroupHit, GroupIndex, rules
+from cbsim.kv.group_tables import NULL_BLOCK, StateTable, Table, TablePool
+from cbsim.kv.layer_groups import GroupHit, GroupIndex, GroupRule, rules
 from cbsim.policy.groups import LayerGroup, TableChange
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk
@@ -18,6 +18,11 @@ from cbsim.policy.request import Request
 from cbsim.policy.value import mypyc_attr
 
 NO_HIT = GroupHit(0, 0, [])
+
+
+def prefilled_at(request: Request) -> int:
+    """Return where a request's prefill ends: with its prompt, or with the last but one of the tokens known."""
+    return max(request.spec.prompt_tokens, request.known - 1)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -45,6 +50,8 @@ class GroupPool(TablePool):
         self._hit = NO_HIT
         self._steps: dict[int, list[tuple[Request, int]]] = {}  # in flight, with the tokens of their rows
         self._in_flight: dict[Request, int] = {}  # tokens of rows in flight
+        self._states = [g for g, rule in enumerate(self.rules) if rule.state]
+        self._just_named: dict[int, None] = {}  # keys of states that only the step being planned computes
 
     def spans(self, request: Request) -> list[tuple[int, int]]:
         sizes = [rule.block_size for rule in self.rules]
@@ -69,8 +76,9 @@ class GroupPool(TablePool):
         tables = self._tables.get(request, self._none)
         if tokens <= tables.room:
             return 0
+        start, prefill_end = request.computed, prefilled_at(request)
         lengths = [len(table.blocks) for table in tables.groups]
-        return sum([max(0, rule.blocks_for(tokens) - lengths[g]) for g, rule in enumerate(self.rules)])
+        return sum([rule.lacking(tokens, lengths[g], start, prefill_end) for g, rule in enumerate(self.rules)])
 
     def due(self, request: Request, tokens: int) -> int:
         computed = request.computed
@@ -82,15 +90,43 @@ class GroupPool(TablePool):
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """Return the free blocks needed for `tokens` tokens behind the hit, or at a time for the `whole` request."""
         hit = self._hit if hits else NO_HIT
+        if any([hit.tables and self._key_of[hit.tables[g][-1]] in self._just_named for g in self._states]):
+            return self.num_blocks + 1  # for rows of one step run beside each other
+        prefill_end = prefilled_at(request)
         now = at_most = idle = 0
         for g, rule in enumerate(self.rules):
             entries = hit.tables[g] if hit.tables else []
             gone = rule.gone(hit.tokens)
             have = max(gone, len(entries))
-            now += max(0, rule.blocks_for(tokens) - have)
-            at_most += max(0, rule.capped(whole) - have)
+            now += rule.lacking(tokens, have, hit.tokens, prefill_end)
+            if rule.state:
+                at_most += rule.lacking(whole, have, hit.tokens, prefill_end)
+            else:
+                at_most += max(0, rule.capped(whole) - have)
             idle += sum([not self._refs[block] for block in entries[gone:] if block != NULL_BLOCK])
         return (max(now, at_most) if whole else now) + idle
+
+    def aligned(self, request: Request, start: int, tokens: int, most: int) -> int:
+        """Return how many of the next `tokens` tokens a row may have so that a state that is to stay cached is behind
+        its last one; 0 if it has to wait for a larger budget. Rows that prefill have at most `most` tokens. Such states
+        are at multiples of the block, the last one below the end of what is known, unless the row can export that one,
+        and at the junction's.
+        """
+        size, end, prefill_end = self.block_size, start + tokens, prefilled_at(request)
+        if not self._states or start >= prefill_end:
+            return tokens
+        exports = end >= prefill_end and all([self.rules[g].exported(start, prefill_end, 0) for g in self._states])
+        if end < prefill_end:
+            aligned = end // size * size
+            if aligned > start or size <= most:
+                end = aligned
+        junction = self.junctions.get(request, 0)
+        stops = [start + (junction - start) // size * size] if junction < end else []
+        if not exports:
+            stops.append((request.known - 1) // size * size)
+            if start % size:
+                stops.append(start // size * size + size)
+        return max(min([stop for stop in stops if start < stop < end], default=end) - start, 0)
 
     def find(self, request: Request) -> list[int]:
         hit = self._hit = self._finder.find(request.spec, request.target - 1)
@@ -113,7 +149,7 @@ class GroupPool(TablePool):
             for block in entries[gone:]:
                 assert block != NULL_BLOCK, (request.spec.id, "a hit without a block that is seen", g)
                 self._acquire(block)
-            tables.append(Table(entries))
+            tables.append(StateTable(entries) if rule.state else Table(entries))
         self._open(request, tables)
 
     def name_full(self, request: Request, tokens: int) -> None:
@@ -134,13 +170,18 @@ class GroupPool(TablePool):
         for i in range(table.named, full):
             block = table.blocks[i]
             if block != NULL_BLOCK and rule.retains(i, spec.prompt_tokens, junction):
-                self._register(block, self._finder.key(spec, group, i, rule.block_size))
+                key = self._finder.key(spec, group, i, rule.block_size)
+                self._register(block, key)
+                if rule.state:
+                    self._just_named[key] = None
         table.named = max(table.named, full)
 
     def fill(self, request: Request, tokens: int) -> list[int]:
         tables = self._tables[request]
         for g, rule in enumerate(self.rules):
             table = tables.groups[g]
+            if rule.state:
+                self._skip(request, tokens, rule, table)
             count = rule.blocks_for(tokens) - len(table.blocks)
             if count > 0:
                 blocks = self._free.take(count)
@@ -153,19 +194,26 @@ class GroupPool(TablePool):
         self._changed[request] = None
         return []
 
+    def _skip(self, request: Request, tokens: int, rule: GroupRule, table: Table) -> None:
+        """Put null blocks for the boundaries at which a row up to `tokens` tokens leaves no state."""
+        have = len(table.blocks)
+        taken = rule.lacking(tokens, have, request.computed, prefilled_at(request))
+        table.blocks.extend([NULL_BLOCK] * (rule.blocks_for(tokens) - have - taken))
+
     def _pass(self, request: Request, completed: int) -> None:
         """Free the blocks that no token behind the `completed` ones sees, group by group, the last block first."""
         tables = self._tables[request]
         for g, table in enumerate(tables.groups):
             gone = min(self.rules[g].gone(completed), len(table.blocks))
             if gone > table.passed:
-                passed = table.blocks[table.passed : gone]
-                table.blocks[table.passed : gone] = [NULL_BLOCK] * len(passed)
+                passed = [block for block in table.blocks[table.passed : gone] if block != NULL_BLOCK]
+                table.blocks[table.passed : gone] = [NULL_BLOCK] * (gone - table.passed)
                 table.passed = gone
                 tables.count -= len(passed)
                 self._drop_all(passed)
                 self._changed[request] = None
-                self._observer.left(request, g, passed)
+                if passed:
+                    self._observer.left(request, g, passed)
         tables.passes_at = min([self.rules[g].goes_at(table.passed) for g, table in enumerate(tables.groups)])
 
     def release(self, request: Request, *, returns: bool = False) -> int:
@@ -186,6 +234,10 @@ class GroupPool(TablePool):
             if self._drop(block):
                 (keyed if block in self._key_of else plain).append(block)
         self._free.give(keyed + plain, len(keyed))
+
+    def begin(self) -> None:
+        """Record that a step is about to be planned."""
+        self._just_named = {}
 
     def table_changes(self, step: int, rows: Mapping[Request, Chunk]) -> tuple[TableChange, ...]:
         in_flight = self._in_flight

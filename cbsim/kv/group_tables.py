@@ -52,6 +52,16 @@ class Table:
         return change
 
 
+class StateTable(Table):
+    """The table of a request in a group of states. Null blocks are also between its own."""
+
+    __slots__ = ()
+
+    @property
+    def live(self) -> list[int]:
+        return [block for block in self.blocks[self.passed :] if block != NULL_BLOCK]
+
+
 class Tables:
     """The tables of a request, one a group, with `count` pages in all. Windows keep bounds up to which nothing changes:
     there is `room` for so many tokens, a block passes when `passes_at` are computed, keys are due at `named_at`.
@@ -61,7 +71,7 @@ class Tables:
 
     def __init__(self, groups: list[Table]) -> None:
         self.groups = groups
-        self.count = sum([len(table.blocks) - table.passed for table in groups])
+        self.count = sum([len(table.live) for table in groups])
         self.room = self.passes_at = self.named_at = 0
 
 

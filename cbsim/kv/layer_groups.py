@@ -48,13 +48,38 @@ def units(groups: Sequence[LayerGroup], *, caching: bool = True) -> Units:
     return Units(lcm(*sizes), gcd(*sizes) if caching else lcm(*sizes))
 
 
+class States(NamedTuple):
+    """How a cache keeps states: in blocks of so many tokens, so many for a request (`LayerGroup.states`)."""
+
+    tokens: int
+    count: int
+
+
 def grouped(
-    layers: Sequence[LayerKind], block_size: int, *, together: bool = False, outermost: bool = False
+    layers: Sequence[LayerKind],
+    block_size: int,
+    *,
+    together: bool = False,
+    outermost: bool = False,
+    states: States | None = None,
 ) -> Grouping:
     """Return the groups of these layers. With `together`, beside layers that see all, the others are kept as if they
     did, too. `outermost`: the pages of a block lie side by side, so that their sizes may differ (`_packed`). Raises
     ValueError for page sizes that are no multiples of each other.
     """
+    made = _grouped(layers, block_size, together=together, outermost=outermost)
+    if states is None:
+        return made
+    groups = [g._replace(block_size=states.tokens, states=states.count) if keeps_state(g) else g for g in made.groups]
+    return made._replace(groups=tuple(groups))
+
+
+def keeps_state(group: LayerGroup) -> bool:
+    """True for a group of layers that keep a state."""
+    return group.attention.sight is Sight.STATE
+
+
+def _grouped(layers: Sequence[LayerKind], block_size: int, *, together: bool, outermost: bool) -> Grouping:
     if together and any(layer.attention == FULL for layer in layers):
         layers = [LayerKind(FULL, layer.page_bytes) for layer in layers]
     if len({layer.attention for layer in layers}) == 1:
@@ -68,13 +93,14 @@ def grouped(
 
 def _alike(layers: Sequence[LayerKind], block_size: int, page_bytes: int) -> Grouping:
     """Return groups of as many layers each, whose blocks all take `page_bytes` a layer, with more tokens where a token
-    takes less.
+    takes less; a state is as large whatever the tokens, so its page is padded.
     """
     buckets: dict[tuple[Attention, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        if page_bytes % layer.page_bytes:
+        state = layer.attention.sight is Sight.STATE
+        if page_bytes % layer.page_bytes and not state:
             raise ValueError(f"pages of {layer.page_bytes} bytes beside pages of {page_bytes}: no multiple")
-        tokens = block_size * page_bytes // layer.page_bytes
+        tokens = block_size if state else block_size * page_bytes // layer.page_bytes
         buckets.setdefault((layer.attention, tokens), []).append(index)
     counts = sorted(map(len, buckets.values()))
     fewest, most = counts[0], counts[-1]
@@ -88,13 +114,13 @@ def _alike(layers: Sequence[LayerKind], block_size: int, page_bytes: int) -> Gro
 
 def _packed(layers: Sequence[LayerKind], block_size: int) -> Grouping:
     """Return the groups of layers whose pages differ in size: one for layers that see alike. Where such layers have as
-    many pages of each size, they repeat a pattern, and all groups get about as many of its repetitions. Without a
-    pattern, sliding layers are split so that a block is no larger than other layers, or one page of theirs, need.
+    many pages of each size, they repeat a pattern, and all groups get about as many of its repetitions. States, and
+    without a pattern sliding layers, are split so that a block is no larger than other layers, or a page of theirs, need.
     """
     buckets: dict[Attention, dict[int, list[int]]] = {}
     for index, layer in enumerate(layers):
         buckets.setdefault(layer.attention, {}).setdefault(layer.page_bytes, []).append(index)
-    splits = _repeated(buckets) or _split_apart(buckets)
+    splits = _split_apart(buckets, _repeated(buckets))
     groups: list[LayerGroup] = []
     for see, pages in buckets.items():
         count = splits.get(see, 1)
@@ -122,14 +148,21 @@ def _repeated(buckets: dict[Attention, Pages]) -> dict[Attention, int]:
     return {see: -(-count // size) for see, count in repeats.items()}
 
 
-def _split_apart(buckets: dict[Attention, Pages]) -> dict[Attention, int]:
-    """Return into how many groups sliding layers are cut, so that a block is no larger than others, or a page, need."""
-    layers = {see: sum(map(len, pages.values())) for see, pages in buckets.items() if see.sight is Sight.SLIDING}
+def _split_apart(buckets: dict[Attention, Pages], repeated: dict[Attention, int]) -> dict[Attention, int]:
+    """Return into how many groups layers are cut, beside those that repeat a pattern: so that a block is no larger than
+    others, or a page, need.
+    """
+    cut = (Sight.STATE,) if repeated else (Sight.STATE, Sight.SLIDING)
+    layers = {see: sum(map(len, pages.values())) for see, pages in buckets.items() if see.sight in cut}
+    splits = repeated | layers
     rooms = [
-        sum([-(-len(each) // layers.get(see, 1)) * page for page, each in pages.items()])
+        sum([-(-len(each) // splits.get(see, 1)) * page for page, each in pages.items()])
         for see, pages in buckets.items()
     ]
-    return {see: -(-count // max(1, max(rooms) // next(iter(buckets[see])))) for see, count in layers.items()}
+    for see, count in layers.items():
+        least = -(-count // max(1, max(rooms) // next(iter(buckets[see]))))
+        splits[see] = max(repeated.get(see, 1), least)
+    return splits
 
 
 def _balanced(pages: dict[int, list[int]]) -> bool:
@@ -144,6 +177,10 @@ class GroupRule:
     """The rule of a group in a cache whose hits are multiples of `unit` tokens. One request has at most `most` of its
     blocks, if it has `longest` tokens and steps in flight compute `in_flight` of them; a lookup needs a run of `run`
     cached blocks, if the group is a sliding one.
+
+    A state is like a window of two tokens: the block with the last computed token holds it, and a lookup needs that one
+    alone. But the blocks before it are never filled: a request's next tokens, however many, take one block for the
+    state behind them, and if they can one more for the last boundary within; null blocks stand for the rest.
     """
 
     def __init__(self, group: LayerGroup, unit: int, retention: int | None, in_flight: int, longest: int) -> None:
@@ -152,12 +189,16 @@ class GroupRule:
         self.block_size = size = group.block_size
         self.unit = unit
         self.retention = retention
-        span, sight = self.attention.span, self.attention.sight
-        self.sliding = sight is Sight.SLIDING
+        sight = self.attention.sight
+        self.state = sight is Sight.STATE
+        self.sliding = sight is Sight.SLIDING or self.state
+        self.span = span = 2 if self.state else self.attention.span
         self.full = sight is Sight.FULL
         self.run = self.blocks_for(span - 1) if self.sliding else 0
         if self.full:
             self.most = -(-longest // size)
+        elif self.state:
+            self.most = group.states
         elif self.sliding:
             self.most = self.blocks_for(min(span - 1 + in_flight, longest)) + 1
         else:
@@ -166,29 +207,46 @@ class GroupRule:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def lacking(self, tokens: int, have: int, start: int, prefill_end: int) -> int:
+        """Return the blocks that `tokens` tokens need beside a table of `have` entries, if those from `start` on are to
+        be computed.
+        """
+        count = max(0, self.blocks_for(tokens) - have)
+        return min(count, 1 + self.exported(start, tokens, prefill_end)) if self.state else count
+
+    def exported(self, start: int, end: int, prefill_end: int) -> bool:
+        """True if the row of these tokens leaves a state at a boundary within. If only few stay cached, so does only the
+        row that ends the prefill.
+        """
+        if self.group.states < 3 or start % self.block_size or (self.retention == 0 and end < prefill_end):
+            return False
+        return (end - 1) // self.unit * self.unit >= start + self.block_size
+
     def gone(self, computed: int) -> int:
         """Return how many leading blocks are no longer seen once `computed` tokens are computed."""
         return self.attention.gone(computed) // self.block_size
 
     def goes_at(self, block: int) -> int:
         """Return the number of computed tokens from which on a block is no longer seen."""
-        end, span = (block + 1) * self.block_size, self.attention.span
+        end, span = (block + 1) * self.block_size, self.span
         if self.full:
             return NEVER
         return end + span - 1 if self.sliding else -(-end // span) * span
 
     def capped(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens has at a time."""
-        return min(self.blocks_for(tokens), self.most)
+        """Return the most blocks that a request of `tokens` tokens has at a time. Of states: those of a step back, of one
+        in flight and of the next.
+        """
+        return min(self.blocks_for(tokens), 1 + 2 * (self.most - 1) if self.state else self.most)
 
     def retains(self, block: int, prompt: int, junction: int) -> bool:
         """True if a full block stays cached for later prompts: of a sliding group only those that a lookup could end
         with, the run before the position where the same prompt would resume, and before a junction; and the runs before
         every `retention` tokens.
         """
-        if not self.sliding:
-            return True
         size, run, unit, retention = self.block_size, self.run, self.unit, self.retention
+        if not self.sliding or (self.state and retention is EVERY_HIT):
+            return True
         if retention is EVERY_HIT or retention > 0:
             segment = (unit if retention is EVERY_HIT else retention) // size
             if run >= segment or block % segment >= segment - run:
@@ -205,7 +263,9 @@ class GroupRule:
 def rules(groups: Sequence[LayerGroup], *, retention: int | None, in_flight: int, longest: int) -> list[GroupRule]:
     """Return the rules of all groups of a cache. Chunks are whole blocks: a hit begins with one."""
     unit = units(groups).prefix
-    assert not any(group.attention.sight is Sight.CHUNKED and group.attention.span % unit for group in groups), "chunks"
+    chunks = [group.attention.span for group in groups if group.attention.sight is Sight.CHUNKED]
+    whole = units([group for group in groups if not keeps_state(group)]).prefix
+    assert not any(chunk % whole for chunk in chunks), "chunks"
     return [GroupRule(group, unit, retention, in_flight, longest) for group in groups]
 
 

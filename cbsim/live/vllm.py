@@ -52,12 +52,14 @@ OLD = rules_for(vllm.__version__, versions) == versions[0]  # without connectors
 START_S = 1000.0
 MOST_STEPS = 10_000
 MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 65536}
-OTHERS = "block_size num_blocks enable_prefix_caching timing connector layers kv_bytes retention layout stop_when_done"
+OTHERS = "block_size num_blocks enable_prefix_caching timing connector layers kv_bytes retention layout stop_when_done "
+OTHERS += "state_checkpoints"
 RENAMED = {"disable_hybrid": "disable_hybrid_kv_cache_manager"}  # the other options have vLLM's names
 LAYERS = {  # the beginning of vLLM's class names; the span of a layer, as in workloads and as vLLM calls it
     "full": ("FullAttention", "", ""),
     "sliding": ("SlidingWindow", "window", "sliding_window"),
     "chunked": ("ChunkedLocalAttention", "chunk", "attention_chunk_size"),
+    "linear": ("Mamba", "", ""),
 }
 
 
@@ -145,7 +147,7 @@ class DeclaredExecutor(Executor):  # type: ignore[misc]
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         layers = self._config.get("layers", [{"kind": "full"}])
-        return [{f"layer.{i}": _layer(layer, self._config["block_size"]) for i, layer in enumerate(layers)}]
+        return [{f"layer.{i}": _layer(layer, self._config) for i, layer in enumerate(layers)}]
 
     def determine_available_memory(self) -> list[int]:
         return [self._config.get("kv_bytes", 1 << 40)]
@@ -200,11 +202,13 @@ class DeclaredExecutor(Executor):  # type: ignore[misc]
         return self._last
 
 
-def _layer(layer: Line, block_size: int) -> Any:
+def _layer(layer: Line, config: Line) -> Any:
     """Return the cache specification of a layer."""
     name, span, theirs = LAYERS[layer["kind"]]
+    if layer["kind"] == "linear":
+        return _state(layer, config)
     sizes = {
-        "block_size": block_size,
+        "block_size": config["block_size"],
         "num_kv_heads": layer.get("kv_heads", 4),
         "head_size": layer.get("head_size", 16),
     }
@@ -212,11 +216,36 @@ def _layer(layer: Line, block_size: int) -> Any:
     return getattr(kv_cache_interface, f"{name}Spec")(dtype=torch.float16, **sizes, **spans)
 
 
+def _state(layer: Line, config: Line) -> Any:
+    """Return the specification of a layer with a state, as vLLM's models and its platform make it: with the page of
+    attention, in a block of its tokens if prefixes are cached.
+    """
+    attention = [_layer(each, config).page_size_bytes for each in config["layers"] if each["kind"] != "linear"]
+    mode, tokens = states(config)
+    exports = bool(config.get("state_checkpoints"))
+    return kv_cache_interface.MambaSpec(
+        block_size=tokens,
+        shapes=((layer["state_bytes"] // 2,),),
+        dtypes=(torch.float16,),
+        page_size_padded=max(attention, default=None),
+        mamba_cache_mode=mode,
+        num_prefill_checkpoint_blocks=int(exports),
+        prefill_checkpoint_alignment=1 if exports else None,
+    )
+
+
+def states(config: Line) -> tuple[str, int]:
+    """Return vLLM's mode for states, and the tokens of their blocks."""
+    return ("align", config["block_size"]) if config["enable_prefix_caching"] else ("none", config["max_model_len"])
+
+
 def configuration(config: Line, *, ahead: bool) -> Any:
     """Return vLLM's configuration for a workload's."""
     scheduler = {RENAMED.get(name, name): config[name] for name in config if name not in OTHERS.split()}
     cache = {"block_size": config["block_size"], "enable_prefix_caching": config["enable_prefix_caching"]}
     cache |= {} if OLD else {"prefix_cache_retention_interval": config.get("retention", 0)}
+    if any(layer["kind"] == "linear" for layer in config.get("layers", ())):
+        cache |= dict(zip(("mamba_cache_mode", "mamba_block_size"), states(config), strict=True))
     transfer = {}
     if "connector" in config:
         kind = CONNECTORS[config["connector"]["kind"]]

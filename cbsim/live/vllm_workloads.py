@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from cbsim.conformance.vllm_traces import grouping
+from cbsim.kv.layer_groups import rules
 from cbsim.live.original import Line
 from cbsim.schedulers.vllm.settings import least_blocks
 from cbsim.workload.scheduler_tests import STOP_TOKEN
@@ -35,13 +36,13 @@ TIMES = {
     "update_us": (0, 400),
     "empty_us": (1000,),
 }
-KINDS = ("plain", "host", "hand_off", "samples", "layers")
+KINDS = ("plain", "host", "hand_off", "samples", "layers", "states")
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # those that can hold pages of several sizes
 
 
 def draw(rng: Random, number: int, *, old: bool) -> Line:
     """Return a workload: shared prefixes, tiny caches, stop tokens, cancellations at every moment, and in turn none, a
-    connector to the host or another server, several samples, layer groups; of the `old` version none of these.
+    connector to the host or another server, several samples, layer groups, states; of the `old` version none of these.
     """
     kind, longest = "plain" if old else KINDS[number % len(KINDS)], rng.choice([60, 200, 500])
     requests = rng.choice([_independent, _turns, _prefixes, _ladder])(rng, longest)
@@ -87,10 +88,10 @@ def _config(rng: Random, most: int, *, caches: bool) -> Line:
 def _cache(rng: Random, config: Line, kind: str) -> None:
     """Add a cache that is tiny or not, and what is beside it."""
     needed = -(-config["max_model_len"] // config["block_size"]) + 1
-    if kind == "layers":
-        needed = _layers(rng, config)
+    if kind in ("layers", "states"):
+        needed = _layers(rng, config) if kind == "layers" else _states(rng, config)
     blocks = config["num_blocks"] = needed + rng.choice([0, 1, 3, 10, needed])
-    if kind == "layers" and rng.random() < 0.2:
+    if kind in ("layers", "states") and rng.random() < 0.2:
         made = grouping(config)
         assert made is not None
         config["kv_bytes"] = config.pop("num_blocks") * made.block_bytes + rng.choice([0, made.block_bytes - 1])
@@ -132,6 +133,28 @@ def _layers(rng: Random, config: Line) -> int:
     made = grouping(config)
     assert made is not None
     return least_blocks(made.groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
+
+
+def _states(rng: Random, config: Line) -> int:
+    """Add layers of which some keep a state. Return the blocks that one request has at most, and the null block."""
+    size = config["block_size"]
+    full, near = {"kind": "full"}, {"kind": "sliding", "window": rng.choice([1, size + 3, 4 * size])}
+    state, other = ({"kind": "linear", "state_bytes": rng.choice([64, 128, 256 * size])} for _ in range(2))
+    alike = [[state, state, state, full], [full, state] * 3, [state] * 5 + [full] * 4, [state, full, near]]
+    layers = rng.choice([*alike, [state], [state] * 3, [state, other, full], [near, state], [state, full, full, state]])
+    config["enable_chunked_prefill"] |= config["enable_prefix_caching"]
+    exports = rng.random() < 0.4
+    if near in layers and full in layers and not exports:
+        layers, size = _two_sizes(rng, layers, several=False), 2 * size
+        config |= {"layout": layout} if (layout := rng.choice(["", "", *LAYOUTS])) else {}
+    if config["enable_prefix_caching"]:
+        config |= {"state_checkpoints": True} if exports else {}
+        config["retention"] = rng.choice([0, 0, 0, None, size, 2 * size, 4 * size])
+    config["layers"] = [dict(layer) for layer in layers]
+    made = grouping(config)
+    assert made is not None
+    bounds = {"in_flight": 2 * config["max_num_batched_tokens"], "longest": config["max_model_len"]}
+    return sum(rule.capped(bounds["longest"]) for rule in rules(made.groups, retention=0, **bounds)) + 1
 
 
 def _pattern(rng: Random, size: int) -> list[Line]:

@@ -84,6 +84,7 @@ class VllmScheduler(SchedulerBase):
     def schedule(self) -> StepPlan:
         step = Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
         decoding, transfers = self.decoding, self.transfers
+        self.pool.begin()
         if self._undisturbed(step):
             step.budget -= decoding.go_on()
         else:
@@ -156,7 +157,7 @@ class VllmScheduler(SchedulerBase):
         i = 0
         while i < len(line) and step.budget:
             request = line[i]
-            tokens = min(self._demand(request, step), step.budget)
+            tokens = self._aligned(request, request.computed, min(self._demand(request, step), step.budget))
             if not tokens:
                 i += 1
                 continue
@@ -223,8 +224,8 @@ class VllmScheduler(SchedulerBase):
             tokens = min(tokens, step.threshold)
         if not o.enable_chunked_prefill and tokens > step.budget:
             return False
-        tokens = min(tokens, step.budget)
-        if not self.has_room(request, computed + tokens, hits):
+        tokens = self._aligned(request, computed, min(tokens, step.budget))
+        if not tokens or not self.has_room(request, computed + tokens, hits):
             return False
         queue.pop()
         self.decoding.admit(request, computed)
@@ -234,6 +235,14 @@ class VllmScheduler(SchedulerBase):
         step.prefill |= computed < request.target - 1
         self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
         return True
+
+    def _aligned(self, request: Request, start: int, tokens: int) -> int:
+        """Return how many of the next `tokens` tokens a row has, so that states are behind it which later prompts find."""
+        o = self.options
+        if not self._caches or not tokens:
+            return tokens
+        most = min(o.max_num_batched_tokens, o.long_prefill_token_threshold or o.max_num_batched_tokens)
+        return self.pool.aligned(request, start, tokens, most)
 
     def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
         o, pool = self.options, self.pool
