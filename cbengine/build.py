@@ -134,6 +134,8 @@ def check_windows(scenario: Scenario) -> None:
     and values are written before any are read. Raises UsageError.
     """
     kind = scenario.kind
+    if scenario.model.linear:
+        raise UsageError("model.attention: got linear, must be full, sliding or chunked: states are simulated only")
     if not scenario.model.sees_all and (kind.rings or not kind.windows):
         reason = f"layers see less than the whole sequence, must be full with scheduler {scenario.scheduler.name}"
         raise UsageError(f"model.attention: {reason}")

@@ -95,8 +95,11 @@ def catalogue(_: argparse.Namespace) -> int:
     from cbsim.schedulers.registry import KindError
 
     broken = "(an installed package's; it cannot be used: {})"
-    found = {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in kinds().items()}
-    _section("schedulers", found)
+    found = {
+        n: broken.format(k) if isinstance(k, KindError) else f"{k.about} [{' '.join(s.value for s in k.serves)}]"
+        for n, k in kinds().items()
+    }
+    _section("schedulers [layers that they serve]", found)
     _section("cost models", costs.models())
     for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})

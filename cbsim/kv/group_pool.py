@@ -56,7 +56,8 @@ class GroupPool(TablePool):
     def spans(self, request: Request) -> list[tuple[int, int]]:
         sizes = [rule.block_size for rule in self.rules]
         tables = self.group_tables(request)
-        return [(table.passed * sizes[g], len(table.blocks) * sizes[g]) for g, table in enumerate(tables)]
+        tokens = [g for g, rule in enumerate(self.rules) if not rule.state]
+        return [(tables[g].passed * sizes[g], len(tables[g].blocks) * sizes[g]) for g in tokens]
 
     def in_flight(self, request: Request) -> int:
         """Return the tokens of a request's rows in flight, also of those that will be dropped."""
@@ -90,7 +91,7 @@ class GroupPool(TablePool):
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """Return the free blocks needed for `tokens` tokens behind the hit, or at a time for the `whole` request."""
         hit = self._hit if hits else NO_HIT
-        if any([hit.tables and self._key_of[hit.tables[g][-1]] in self._just_named for g in self._states]):
+        if any(hit.tables and self._key_of[hit.tables[g][-1]] in self._just_named for g in self._states):
             return self.num_blocks + 1  # for rows of one step run beside each other
         prefill_end = prefilled_at(request)
         now = at_most = idle = 0
@@ -115,7 +116,7 @@ class GroupPool(TablePool):
         size, end, prefill_end = self.block_size, start + tokens, prefilled_at(request)
         if not self._states or start >= prefill_end:
             return tokens
-        exports = end >= prefill_end and all([self.rules[g].exported(start, prefill_end, 0) for g in self._states])
+        exports = end >= prefill_end and all(self.rules[g].exported(start, prefill_end, 0) for g in self._states)
         if end < prefill_end:
             aligned = end // size * size
             if aligned > start or size <= most:

@@ -52,7 +52,7 @@ class States(NamedTuple):
     """How a cache keeps states: in blocks of so many tokens, so many for a request (`LayerGroup.states`)."""
 
     tokens: int
-    count: int
+    blocks: int
 
 
 def grouped(
@@ -70,7 +70,7 @@ def grouped(
     made = _grouped(layers, block_size, together=together, outermost=outermost)
     if states is None:
         return made
-    groups = [g._replace(block_size=states.tokens, states=states.count) if keeps_state(g) else g for g in made.groups]
+    groups = [g._replace(block_size=states.tokens, states=states.blocks) if keeps_state(g) else g for g in made.groups]
     return made._replace(groups=tuple(groups))
 
 
@@ -115,7 +115,8 @@ def _alike(layers: Sequence[LayerKind], block_size: int, page_bytes: int) -> Gro
 def _packed(layers: Sequence[LayerKind], block_size: int) -> Grouping:
     """Return the groups of layers whose pages differ in size: one for layers that see alike. Where such layers have as
     many pages of each size, they repeat a pattern, and all groups get about as many of its repetitions. States, and
-    without a pattern sliding layers, are split so that a block is no larger than other layers, or a page of theirs, need.
+    without a pattern sliding layers, are split so that a block is no larger than other layers, or a page of theirs,
+    need.
     """
     buckets: dict[Attention, dict[int, list[int]]] = {}
     for index, layer in enumerate(layers):
@@ -215,8 +216,8 @@ class GroupRule:
         return min(count, 1 + self.exported(start, tokens, prefill_end)) if self.state else count
 
     def exported(self, start: int, end: int, prefill_end: int) -> bool:
-        """True if the row of these tokens leaves a state at a boundary within. If only few stay cached, so does only the
-        row that ends the prefill.
+        """True if the row of these tokens leaves a state at a boundary within. If only few stay cached, so does only
+        the row that ends the prefill.
         """
         if self.group.states < 3 or start % self.block_size or (self.retention == 0 and end < prefill_end):
             return False
@@ -234,8 +235,8 @@ class GroupRule:
         return end + span - 1 if self.sliding else -(-end // span) * span
 
     def capped(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens has at a time. Of states: those of a step back, of one
-        in flight and of the next.
+        """Return the most blocks that a request of `tokens` tokens has at a time. Of states: those of a step back, of
+        one in flight and of the next.
         """
         return min(self.blocks_for(tokens), 1 + 2 * (self.most - 1) if self.state else self.most)
 

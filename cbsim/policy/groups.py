@@ -27,8 +27,8 @@ class Sight(Enum):
 
 
 class Attention(NamedTuple):
-    """A layer's attention. `span`: tokens that a sliding layer sees, its own included; those of a chunk; 0 if full. Of a
-    state, which has no tokens, it tells states of several kinds apart.
+    """A layer's attention. `span`: tokens that a sliding layer sees, its own included; those of a chunk; 0 if full. Of
+    a state, which has no tokens, it tells states of several kinds apart.
     """
 
     sight: Sight = Sight.FULL
@@ -74,9 +74,10 @@ FULL = Attention()
 
 class LayerGroup(NamedTuple):
     """A group of layers that share their block tables, all of one `attention`. With `ring`, a table has at most so many
-    entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i. A block of states holds the one
-    behind its `block_size` tokens, or behind fewer if they are the last. A server counts `states` of them for a request:
-    one; two if later prompts find them, that of the row before and the next; three if a row can leave one within, too.
+    entries, and block i of a sequence lies in entry i modulo `ring`; with 0, in entry i. A block of states holds the
+    one behind its `block_size` tokens, or behind fewer if they are the last. A server counts `states` of them for a
+    request: one; two if later prompts find them, that of the row before and the next; three if a row can leave one
+    within, too.
     """
 
     attention: Attention

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_type_hints
 
 from cbsim.errors import ScenarioError
-from cbsim.policy.groups import Attention
+from cbsim.policy.groups import Attention, Sight
 from cbsim.policy.loop import Limits, Scheduler
 from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
 
@@ -73,6 +73,8 @@ class Model(Protocol):
     @property
     def dtype_bytes(self) -> int: ...
     @property
+    def latent(self) -> object: ...
+    @property
     def kv_dtype(self) -> str | None: ...
     @property
     def kv_bytes_per_token(self) -> int: ...
@@ -88,7 +90,9 @@ class Site(Protocol):
     share every layer. The model has `layers` layers and is made for `max_position` tokens at most; `attention` is that
     of the layers one by one, and again from the first if there are more. `gpu` is the GPU's name; a process sees
     `memory_bytes` on the empty device, of which the cache may fill `memory_fraction`, as the scheduler's rule counts
-    it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit.
+    it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit. A layer that
+    keeps a state by the rule `state_rule`, which is empty if none does, has one of `state_bytes` for a request, one
+    that keeps tokens `token_bytes` for each, on one GPU.
     """
 
     depth: int
@@ -105,13 +109,18 @@ class Site(Protocol):
     memory_bytes: int
     memory_fraction: float
     num_blocks: int | None
+    state_rule: str
+    state_bytes: int
 
+    @property
+    def token_bytes(self) -> int: ...
     @property
     def model(self) -> Model: ...
 
-    def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
-        """Return the blocks of the cache, of `layers` layers each or of all: those that the scenario gives, or as many
-        as fit beside the weights and a step of `tokens` query tokens and `requests` sampling rows, by vLLM's rule.
+    def blocks(self, tokens: int, requests: int, layers: int | None = None, page_bytes: int = 0) -> int:
+        """Return the blocks of the cache, of `layers` layers each or of all, perhaps of `page_bytes` each: those that
+        the scenario gives, or as many as fit beside the weights and a step of `tokens` query tokens and `requests`
+        sampling rows, by vLLM's rule.
         """
 
     def misfit(self, left_bytes: int, needed_bytes: int | None = None) -> ScenarioError:
@@ -174,10 +183,10 @@ class SchedulerKind(Generic[S, O]):
 
     `padding` is the rule by which its steps are padded to captured CUDA graphs. `memory` is the rule that sizes the
     cache, where it is not vLLM's: the end of a sentence in which {gpu} stands for the GPU's name. `samples` gives how
-    many texts of equal length a request is to this scheduler. `windows`: layers may see less than the whole sequence;
-    then the scheduler lists every row, none is counted. `rings`: what a row writes may then lie where tokens are that
-    it still reads, so it has to read them before. `whole`: layers with sliding windows are cached whole like others, so
-    that windows change only the time of steps.
+    many texts of equal length a request is to this scheduler. `serves`: what layers may see. `rings`: what a row writes
+    may then lie where tokens are that it still reads, so it has to read them before. `whole`: layers with sliding
+    windows are cached whole like others, so that windows change only the time of steps; otherwise the scheduler lists
+    every row of such a model, none is counted.
     """
 
     name: str
@@ -189,8 +198,13 @@ class SchedulerKind(Generic[S, O]):
     least_block_size: int = 1
     padding: Padding = "none"
     padded: bool = False  # every row is computed at the length of the longest
-    windows: bool = False
+    serves: tuple[Sight, ...] = (Sight.FULL,)
     rings: bool = False
     whole: bool = False
     memory: str | None = None
     samples: Callable[[S], int] = lambda _: 1
+
+    @property
+    def windows(self) -> bool:
+        """Whether layers may see less than the whole sequence, in tables of their own."""
+        return len(self.serves) > 1 and not self.whole

@@ -4,7 +4,7 @@ matrices and its heads; a model is a count of each kind of layer.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -34,9 +34,45 @@ class Latent(Frozen):
     value_dim: Number  #: Width of a head's values.
 
 
+class Linear(Frozen):
+    """Linear attention: a state for each request, and nothing for a token. For each of the value heads it is a matrix
+    of `value_dim` x `key_dim` numbers, and of every channel of queries, keys and values the last inputs of a
+    convolution.
+    """
+
+    rule: Literal["gated_delta", "kda", "mamba2"]  #: Gated delta rule (Qwen3-Next), Kimi Delta Attention, or Mamba-2.
+    key_heads: Number  #: Heads of queries and keys; of mamba2: groups.
+    value_heads: Number  #: Heads of values, each with a state.
+    key_dim: Number  #: Width of a key; of mamba2: size of the state of a channel.
+    value_dim: Number  #: Width of a head's values.
+    conv: Number = 4  #: Tokens that the convolution before it covers.
+    state_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of the state; null: of kda float32, else `dtype`, which is that of the convolution's inputs."""
+
+    def kept(self, tensor: int) -> tuple[float, float]:
+        """Return the numbers of the convolution and of the matrices that one of `tensor` GPUs keeps for a request."""
+        values = self.value_heads * self.value_dim / tensor
+        return (self.conv - 1) * (2 * self._keys(tensor) + values), values * self.key_dim
+
+    def _keys(self, tensor: int) -> float:
+        """Return the width of the keys on one of `tensor` GPUs; Mamba's groups are copied if they cannot be divided."""
+        copied = self.rule == "mamba2" and self.key_heads % tensor
+        return self.key_dim * (1.0 if copied else self.key_heads / tensor)
+
+    def matrices(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
+        """Return outputs and inputs of the products on one of `tensor` GPUs: queries, keys, values, gates, output."""
+        keys, heads = self._keys(tensor), self.value_heads / tensor
+        values, wide = heads * self.value_dim, float(hidden)
+        if self.rule == "kda":
+            low = [(2.0 * self.value_dim, wide), (2 * values, float(self.value_dim))]  # decay and gate have a low rank
+            return [(2 * keys + values + heads, wide), *low, (wide, values)]
+        return [(2 * keys + 2 * values + heads * (1 if self.rule == "mamba2" else 2), wide), (wide, values)]
+
+
 class Heads(NamedTuple):
     """The attention of a layer: `query` heads of `width`, `kv` heads of keys and values; `latent` if they are kept as
-    one. `keys_are_values`: both come from one product; they are cached apart, since only keys are rotated.
+    one, `state` if only a state is. `keys_are_values`: both come from one product; they are cached apart, since only
+    keys are rotated.
     """
 
     sees: Attention
@@ -46,6 +82,7 @@ class Heads(NamedTuple):
     dtype: str
     latent: Latent | None = None
     keys_are_values: bool = False
+    state: Linear | None = None
 
     def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
         """Return the matrices on one of `tensor` GPUs: each has its share of the query heads, at least one KV head, and
@@ -53,7 +90,9 @@ class Heads(NamedTuple):
         where it is absorbed into queries and outputs, the weights and the arithmetic are as many.
         """
         query, of = self.query / tensor, self.latent
-        if of is None:
+        if self.state is not None:
+            shapes = self.state.matrices(hidden, tensor)
+        elif of is None:
             kv = max(1.0, self.kv / tensor) * (1 if self.keys_are_values else 2)
             shapes = [(query * self.width + kv * self.width, hidden), (hidden, query * self.width)]
         else:
@@ -64,18 +103,24 @@ class Heads(NamedTuple):
 
     def cached(self, tensor: int) -> float:
         """Return the values that a token has in the cache of one of `tensor` GPUs. A latent is not divided."""
+        if self.state is not None:
+            return 0.0
         return self.width if self.latent else 2 * max(1.0, self.kv / tensor) * self.width
 
     @property
     def pair_flop(self) -> int:
         """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it."""
         of = self.latent
+        if self.state is not None:
+            return 0
         return 2 * self.query * (of.nope_dim + of.rope_dim + of.value_dim if of else 2 * self.width)
 
     @property
     def decode_flop(self) -> int:
         """FLOP of such a pair of a decoding row, whose query reads a latent itself."""
         of = self.latent
+        if self.state is not None:
+            return 0
         return 2 * self.query * (2 * of.kv_rank + of.rope_dim if of else 2 * self.width)
 
 

@@ -163,12 +163,15 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _windows_are_served(self) -> Scenario:
-        chunked = any(seen.startswith("chunked") for seen in self.model.attention)
-        scheduled = self.kind.windows or (self.kind.whole and not chunked)
-        if not self.model.sees_all and not (scheduled and self.cost.kind in ("roofline", "constant", "table")):
-            other = f"cost.kind {self.cost.kind}" if scheduled else f"scheduler {self.scheduler.name}"
+    def _layers_are_served(self) -> Scenario:
+        model, gpus = self.model, self.gpus
+        unserved = {sees.sight for sees in model.pattern} - {*self.kind.serves}
+        if unserved or not (model.sees_all or self.cost.kind in ("roofline", "constant", "table")):
+            other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
             raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
+        if model.linear and (self.cost.kind != "constant" or model.linear.value_heads % gpus):
+            bound = f"must be constant with linear layers, on GPUs that divide their {model.linear.value_heads} heads"
+            raise complaint(f"got {self.cost.kind} on {gpus} GPUs, {bound}", "cost.kind")
         return self
 
     @property

@@ -18,7 +18,7 @@ from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
-from cbsim.scenario.layers import FeedForward, Heads, Latent, Layer, Matrix
+from cbsim.scenario.layers import FeedForward, Heads, Latent, Layer, Linear, Matrix
 from cbsim.scenario.pretrained import MOST_LAYERS
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
@@ -30,13 +30,14 @@ of a byte; mxfp4: one of 32."""
 
 
 def _sight(seen: str) -> str:
-    if not re.fullmatch("full|(sliding|chunked) [1-9][0-9]{0,8}", seen):
-        raise complaint(f"got {shown(seen)}, expected full, sliding TOKENS or chunked TOKENS")
+    if not re.fullmatch("full|linear|(sliding|chunked) [1-9][0-9]{0,8}", seen):
+        raise complaint(f"got {shown(seen)}, expected full, linear, sliding TOKENS or chunked TOKENS")
     return seen
 
 
 Seen = Annotated[str, AfterValidator(_sight)]
-"""A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`."""
+"""A layer's view of the sequence: `full`, `sliding TOKENS` (the last ones, its own included), `chunked TOKENS`; or
+`linear`, by a state."""
 
 
 class FullHeads(Frozen):
@@ -62,6 +63,7 @@ class ModelShape(Frozen):
     kv_heads: Number  #: Key and value heads; 1 with `latent`, which is shared by all.
     head_dim: Number  #: Width of a head; with `latent` of what is cached: kv_rank + rope_dim.
     latent: Latent | None = None  #: Multi-head latent attention (MLA), in all layers.
+    linear: Linear | None = None  #: Linear attention, in the layers that have it.
     full_heads: FullHeads | None = None
     """KV heads of layers that see the whole sequence, if those of layers with windows are others."""
     sinks: bool = False  #: Has every head a learned sink (gpt-oss)? They take no time of their own.
@@ -92,7 +94,7 @@ class ModelShape(Frozen):
     max_position: Number  #: Longest sequence that the model is made for, in tokens.
     attention: Annotated[Many[Seen], Field(min_length=1)] = ("full",)
     """What the layers see, layer by layer, and again from the first if there are more: `full`; `sliding TOKENS`, the
-    last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4)."""
+    last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4); `linear`, by a state."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ModelShape:
@@ -128,8 +130,12 @@ class ModelShape(Frozen):
             if self.sees_all or "full" not in self.attention:
                 bound = "must be absent unless some layers have windows and others see everything"
                 raise complaint(f"got {wide.head_dim} wide heads, {bound}", "full_heads")
+        states = self.attention.count("linear")
+        if bool(states) != bool(self.linear) or states == len(self.attention):
+            bound = "must be in some layers, beside others, with linear, and in none without"
+            raise complaint(f"got {shown(list(self.attention))}: linear {bound}", "attention")
         if (of := self.latent) is not None:
-            if not self.sees_all:
+            if not {*self.attention} <= {"full", "linear"}:
                 raise complaint(f"got {shown(list(self.attention))}, must be full with latent", "attention")
             cached = of.kv_rank + of.rope_dim
             for field, right in (("kv_heads", 1), ("head_dim", cached), ("qk_norm", False), ("qkv_bias", False)):
@@ -153,6 +159,8 @@ class ModelShape(Frozen):
 
     def _attention_of(self, sees: Attention) -> Heads:
         dtype = self.attention_dtype or self.weights_dtype or self.dtype
+        if self.linear and sees.sight is Sight.STATE:
+            return Heads(sees, self.linear.value_heads, 0, self.linear.value_dim, dtype, state=self.linear)
         if self.full_heads and sees == FULL:
             wide = self.full_heads
             return Heads(sees, self.heads, wide.kv_heads, wide.head_dim, dtype, keys_are_values=wide.keys_are_values)
@@ -245,6 +253,14 @@ class ModelShape(Frozen):
         """
         cached = sum(count * layer.attention.cached(tensor) for layer, count in self.kinds)
         return int(cached * DTYPE_BYTES[self.cache_dtype])
+
+    def state_bytes(self, tensor: int = 1) -> int:
+        """Return the bytes of a request's state in a layer that keeps one, on one of `tensor` GPUs; 0 without such."""
+        if self.linear is None:
+            return 0
+        conv, matrices = self.linear.kept(tensor)
+        usual = "float32" if self.linear.rule == "kda" else self.dtype
+        return int(conv * self.dtype_bytes + matrices * DTYPE_BYTES[self.linear.state_dtype or usual])
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -360,8 +376,16 @@ class Place:
         self.block_bytes = block_size * model.kv_token_bytes(gpus)
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
+        self.state_rule: str = model.linear.rule if model.linear else ""
+        self.state_bytes = model.state_bytes(gpus)
 
-    def blocks(self, tokens: int, requests: int, layers: int | None = None) -> int:
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token in one layer that keeps tokens, on one GPU."""
+        kept = sum(each.sight is not Sight.STATE for each in self.model.layer_attention)
+        return self.model.kv_token_bytes(self.gpus) // kept
+
+    def blocks(self, tokens: int, requests: int, layers: int | None = None, page_bytes: int = 0) -> int:
         """Return the blocks as given, else those of all layers, or of `layers`, in the fraction of the memory beside
         weights and the peak of a step, on GPUs that share weights and heads (activations are counted whole). Raises
         ScenarioError.
@@ -371,7 +395,7 @@ class Place:
         peak = activation_bytes(self.model, tokens, requests)
         beside = self.model.shard_bytes(self.gpus) + peak + VLLM_RUNTIME_BYTES
         left = int(self.memory_bytes * self.memory_fraction) - beside
-        blocks = left // (self.block_bytes // self.layers * (layers or self.layers))
+        blocks = left // ((page_bytes or self.block_bytes // self.layers) * (layers or self.layers))
         if blocks < 2:
             raise self.misfit(left, peak_bytes=peak)
         return blocks

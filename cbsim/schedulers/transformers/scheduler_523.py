@@ -17,6 +17,7 @@ from cbsim.kv.blocks import BlockPool
 from cbsim.kv.keys import Keys
 from cbsim.kv.sectors import HostSectors, KindSectors, SectorPool, Sectors
 from cbsim.kv.table_pools import KindPool
+from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.request import Request
@@ -176,7 +177,7 @@ def _kind(name: str, about: str) -> SchedulerKind[settings.TransformersSettings,
         block_size=256,
         least_block_size=4,
         padding="transformers",
-        windows=True,
+        serves=(Sight.FULL, Sight.SLIDING),
         rings=True,
         memory=settings.MEMORY,
     )

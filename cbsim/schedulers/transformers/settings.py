@@ -8,7 +8,7 @@ from math import floor, gcd, lcm
 from typing import Annotated, Literal, NamedTuple
 
 from cbsim.errors import ScenarioError
-from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight, pages_of
+from cbsim.policy.groups import FULL, Attention, LayerGroup, pages_of
 from cbsim.policy.kind import Count, Model, Natural, Settings, Share, Site, require, resolved
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import SLOTS, STEP_TOKENS, AsText, AtLeast, Below, Solved
@@ -120,12 +120,9 @@ def cut(layers: Sequence[Attention], block_size: int, version: str) -> Cut:
 
 
 def layer_groups(site: Site, version: str) -> Cut:
-    """Return the groups of the site's model. Raises SettingsError for layers that transformers does not have."""
+    """Return the groups of the site's model. Raises SettingsError for windows that transformers does not have."""
     pattern = site.attention
     windows = sorted({attention.span for attention in pattern if attention != FULL})
-    chunked = any(attention.sight is Sight.CHUNKED for attention in pattern)
-    message = "chunked layers (model.attention) are not for transformers: it has full and sliding"
-    require(not chunked, "name", message)
     message = f"windows of {windows} tokens (model.attention): transformers has one for all layers"
     require(len(windows) <= 1, "name", message)
     return cut([pattern[layer % len(pattern)] for layer in range(site.layers)], site.block_size, version)

@@ -15,6 +15,7 @@ from collections import deque
 
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
+from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, StepPlan
@@ -350,5 +351,6 @@ TRTLLM = SchedulerKind(
     resolve=resolve,
     make=TrtllmScheduler,
     block_size=32,
+    serves=(Sight.FULL, Sight.SLIDING),
     whole=True,  # without max_attention_window, which has no default
 )

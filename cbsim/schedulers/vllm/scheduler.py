@@ -19,6 +19,7 @@ from cbsim.kv.host_cache import Arc, HostBlocks, HostCache, Lru
 from cbsim.kv.keys import GroupKeys, Keys, KeysWhenKnown
 from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
+from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
@@ -237,7 +238,7 @@ class VllmScheduler(SchedulerBase):
         return True
 
     def _aligned(self, request: Request, start: int, tokens: int) -> int:
-        """Return how many of the next `tokens` tokens a row has, so that states are behind it which later prompts find."""
+        """Return how many of the next `tokens` tokens a row has, for states that later prompts find to lie behind it."""
         o = self.options
         if not self._caches or not tokens:
             return tokens
@@ -346,5 +347,5 @@ VLLM = SchedulerKind(
     resolve=resolve,
     make=VllmScheduler,
     padding="vllm",
-    windows=True,
+    serves=tuple(Sight),
 )

@@ -6,9 +6,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Annotated, Literal, NamedTuple
 
-from cbsim.kv.layer_groups import Grouping, LayerKind, grouped, rules
+from cbsim.kv.layer_groups import Grouping, LayerKind, States, grouped, rules
 from cbsim.policy.groups import FULL, LayerGroup, Sight
 from cbsim.policy.kind import Count, Natural, Settings, Share, Site, require, resolved
 from cbsim.policy.loop import Limits
@@ -64,8 +65,11 @@ class VllmSettings(Settings):
     disable_hybrid_kv_cache_manager: bool = False
     """Keep what layers with windows no longer see as long as the rest, if other layers see everything."""
     prefix_cache_retention_interval: Natural | None = 0
-    """0.33: which blocks of sliding layers later prompts may find. 0: those that the same prompt, or a known part of
-    it, would resume from. N: also a window before every N tokens, a multiple of the block. null: all."""
+    """0.33: which blocks of sliding layers, and states, later prompts may find. 0: those that the same prompt, or a
+    known part of it, would resume from. N: also a window before every N tokens, a multiple of the block. null: all."""
+    state_checkpoints: Annotated[bool | None, Solved("what vLLM's kernels for the model can on {gpu}")] = None
+    """Can a row of a prompt leave a state within, so that it need not end there? null: with mamba2; with gated_delta on
+    Hopper, and on Blackwell with keys of 128."""
     kv_connector: Annotated[Literal["none", "simple_cpu", "offloading", "hand_off"], DEFAULT_IN_PROBE] = "none"
     """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector. hand_off, from
     a server that prefills to one that decodes, is followed in recorded traces only: a scenario has one server."""
@@ -162,6 +166,8 @@ class Tier(NamedTuple):
 BLACKWELL = re.compile(r"\bG?B[23]00\b")  # of compute capability 10
 SMALL = Tier(256, 2048, "a GPU with less than 70 GiB, or an A100")
 LARGE = Tier(1024, 8192, "a GPU with 70 GiB or more that is no A100")
+PREFILLS_GDN = re.compile(r"\b(G?H[12]00|H20|G?B[23]00|RTX (PRO|50))")  # of FlashInfer's kernel
+KERNEL_BLOCK, LATENT_BLOCK, GDN_BLOCK = 16, 128, 64  # tokens of which a block of attention or a state is a multiple
 LARGEST = Tier(1024, 16384, "a GPU with 160 GiB or more")
 
 
@@ -195,10 +201,15 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     servers = "got hand_off, which takes two servers, and a scenario has one"
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
     slots, tokens = _steps(settings, site)
-    grouping = layer_groups(site, together=settings.disable_hybrid_kv_cache_manager)
-    blocks = site.blocks(tokens, slots, grouping.block_bytes)
+    exports = bool(site.state_rule) and exports_states(settings, site)
+    size = block_size(settings, site, exports=exports)
+    states = States(size, 3 if exports else 2)
+    if not settings.enable_prefix_caching:
+        states = States(max(size, settings.max_model_len or site.max_position), 1)
+    grouping = layer_groups(site, size, states, together=settings.disable_hybrid_kv_cache_manager)
+    blocks = site.blocks(tokens, slots, grouping.block_bytes, size * site.token_bytes if site.state_rule else 0)
     if grouping.groups:
-        _check_groups(settings, site)
+        _check_groups(settings, site, size)
         in_flight = tokens * site.depth
         longest = longest_sequence(grouping.groups, in_flight, blocks - 1, settings.max_model_len, site.max_position)
     else:
@@ -209,7 +220,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     return resolved(
         settings,
         VllmOptions,
-        block_size=site.block_size,
+        block_size=size,
         num_blocks=blocks,
         max_num_seqs=slots,
         max_num_batched_tokens=tokens,
@@ -219,21 +230,49 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         host_blocks=_host_blocks(settings, site, host_bytes or 0),
         async_scheduling=site.depth > 1,
         groups=grouping.groups,
+        state_checkpoints=exports,
     )
 
 
-def _check_groups(settings: VllmSettings, site: Site) -> None:
+def exports_states(settings: VllmSettings, site: Site) -> bool:
+    """Return whether rows can leave states within: as stated, or if the kernels of vLLM's choice can."""
+    if settings.state_checkpoints is not None:
+        return settings.state_checkpoints
+    return site.state_rule == "mamba2" or (site.state_rule == "gated_delta" and bool(PREFILLS_GDN.search(site.gpu)))
+
+
+def block_size(settings: VllmSettings, site: Site, *, exports: bool) -> int:
+    """Return the tokens of a block, which becomes so large that a page of attention holds a state; the state's page is
+    padded to it (`Platform.update_block_size_for_backend`).
+    """
+    size = site.block_size
+    if not site.state_rule:
+        return size
+    unit = max(size, LATENT_BLOCK if site.model.latent else KERNEL_BLOCK)
+    if exports and settings.enable_prefix_caching and site.state_rule == "gated_delta":
+        unit = lcm(unit, GDN_BLOCK)
+    least = unit * -(-site.state_bytes // (unit * site.token_bytes))
+    return max(size, KERNEL_BLOCK * -(-least // KERNEL_BLOCK))
+
+
+def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
     """Raise SettingsError for settings that are not followed for layers that see less than everything."""
     required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    what = "states" if site.state_rule else "windows"
+    if site.state_rule:  # vLLM itself refuses the others
+        required["disable_hybrid_kv_cache_manager"] = False
+        required["enable_chunked_prefill"] = settings.enable_prefix_caching or settings.enable_chunked_prefill
     for name, must in required.items():
         value = getattr(settings, name)
-        require(value == must, name, f"got {value}, must be {must} if layers have windows (model.attention)")
-    size, interval = site.block_size, settings.prefix_cache_retention_interval
+        require(value == must, name, f"got {value}, must be {must} if layers have {what} (model.attention)")
+    interval = settings.prefix_cache_retention_interval
     for attention in site.attention:
         whole = attention.sight is not Sight.CHUNKED or not attention.span % size
         message = f"chunks of {attention.span} tokens (model.attention) must be whole blocks of {size}"
         require(whole, "name", f"got {settings.name}: {message}")
-    message = f"got {interval}, must be a multiple of kv_cache.block_size ({size})"
+    message = (
+        f"got {interval}, must be a multiple of {'the block' if site.state_rule else 'kv_cache.block_size'} ({size})"
+    )
     require(not interval or not interval % size, "prefix_cache_retention_interval", message)
 
 
@@ -266,13 +305,13 @@ def sees_all(groups: Sequence[LayerGroup]) -> bool:
     return all(group.attention == FULL for group in groups) and len(groups) <= 1
 
 
-def layer_groups(site: Site, *, together: bool) -> Grouping:
+def layer_groups(site: Site, size: int, states: States, *, together: bool) -> Grouping:
     """Return the groups of the site's model and the layers of a block; no groups if all layers see everything."""
     pattern = site.attention
     if all(one == FULL for one in pattern):
         return Grouping((), site.layers)
     layers = [LayerKind(pattern[layer % len(pattern)], 1) for layer in range(site.layers)]
-    return grouped(layers, site.block_size, together=together)
+    return grouped(layers, size, together=together, states=states)
 
 
 def least_blocks(groups: Sequence[LayerGroup], in_flight: int, longest: int) -> int:

@@ -20,6 +20,7 @@ from cbengine.build import Setup
 from cbengine.device.base import EngineDevice
 from cbengine.driver import Engine
 from cbengine.sequence import Sequence as Text
+from cbsim.policy.groups import Sight
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory
@@ -92,7 +93,7 @@ def plain_cache() -> Iterator[None]:
     kind = Scenario.kind
 
     def opened(one: Scenario) -> Any:
-        return replace(kind.fget(one), windows=True)  # type: ignore[attr-defined]
+        return replace(kind.fget(one), serves=tuple(Sight))  # type: ignore[attr-defined]
 
     with mock.patch.object(Scenario, "kind", property(opened)):
         yield
