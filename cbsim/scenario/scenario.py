@@ -36,6 +36,7 @@ from cbsim.scenario.fields import (
     Whole,
     complaint,
     cut,
+    either,
     one_of,
     shown,
 )
@@ -168,7 +169,8 @@ class Scenario(Frozen):
         unserved = {sees.sight for sees in model.pattern} - {*self.kind.serves}
         if unserved or not (model.sees_all or self.cost.kind in ("roofline", "constant", "table")):
             other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
-            raise complaint(f"layers see less than the whole sequence, must be full with {other}", "model.attention")
+            bound = f"must be {either([each.value for each in self.kind.serves]) if unserved else 'full'} with {other}"
+            raise complaint(f"layers see less than the whole sequence, {bound}", "model.attention")
         if model.linear and (self.cost.kind != "constant" or model.linear.value_heads % gpus):
             bound = f"must be constant with linear layers, on GPUs that divide their {model.linear.value_heads} heads"
             raise complaint(f"got {self.cost.kind} on {gpus} GPUs, {bound}", "cost.kind")
@@ -346,7 +348,8 @@ def solved_lines(scenario: Scenario) -> str:
     for field in fields(scenario.scheduler):
         value = getattr(options, field.name, None)
         if getattr(scenario.scheduler, field.name) is None and value is not None:
-            values.append((f"{field.name} {value:,}", rules.get(field.name, "solved")))
+            said = str(value).lower() if isinstance(value, bool) else f"{value:,}"
+            values.append((f"{field.name} {said}", rules.get(field.name, "solved")))
     if scenario.kv_cache.num_blocks is None:
         gpu, blocks = scenario.hardware, f"{options.num_blocks:,} blocks of {options.block_size} tokens"
         if count := len(getattr(options, "groups", ())):

@@ -15,7 +15,7 @@ from support.group_contents import GroupDrive, sliding
 from support.helpers import Ask
 
 from cbsim.kv.group_pool import GroupPool
-from cbsim.kv.layer_groups import GroupIndex, GroupRule, LayerKind, grouped, rules, units
+from cbsim.kv.layer_groups import GroupIndex, GroupRule, LayerKind, States, grouped, keeps_state, rules, units
 from cbsim.policy.groups import FULL, Attention, LayerGroup, Sight
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.request import RequestSpec
@@ -145,24 +145,29 @@ def test_what_is_not_followed_is_refused(given: dict[str, Any], field: str, word
 
 
 @st.composite
-def layers(draw: st.DrawFn, size: int) -> tuple[LayerGroup, ...]:
-    """Groups of a few layers of up to three kinds, not one of full ones; some with larger blocks."""
+def layers(draw: st.DrawFn, size: int, *, caches: bool) -> tuple[LayerGroup, ...]:
+    """Groups of a few layers of up to three kinds, not one of full ones; some with larger blocks or with states."""
     mixed = draw(st.booleans())
+    states = st.builds(Attention, st.just(Sight.STATE), st.sampled_from([0, 1]))
+    kept = States(size, 2 if mixed else draw(st.sampled_from([2, 3]))) if caches else States(MOST_TOKENS, 1)
     spans = st.builds(sliding, st.integers(1, 14))
     chunks = st.builds(chunked, st.sampled_from([4 * size, 8 * size]))
-    pool = draw(st.lists(st.one_of(st.just(FULL), spans, chunks), min_size=1, max_size=3))
+    pool = draw(st.lists(st.one_of(st.just(FULL), spans, chunks, states), min_size=1, max_size=3))
     kinds = [LayerKind(one, draw(st.sampled_from([1, 2])) if mixed else 1) for one in pool]
     kinds = list({kind.attention: kind for kind in kinds}.values())
-    made = grouped([*draw(st.lists(st.sampled_from(kinds), max_size=5)), *kinds], size).groups
+    made = grouped([*draw(st.lists(st.sampled_from(kinds), max_size=5)), *kinds], size, states=kept).groups
     return made if any(group.attention != FULL for group in made) else (*made, LayerGroup(sliding(5), (9,), size))
 
 
 @st.composite
 def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
-    size, is_chunked = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
-    groups = draw(layers(size))
+    size, caches = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([True, True, True, False]))
+    groups = draw(layers(size, caches=caches))
+    states = any(keeps_state(group) for group in groups)
+    is_chunked = draw(st.booleans()) or (states and caches)
     tokens = draw(st.integers(1, 30)) if is_chunked else draw(st.integers(MOST_TOKENS, 40))
-    least = least_blocks(groups, tokens * depth, MOST_TOKENS)
+    bounds = rules(groups, retention=0, in_flight=tokens * depth, longest=MOST_TOKENS)
+    least = max(least_blocks(groups, tokens * depth, MOST_TOKENS), sum(rule.capped(MOST_TOKENS) for rule in bounds))
     made = VllmOptions(
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         block_size=size,
@@ -171,7 +176,7 @@ def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=tokens,
         enable_chunked_prefill=is_chunked,
-        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        enable_prefix_caching=caches,
         prefix_cache_retention_interval=draw(st.sampled_from([0, 0, None, 8 * size])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
         scheduler_reserve_full_isl=draw(st.booleans()),
@@ -184,7 +189,7 @@ def cases(draw: st.DrawFn, depth: int) -> tuple[VllmOptions, list[Ask]]:
 
 @DEPTHS
 def test_rows_find_what_their_layers_see(depth: int) -> None:
-    """Any mix of windows, on tight caches, with prefixes shared and requests cancelled: contents, accounts, ends."""
+    """Any mix of windows and states, tight caches, shared prefixes, cancelled requests: contents, accounts, ends."""
 
     @given(case=cases(depth))
     def check(case: tuple[VllmOptions, list[Ask]]) -> None:
@@ -309,3 +314,75 @@ def test_what_query_tokens_see(attention: Attention, start: int, tokens: int) ->
     assert attention.pairs(start, tokens) == sum(map(len, lists))
     assert attention.seen(start, tokens) == len(set.union(*lists))
     assert attention.gone(start) == min(sees(attention, start))
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+STATE = Attention(Sight.STATE)
+
+
+def with_states(blocks: int, size: int = 2) -> tuple[LayerGroup, ...]:
+    return grouped([LayerKind(one, 1) for one in (STATE, STATE, FULL)], 2, states=States(size, blocks)).groups
+
+
+def test_layers_with_states_make_groups_like_others() -> None:
+    """States of several kinds are groups apart. A page is as large as the others' however small the state, and where
+    the pages of a block lie side by side, a group has no more states than fit beside the others."""
+    assert [group.layers for group in with_states(2)] == [(0,), (1,), (2,)]
+    assert group_layers([*[STATE] * 3, FULL] * 12) == [
+        *(tuple(at for at in range(48) if at % 4 < 3)[first::3] for first in range(3)),
+        tuple(range(3, 48, 4)),
+    ]
+    assert group_layers([STATE, Attention(Sight.STATE, 1), FULL]) == [(0,), (1,), (2,)]
+    made = grouped([LayerKind(STATE, 5), LayerKind(FULL, 16), LayerKind(sliding(9), 8)], 4, states=States(4, 3))
+    assert [(group.block_size, group.states) for group in made.groups] == [(4, 3), (4, 0), (8, 0)]
+    assert made.block_bytes == 16
+    assert packed(*[(STATE, 4)] * 4, (FULL, 4), (FULL, 2), (FULL, 2)) == ([(0, 2), (1, 3), (4, 5, 6)], 8)
+
+
+@DEPTHS
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_states_are_found_at_boundaries(depth: int, blocks: int) -> None:
+    """A prompt ends rows where later ones may go on: before its last token, and, once seen, where texts part. With a
+    third block the row goes on and leaves that state within. The same prompt again finds all but its last token."""
+    texts = [[*range(20), *range(100 * (i + 1), 100 * (i + 1) + 13)] for i in range(3)]
+    workload = [told(i, text, 3, 12 * i) for i, text in enumerate([*texts, texts[0]])]
+    scheduler = VllmScheduler(options(depth, groups=with_states(blocks), max_num_batched_tokens=64))
+    drive, rows = GroupDrive(scheduler, workload, depth), list[tuple[str, int, int]]()
+    drive.on_step = lambda plan, listed: rows.extend((row.spec.id, row.start, row.tokens) for row in listed)
+    drive.run()
+    check_ends(drive)
+    assert [drive.requests[ask.spec].cached for ask in workload] == [0, 0, 20, 32]
+    prompts = [row for row in rows if row[2] > 1]
+    whole = {2: [("r0", 0, 32), ("r1", 0, 20), ("r1", 20, 12)], 3: [("r0", 0, 33), ("r1", 0, 20), ("r1", 20, 13)]}
+    assert prompts[:3] == whole[blocks]
+    assert bool(drive.inside.states_within) == (blocks == 3)
+
+
+@DEPTHS
+def test_without_prefixes_a_request_has_one_state(depth: int) -> None:
+    """However long it is; rows end where the budget does."""
+    scheduler = VllmScheduler(options(depth, groups=with_states(1, 64), enable_prefix_caching=False))
+    drive, held = GroupDrive(scheduler, [told(0, range(21), 9, 0)], depth), list[list[int]]()
+    pool = scheduler.pool
+    assert isinstance(pool, GroupPool)
+    drive.on_step = lambda plan, rows: held.extend(
+        [len(table) for table in pool.tables_of(scheduler.requests[row.spec])] for row in rows
+    )
+    drive.run()
+    assert {tuple(each[:2]) for each in held} == {(1, 1)}
+    assert [each[2] for each in held][:2] == [8, 11]
+
+
+@DEPTHS
+@pytest.mark.parametrize(("blocks", "budget"), [(2, 31), (3, 80)], ids=["rows end anywhere", "in the same step"])
+def test_a_state_that_is_not_there_is_found(depth: int, blocks: int, budget: int) -> None:
+    """A pool that takes states for windows: a row ends within a block, whose state is then not that of its boundary; a
+    prompt goes on from a state that a row of the same step is only about to compute."""
+    workload = [told(i, [*range(32), 400 + i], 3, 0) for i in range(2)]
+    scheduler = VllmScheduler(options(depth, groups=with_states(blocks), max_num_batched_tokens=budget))
+    GroupDrive(VllmScheduler(scheduler.options), workload, depth).run()
+    assert isinstance(scheduler.pool, GroupPool)
+    scheduler.pool._states = []
+    with pytest.raises(AssertionError, match="group 0, state behind"):
+        GroupDrive(scheduler, workload, depth).run()

@@ -19,6 +19,7 @@ import pytest
 import cbsim
 from cbsim.errors import DeadlockError
 from cbsim.machine.simulate import Simulation
+from cbsim.policy.groups import Sight
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
 from cbsim.record.tables import Steps
@@ -39,6 +40,8 @@ CHOICES: dict[str, list[Any]] = {  # of settings whose usable values lie elsewhe
     "num_beams": [1, 2, 4],
 }
 WINDOWS = [["sliding 8", "full"], ["sliding 16"], ["full", "chunked 16"], ["sliding 8", "sliding 24", "full"]]
+STATES = [["linear", "linear", "full"], ["sliding 8", "linear", "full"], ["linear", "full", "chunked 32"]]
+LINEAR = {"rule": "gated_delta", "key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8}
 SHAPE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 128, "vocab": 512}
 ARRIVALS = [{"kind": "at_once"}, {"kind": "closed_loop", "users": 3}, {"kind": "poisson", "rate_per_s": 1e6}]
 CPU = {phase: {"base_s": 2e-7, "per_chunk_s": 1e-8} for phase in ("schedule", "prepare", "launch", "update")}
@@ -113,7 +116,9 @@ def any_document(name: str, dice: random.Random) -> tuple[dict[str, Any], int]:
     model, workload = "tiny", {"kind": "served", "path": "log.jsonl"}
     if kind.windows and dice.random() < 0.3:
         sees = dice.choice(WINDOWS)
-        model = {"name": "m", "layers": len(sees), "attention": sees, "max_position": 4096, **SHAPE}
+        linear = {"linear": LINEAR} if Sight.STATE in kind.serves and dice.random() < 0.5 else {}
+        sees = dice.choice(STATES) if linear else sees
+        model = {"name": "m", "layers": len(sees), "attention": sees, "max_position": 4096, **SHAPE, **linear}
     if name == "beam" or dice.random() < 0.3:
         prompt, output = ({"uniform": {"low": 1, "high": max(1, longest // part)}} for part in (2, 3))
         more = {"priorities": [0, 1, 2], "arrivals": dice.choice(ARRIVALS), "samples": dice.choice([1, 1, 3])}

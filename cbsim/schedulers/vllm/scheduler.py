@@ -238,7 +238,7 @@ class VllmScheduler(SchedulerBase):
         return True
 
     def _aligned(self, request: Request, start: int, tokens: int) -> int:
-        """Return how many of the next `tokens` tokens a row has, for states that later prompts find to lie behind it."""
+        """Return how many of the next `tokens` tokens a row has, so that states for later prompts are behind it."""
         o = self.options
         if not self._caches or not tokens:
             return tokens

@@ -230,7 +230,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         host_blocks=_host_blocks(settings, site, host_bytes or 0),
         async_scheduling=site.depth > 1,
         groups=grouping.groups,
-        state_checkpoints=exports,
+        state_checkpoints=exports if site.state_rule else None,
     )
 
 
