@@ -121,8 +121,7 @@ class GroupPool(TablePool):
             aligned = end // size * size
             if aligned > start or size <= most:
                 end = aligned
-        junction = self.junctions.get(request, 0)
-        stops = [start + (junction - start) // size * size] if junction < end else []
+        stops = [self.junctions.get(request, 0)]
         if not exports:
             stops.append((request.known - 1) // size * size)
             if start % size:

@@ -139,22 +139,25 @@ def _states(rng: Random, config: Line) -> int:
     """Add layers of which some keep a state. Return the blocks that one request has at most, and the null block."""
     size = config["block_size"]
     full, near = {"kind": "full"}, {"kind": "sliding", "window": rng.choice([1, size + 3, 4 * size])}
-    state, other = ({"kind": "linear", "state_bytes": rng.choice([64, 128, 256 * size])} for _ in range(2))
-    alike = [[state, state, state, full], [full, state] * 3, [state] * 5 + [full] * 4, [state, full, near]]
-    layers = rng.choice([*alike, [state], [state] * 3, [state, other, full], [near, state], [state, full, full, state]])
+    state, other = ({"kind": "linear", "state_bytes": rng.choice([64, 128, 128 * size])} for _ in range(2))
+    alike = [[state, state, state, full], [full, state] * 3, [state] * 5 + [full] * 4, [state, full, full, state]]
+    mixed = [[state, full, near], [state] * 3 + [full, near] * 2, [near, state], [state, other, full]]
+    layers = rng.choice([*alike, *mixed, [state], [state] * 3])
     config["enable_chunked_prefill"] |= config["enable_prefix_caching"]
     exports = rng.random() < 0.4
     if near in layers and full in layers and not exports:
-        layers, size = _two_sizes(rng, layers, several=False), 2 * size
         config |= {"layout": layout} if (layout := rng.choice(["", "", *LAYOUTS])) else {}
+        layers, size = _two_sizes(rng, layers, several=layout.startswith("B") and rng.random() < 0.5), 2 * size
     if config["enable_prefix_caching"]:
         config |= {"state_checkpoints": True} if exports else {}
         config["retention"] = rng.choice([0, 0, 0, None, size, 2 * size, 4 * size])
     config["layers"] = [dict(layer) for layer in layers]
     made = grouping(config)
     assert made is not None
-    bounds = {"in_flight": 2 * config["max_num_batched_tokens"], "longest": config["max_model_len"]}
-    return sum(rule.capped(bounds["longest"]) for rule in rules(made.groups, retention=0, **bounds)) + 1
+    in_flight, longest = 2 * config["max_num_batched_tokens"], config["max_model_len"]
+    bounds = rules(made.groups, retention=0, in_flight=in_flight, longest=longest)
+    most = sum(rule.capped(longest) for rule in bounds)
+    return max(most, least_blocks(made.groups, in_flight, longest)) + 1
 
 
 def _pattern(rng: Random, size: int) -> list[Line]:
