@@ -510,7 +510,7 @@ def test_a_scheduler_that_caches_windows_whole_prices_them(folder: Path) -> None
     plan, (full, windows) = a_plan(64, 64 * 1023, ()), map(assemble.cost_model, (whole, half))
     saved = full.gpu_ns(plan, 64)[1] - windows.gpu_ns(plan, 64)[1]
     assert saved / NS == pytest.approx(16 * (decode_ms(64, 1024, 32) - decode_ms(64, WINDOW, 32)), abs=1e-5)
-    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full with scheduler trtllm"):
+    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full or sliding with scheduler trtllm"):
         scenario.load("rates", [*base, f"model.attention=[full, chunked {WINDOW}]"])
     with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full with scheduler sglang"):
         scenario.load("rates", [*base, f"model.attention={seen[1]}", "scheduler={name: sglang}"])

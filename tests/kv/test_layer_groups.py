@@ -319,6 +319,88 @@ def test_what_query_tokens_see(attention: Attention, start: int, tokens: int) ->
 # -- states -----------------------------------------------------------------------------------------------------------
 
 STATE = Attention(Sight.STATE)
+QWEN3_NEXT = {"rule": "gated_delta", "key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
+
+
+def with_linear(linear: dict[str, Any], **fields: Any) -> shapes.ModelShape:
+    """A model of these layers beside attention of two KV heads of 256."""
+    shape = shapes.model("tiny").model_dump() | {"layers": 8, "heads": 16, "kv_heads": 2, "head_dim": 256}
+    shape |= {"attention": ("linear", "linear", "linear", "full"), "linear": linear, "dtype": "bfloat16"}
+    return shapes.ModelShape.model_validate(shape | fields)
+
+
+def solved(model: shapes.ModelShape, gpus: int = 1, blocks: int | None = 2000, **given: Any) -> VllmOptions:
+    site = Place(model, H100, depth=2, block_size=16, memory_fraction=0.9, num_blocks=blocks, gpus=gpus)
+    return resolve(VllmSettings(**given), site)
+
+
+def test_a_page_of_attention_holds_a_state() -> None:
+    """As for Qwen3-Next-80B: blocks of 544 tokens on one GPU, of 272 on four, where a KV head is copied. States within,
+    of its kernel for Hopper, need multiples of 64. Without prefixes a state's block is the whole sequence."""
+    model = with_linear(QWEN3_NEXT)
+    assert model.state_bytes() == 3 * 8192 * 2 + 32 * 128 * 128 * 2
+    assert [solved(model, gpus, state_checkpoints=False).block_size for gpus in (1, 4)] == [544, 272]
+    found, alone = solved(model), solved(model, enable_prefix_caching=False)
+    assert (found.block_size, alone.block_size) == (576, 544)
+    assert [group.states for group in found.groups] == [3, 3, 3, 0]
+    assert [group.states for group in alone.groups] == [1, 1, 1, 0]
+    assert {group.block_size for group in alone.groups[:3]} == {model.max_position}
+    assert solved(with_linear(QWEN3_NEXT | {"rule": "kda", "key_heads": 32, "state_dtype": None})).block_size > 1000
+    latent = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    mla = with_linear(QWEN3_NEXT, latent=latent, kv_heads=1, head_dim=576)
+    assert solved(mla, state_checkpoints=False).block_size == 1024  # a multiple of 128
+
+
+@given(data=st.data())
+def test_states_are_as_large_as_a_recount(data: st.DataObject) -> None:
+    """Bytes of a state, the least block whose page holds it, every layer in one group, and the blocks in the memory."""
+    tensor = data.draw(st.sampled_from([1, 2, 4]), label="tensor")
+    rule = data.draw(st.sampled_from(["gated_delta", "kda", "mamba2"]), label="rule")
+    keys = data.draw(st.sampled_from([1, 4, 8] if rule == "mamba2" else [4, 8]), label="keys")
+    values, conv = data.draw(st.sampled_from([8, 16]), label="values"), data.draw(st.integers(1, 5), label="conv")
+    key, value = (data.draw(st.sampled_from([16, 32, 96]), label=name) for name in ("key", "value"))
+    kept = data.draw(st.sampled_from([None, "float32", "bfloat16"]), label="type")
+    linear = {"rule": rule, "key_heads": keys, "value_heads": values, "key_dim": key, "value_dim": value}
+    pattern = data.draw(st.lists(st.sampled_from(["linear", "full", "sliding 64"]), max_size=6), label="layers")
+    pattern += ["linear", "full"]
+    model = with_linear(linear | {"conv": conv, "state_dtype": kept}, attention=tuple(pattern), layers=2 * len(pattern))
+    groups = tensor if keys % tensor else keys  # of mamba2, copied
+    channels = [*range(0, values * value, tensor), *range(0, 2 * groups * key, tensor)]
+    numbers = sum(1 for _ in range(0, values, tensor) for _ in range(value) for _ in range(key))
+    width = {"float32": 4, "bfloat16": 2}[kept or ("float32" if rule == "kda" else "bfloat16")]
+    assert model.state_bytes(tensor) == len(channels) * (conv - 1) * 2 + numbers * width
+    made = solved(model, tensor, None, state_checkpoints=False)
+    token = 2 * 256 * 2 * (2 // tensor or 1)
+    fits = next(size for size in range(16, 1 << 20, 16) if size * token >= model.state_bytes(tensor))
+    assert made.block_size == fits
+    assert sorted(layer for group in made.groups for layer in group.layers) == [*range(model.layers)]
+    site = Place(model, H100, 2, 16, 0.9, None, tensor)
+    most = max(len(group.layers) for group in made.groups)
+    beside = model.shard_bytes(tensor) + shapes.VLLM_RUNTIME_BYTES
+    beside += shapes.activation_bytes(model, made.max_num_batched_tokens, made.max_num_seqs)
+    assert made.num_blocks == (int(site.memory_bytes * 0.9) - beside) // (most * fits * token)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ({"version": "0.19"}, "version", "got 0.19, must be 0.33 if layers have states"),
+        ({"kv_connector": "offloading", "cpu_bytes_to_use": 1 << 30}, "kv_connector", "got offloading, must be none"),
+        ({"preemption_mode": "swap"}, "preemption_mode", "got swap, must be recompute"),
+        ({"disable_hybrid_kv_cache_manager": True}, "disable_hybrid_kv_cache_manager", "got True, must be False"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill", "got False, must be True"),
+        (
+            {"prefix_cache_retention_interval": 16},
+            "prefix_cache_retention_interval",
+            r"a multiple of the block \(576\)",
+        ),
+    ],
+)
+def test_what_states_exclude_is_refused(given: dict[str, Any], field: str, words: str) -> None:
+    """In one line. vLLM refuses the last three itself; the others are not followed."""
+    with pytest.raises(SettingsError, match=words) as raised:
+        solved(with_linear(QWEN3_NEXT), **given)
+    assert raised.value.field == field
 
 
 def with_states(blocks: int, size: int = 2) -> tuple[LayerGroup, ...]:
