@@ -353,6 +353,8 @@ def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
     values, the feed-forward's two inputs and its product; then the sampler's copies of the logits.
     """
     queries = model.heads * (model.latent.nope_dim + model.latent.rope_dim if model.latent else model.head_dim)
+    if (of := model.linear) is not None:
+        queries = max(queries, 2 * of.key_heads * of.key_dim + 2 * of.value_heads * of.value_dim)
     inner = max(model.intermediate, model.dense_intermediate, model.shared_intermediate)
     states = 2 * model.hidden + queries + 2 * model.kv_heads * model.head_dim + 3 * inner
     return tokens * states * model.dtype_bytes + LOGIT_COPIES * requests * model.vocab * 4

@@ -312,6 +312,37 @@ def test_override_of_a_kind_takes_the_new_kinds_defaults(small: Path) -> None:
     assert s.cost.cpu.schedule.base_s == 0
 
 
+LINEAR = (
+    "model.attention=[linear, full]",
+    "model.linear={rule: gated_delta, key_heads: 4, value_heads: 6, key_dim: 64, value_dim: 64}",
+    "cost={kind: constant, step_s: 0.01}",
+)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("scheduler={name: sglang}", "model.attention: layers see less .*, must be full with scheduler sglang$"),
+        ("scheduler={name: trtllm}", "model.attention: .* must be full or sliding with scheduler trtllm$"),
+        ("scheduler={name: transformers_fifo}", "must be full or sliding with scheduler transformers_fifo$"),
+        ("scheduler={name: beam}", "must be full with scheduler beam$"),
+        ("cost={kind: roofline}", "cost.kind: got roofline, must be constant with linear layers"),
+        (
+            "model.attention=[linear]",
+            "model.attention: got \\['linear'\\]: linear must be in some layers, beside others",
+        ),
+        ("model.linear=null", "model.attention: got .*: linear must be in some layers, .*, and in none without"),
+        ("model.linear.rule=mamba", "model.linear.rule: got 'mamba', expected one of gated_delta, kda, mamba2"),
+    ],
+)
+def test_who_serves_layers_with_a_state(small: Path, override: str, words: str) -> None:
+    """vllm; every other scheduler refuses them in one line, as do cost models that have no time for them."""
+    assert scenario.load(small, LINEAR).options("async").num_blocks > 2
+    message = refused(small, *LINEAR, override)
+    assert re.search(words, message), message
+    assert "\n" not in message
+
+
 def test_override_of_a_list_entry(small: Path) -> None:
     sizes = "loop.cuda_graphs.vllm_capture_sizes"
     s = scenario.load(small, [f"{sizes}=[1, 2, 4, 8]", f"{sizes}.2=3"])

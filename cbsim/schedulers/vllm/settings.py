@@ -29,6 +29,7 @@ NEW_OPTIONS = (  # since 0.19
     "watermark",
     "prefill_schedule_interval",
     "prefix_cache_retention_interval",
+    "state_checkpoints",
 )
 
 
