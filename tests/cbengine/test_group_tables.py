@@ -31,6 +31,7 @@ from cbengine.build import Setup
 from cbengine.sequence import Sequence as Text
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.shapes import Linear
 from cbsim.workload.requests import Workload
 
 NEAR, FAR, PART = Attention(Sight.SLIDING, 6), Attention(Sight.SLIDING, 17), Attention(Sight.CHUNKED, 8)
@@ -114,3 +115,12 @@ def test_only_a_scheduler_that_knows_of_windows_is_given_them() -> None:
     with plain_cache():
         assert build.adapted(plain, INLINE).model.layer_attention == (NEAR, FULL)
         build.check_windows(plain)
+
+
+def test_layers_with_a_state_are_only_simulated() -> None:
+    """The engine has no kernels for them."""
+    plain = case(FULL).scenario
+    linear = Linear(rule="kda", key_heads=2, value_heads=2, key_dim=16, value_dim=16)
+    other = plain.model_copy(update={"model": plain.model.model_copy(update={"linear": linear})})
+    with pytest.raises(build.UsageError, match=r"^model\.attention: got linear, must be full, sliding or chunked"):
+        build.check_windows(other)
