@@ -70,7 +70,7 @@ class VllmSettings(Settings):
     known part of it, would resume from. N: also a window before every N tokens, a multiple of the block. null: all."""
     state_checkpoints: Annotated[bool | None, Solved("what vLLM's kernels for the model can on {gpu}")] = None
     """Can a row of a prompt leave a state within, so that it need not end there? null: with mamba2; with gated_delta on
-    Hopper, and on Blackwell with keys of 128."""
+    Hopper and Blackwell, where its keys are taken to be 128 wide."""
     kv_connector: Annotated[Literal["none", "simple_cpu", "offloading", "hand_off"], DEFAULT_IN_PROBE] = "none"
     """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector. hand_off, from
     a server that prefills to one that decodes, is followed in recorded traces only: a scenario has one server."""
