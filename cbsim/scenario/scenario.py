@@ -171,9 +171,11 @@ class Scenario(Frozen):
             other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
             bound = f"must be {either([each.value for each in self.kind.serves]) if unserved else 'full'} with {other}"
             raise complaint(f"layers see less than the whole sequence, {bound}", "model.attention")
-        if model.linear and (self.cost.kind != "constant" or model.linear.value_heads % gpus):
-            bound = f"must be constant with linear layers, on GPUs that divide their {model.linear.value_heads} heads"
-            raise complaint(f"got {self.cost.kind} on {gpus} GPUs, {bound}", "cost.kind")
+        if model.linear and self.cost.kind != "constant":
+            raise complaint(f"got {self.cost.kind}, must be constant with linear layers (model.attention)", "cost.kind")
+        if model.linear and model.linear.value_heads % gpus:
+            bound = f"must divide linear.value_heads ({model.linear.value_heads})"
+            raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
         return self
 
     @property
