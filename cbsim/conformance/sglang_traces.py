@@ -37,8 +37,9 @@ from cbsim.schedulers.sglang.settings import TOO_LONG, SglangOptions, SglangSett
 from cbsim.workload import served
 from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 
-OPEN = {"chunked_prefill_size", "prefill_decode_interval"}  # options that may be null
-SETTINGS = {field.name for field in fields(SglangSettings)} - {"name", "ignore_eos", "scheduler_recv_interval", *OPEN}
+OPEN = {"chunked_prefill_size", "prefill_decode_interval", "max_mamba_cache_size"}  # options that may be null
+FIXED = {"name", "ignore_eos", "scheduler_recv_interval", "mamba_full_memory_ratio"}
+SETTINGS = {field.name for field in fields(SglangSettings)} - FIXED - OPEN
 CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", *SETTINGS, *OPEN])
 VERSIONS = ("0.5.23",)
 
@@ -50,6 +51,7 @@ def options(config: Line) -> SglangOptions:
         num_blocks=config["max_total_num_tokens"] // config["page_size"],
         chunked_prefill_size=config["chunked_prefill_size"] or -1,
         prefill_decode_interval=config["prefill_decode_interval"] or 0,
+        max_mamba_cache_size=config.get("max_mamba_cache_size"),
         **{name: config[name] for name in SETTINGS},
     )
 
@@ -341,6 +343,8 @@ class SglangReplay(Replay):
         pool = self.scheduler.pool
         size, tree = pool.block_size, pool.tree
         totals = {"evictable": tree.evictable * size, "protected": tree.protected * size}
+        if (states := self.scheduler.options.max_mamba_cache_size) is not None:
+            totals["states"] = states - len(self.scheduler.running)
         return {"avail": pool.ready * size, **totals}
 
     def _applied(self, effect: Applied) -> None:

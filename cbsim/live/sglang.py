@@ -20,10 +20,12 @@ from cbsim.workload.scheduler_tests import STOP_TOKEN
 stubs.install()  # before the first import of SGLang
 
 import torch  # noqa: E402
+from sglang.srt.arg_groups import overrides  # noqa: E402
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape  # noqa: E402
 from sglang.srt.managers import scheduler as managers  # noqa: E402
 from sglang.srt.mem_cache.allocator import paged, token  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats  # noqa: E402
@@ -41,6 +43,7 @@ truncation_align_size"""
 OFF = """enable_lora enable_overlap_mlx enable_pdmux enable_hierarchical_cache enable_lmcache enable_hicache_storage
 enable_unified_cache_external_linker enable_hisparse enable_unified_memory enable_fpm attn_dp_enabled is_hybrid_swa
 require_mlp_sync abort_on_priority_when_disabled processed_tokens_counter _sched_idled _war_barrier_enabled"""
+SHAPE, CHUNK = "intermediate_size n_groups num_heads head_dim state_size", 64  # of a state; a kernel's tokens
 INERT = "load_publisher kv_events_publisher profiler_manager output_streamer pool_stats_observer dllm_manager"
 IGNORED = """publish_load_snapshot maybe_sleep_on_idle update_cache_from_scheduler _record_step_counters
 _maybe_namespace_elastic_radix_cache _maybe_clear_mm_inputs _record_kv_event_lora_name"""
@@ -62,7 +65,11 @@ def record(workload: Line, mode: str) -> list[Line]:
     ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank"), 0)
     context, batch, adder = managers.get_context(), managers.ScheduleBatch, managers.PrefillAdder
     retract, preempt = batch.retract_decode, adder.preempt_to_schedule
-    with context.override_server_args(device="cpu", **arguments), context.parallel.override(**ranks):
+    with (
+        context.override_server_args(device="cpu", **arguments),
+        context.parallel.override(**ranks),
+        patch.object(overrides, "mamba_cache_chunk_size", lambda _: CHUNK),
+    ):
         made = Recorder(workload, arguments)
         with (
             patch.object(batch, "retract_decode", lambda batch: made.retracted(*retract(batch))),
@@ -133,11 +140,12 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         page, kind, rest = self.page_size, token.TokenToKVPoolAllocator, (torch.float16, "cpu", None, False)
         self.max_total_num_tokens, self.max_req_len = size, min(self.context_length, size) - 1
         self.max_req_input_len = self.max_req_len - 5  # as the model's worker computes it
-        rows = self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_length + 8, "cpu", False)
+        rows = self.req_to_token_pool = self.rows()
         slots = kind(size, *rest) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *rest)
         parts = {"req_to_token_pool": rows, "token_to_kv_pool_allocator": slots, "page_size": page}
         parts |= {"disable": self.disable_radix_cache, "eviction_policy": self.radix_eviction_policy}
-        tree = UnifiedRadixCache(CacheInitParams(tree_components=(ComponentType.FULL,), **parts))
+        kinds = (ComponentType.FULL, *[ComponentType.MAMBA] * bool(self.max_mamba_cache_size))
+        tree = UnifiedRadixCache(CacheInitParams(tree_components=kinds, **parts))
         self.token_to_kv_pool_allocator, self.tree_cache = slots, tree
         evict, free = tree._evict, slots.free_segment
 
@@ -153,6 +161,17 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
             return free(taken, start_pos=start_pos)
 
         tree._evict, slots.free_segment = evicted, freed
+
+    def rows(self) -> Any:
+        """Return the tables of requests, with slots for states of the least size if layers keep some."""
+        size = {"size": self.max_running_requests, "max_context_len": self.context_length + 8, "device": "cpu"}
+        size["enable_memory_saver"], states = False, self.max_mamba_cache_size
+        if not states:
+            return ReqToTokenPool(**size)
+        shape = Mamba2StateShape.create(tp_world_size=1, conv_kernel=2, **dict.fromkeys(SHAPE.split(), 1))
+        size |= {"mamba_size": states, "mamba_spec_state_size": states, "mamba_layer_ids": [0]}
+        params = Mamba2CacheParams(shape=shape, layers=[0])
+        return HybridReqToTokenPool(cache_params=params, enable_mamba_extra_buffer=False, **size)
 
     def ingest_requests(self) -> None:
         """Begin a pass with what is due in it. The first pass that begins with nothing left to do is the last one."""
@@ -238,6 +257,8 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
             "evictable": tree.evictable_size(),
             "protected": tree.protected_size(),
         }
+        if self.max_mamba_cache_size:
+            sizes["states"] = self.req_to_token_pool.mamba_allocator.available_size()
         return {name: int(tokens) for name, tokens in sizes.items()}
 
     def forward(self, batch: Any, **_: Any) -> Any:
@@ -254,6 +275,7 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         memory = self.memory()
         assert memory["avail"] + memory["evictable"] == self.max_total_num_tokens, memory
         assert self.req_to_token_pool.available_size() == self.max_running_requests
+        assert memory.get("states") == self.max_mamba_cache_size, memory
         return {"ev": "footer", "steps": self.now + 1, "batches": self.forward_ct, "requests": self.over}
 
 

@@ -54,6 +54,8 @@ def draw(rng: random.Random, number: int) -> Line:
     requests = _requests(rng, config)
     if not tree and config["max_total_num_tokens"] < config["context_length"] + 2 * page:
         requests = [{name: value for name, value in each.items() if name != "ignore_eos"} for each in requests]
+    if not tree and rng.random() < 0.5:
+        config["max_mamba_cache_size"] = seats + rng.randint(0, 2)
     return {"name": f"sg{number}", "config": config, "requests": requests}
 
 

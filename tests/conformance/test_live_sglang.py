@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.cases import with_states
 
 from cbsim.cli.parser import main
 from cbsim.conformance.sglang_traces import CONFIG, options
 from cbsim.live import sglang_workloads
 from cbsim.live.original import load
-from cbsim.schedulers.sglang.settings import SglangSettings
+from cbsim.schedulers.sglang.settings import SglangSettings, resolve
 from cbsim.workload.scheduler_tests import STOP_TOKEN
 
 DRAWN = [sglang_workloads.draw(random.Random(number), number) for number in range(300)]
@@ -58,3 +61,35 @@ def test_a_workload_leaves_no_trace_in_the_next() -> None:
     assert original.record(first, "overlap") == lines
     assert original.read_as(lines[0], "1.0") == lines[0] | {"sglang": "1.0"} != lines[0]
     assert version == lines[0]["sglang"]
+
+
+@needs_sglang
+@pytest.mark.parametrize("seats", [None, 1, 100])
+@pytest.mark.parametrize("states", [None, 40])
+@pytest.mark.parametrize("ratio", [0.1, 0.9, 3.0])
+def test_states_take_what_the_real_server_gives_them(seats: int | None, states: int | None, ratio: float) -> None:
+    """States, tokens and places in the memory beside the weights, by SGLang's own code."""
+    load("sglang")
+    from sglang.srt.managers.scheduler import get_context
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator as Configurator
+
+    site = with_states(block_size=1)
+    left, layers = site.blocks(4096, seats or 256, 1, 1), [*range(6)]
+    params = SimpleNamespace(layers=layers, mamba_cache_per_req=len(layers) * site.state_bytes)
+    made: Any = SimpleNamespace(
+        mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        model_config=SimpleNamespace(context_len=site.max_position),
+        fused_entry_bytes=lambda _: None,
+        _calculate_mamba_ratio=lambda: Configurator._calculate_mamba_ratio(made),
+        pp_size=1,
+        attn_dp_size=1,
+        extra_mamba_cache_bytes_per_req=0,
+    )
+    given = {"max_running_requests": seats, "max_mamba_cache_size": states, "mamba_full_memory_ratio": ratio}
+    with get_context().override_server_args(device="cpu", disable_radix_cache=True, **given):
+        tokens = int(Configurator._handle_max_mamba_cache(made, left / (1 << 30)) * (1 << 30)) // site.block_bytes
+        places = Configurator.resolve_max_num_reqs(made, tokens)
+        kept = get_context().config_bag("schedule").max_mamba_cache_size
+    ours = resolve(SglangSettings(disable_radix_cache=True, chunked_prefill_size=4096, **given), site)
+    assert (ours.num_blocks, ours.max_running_requests, ours.max_mamba_cache_size) == (tokens, places, kept)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from support.cases import DEPTHS, Case, ran, sglang_cases
+from hypothesis import strategies as st
+from support.cases import DEPTHS, Case, ran, sglang_cases, with_states
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.request import Finish, RequestSpec
+from cbsim.scenario import shapes
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
-from cbsim.schedulers.sglang.settings import SglangOptions, SglangSettings
+from cbsim.schedulers.sglang.settings import SglangOptions, SglangSettings, resolve
 
 OPTIONS = SglangOptions(
     block_size=1, num_blocks=400, max_running_requests=2, chunked_prefill_size=-1, context_length=200
@@ -177,3 +180,62 @@ def test_arrivals_are_looked_for_every_so_many_passes(interval: int, passes: int
     prefilled = list[int]()
     ran(Drive(server, asks, 1), lambda plan, rows: prefilled.append(plan.work.prefill_tokens))
     assert [step for step, tokens in enumerate(prefilled) if tokens] == [0, passes]
+
+
+@given(
+    seats=st.sampled_from([None, 1, 50, 200]),
+    states=st.sampled_from([None, 7, 100]),
+    ratio=st.floats(0.01, 20),
+    size=st.sampled_from([1, 16, 64]),
+    layers=st.integers(4, 30),
+    fraction=st.floats(0.3, 0.95),
+)
+def test_states_take_memory_beside_the_tokens(
+    seats: int | None, states: int | None, ratio: float, size: int, layers: int, fraction: float
+) -> None:
+    """States and one more, then as many blocks as fit; a place for each state at most. If nobody says how many states,
+    they and the one more get their share of the memory. A cache that is given has states by the same share."""
+    given = {"max_running_requests": seats, "max_mamba_cache_size": states, "mamba_full_memory_ratio": ratio}
+    asked = SglangSettings(disable_radix_cache=True, chunked_prefill_size=4096, **given)
+    site = with_states(size, layers, None, fraction)
+    kept = sum(site.state_bytes for layer in range(layers) if layer % 4 < 3)
+    token = sum(site.token_bytes for layer in range(layers) if layer % 4 == 3)
+    left, most = site.blocks(4096, seats or 256, 1, 1), states or seats
+    made = resolve(asked, site)
+    number = made.max_mamba_cache_size or 0
+    used = (number + 1) * kept + made.num_blocks * size * token
+    assert left - size * token < used <= left
+    assert number == most or abs((number + 1.5) * kept - left * ratio / (1 + ratio)) <= kept
+    assert made.max_running_requests <= min(number, seats or number, made.pool_tokens // 2)
+    again = resolve(asked, with_states(size, layers, made.num_blocks, fraction))
+    assert again.num_blocks == made.num_blocks
+    more = (again.max_mamba_cache_size or 0) - number
+    assert again.max_mamba_cache_size == most or abs(more) <= 2 + ratio * (1 + size * token / kept)  # of what was left
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ({"disable_radix_cache": False}, "disable_radix_cache", "got false, must be true with linear layers"),
+        (
+            {"max_running_requests": 100_000},
+            "max_running_requests",
+            "got 100000: 100000 states of .* MB beside tokens in .* GB",
+        ),
+        ({"max_mamba_cache_size": 100_000}, "max_mamba_cache_size", "got 100000: 100000 states"),
+    ],
+)
+def test_what_states_exclude_is_refused(given: dict[str, Any], field: str, words: str) -> None:
+    """A tree of states is not modelled; states that leave no room for tokens are the server's error, too."""
+    with pytest.raises(SettingsError, match=words) as raised:
+        resolve(SglangSettings(**{"disable_radix_cache": True} | given), with_states(1))
+    assert raised.value.field == field
+    site = with_states(1)
+    site.memory_fraction -= (site.blocks(16384, 256, 1, 1) - 2 * 10**7) / site.memory_bytes
+    with pytest.raises(SettingsError, match=r"got 0\.9: 0 states of 1.* MB beside tokens in 0\.02 GB"):
+        resolve(SglangSettings(disable_radix_cache=True, chunked_prefill_size=16384), site)
+    with pytest.raises(SettingsError, match="got 8, must be null: no layer"):
+        resolve(
+            SglangSettings(max_mamba_cache_size=8),
+            Place(shapes.model("tiny"), shapes.hardware("h100-sxm"), 2, 1, 0.9, None),
+        )

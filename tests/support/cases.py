@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.scenario import shapes
+from cbsim.scenario.shapes import Place
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.sarathi.scheduler import SarathiServe
 from cbsim.schedulers.sarathi.settings import ServeOptions
@@ -199,6 +201,14 @@ def trtllm_cases(draw: st.DrawFn, **given: Any) -> Case:
     return partial(TrtllmScheduler, options), draw(asks(size))
 
 
+def with_states(block_size: int, layers: int = 8, blocks: int | None = None, fraction: float = 0.9) -> Place:
+    """A model three of whose four layers keep a state of a request, on a GPU of 80 GB."""
+    linear = {"rule": "gated_delta", "key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
+    shape = shapes.model("tiny").model_dump() | {"layers": layers, "attention": ("linear", "linear", "linear", "full")}
+    model = shapes.ModelShape.model_validate(shape | {"linear": linear | {"state_dtype": "float32"}})
+    return Place(model, shapes.hardware("h100-sxm"), 2, block_size, fraction, blocks)
+
+
 @st.composite
 def sglang_cases(draw: st.DrawFn, *orders: str) -> Case:
     """An SGLang scheduler with any of its options, and a workload. The cache holds one request, or a few. Without the
@@ -227,6 +237,7 @@ def sglang_cases(draw: st.DrawFn, *orders: str) -> Case:
         prefill_max_requests=draw(st.sampled_from([None, 1, 3])),
         prefill_decode_interval=draw(st.sampled_from([0, 0, 2])),
         max_queued_requests=draw(st.sampled_from([None, None, 1, 4])),
+        max_mamba_cache_size=None if shares else draw(st.sampled_from([None, 8])),
         ignore_eos=draw(st.booleans()) and (shares or tokens >= context + 3 * size),
     )
     return partial(SglangScheduler, options), draw(asks(size))

@@ -1,10 +1,10 @@
 """SGLang 0.5.23's scheduler: prefill batches before decode batches, a radix tree for a cache, retraction.
 
-Rules as in the real scheduler (text, one group of full-attention layers, no speculation), restated and checked line by
-line against its traces. A request is admitted if what it computes and may write fits beside what running requests are
-expected to write: a share of what they may, which falls as they decode, and rises when memory runs out and some are
-retracted. `full` stops admission until a request leaves. The original's defects are not shared; docs/policies.md lists
-them, and what proves the rules puts them back.
+Rules as in the real scheduler (text, full attention, beside it perhaps layers with states, no speculation), restated
+and checked line by line against its traces. A request is admitted if what it computes and may write fits beside what
+running requests are expected to write: a share of what they may, which falls as they decode, and rises when memory runs
+out and some are retracted. `full` stops admission until a request leaves. The original's defects are not shared;
+docs/policies.md lists them, and what proves the rules puts them back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection
 from cbsim.kv.keys import KeysOfPrefills
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decoding import Decoding
+from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
@@ -397,7 +398,9 @@ class SglangScheduler(SchedulerBase):
         waiting = len(self.waiting) + len(self._sent)
         assert len(self.running) + waiting == len(self.requests), "requests that neither wait nor run"
         assert self.batch.keys() <= self.running.keys(), "decodes and does not run"
-        assert len(self.running) <= self.options.max_running_requests, ("places", len(self.running))
+        o = self.options
+        places = o.max_running_requests if o.max_mamba_cache_size is None else o.max_mamba_cache_size
+        assert len(self.running) <= min(o.max_running_requests, places), ("places, or states", len(self.running))
         assert self.pool.tables.keys() == self.running.keys(), "KV of requests that do not run"
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
@@ -421,4 +424,6 @@ SGLANG = SchedulerKind(
     resolve=resolve,
     make=SglangScheduler,
     block_size=1,
+    serves=(Sight.FULL, Sight.STATE),
+    whole=True,
 )

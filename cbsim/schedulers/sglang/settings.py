@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from cbsim.policy.groups import Sight
 from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, AtLeast, InProbe, Solved
@@ -58,6 +59,14 @@ class SglangSettings(Settings):
     max_queued_requests: Annotated[Count | None, DEFAULT_IN_PROBE] = None
     """Requests that may wait; whoever comes or comes back then is refused, with priorities the least urgent. null: no
     limit."""
+    max_mamba_cache_size: Annotated[
+        Count | None, Solved("SGLang 0.5.23, from memory and max_running_requests", pinned=True), DEFAULT_IN_PROBE
+    ] = None
+    """States of requests, in layers that keep one; null: as many as max_running_requests, or if that is null by
+    mamba_full_memory_ratio."""
+    mamba_full_memory_ratio: Annotated[float, AtLeast(0.01)] = 0.9
+    """Bytes of states for a byte of the cache of tokens, if neither max_mamba_cache_size nor max_running_requests says
+    how many there are."""
     ignore_eos: bool = False
     """Requests ask for their outputs to the limit (`ignore_eos`), so all of it is kept free for them. What the workload
     declares does not change."""
@@ -136,7 +145,7 @@ def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
     require(chunk < 0 or not chunk % size, "chunked_prefill_size", message)
     context = settings.context_length or site.max_position
     step = chunk if chunk > 0 else max(settings.max_prefill_tokens, context)
-    blocks = site.blocks(step, settings.max_running_requests or 256)
+    blocks, states = _beside_states(settings, site, step)
     tokens = blocks * size
     slots = settings.max_running_requests or max(min(int(tokens / context * 512), 4096), 2048)
     return resolved(
@@ -144,7 +153,31 @@ def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
         SglangOptions,
         block_size=size,
         num_blocks=blocks,
-        max_running_requests=max(1, min(slots, tokens // 2)),
+        max_running_requests=max(1, min(slots, tokens // 2, states or slots)),
+        max_mamba_cache_size=states,
         chunked_prefill_size=chunk,
         context_length=context,
     )
+
+
+def _beside_states(settings: SglangSettings, site: Site, step: int) -> tuple[int, int | None]:
+    """Return the blocks of the cache, and how many states fit beside it; one more, of padded rows, takes memory too."""
+    slots, ratio, given = settings.max_running_requests, settings.mamba_full_memory_ratio, site.num_blocks
+    if not site.state_rule:
+        message = f"got {settings.max_mamba_cache_size}, must be null: no layer (model.attention) keeps a state"
+        require(settings.max_mamba_cache_size is None, "max_mamba_cache_size", message)
+        return site.blocks(step, slots or 256), None
+    message = "got false, must be true with linear layers (model.attention): a tree of states is not modelled"
+    require(settings.disable_radix_cache, "disable_radix_cache", message)
+    layers = [site.attention[layer % len(site.attention)].sight for layer in range(site.layers)]
+    each = layers.count(Sight.STATE) * site.state_bytes
+    left = site.blocks(step, slots or 256, 1, 1) if given is None else given * site.block_bytes * (1 + ratio)  # bytes
+    states = settings.max_mamba_cache_size or slots or max(0, int((left * ratio / (1 + ratio) - each) // each))
+    blocks = int(left - (states + 1) * each) // site.block_bytes if given is None else given
+    name = "max_running_requests" if settings.max_mamba_cache_size is None else "max_mamba_cache_size"
+    name = name if settings.max_mamba_cache_size or slots else "mamba_full_memory_ratio"
+    message = (
+        f"got {getattr(settings, name)}: {states} states of {each / 1e6:,.1f} MB beside tokens in {left / 1e9:,.2f} GB"
+    )
+    require(states > 0 and blocks > 1, name, message)
+    return blocks, states
