@@ -322,7 +322,7 @@ LINEAR = (
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("scheduler={name: sglang}", "model.attention: layers see less .*, must be full with scheduler sglang$"),
+        ("scheduler={name: sglang}", "scheduler.disable_radix_cache: got false, must be true with linear layers"),
         ("scheduler={name: trtllm}", "model.attention: .* must be full or sliding with scheduler trtllm$"),
         ("scheduler={name: transformers_fifo}", "must be full or sliding with scheduler transformers_fifo$"),
         ("scheduler={name: beam}", "must be full with scheduler beam$"),
@@ -336,8 +336,9 @@ LINEAR = (
     ],
 )
 def test_who_serves_layers_with_a_state(small: Path, override: str, words: str) -> None:
-    """vllm; every other scheduler refuses them in one line, as do cost models that have no time for them."""
-    assert scenario.load(small, LINEAR).options("async").num_blocks > 2
+    """vllm, and sglang without its tree; others refuse them in one line, as do cost models without time for them."""
+    for served in ("scheduler={name: vllm}", "scheduler={name: sglang, disable_radix_cache: true}"):
+        assert scenario.load(small, [*LINEAR, served]).options("async").num_blocks > 2
     message = refused(small, *LINEAR, override)
     assert re.search(words, message), message
     assert "\n" not in message
