@@ -120,8 +120,9 @@ def check_model(shape: ModelShape) -> None:
 
 def check_setup(scenario: Scenario, setup: Setup) -> None:
     """Refuse a group of GPUs, since only one computes, and what beam search lacks. Raises UsageError."""
-    if scenario.gpus > 1:
-        raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, must be 1: the engine computes on one device")
+    for name, gpus in (("tensor_parallel", scenario.gpus), ("data_parallel", scenario.ranks)):
+        if gpus > 1:
+            raise UsageError(f"cost.{name}: got {gpus}, must be 1: the engine computes on one device")
     texts = beams(scenario)
     if texts and not all(sampling.greedy for sampling in (setup.sampling, *setup.requests.by_id.values())):
         raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")

@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 from math import exp, inf, log
 from typing import Any, NamedTuple
 
-from cbsim.cost.table import HEAD_DIM, LAUNCHES, KernelTimes, Ladder, neighbours, pairs, reached
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, Exchange, KernelTimes, Ladder, neighbours, pairs, reached
 from cbsim.scenario import catalog
 from cbsim.scenario.layers import Heads, Layer, Matrix
 from cbsim.scenario.shapes import WEIGHT_BYTES, Hardware, ModelShape
@@ -145,10 +145,12 @@ class CurveTimes(KernelTimes):
     it.
     """
 
-    def __init__(self, known: Sequence[Source], engine: str, gpu: Hardware, model: ModelShape, tensor: int) -> None:
+    def __init__(
+        self, known: Sequence[Source], engine: str, gpu: Hardware, model: ModelShape, tensor: int, ranks: int = 1
+    ) -> None:
         self._sources, self._engine, self._sheet, self._gpu = known, engine, sheet(gpu), gpu
-        self._model, self._tensor = model, tensor
-        reduce = {launch: self._reduce_ladder(launch) for launch in (LAUNCHES if tensor > 1 else ())}
+        self._model, self._tensor, self._ranks = model, tensor, ranks
+        reduce = {launch: self._reduce_ladder(launch, tensor) for launch in (LAUNCHES if tensor > 1 else ())}
         super().__init__(
             model,
             tensor,
@@ -158,7 +160,15 @@ class CurveTimes(KernelTimes):
             attention=lambda heads: (self._decode_ladder(heads), self._prompt_ladder(heads)),
             reduce=reduce,
             gather=(lambda elements: GATHER * reduce["eager"](elements)) if reduce else None,
+            exchange=self._exchange if ranks > 1 else None,
         )
+
+    def _exchange(self, layer: Layer) -> Exchange:
+        """Return the ns of an all-gather of all ranks' tokens and of a reduce-scatter back, each a part of an
+        all-reduce.
+        """
+        eager = self._reduce_ladder("eager", self._ranks)
+        return lambda tokens, _: 2 * GATHER * eager(sum(tokens) * layer.hidden)
 
     def _product(self, matrix: Matrix) -> Ladder:
         """Return the ns of a product by tokens; without curves of a type, by the shares of bfloat16."""
@@ -175,7 +185,7 @@ class CurveTimes(KernelTimes):
     def _expert_ladder(self, layer: Layer) -> Ladder:
         """Return the ns of a layer's experts, by tokens: at the shares of the shape nearest to theirs."""
         part = layer.feed_forward
-        shape = layer.hidden, part.expert_inner / self._tensor, part.chosen, part.experts
+        shape = layer.hidden, part.expert_inner / (self._tensor * self._ranks), part.chosen, part.experts
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["experts"], part.expert_dtype)
@@ -252,12 +262,12 @@ class CurveTimes(KernelTimes):
         engines: Mapping[str, Curves] = source.curves["engines"]
         return engines.get(self._engine) or engines["vllm"]
 
-    def _reduce_ladder(self, launch: str) -> Ladder:
+    def _reduce_ladder(self, launch: str, ranks: int) -> Ladder:
         """Return the ns of an all-reduce by elements: the least that was measured is latency, the rest by the link."""
 
         def curve(source: Source) -> Points:
             known = self._of_engine(source)["reduce"]
-            of = known[min(known, key=lambda gpus: abs(log(int(gpus) / self._tensor)))]
+            of = known[min(known, key=lambda gpus: abs(log(int(gpus) / ranks)))]
             times = zip(of["bytes"], of[launch], strict=True)
             least, ratio = min(of[launch]), source.sheet.link / self._sheet.link
             return [((size / self._model.dtype_bytes,), least + (ns - least) * ratio) for size, ns in times]

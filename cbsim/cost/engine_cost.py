@@ -10,12 +10,14 @@ Attention of decoding rows, which with `skew` wait for the longest, is multiplie
 caches differently than the measurement.
 Products, those of experts included, are multiplied by `products`, in steps too large for a graph by `large_products`:
 a kernel that runs alone for a moment finds the GPU cooler than in a server. There are two all-reduces a layer and one
-after the embedding.
+after the embedding. Ranks that step together exchange tokens before and after experts, and wait for each other there,
+too.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,25 +104,40 @@ class EngineCost:
         )
         self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
-        self._step_ns = step_ns + model.layers * layer_ns + self._reduces * reduce_ns
+        self._step_ns = step_ns + model.layers * layer_ns + (self._reduces + kernels.exchanges) * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
-        rows = plan.work.rows + plan.work.padding_rows
-        if not rows:
+        if not plan.work.rows + plan.work.padding_rows:
             return 0, 0, 0
+        h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
+        own_ns = self._own_ns(plan, tokens, tokens, graph=self._captured.holds(plan, tokens))
+        return h2d_ns, round(own_ns), d2h_ns
+
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        """Return the ns of kernels of a step that ranks take together, computing so many query tokens each; the first
+        of them have the work of `plans`, the others none.
+
+        All take as long as the slowest of those that run; experts compute the tokens of all.
+        """
+        graph = all(self._captured.holds(plan, count) for plan, count in zip(plans, tokens, strict=False))
+        own = [self._own_ns(*at, sum(tokens), graph=graph) for at in zip(plans, tokens, strict=False)]
+        decode = all(one_each(plan) for plan in plans)
+        return round(max(own) + self._kernels.exchange_ns(tokens, decode=decode))
+
+    def _own_ns(self, plan: StepPlan, tokens: int, of_all: int, *, graph: bool) -> float:
+        """Return the ns of a rank's kernels for its own `tokens`, and for its share of the experts' work `of_all`."""
         attention = 0.0
         for of in self._kernels.attended:
             work = attention_work(plan, of.sees)
             attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew) + of.prompt_ns(work)
-        h2d_ns, d2h_ns = copy_ns(plan, self._copied_ns)
-        linear = self._of_tokens(tokens, graph=self._captured.holds(plan, tokens))
-        return h2d_ns, round(linear + self._of_rows(rows) + attention), d2h_ns
+        rows = plan.work.rows + plan.work.padding_rows
+        return self._of_tokens(tokens, of_all, graph=graph) + self._of_rows(rows) + attention
 
-    def _all_tokens(self, tokens: int, *, graph: bool) -> float:
+    def _all_tokens(self, tokens: int, of_all: int, *, graph: bool) -> float:
         kernels, settings = self._kernels, self._settings
         factor = settings.products if graph else settings.large_products
-        time = factor * (kernels.linear_ns(tokens) + settings.experts * kernels.experts_ns(tokens))
+        time = factor * (kernels.linear_ns(tokens) + settings.experts * kernels.experts_ns(of_all))
         token_ns = self._fused_ns if tokens <= self._fused_tokens else self._token_ns
         return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * token_ns + self._step_ns)
 
@@ -157,7 +174,14 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
     card = folder.name.partition("_")[0]
     if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
         raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
-    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing, settings.experts_engine)
+    share = Share(
+        settings.tensor_parallel,
+        settings.expert_parallel,
+        settings.routing,
+        settings.experts_engine,
+        settings.data_parallel,
+        settings.all_to_all,
+    )
     engine = engine_tables.meant(folder, settings.engine)
     return EngineCost(
         _kernels(folder, engine, model, share, settings.fastest, _changed_ns(folder)),
@@ -189,6 +213,9 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
     gpu, model, tensor = scenario.hardware, scenario.model, settings.tensor_parallel
     known = sources(gpu)
     if settings.compute_efficiency or settings.memory_efficiency or not known:
+        if scenario.ranks > 1:
+            bound = "must be 1 with constant efficiencies: what ranks exchange is known with curves or tables"
+            raise ScenarioError(f"cost.data_parallel: got {scenario.ranks}, {bound}")
         return roofline_cost(scenario, settings)
     engine = scenario.scheduler.name.partition("_")[0]
     terms: dict[str, Any] = {**untabulated(engine)}
@@ -196,5 +223,5 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
     launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
-    kernels = CurveTimes(known, engine, gpu, model, tensor)
+    kernels = CurveTimes(known, engine, gpu, model, tensor, settings.data_parallel)
     return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=captured(scenario), copied_ns=copied_ns)

@@ -29,6 +29,8 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
                               moe_ep_size, distribution
     custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
     nccl__nccl_<version>      op_name, nccl_dtype, num_gpus, message_size (elements)
+    wideep_deepep_ll__..., wideep_deepep_normal__...  node_num, hidden_size, num_topk, num_experts, num_token (a rank),
+                              times in microseconds
 
 All end in .csv.gz and have a column latency_ms.
 
@@ -53,7 +55,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from cbsim.cost.table import HEAD_DIM, LAUNCHES, MOST_TIME_S, Curve, KernelTimes, Ladder, Measured, neighbours
+from cbsim.cost.table import (
+    HEAD_DIM,
+    LAUNCHES,
+    MOST_TIME_S,
+    Curve,
+    Exchange,
+    KernelTimes,
+    Ladder,
+    Measured,
+    neighbours,
+)
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.value import value
@@ -75,15 +87,22 @@ Required = tuple[tuple[str, object], ...]
 
 
 class Share(NamedTuple):
-    """The distribution of a model over GPUs: all `tensor` share attention and dense layers; experts are spread over
-    `experts` groups of them, each of which shares its own. `routing` names how unevenly tokens choose experts.
-    `experts_engine`: whose experts are used before those of the engine.
+    """The distribution of a model over GPUs: `tensor` share attention and dense layers; experts are spread over
+    `experts` groups of those of all `ranks`, each of which shares its own. `routing` names how unevenly tokens choose
+    experts. `experts_engine`: whose experts are used before those of the engine; `all_to_all`: how tokens go there.
     """
 
     tensor: int = 1
     experts: int = 1
     routing: str = "balanced"
     experts_engine: str | None = None
+    ranks: int = 1
+    all_to_all: str = "allgather"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all ranks, which share the experts."""
+        return self.tensor * self.ranks
 
 
 class EngineTables(KernelTimes):
@@ -102,7 +121,8 @@ class EngineTables(KernelTimes):
             experts=partial(tables.experts, share),
             attention=partial(tables.attended, share.tensor, model.kv_dtype or WIDE),
             reduce=tables.all_reduces(share.tensor) if share.tensor > 1 else {},
-            gather=tables.gathers(share.tensor) if share.tensor > 1 else None,
+            gather=tables.nccl("all_gather", share.tensor) if share.tensor > 1 else None,
+            exchange=partial(tables.exchange, share) if share.ranks > 1 else None,
         )
 
 
@@ -160,7 +180,7 @@ class _Tables:
             "inter_size": part.expert_inner,
             "topk": part.chosen,
             "num_experts": part.experts,
-            "moe_tp_size": share.tensor // share.experts,
+            "moe_tp_size": share.gpus // share.experts,
             "moe_ep_size": share.experts,
             "distribution": share.routing,
         }
@@ -204,11 +224,41 @@ class _Tables:
         """Return milliseconds by launch, the same for all if the table does not distinguish them."""
         return {launch: self.first("custom_allreduce", partial(_reduce, gpus, launch)) for launch in LAUNCHES}
 
-    def gathers(self, gpus: int) -> Ladder:
-        """Return the milliseconds of an all-gather by NCCL, by elements of the gathered tensor."""
+    def nccl(self, operation: str, gpus: int) -> Ladder:
+        """Return the milliseconds of an all-gather or a reduce-scatter by NCCL, by elements of the whole tensor."""
         newest = max(self.folder.glob("nccl__*.csv.gz"), default=self.folder / "nccl__nccl.csv.gz")
-        required = {"op_name": "all_gather", "nccl_dtype": "half", "num_gpus": gpus}
+        required = {"op_name": operation, "nccl_dtype": "half", "num_gpus": gpus}
         return _ladder(newest, "message_size", required)
+
+    def exchange(self, share: Share, layer: Layer) -> Exchange:
+        """Return the milliseconds of a layer's exchange of tokens. All-gather and reduce-scatter, as vLLM does, bring
+        all tokens to every rank and their sums back, in 16 bits. DeepEP sends tokens to their experts and back; it was
+        measured by node, so fewer GPUs take what a whole node does. The rank with most tokens counts.
+        """
+        hidden, of = layer.hidden, layer.feed_forward
+        if share.all_to_all == "allgather":
+            gather, scatter = (self.nccl(each, share.ranks) for each in ("all_gather", "reduce_scatter"))
+            return lambda tokens, _: gather(sum(tokens) * hidden) + scatter(sum(tokens) * hidden)
+        required = {"hidden_size": hidden, "num_topk": of.chosen, "num_experts": of.experts, "node_num": 1}
+        low, high = (self.first(f"wideep_deepep_{each}", partial(_deepep, required, each)) for each in DEEPEP)
+        return lambda tokens, decode: (low if decode else high)(max(tokens))
+
+
+DEEPEP = {
+    "ll": ("dispatch_avg_t_us", "combine_avg_t_us"),
+    "normal": ("dispatch_transmit_us", "dispatch_notify_us", "combine_transmit_us", "combine_notify_us"),
+}
+"""The times that add up to an exchange by DeepEP, of its low-latency kernels and of the others."""
+
+
+def _deepep(required: Mapping[str, object], kernels: str, path: Path) -> Ladder:
+    """Return the milliseconds of dispatch and combine by tokens a rank, with the number of SMs that is fastest."""
+    times: dict[tuple[float, ...], float] = {}
+    first, *more = DEEPEP[kernels]
+    points, first_us = rows(path, ("num_token", *more), required, first)
+    for (tokens, *parts), us in zip(points.tolist(), first_us.tolist(), strict=True):
+        times[tokens,] = min((us + sum(parts)) / 1e3, times.get((tokens,), np.inf))
+    return Ladder(_no_slower_than_more(times).items())
 
 
 def _reduce(gpus: int, launch: str, path: Path) -> Ladder:
@@ -368,8 +418,9 @@ def _elsewhere(
 def _check(model: ModelShape, share: Share) -> None:
     if model.heads % share.tensor:
         raise ScenarioError(f"cost.tensor_parallel: got {share.tensor}, must divide heads ({model.heads})")
-    if share.tensor % share.experts:
-        raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must divide tensor_parallel ({share.tensor})")
+    if share.gpus % share.experts:
+        product = "tensor_parallel" if share.ranks == 1 else "tensor_parallel x data_parallel"
+        raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must divide {product} ({share.gpus})")
     if share.experts > 1 and not model.experts:
         raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must be 1: {model.name} has no experts")
 
@@ -438,10 +489,12 @@ def _select(path: Path, state: State, columns: tuple[str, ...], required: Requir
     return times
 
 
-def rows(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of `columns` and the milliseconds of rows with the `required` values. Raises ScenarioError."""
+def rows(
+    path: Path, columns: Sequence[str], required: Mapping[str, object], time: str = TIME
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of `columns` and the `time` of rows with the `required` values. Raises ScenarioError."""
     table = _table(path, _state(path))
-    for name in (*columns, *required, TIME):
+    for name in (*columns, *required, time):
         if name not in table.column_names:
             raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")
     for name, wanted in required.items():
@@ -452,7 +505,7 @@ def rows(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> 
             where = f" where {', '.join(before)}" if before else ""
             raise NoRowsError(f"{path}: no rows with {name} = {wanted} (found: {known}){where}")
         table = chosen
-    return np.column_stack([_numbers(path, table, name) for name in columns]), _numbers(path, table, TIME)
+    return np.column_stack([_numbers(path, table, name) for name in columns]), _numbers(path, table, time)
 
 
 def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:

@@ -148,6 +148,9 @@ def neighbours(grid: Sequence[float], x: float) -> list[tuple[int, float]]:
 
 
 Curve = Callable[[float], float]
+Exchange = Callable[[Sequence[int], bool], float]
+"""What the exchange of tokens before and after experts takes, by the tokens of each rank, and whether all only decode.
+"""
 LAUNCHES = ("graph", "eager")  # of all-reduces: in a graph, or by themselves
 
 
@@ -193,7 +196,8 @@ class KernelTimes:
 
     `product` is given a matrix and returns times by tokens; `experts` is given layers of one kind and returns theirs by
     tokens. `attention` is given heads and returns what decoding rows take, by rows and context, and a prompt, by
-    query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements.
+    query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements. `exchange`
+    of ranks that share experts is given layers of one kind; None for one rank.
     """
 
     def __init__(
@@ -207,6 +211,7 @@ class KernelTimes:
         attention: Callable[[Heads], tuple[Measured, Measured]],
         reduce: Mapping[str, Curve],
         gather: Curve | None,
+        exchange: Callable[[Layer], Exchange] | None = None,
     ) -> None:
         matrices: Counter[Matrix] = Counter()
         for matrix, count in model.matrices(tensor):
@@ -215,7 +220,10 @@ class KernelTimes:
         for layer, count in model.kinds:
             heads[layer.attention] += count
         self._linear = [(count, product(matrix)) for matrix, count in matrices.items()]
-        self._experts = [(count, experts(layer)) for layer, count in model.kinds if layer.feed_forward.experts]
+        mixed = [(layer, count) for layer, count in model.kinds if layer.feed_forward.experts]
+        self._experts = [(count, experts(layer)) for layer, count in mixed]
+        self._exchanges = [(count, exchange(layer)) for layer, count in mixed] if exchange else []
+        self.exchanges = 2 * sum([count for count, _ in self._exchanges])  # of a step: before experts and after them
         self.attended = [
             Attended(each.sees, unit_ns * count, *attention(each), 0.0 if each.latent else max(1.0, each.kv / tensor))
             for each, count in heads.items()
@@ -231,6 +239,10 @@ class KernelTimes:
     def experts_ns(self, tokens: int) -> float:
         """Return the ns of the experts of all layers and of their routing."""
         return self._unit_ns * sum([count * curve(tokens) for count, curve in self._experts])
+
+    def exchange_ns(self, tokens: Sequence[int], *, decode: bool) -> float:
+        """Return the ns of the exchange of so many tokens of each rank in all layers with experts."""
+        return self._unit_ns * sum([count * of(tokens, decode) for count, of in self._exchanges])
 
     def head_ns(self, rows: int) -> float:
         """Return the ns of the output head's product and of the all-gather of its shares."""

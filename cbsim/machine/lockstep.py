@@ -4,16 +4,14 @@ Every rank is a server of its own, with its queue, its cache and its loop. A wav
 when every rank that has something to run has launched it, takes as long as the slowest, and ends for all at once. A
 rank without requests takes part with a dummy token; one that gets its first request after the others have planned their
 step waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is.
-Requests go to the rank with the lowest 4 x waiting + running, as vLLM's client balances (its counts are up to 0.1 s
-old; here they are current).
+Waves are numbered, so that all ranks can prefill in the same ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import simpy
 
@@ -23,7 +21,7 @@ from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import StepTimes
-from cbsim.runs.inbox import Inbox
+from cbsim.runs.inbox import Client, Inbox
 
 WAITING_WEIGHT = 4
 
@@ -49,6 +47,7 @@ class Lockstep:
     def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int) -> None:
         self.env = env
         self.ranks = [Rank(self) for _ in range(ranks)]
+        self.waves = 0
         self._cost = cost
         self._free_ns = 0
 
@@ -60,6 +59,7 @@ class Lockstep:
             self._wave([rank.launched.popleft() for rank in self.ranks if rank.launched])
 
     def _wave(self, steps: Sequence[_Launched]) -> None:
+        self.waves += 1
         start = max(self._free_ns, *(step.ready_ns for step in steps))
         end = start + self._cost.lockstep_ns([step.plan for step in steps], self._tokens(steps))
         self._free_ns = end = max(end, *(step.times.launch_end_ns for step in steps))  # the last kernel is launched
@@ -84,6 +84,7 @@ class Rank(Device):
     def __init__(self, group: Lockstep) -> None:
         super().__init__(None)
         self._group = group
+        self.next_wave = 0  # after that of the last step with rows
         self.launched: deque[_Launched] = deque()  # not part of a wave yet
         self._rests = False
         self._until: simpy.Event | None = None
@@ -95,6 +96,7 @@ class Rank(Device):
         if not plan.work.rows:  # nothing runs on the device: it is over with the step before it
             self._pending[id(times)] = None
             return
+        self.next_wave = self._group.waves + len(self.launched) + 1
         event = self._pending[id(times)] = self._group.env.event()
         ready_ns = times.launch_start_ns if shape.eager else times.launch_end_ns
         self.launched.append(_Launched(plan, shape, ready_ns, times, event))
@@ -121,41 +123,91 @@ class Rank(Device):
         return self._rests and not (self._until and self._until.triggered)
 
 
-def balance(
-    env: simpy.Environment, specs: Sequence[RequestSpec], inboxes: Sequence[Inbox], servers: Sequence[Scheduler]
-) -> Generator[Any, Any, None]:
-    """Run the SimPy process of a client that sends every request to the rank with the lowest load when it arrives."""
-    return feed(env, specs, inboxes, partial(_lowest, inboxes, servers))
+class Balance:
+    """The choice of a server for each request, by the load of all when it arrives.
 
+    waiting first     least 4 x waiting + running (vLLM 0.19)
+    fewest by turns   fewest requests, of which waiting ones count up to four times beside a cache that is more than
+                      half full; looked for from another server on each time (vLLM 0.33)
+    turns             one after the other (SGLang's round_robin, its default)
+    fewest tokens     least tokens of prompts and outputs, of servers that have fewer requests than the one with most,
+                      or of all if they have equally many (TensorRT-LLM)
 
-def _lowest(inboxes: Sequence[Inbox], servers: Sequence[Scheduler], spec: RequestSpec, now_ns: int) -> int:
-    del spec, now_ns
-    loads = [
-        WAITING_WEIGHT * (len(server.waiting) + len(inbox)) + len(server.running)
-        for server, inbox in zip(servers, inboxes, strict=True)
-    ]
-    return loads.index(min(loads))
-
-
-def feed(
-    env: simpy.Environment,
-    specs: Sequence[RequestSpec],
-    inboxes: Sequence[Inbox],
-    choose: Callable[[RequestSpec, int], int],
-    ahead_ns: int = 0,
-) -> Generator[Any, Any, None]:
-    """Run the SimPy process of a client: every request is sent `ahead_ns` before it arrives, to the server of the index
-    that `choose` returns for it and that time, and wakes it.
-
-    `specs` are in order of arrival; the inboxes are empty, and close after the last request.
+    vLLM's clients know counts that are up to 0.1 s old; here they are current. Samples follow the first of a request.
     """
-    sent = [env.timeout(spec.arrival_ns - ahead_ns) for spec in specs]  # first at a tie: before any event of a server
-    for spec, event in zip(specs, sent, strict=True):
-        yield event
-        inbox = inboxes[choose(spec, int(env.now))]
-        inbox.put(spec)
-        news, inbox.news = inbox.news, env.event()
-        news.succeed()
-    for inbox in inboxes:
-        news, inbox.news = inbox.news, None
-        news.succeed()
+
+    def __init__(self, rule: str, inboxes: Sequence[Inbox], servers: Sequence[Scheduler]) -> None:
+        self._rule, self._servers = rule, list(zip(servers, inboxes, strict=True))
+        self._turn = self._last = 0  # `_last`: the server chosen last
+
+    def __call__(self, spec: RequestSpec, now_ns: int) -> int:
+        """Return the index of the server of a request that arrives now."""
+        del now_ns
+        if spec.sample_of is not None:
+            return self._last
+        count, first = len(self._servers), self._turn if self._rule in ("turns", "fewest by turns") else 0
+        self._turn = (self._turn + 1) % count
+        order = [(first + i) % count for i in range(count)]
+        self._last = first if self._rule == "turns" else min(order, key=self._loads().__getitem__)
+        return self._last
+
+    def _loads(self) -> list[tuple[float, ...]]:
+        waiting = [len(server.waiting) + len(inbox) for server, inbox in self._servers]
+        present = [count + len(server.running) for count, (server, _) in zip(waiting, self._servers, strict=True)]
+        loads: list[tuple[float, ...]] = []
+        for wait, count, (server, _) in zip(waiting, present, self._servers, strict=True):
+            if self._rule == "waiting first":
+                loads.append((count + (WAITING_WEIGHT - 1) * wait,))
+            elif self._rule == "fewest by turns":
+                loads.append((count + 6 * wait * max(0.0, 0.5 - server.pool.free / server.pool.num_blocks),))
+            else:
+                tokens = sum([each.spec.prompt_tokens + each.scheduled for each in server.requests.values()])
+                loads.append((min(present) < max(present) == count, tokens, count))
+        return loads
+
+
+class Router:
+    """The client of several servers: `choose` returns who gets a request, those that follow others included, when it is
+    sent, `ahead_ns` before it arrives. The inboxes, which take it for their client, close after the last request.
+    """
+
+    open: Sequence[RequestSpec] = ()
+
+    def __init__(self, env: simpy.Environment, client: Client, inboxes: Sequence[Inbox], ahead_ns: int = 0) -> None:
+        self.cancels, self._env, self._client, self._ahead_ns = client.cancels, env, client, ahead_ns
+        self.choose: Callable[[RequestSpec, int], int] | None = None
+        self.inboxes = inboxes
+        self._left = len(client.open)  # requests that have not arrived, or not ended
+        for spec in client.open:  # first at a tie: before any event of a server
+            self._send(spec)
+
+    def arriving(self) -> Iterator[RequestSpec]:
+        return iter(self.open)
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """Send the requests that follow one that has ended; none is for the same server without a choice."""
+        following = self._client.on_finish(spec, now_ns)
+        self._left += len(following) - 1
+        for follower in following:
+            self._send(follower)
+        if not self._left:
+            self.close()
+        return []
+
+    def _send(self, spec: RequestSpec) -> None:
+        def arrive(_: simpy.Event) -> None:
+            assert self.choose is not None
+            inbox = self.inboxes[self.choose(spec, int(self._env.now))]
+            inbox.put(spec)
+            news, inbox.news = inbox.news, self._env.event()
+            news.succeed()
+
+        arrival = self._env.timeout(max(0, spec.arrival_ns - self._ahead_ns - int(self._env.now)))
+        arrival.callbacks.append(arrive)
+
+    def close(self) -> None:
+        """Let the servers know that nothing arrives any more."""
+        for inbox in self.inboxes:
+            news, inbox.news = inbox.news, None
+            if news is not None:
+                news.succeed()

@@ -26,6 +26,7 @@ from cbsim.workload.requests import Workload
 
 REPRICED = "repriced.json"
 STEPS_AN_OCTAVE = 8  # decode batches of as many rows share a price in so many steps of doubled context
+NEVER_NS = 1 << 62
 Floats = npt.NDArray[np.float64]
 
 
@@ -39,6 +40,12 @@ class Prices:
         self.own_ns: list[int] = []  # of each step
         self.more_ns: list[list[int]] = []  # of each step, by cost
         self._known: dict[tuple[int, int, int], list[int]] = {}
+
+    def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
+        own, *more = [cost.lockstep_ns(plans, tokens) for cost in (self._cost, *self._others)]  # type: ignore[attr-defined]
+        self.own_ns.append(own)
+        self.more_ns.append([each - own for each in more])
+        return int(own)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         own, work = self._cost.gpu_ns(plan, tokens), plan.work
@@ -65,6 +72,10 @@ class Repriced(Simulation):
     def files(self) -> Mapping[str, bytes]:
         table, steps = directory.contents(self.record)
         requests, ended_ns = token_times(table, steps), steps["update_end_ns"]
+        if steps.server is not None:  # of servers in step all steps of a wave are one
+            _, first = np.unique(steps["compute_start_ns"] + (steps["rows"] == 0) * NEVER_NS, return_index=True)
+            steps = Steps(steps.table[first[: len(self._prices.own_ns)]])
+            ended_ns = steps["compute_end_ns"]
         moved = np.vstack([np.zeros(len(self._prices.more_launch_ns)), self._moved_ns(steps)])
         done = requests.done
         arrived, first, last = (

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import simpy
 
 from cbsim.cost.base import Cost
-from cbsim.machine.device import Mover, OneGpu
+from cbsim.errors import ScenarioError
+from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.lockstep import Balance, Lockstep, Rank, Router, WaveCost
 from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
 from cbsim.policy.loop import Scheduler
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
-from cbsim.record.record import Record
+from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import copies, cost_model, scheduler
-from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
+from cbsim.runs.inbox import NEVER_NS, Client, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
@@ -25,13 +30,16 @@ TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such
 VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM does
 
 
-def machine(scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> Machine:
-    """Build the simulated server, with an empty record. `cost`: in place of the scenario's."""
+def machine(
+    scenario: Scenario, loop: str, workload: Workload | Router, cost: Cost | None = None, device: Device | None = None
+) -> Machine:
+    """Build the simulated server, with an empty record. `cost` and `device`: in place of the scenario's."""
     policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
-    gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
-    mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
-    device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns, mover=mover)
+    if device is None:
+        gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
+        mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
+        device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns, mover=mover)
     inbox = Inbox(workload, record, workload.arriving())
     return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
 
@@ -66,22 +74,89 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     return Graphs(unpadded, capture_ns)
 
 
+class Fleet:
+    """Several servers of a scenario on one clock, and the client that shares its requests among them: `together`, in
+    lockstep, or each at its own pace. `choose`, if given, returns the server of a request that is sent at a time.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        loop: str,
+        client: Client,
+        servers: int,
+        *,
+        together: bool = True,
+        cost: Cost | None = None,
+        choose: Callable[[RequestSpec, int], int] | None = None,
+        ahead_ns: int = 0,
+    ) -> None:
+        self._env, cost = simpy.Environment(), cost or cost_model(scenario)
+        ranks: list[Rank] = []
+        if together:
+            if not hasattr(cost, "lockstep_ns"):
+                raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
+            ranks = Lockstep(self._env, cast("WaveCost", cost), servers).ranks
+        devices: Sequence[Device | None] = ranks or [None] * servers
+        inboxes = list[Inbox]()
+        self.router = Router(self._env, client, inboxes, ahead_ns)
+        self.machines = [machine(scenario, loop, self.router, cost, device) for device in devices]
+        for server in self.machines:
+            server.inbox.news = self._env.event()
+            inboxes.append(server.inbox)
+        for rank, server in zip(ranks, self.machines, strict=False):
+            if hasattr(server.scheduler, "next_wave"):
+                server.on_plan = partial(_told, server.scheduler, rank)
+                server.scheduler.next_wave = 0
+        rule = scenario.kind.balance(scenario.scheduler) or "waiting first"
+        self.router.choose = choose or Balance(rule, inboxes, [server.scheduler for server in self.machines])
+        self.record = Records([server.record for server in self.machines])
+
+    @property
+    def now_ns(self) -> int:
+        return max(server.now_ns for server in self.machines)
+
+    def run(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Run all servers to the end of the workload. Raises DeadlockError."""
+        over = [self._env.process(server.run(self._env, on_step)) for server in self.machines]
+        with no_collections():
+            self._env.run()
+            if any(process.is_alive for process in over):  # a server waits for requests that cannot help it
+                self.router.close()
+                self._env.run()
+
+
+def _told(scheduler: Any, rank: Rank, plan: StepPlan) -> None:
+    """Tell the scheduler of a rank the number of the wave that its next step will be part of."""
+    del plan
+    scheduler.next_wave = rank.next_wave
+
+
 class Simulation:
-    """A server whose clock is simulated."""
+    """A server whose clock is simulated, or several that step together."""
 
     measured = False
 
     def __init__(self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> None:
-        self.machine = machine(scenario, loop, workload, cost)
-        self.record = self.machine.record
+        self.record: Record | Records
+        if scenario.ranks > 1:
+            self._fleet = Fleet(scenario, loop, workload, scenario.ranks, cost=cost)
+            self.record = self._fleet.record
+        else:
+            self.machine = machine(scenario, loop, workload, cost)
+            self.record = self.machine.record
+        self._servers = scenario.ranks
         self.facts: Mapping[str, object] = {"device": SIMULATED}
 
     @property
     def now_ns(self) -> int:
-        return self.machine.now_ns
+        return self._fleet.now_ns if self._servers > 1 else self.machine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        run(self.machine, on_step)
+        if self._servers > 1:
+            self._fleet.run(on_step)
+        else:
+            run(self.machine, on_step)
 
     def files(self) -> Mapping[str, bytes]:
         return {}

@@ -57,18 +57,20 @@ def summarise(
     steps: Steps,
     *,
     total_blocks: int,
+    servers: int = 1,
     slo: Mapping[str, float] | None = None,
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds. Latencies and SLOs are those of requests
     arriving in `window_s`, everything else is the whole run's. The summary names the window, null for an open end.
+    `total_blocks` are those of each of `servers`; shares of the span are means over them.
     """
     table = RequestTable.of(rows)
     start = int(table.numbers("arrival_ns").min()) if len(table) else 0
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
     span_ns, counted_ns = end - start, float(end - start)
-    machine = _machine(steps, span_ns, total_blocks)  # before the requests' columns are in memory
+    machine = _machine(steps, span_ns, total_blocks, servers)  # before the requests' columns are in memory
     requests = counted = token_times(table, steps)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
@@ -77,6 +79,7 @@ def summarise(
         counted_ns = max(min(high, end) - max(low, start), 0.0)
     latency = latencies(counted)
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
+    summary |= {"servers": servers} if servers > 1 else {}
     summary |= {"window_s": named_window(window_s), "makespan_s": span_ns / NS, "steps": len(steps)}
     by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
     summary |= {"requests": len(table), "requests_by_status": by_status}
@@ -168,32 +171,39 @@ def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, An
     }
 
 
-def _machine(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
-    """Return shares of the span. KV use lasts until the next plan, or to the end of the step if none follows."""
+def _machine(steps: Steps, span_ns: int, total_blocks: int, servers: int) -> dict[str, Any]:
+    """Return shares of the span, means over servers. KV use lasts until the next plan, or the end of the last step."""
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    phases = {name: int(steps.lane(name).sum()) / span_ns for name in PHASES}
+    all_ns, parts = span_ns * servers, steps.parts()
+    phases = {name: int(steps.lane(name).sum()) / all_ns for name in PHASES}
     compute, ran = steps.lane("compute"), steps["rows"] > 0
     return {
-        "gpu_active": int(compute.sum()) / span_ns,
-        "bubble_s": _idle_ns(steps, np.flatnonzero(ran)) / NS,
+        "gpu_active": int(compute.sum()) / all_ns,
+        "bubble_s": sum(_idle_ns(part, np.flatnonzero(part["rows"] > 0)) for part in parts) / servers / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
         "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
-        **_held(steps, span_ns, total_blocks),
+        **_held(steps, span_ns, total_blocks, servers),
     }
 
 
-def _held(steps: Steps, span_ns: int, total_blocks: int) -> dict[str, Any]:
-    """Return time averages of what lasts from one plan to the next: blocks in use, and waiting requests."""
+def _lasted_ns(steps: Steps) -> Ints:
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
-    lasted = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
-    del starts, ends
+    lasted: Ints = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+    return lasted
+
+
+def _held(steps: Steps, span_ns: int, total_blocks: int, servers: int) -> dict[str, Any]:
+    """Return time averages of what lasts from one plan of a server to the next: blocks in use, the mean over servers,
+    and waiting requests of all.
+    """
+    lasted = np.concatenate([_lasted_ns(part) for part in steps.parts()])
     used = steps["used_blocks"] / max(total_blocks, 1)
     return {
-        "kv_utilisation": {"mean": float(used @ lasted) / span_ns, "max": float(used.max())},
+        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * servers), "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
 

@@ -186,7 +186,8 @@ class SchedulerKind(Generic[S, O]):
     many texts of equal length a request is to this scheduler. `serves`: what layers may see. `rings`: what a row writes
     may then lie where tokens are that it still reads, so it has to read them before. `whole`: layers with sliding
     windows are cached whole like others, so that windows change only the time of steps; otherwise the scheduler lists
-    every row of such a model, none is counted.
+    every row of such a model, none is counted. `balance` names the rule by which requests are shared among servers that
+    step together (machine.lockstep), None if the scheduler cannot be one of them.
     """
 
     name: str
@@ -203,6 +204,7 @@ class SchedulerKind(Generic[S, O]):
     whole: bool = False
     memory: str | None = None
     samples: Callable[[S], int] = lambda _: 1
+    balance: Callable[[S], str | None] = lambda _: None
 
     @property
     def windows(self) -> bool:

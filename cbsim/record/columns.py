@@ -100,6 +100,8 @@ REQUESTS = (
     ),
 )
 
+SERVER = Column("server", "id", "which of several servers, 0, 1, 2 ...: theirs follow one another; absent for one")
+
 MOVES = (
     Column("step", "id", "the step whose plan lists the move"),
     Column("request", "id", "whose KV it is, -1 for nobody's in particular"),

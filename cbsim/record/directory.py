@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
 from typing import IO, Any
@@ -26,7 +27,7 @@ from cbsim.files import access
 from cbsim.record import columns, parquet
 from cbsim.record.columns import Column
 from cbsim.record.parquet import TableFiles
-from cbsim.record.record import STEP_COLUMNS, Record, RequestRow
+from cbsim.record.record import STEP_COLUMNS, Record, Records, RequestRow
 from cbsim.record.tables import (
     NUMBERS,
     RUNS,
@@ -106,12 +107,13 @@ class RunWriter:
                     self.file(name, content if source.suffix == ".gz" else gzip.compress(content, 6, mtime=0))
 
     def steps(self, steps: Steps, name: str = "steps.parquet") -> None:
+        declared = step_declared(steps)
         if len(steps) <= self.group:
-            self.file(name, parquet.encoded(columns.STEPS, step_columns(steps), self.group, **COUNTERS))
+            self.file(name, parquet.encoded(declared, step_columns(steps), self.group, **COUNTERS))
             return
         parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
-        groups = (parquet.table(columns.STEPS, step_columns(part)) for part in parts)
-        self.file(name, partial(parquet.write_groups, columns=columns.STEPS, groups=groups, **COUNTERS))
+        groups = (parquet.table(declared, step_columns(part)) for part in parts)
+        self.file(name, partial(parquet.write_groups, columns=declared, groups=groups, **COUNTERS))
 
     @contextmanager
     def writing(self, steps: Steps, requests: Callable[[], Requests]) -> Iterator[None]:
@@ -124,8 +126,11 @@ class RunWriter:
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.steps, steps)
             try:
-                values = request_columns(requests())
-                self.file("requests.parquet", parquet.encoded(columns.REQUESTS, values, self.group))
+                values = requests()
+                self.file(
+                    "requests.parquet",
+                    parquet.encoded(request_declared(values.rows), request_columns(values), self.group),
+                )
                 yield
             finally:
                 written.result()
@@ -169,14 +174,34 @@ def write_whole(path: Path, content: Content) -> None:
         raise
 
 
-def contents(record: Record) -> tuple[RequestTable, Steps]:
-    """Return both tables of a record, not copied: nothing may be recorded afterwards."""
+def contents(record: Record | Records) -> tuple[RequestTable, Steps]:
+    """Return both tables of a record, not copied: nothing may be recorded afterwards. Of several servers, the steps of
+    each follow those of the one before, and are numbered so.
+    """
+    if isinstance(record, Records):
+        parts = [Steps.of(each) for each in record.records]
+        table, counts = np.concatenate([part.table for part in parts]), [len(part) for part in parts]
+        table[:, STEP_COLUMNS.index("step")] = np.arange(len(table))
+        rows = [
+            row._replace(
+                server=server,
+                first_step=row.first_step + (before if row.first_step >= 0 else 0),
+                token_runs=[number + before * (at % 2 == 0) for at, number in enumerate(row.token_runs)],
+            )
+            for server, (each, before) in enumerate(zip(record.records, accumulate(counts, initial=0), strict=False))
+            for row in each.requests()
+        ]
+        return RequestTable.of(sorted(rows)), Steps(table, np.repeat(np.arange(len(parts)), counts))
     steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
     return RequestTable.of(record.requests()), steps
 
 
+def step_declared(steps: Steps) -> Sequence[Column]:
+    return columns.STEPS if steps.server is None else (*columns.STEPS, columns.SERVER)
+
+
 def step_columns(steps: Steps) -> dict[str, Any]:
-    return {name: steps[name] for name in STEP_COLUMNS}
+    return {name: steps[name] for name in STEP_COLUMNS} | {"server": steps.server}
 
 
 def recorded_columns(requests: RequestTable) -> dict[str, Any]:
@@ -184,6 +209,10 @@ def recorded_columns(requests: RequestTable) -> dict[str, Any]:
     values: dict[str, Any] = {name: requests.numbers(name) for name in NUMBERS}
     values |= {name: requests.texts(name) for name in TEXTS}
     return values | {RUNS: parquet.list_array(requests.lengths, requests.runs)}
+
+
+def request_declared(table: RequestTable) -> Sequence[Column]:
+    return (*columns.REQUESTS, columns.SERVER) if table.several else columns.REQUESTS
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
@@ -226,9 +255,9 @@ class Pieces:
         if self._early is not None:
             self._early(self._steps)
 
-    def tables(self, record: Record) -> tuple[RequestTable, Steps]:
+    def tables(self, record: Record | Records) -> tuple[RequestTable, Steps]:
         """Return both tables of a finished record. Pieces, if there are any, are joined to files first."""
-        if not self._count:
+        if not self._count or isinstance(record, Records):
             return contents(record)
         record.hand_over()
         path = self._writer.path

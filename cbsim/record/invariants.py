@@ -22,10 +22,11 @@ def check(steps: Steps, *, depth: int, overlap: bool, total_blocks: int) -> None
     and copies that run beside kernels only with `overlap`.
     """
     check_read(steps, total_blocks)
-    for names in [[lane] for lane in LANES] if overlap else [LANES]:  # without overlap one lane
-        _lane(steps, names)
-    _dependencies(steps)
-    _flight(steps, depth)
+    for part in steps.parts():
+        for names in [[lane] for lane in LANES] if overlap else [LANES]:  # without overlap one lane
+            _lane(part, names)
+        _dependencies(part)
+        _flight(part, depth)
 
 
 def check_read(steps: Steps, total_blocks: int) -> None:
@@ -34,7 +35,10 @@ def check_read(steps: Steps, total_blocks: int) -> None:
     device are not checked: its clock has errors of its own.
     """
     _order(steps)
-    check_cpu(steps)
+    if steps.server is not None:
+        _at_most("servers are in order", steps.server[:-1], steps.server[1:])
+    for part in steps.parts():
+        check_cpu(part)
     _rows(steps)
     _blocks(steps, total_blocks)
 

@@ -13,7 +13,7 @@ import numpy as np
 from cbsim.policy.transfers import Direction
 from cbsim.record import columns, parquet
 from cbsim.record.columns import Column
-from cbsim.record.record import Record, TransferLog
+from cbsim.record.record import Record, Records, TransferLog
 from cbsim.record.tables import Ints
 
 TRANSFERS, PARENTS = "moves.parquet", "parents.parquet"
@@ -28,7 +28,7 @@ def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
     return {column.name: np.ascontiguousarray(table[:, at]) for at, column in enumerate(TABLES[name])}
 
 
-def files_of(record: Record) -> dict[str, bytes]:
+def files_of(record: Record | Records) -> dict[str, bytes]:
     """Return the tables that have rows, as files of the run directory by name."""
     logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents}
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}

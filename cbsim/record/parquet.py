@@ -73,17 +73,23 @@ def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa
 
 
 class TableFiles:
-    """The declared columns of parquet files that follow one another, read on access; other columns are ignored. A file
-    is a path, or its content. Raises RunError naming the file if it is not a parquet file, is damaged, has another
-    version, or if a column is missing, has another type, nulls, or negative counts.
+    """The declared columns of parquet files that follow one another, read on access, and those of `more` that the first
+    file has; others are ignored. A file is a path, or its content. Raises RunError naming the file if it is not a
+    parquet file, is damaged, has another version, or if a column is missing, has another type, nulls, or negative
+    counts.
     """
 
-    def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column]) -> None:
+    def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column], *more: Column) -> None:
         self._files, self._columns = files, {column.name: column for column in columns}
         self.counts: list[int] = [self._read(file, lambda table: table.metadata.num_rows) for file in files]
+        has = self._read(files[0], lambda table: table.schema_arrow.names) if files and more else ()
+        self._columns |= {column.name: column for column in more if column.name in has}
 
     def __len__(self) -> int:
         return sum(self.counts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
 
     def __getitem__(self, name: str) -> pa.ChunkedArray:
         parts = [self._read(file, lambda table: self._column(table, name)) for file in self._files]

@@ -75,6 +75,7 @@ class RequestRow(NamedTuple):
     preemptions: int
     cached_tokens: int
     token_runs: list[int]
+    server: int = 0
 
 
 class TransferLog:
@@ -288,6 +289,29 @@ class Record:
         delivered = request.delivered() if request else []
         within = ((first, min(count, self.step_count - first)) for first, count in delivered)
         return [number for first, count in within if count > 0 for number in (first, count)]
+
+
+class Records:
+    """The records of several servers of one kind, each with its own steps, which are joined when the run is over.
+    `total_blocks` is the size of one cache. None of them moves KV or searches with beams.
+    """
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+        self.total_blocks = records[0].total_blocks
+        self.transfers, self.parents = TransferLog(), array("q")
+
+    @property
+    def step_count(self) -> int:
+        return sum([record.step_count for record in self.records])
+
+    @property
+    def finished_count(self) -> int:
+        return sum([record.finished_count for record in self.records])
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum([record.sampled_tokens for record in self.records])
 
 
 def _write_times(row: BytesWriter, times: StepTimes) -> None:

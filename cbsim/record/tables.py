@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,10 +35,12 @@ AT_ONCE = 1 << 14  # rows made together
 
 
 class Steps:
-    """The step table as columns."""
+    """The step table as columns. `server` says whose each step is, all of one server behind those of the one before;
+    None if there is one.
+    """
 
-    def __init__(self, table: Ints) -> None:
-        self._table = table
+    def __init__(self, table: Ints, server: Ints | None = None) -> None:
+        self._table, self.server = table, server
 
     @classmethod
     def of(cls, record: Record) -> Steps:
@@ -58,7 +60,21 @@ class Steps:
         return len(self._table)
 
     def window(self, low: int, high: int) -> Steps:
-        return Steps(self._table[low:high])
+        return Steps(self._table[low:high], None if self.server is None else self.server[low:high])
+
+    def ends(self, servers: int = 1) -> list[int]:
+        """Return the end of the steps of each server, in order."""
+        if self.server is None:
+            return [len(self)] * servers
+        ends: list[int] = np.searchsorted(self.server, np.arange(servers), "right").tolist()
+        return ends
+
+    def parts(self) -> list[Steps]:
+        """Return the steps of each server that has any."""
+        if self.server is None:
+            return [self]
+        ends = sorted(set(self.ends(int(self.server.max(initial=0)) + 1)))
+        return [self.window(low, high) for low, high in pairwise([0, *ends]) if high > low]
 
     def lane(self, name: str) -> Ints:
         """Return the busy nanoseconds of a lane or phase, step by step."""
@@ -79,7 +95,8 @@ class RequestTable(Sequence[RequestRow]):
     def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
         if isinstance(rows, RequestTable):
             return rows
-        values = dict(zip(RequestRow._fields, zip(*rows, strict=True) if rows else ((),) * 16, strict=True))
+        columns = zip(*rows, strict=True) if rows else ((),) * len(RequestRow._fields)
+        values = dict(zip(RequestRow._fields, columns, strict=True))
         runs = values[RUNS]
         return cls(
             {name: np.array(values[name], dtype=np.int64) for name in NUMBERS}.__getitem__,
@@ -87,6 +104,11 @@ class RequestTable(Sequence[RequestRow]):
             np.array([len(numbers) for numbers in runs], dtype=np.int64),
             np.fromiter(chain.from_iterable(runs), dtype=np.int64),
         )
+
+    @property
+    def several(self) -> bool:
+        """Whether several servers had them."""
+        return bool(self.numbers("server").any())
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
         """Return the mask of requests that have one of these statuses."""
@@ -219,6 +241,7 @@ class StepsOnDisk(Steps):
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
+        self.server = files["server"].to_numpy() if "server" in files else None
 
     @property
     def table(self) -> Ints:
@@ -236,16 +259,18 @@ class StepsOnDisk(Steps):
 
     def window(self, low: int, high: int) -> Steps:
         low, high, _ = slice(low, high).indices(len(self))
+        server = None if self.server is None else self.server[low:high]
         tables = list(self._files.rows(low, high))
         parts = [np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1) for table in tables]
-        return Steps(np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts]))
+        return Steps(np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts]), server)
 
 
 def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:
     """Return a request table in memory; if `lazy` only its token runs are, and other columns are read on access."""
 
     def numbers(name: str) -> Ints:
-        values: Ints = table[name].to_numpy()
+        alone = name == "server" and name not in (table if isinstance(table, TableFiles) else table.column_names)
+        values: Ints = np.zeros(len(table), dtype=np.int64) if alone else table[name].to_numpy()
         return values
 
     def strings(name: str) -> pa.Array:
@@ -262,9 +287,9 @@ def read_steps(file: Path, *, check: bool = False) -> Steps:
     """Read a step table, into memory if it is not a long one. With `check` every column is read once, so that a damaged
     file is noticed now. Raises RunError.
     """
-    steps = StepsOnDisk(TableFiles([file], columns.STEPS))
+    steps = StepsOnDisk(TableFiles([file], columns.STEPS, columns.SERVER))
     if len(steps) <= LARGE:
-        return Steps(steps.table)
+        return Steps(steps.table, steps.server)
     if check:
         for name in STEP_COLUMNS:
             steps[name]
@@ -273,7 +298,7 @@ def read_steps(file: Path, *, check: bool = False) -> Steps:
 
 def read_requests(file: Path, steps: int | None = None) -> RequestTable:
     """Read a request table, into memory unless it is long, and check it against so many steps. Raises RunError."""
-    files = TableFiles([file], columns.REQUESTS)
+    files = TableFiles([file], columns.REQUESTS, columns.SERVER)
     requests = request_table(files, lazy=len(files) > LARGE)
     if steps is not None:
         try:

@@ -6,7 +6,7 @@ Keys that are not read here may hold anything: a later version has more of them,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -47,6 +47,23 @@ class Run:
     def source(self) -> Files:
         """The place of the run's further files."""
         return self.path if self.files is None else self.files
+
+
+def servers(run: Run, count: int) -> list[Run]:
+    """Return the run of each of `count` servers by itself, as if it had been alone."""
+    if count == 1:
+        return [run]
+    numbers, parts, low = RequestTable.of(run.requests), list[Run](), 0
+    of = numbers.numbers("server")
+    for server, high in enumerate(run.steps.ends(count)):
+        steps = run.steps.window(low, high)
+        rows = [
+            row._replace(token_runs=[number - low * (at % 2 == 0) for at, number in enumerate(row.token_runs)])
+            for row in numbers.rows(of == server)
+        ]
+        parts.append(replace(run, steps=Steps(steps.table), requests=RequestTable.of(rows)))
+        low = high
+    return parts
 
 
 def load(path: Path, *, whole: bool = True) -> Run:
@@ -109,7 +126,12 @@ def _check_numbers(file: Path, run: Run) -> None:
     """Raise RunError unless every metric of a summary, in `file`, is that of the tables beside it, but for rounding."""
     summary = run.summary
     bounds, price = lookup(summary, "slo.bounds"), lookup(summary, "cost.price_usd_hour")
-    counted = {"total_blocks": summary["total_blocks"], "slo": bounds, "price_usd_hour": price}
+    counted = {
+        "total_blocks": summary["total_blocks"],
+        "servers": summary.get("servers", 1),
+        "slo": bounds,
+        "price_usd_hour": price,
+    }
     derived = quantities(metrics.summarise(run.requests, run.steps, **counted | _window(summary.get("window_s"))))
     for name, value in derived.items():
         found = lookup(summary, name)
@@ -185,7 +207,7 @@ LOOP = Kind("sync or async", Literal["sync", "async"])
 WINDOW = Kind("a list of two numbers or nulls", Annotated[list[_Number | None], Field(min_length=2, max_length=2)])
 SUMMARY = (
     {metric: optional(AMOUNT) for metric in METRICS}
-    | {"makespan_s": AMOUNT, "gpu_active": AMOUNT, "preemptions": WHOLE}
+    | {"makespan_s": AMOUNT, "gpu_active": AMOUNT, "preemptions": WHOLE, "servers": optional(WHOLE)}
     | {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
     | {"window_s": optional(WINDOW), "requests": WHOLE, "steps": WHOLE, "requests_by_status": NUMBERS}
     | {metric: AMOUNT for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}

@@ -60,9 +60,23 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     engine = run.environment.get("engine", OWN)
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
-    policy = assemble.scheduler(scenario, scenario.loop.mode)
     _check_requests(run, workload)
-    return _compare(run, policy, depth(scenario.loop.mode), workload.find, on_plan)
+    loop, matched, waves, low = scenario.loop.mode, 0, _waves(run) if scenario.ranks > 1 else None, 0
+    for server, part in enumerate(reading.servers(run, scenario.ranks)):
+        own, low = None if waves is None else waves[low : low + len(part.steps)], low + len(part.steps)
+        verdict = _compare(part, assemble.scheduler(scenario, loop), depth(loop), workload.find, on_plan, own)
+        matched += verdict.matched
+        if verdict.difference is not None:
+            of = f"server {server}: " if scenario.ranks > 1 else ""
+            return Replanned(matched, len(run.steps), of + verdict.difference)
+    return Replanned(matched, len(run.steps), None)
+
+
+def _waves(run: Run) -> Ints:
+    """Return the number of the wave that each step was part of: servers that step together start at the same times."""
+    started, ran = run.steps["compute_start_ns"], run.steps["rows"] > 0
+    waves: Ints = np.searchsorted(np.unique(started[ran]), started)
+    return np.where(ran, waves, -1)
 
 
 def _check_requests(run: Run, workload: Workload) -> None:
@@ -73,7 +87,17 @@ def _check_requests(run: Run, workload: Workload) -> None:
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 
 
-def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: OnPlan | None = None) -> Replanned:
+def _compare(
+    run: Run,
+    policy: Any,
+    steps_in_flight: int,
+    find: Find,
+    on_plan: OnPlan | None = None,
+    waves: Ints | None = None,
+) -> Replanned:
+    """Compare a server's plans. `waves`: the number that each of its steps has among those of all servers in step."""
+    if waves is not None:
+        policy.next_wave = 0
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
@@ -96,6 +120,8 @@ def _compare(run: Run, policy: Any, steps_in_flight: int, find: Find, on_plan: O
                 return Replanned(step, steps, f"step {step}: {difference}")
             if on_plan:
                 on_plan(policy, effect.plan)
+            if waves is not None and waves[step] >= 0:
+                policy.next_wave = int(waves[step]) + 1
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):

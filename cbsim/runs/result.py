@@ -21,7 +21,7 @@ from cbsim.files import access
 from cbsim.metrics import catalogue, checks, coverage, metrics
 from cbsim.metrics.checks import Verdict
 from cbsim.policy.request import Finish
-from cbsim.record import columns, directory, optional_tables, parquet, timeline
+from cbsim.record import directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import FAILED
 from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
@@ -96,8 +96,8 @@ class Result(Printed):
 
     @property
     def binding(self) -> list[str]:
-        """The resources that limit the run, with a remedy: a sentence or two."""
-        return _binding(self.scenario, self.loop, self.step_numbers, self._times)
+        """The resources that limit the run, the first of its servers, with a remedy: a sentence or two."""
+        return _binding(self.scenario, self.loop, self.step_numbers.parts()[0], self._times)
 
     @property
     def overload(self) -> str | None:
@@ -112,14 +112,15 @@ class Result(Printed):
     @cached_property
     def steps(self) -> pa.Table:
         """The step table: one row a step, the columns of steps.parquet."""
-        return parquet.table(columns.STEPS, directory.step_columns(self.step_numbers))
+        return parquet.table(directory.step_declared(self.step_numbers), directory.step_columns(self.step_numbers))
 
     @cached_property
     def requests(self) -> pa.Table:
         """The request table: one row a request, the columns of requests.parquet, then `ttft_s`, `tpot_s` and `e2e_s`,
         which are null without a last token; `tpot_s` needs two.
         """
-        table = parquet.table(columns.REQUESTS, directory.request_columns(self._times))
+        declared = directory.request_declared(self.request_rows)
+        table = parquet.table(declared, directory.request_columns(self._times))
         done, latencies = self._times.done, metrics.latencies(self._times)
         for name, has in (("ttft_s", done), ("tpot_s", done & (self._times.generated > 1)), ("e2e_s", done)):
             values = np.zeros(len(done))
@@ -176,7 +177,7 @@ class Result(Printed):
             writer.json("env.json", self.environment)
             with writer.writing(self.step_numbers, lambda: self._times):
                 title = f"{self.summary['name']} {self.loop}"
-                trace = timeline.chrome_trace(self.step_numbers, timeline_steps, title, self.transfers)
+                trace = timeline.chrome_trace(self.step_numbers.parts()[0], timeline_steps, title, self.transfers)
                 writer.file("timeline.json.gz", trace)
             writer.json("summary.json", {**self.summary, "complete": False})
             writer.drop_pieces()
@@ -299,11 +300,13 @@ def read(path: Path | str) -> Result:
 
 
 def figure(results: Sequence[Result]) -> Picture:
-    """Draw the lanes of one run, or of several on one time axis. Raises RunError if one ran no step."""
+    """Draw the lanes of one run, or of several on one time axis, of the first server each. Raises RunError if one ran
+    no step.
+    """
     for result in results:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
-    steps = {result.loop: result.step_numbers for result in results}
+    steps = {result.loop: result.step_numbers.parts()[0] for result in results}
     transfers = {result.loop: result.transfers for result in results}
     active = {result.loop: float(result.summary["gpu_active"]) for result in results}
     return Picture(lanes(steps, as_given=True, active=active, transfers=transfers))
@@ -428,7 +431,7 @@ def _at_peak(scenario: Scenario, steps: Steps) -> tuple[Floats, Floats, Floats]:
     """Return the seconds of each step by the data sheet: 2 FLOP a token and weight that it goes through; the weights
     that its tokens reach, of a mixture those of the experts expected; the KV tokens that rows read.
     """
-    model, gpu, gpus = scenario.model, scenario.hardware, scenario.gpus  # all together
+    model, gpu, gpus = scenario.model, scenario.hardware, scenario.gpus  # of the server all together
     tokens = steps["padded_tokens"].astype(np.float64)
     passed_over = 1 - model.experts_per_token / model.experts if model.experts else 0.0
     weights = model.parameters - passed_over * model.expert_parameters

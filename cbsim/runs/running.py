@@ -19,7 +19,7 @@ from cbsim.metrics import coverage, metrics
 from cbsim.policy.request import Finish
 from cbsim.record import directory, environment, optional_tables
 from cbsim.record.directory import OnSteps, Pieces, RunWriter
-from cbsim.record.record import Record
+from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
@@ -37,7 +37,7 @@ class Server(Protocol):
     measured: bool  # whether it has a real clock
 
     @property
-    def record(self) -> Record:
+    def record(self) -> Record | Records:
         """The run so far."""
 
     @property
@@ -107,12 +107,14 @@ class Session:
 
     def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:
         """Write the tables with `writer` piece by piece if the run becomes a long one. A measured run is written when
-        it is over, so that nothing takes CPU time from it.
+        it is over, so that nothing takes CPU time from it, and so are several servers.
         """
         if not self.server.measured:
             counted = self._counted | {"window_s": metrics.named_window(self._terms.window_s)}
+            record = self.server.record
             self._pieces = Pieces(writer, {"about": self._about(complete=False), "counted": counted}, early)
-            self.server.record.hand_to(self._pieces, writer.group)
+            if isinstance(record, Record):
+                record.hand_to(self._pieces, writer.group)
 
     @property
     def _counted(self) -> dict[str, Any]:
@@ -163,8 +165,9 @@ def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float]
     price = scenario.hardware.price_usd_hour
     return {
         "total_blocks": total_blocks,
+        "servers": scenario.ranks,
         "slo": scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
-        "price_usd_hour": None if price is None else price * scenario.gpus,
+        "price_usd_hour": None if price is None else price * scenario.all_gpus,
         "window_s": window_s,
     }
 

@@ -16,7 +16,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from cbsim.errors import RunError
+from cbsim.errors import RunError, ScenarioError
 from cbsim.files import access
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.result import TIMELINE, Result
@@ -123,7 +123,10 @@ class Log:
 
 
 def with_one_loop(scenario: Scenario) -> Scenario:
-    """Return the scenario with one loop: the asynchronous one if it has both."""
+    """Return the scenario with one loop: the asynchronous one if it has both. Raises ScenarioError."""
+    if scenario.ranks > 1:
+        bound = "must be 1: a session is served by one server"
+        raise ScenarioError(f"cost.data_parallel: got {scenario.ranks}, {bound}", field="cost.data_parallel")
     if scenario.loop.mode != "both":
         return scenario
     return scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": "async"})})

@@ -72,6 +72,7 @@ class ConstantSettings(Frozen):
     about: ClassVar[str] = "a fixed time a step plus linear terms"
     builder: ClassVar[str] = "cbsim.cost.fitted:constant"
     tensor_parallel: ClassVar[int] = 1
+    data_parallel: ClassVar[int] = 1
     kind: Literal["constant"]
     step_s: Seconds  #: Seconds a step.
     per_token_s: Seconds = 0.0  #: Seconds a query token.
@@ -108,6 +109,8 @@ class RooflineSettings(Frozen):
     memory_efficiency: MemoryEfficiency | None = None
     """Share of the peak bandwidth, the same for all sizes; null: measured curves, or 0.85 and 0.7 beside the other."""
     tensor_parallel: Number = 1  #: GPUs that share every layer.
+    data_parallel: Number = 1
+    """Servers of `tensor_parallel` GPUs, each with a scheduler and a cache, that step together and share experts."""
     all_reduce_latency_s: Seconds = 5e-6
     """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
     step_overhead_s: Seconds = 0.0  #: Seconds on the device that every step costs, whatever it holds.
@@ -215,6 +218,7 @@ class FittedSettings(Coefficients):
     about: ClassVar[str] = "coefficients calibrated on an engine's own run, from a YAML file"
     builder: ClassVar[str] = "cbsim.cost.fitted:fitted"
     tensor_parallel: ClassVar[int] = 1
+    data_parallel: ClassVar[int] = 1
     kind: Literal["fitted"]
     path: PlainPath | None = None
     """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
@@ -322,6 +326,11 @@ class TableSettings(Frozen):
     """Folder of an engine's tables of a card (then `engine` says whose), or of a vLLM layer profile; found as other
     data are."""
     tensor_parallel: Number = 1  #: GPUs that share every layer.
+    data_parallel: Number = 1
+    """Servers of `tensor_parallel` GPUs, each with a scheduler and a cache, that step together and share experts."""
+    all_to_all: Literal["allgather", "deepep"] = "allgather"
+    """With `engine`: how these exchange tokens. deepep: by its low-latency kernels if all only decode, else by the
+    others."""
     link: LinkSettings | None = None
     """What joins them; required if there are several, unless `engine` has measured it."""
     engine: Annotated[str, Field(pattern=ENGINE)] | None = None
@@ -382,8 +391,9 @@ class TableSettings(Frozen):
     def _fields_agree(self) -> TableSettings:
         if self.terms is not None and self.engine is None:
             raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
-        if self.tensor_parallel > 1 and self.link is None and self.engine is None:
-            raise complaint(f"is required with tensor_parallel {self.tensor_parallel}: latency_s and bytes_s", "link")
+        for field in ("tensor_parallel", "data_parallel"):
+            if (gpus := getattr(self, field)) > 1 and self.link is None and self.engine is None:
+                raise complaint(f"is required with {field} {gpus}: latency_s and bytes_s", "link")
         return self
 
 

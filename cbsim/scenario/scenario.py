@@ -155,12 +155,25 @@ class Scenario(Frozen):
             bound = f"must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
             raise complaint(f"got {memory_bytes:,}, {bound}", "hardware.memory_bytes")
         joined = self.hardware.link_gpus if self.hardware.link_bytes_s else None
-        if joined and gpus > joined and not getattr(self.cost, "link", None):
+        if joined and self.all_gpus > joined and not getattr(self.cost, "link", None):
             bound = f"must be <= hardware.link_gpus ({joined}): what joins more of them is not known"
-            raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
+            field = "tensor_parallel" if self.ranks == 1 else "data_parallel, times tensor_parallel,"
+            raise complaint(f"got {self.all_gpus}, {bound}", f"cost.{field}")
         if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
             bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> Scenario:
+        """Check that servers which step together share experts, and that requests can be shared among them."""
+        if (ranks := self.ranks) > 1:
+            if not self.model.experts:
+                bound = f"must be 1: {self.model.name} has no experts to share, so its servers do not step together"
+                raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
+            if self.kind.balance(self.scheduler) is None:
+                bound = f"must be 1 with scheduler {self.scheduler.name}, or with KV on the host"
+                raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
         return self
 
     @model_validator(mode="after")
@@ -180,8 +193,18 @@ class Scenario(Frozen):
 
     @property
     def gpus(self) -> int:
-        """GPUs that share every layer."""
+        """GPUs that share every layer: those of a server."""
         return self.cost.tensor_parallel
+
+    @property
+    def ranks(self) -> int:
+        """Servers that step together."""
+        return self.cost.data_parallel
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of all servers."""
+        return self.gpus * self.ranks
 
     @property
     def kind(self) -> Kind:
@@ -307,7 +330,8 @@ def dump(scenario: Scenario) -> str:
 def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
-    return Place(model, gpu, depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus)
+    sizes = depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
+    return Place(model, gpu, *sizes, ranks=scenario.ranks)
 
 
 def _resolved(scenario: Scenario, loop: str) -> Any:
@@ -375,7 +399,7 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
 
 def _beyond_memory(scenario: Scenario) -> tuple[str, ...]:
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
-    weights = model.shard_bytes(gpus)
+    weights = model.shard_bytes(gpus, scenario.ranks)
     cache = (blocks or 0) * scenario.block_size * model.kv_token_bytes(gpus) * model.sees_all
     if blocks is None or weights + cache <= gpu.memory_bytes:
         return ()

@@ -361,7 +361,9 @@ def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
 
 
 class Place:
-    """The `policy.kind.Site` of a model on `gpus` GPUs, on which sizes are solved. `num_blocks`: as given."""
+    """The `policy.kind.Site` of a model on `gpus` GPUs, on which sizes are solved. `num_blocks`: as given. So many GPUs
+    again are each of the other `ranks`, over which experts are spread.
+    """
 
     def __init__(
         self,
@@ -372,10 +374,12 @@ class Place:
         memory_fraction: float,
         num_blocks: int | None,
         gpus: int = 1,
+        *,
+        ranks: int = 1,
     ) -> None:
         self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
-        self.block_bytes = block_size * model.kv_token_bytes(gpus)
+        self.block_bytes, self._weight_bytes = block_size * model.kv_token_bytes(gpus), model.shard_bytes(gpus, ranks)
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
         self.state_rule: str = model.linear.rule if model.linear else ""
@@ -395,7 +399,7 @@ class Place:
         if self.num_blocks is not None:
             return self.num_blocks
         peak = activation_bytes(self.model, tokens, requests)
-        beside = self.model.shard_bytes(self.gpus) + peak + VLLM_RUNTIME_BYTES
+        beside = self._weight_bytes + peak + VLLM_RUNTIME_BYTES
         left = int(self.memory_bytes * self.memory_fraction) - beside
         blocks = left // ((page_bytes or self.block_bytes // self.layers) * (layers or self.layers))
         if blocks < 2:
@@ -403,7 +407,7 @@ class Place:
         return blocks
 
     def misfit(self, left_bytes: int, needed_bytes: int | None = None, peak_bytes: int | None = None) -> ScenarioError:
-        sizes = (self.memory_bytes, self.model.shard_bytes(self.gpus), left_bytes, needed_bytes or 0, peak_bytes or 0)
+        sizes = (self.memory_bytes, self._weight_bytes, left_bytes, needed_bytes or 0, peak_bytes or 0)
         memory, weights, left, needed, peak = (f"{size / 1e9:.2f} GB" for size in sizes)
         share, each = self.memory_fraction, f" on each of {self.gpus} GPUs" if self.gpus > 1 else ""
         step = f", a step at its peak {peak}, the runtime {VLLM_RUNTIME_BYTES / 1e9:.2f} GB" if peak_bytes else ""

@@ -34,7 +34,7 @@ FIELDS = (
     *("experts", "launch_s_per_layer", FRONT),
 )
 FOLDER = "terms"
-Family = Literal["dense", "experts", "windows", "latent"]
+Family = Literal["dense", "experts", "windows", "latent", "ranks"]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
 
 
@@ -98,8 +98,8 @@ class TermsFile(Range):
     name: str  #: What the file is called.
     about: str  #: Which servers, and where the points come from.
     family: Literal[
-        "dense", "experts", "windows", "latent"
-    ]  #: Of dense models or mixtures; those with windows, latents.
+        "dense", "experts", "windows", "latent", "ranks"
+    ]  #: Of dense models or mixtures; those with windows, latents; servers that step together.
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
     terms: dict[str, Term]  #: The terms.
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.

@@ -155,7 +155,7 @@ class Row(NamedTuple):
 def numbers(point: Point, summary: Mapping[str, Any]) -> dict[str, float]:
     """Return every metric of a run, and two of the whole system: tokens/s per GPU, and per user, 1 / mean TPOT."""
     metrics = quantities(summary)
-    metrics[PER_GPU] = metrics["output_tokens_per_s"] / point.scenario.gpus
+    metrics[PER_GPU] = metrics["output_tokens_per_s"] / point.scenario.all_gpus
     if metrics.get("tpot_s.mean"):
         metrics[PER_USER] = 1 / metrics["tpot_s.mean"]
     return metrics

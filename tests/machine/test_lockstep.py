@@ -18,7 +18,7 @@ from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, v
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded, vllm_bucket
-from cbsim.machine.lockstep import Lockstep, balance
+from cbsim.machine.lockstep import Balance, Lockstep, Router
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
@@ -73,17 +73,17 @@ def serve(
     devices: Sequence[Device] | None = None,
 ) -> list[Machine]:
     """The servers after they have served `specs`, which their client balances, in step unless `devices` are given."""
-    env = simpy.Environment()
-    machines = []
+    env, machines, inboxes = simpy.Environment(), list[Machine](), list[Inbox]()
+    router = Router(env, load(*sorted(specs, key=lambda one: (one.arrival_ns, one.index))), inboxes)
     for device in devices or Lockstep(env, cost, ranks).ranks:
         policy = VllmScheduler(options or vllm_options())
         record = Record(policy.pool.num_blocks)
-        inbox = Inbox(load(), record)
+        inbox = Inbox(router, record)
         inbox.news = env.event()
+        inboxes.append(inbox)
         machines.append(Machine(policy, cost, graphs, device, inbox, record, depth))
         env.process(machines[-1].run(env))
-    ordered = sorted(specs, key=lambda one: (one.arrival_ns, one.index))
-    env.process(balance(env, ordered, [m.inbox for m in machines], [m.scheduler for m in machines]))  # type: ignore[misc]
+    router.choose = Balance("waiting first", inboxes, [machine.scheduler for machine in machines])
     env.run()
     return machines
 

@@ -146,10 +146,9 @@ def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
         ({"backend": "sglang"}, "no kernel tables of sglang on h200_sxm"),
         ({"model": "zai-org/GLM-5-FP8"}, "no shape describes sparse latent attention"),
         ({"model": "somebody/New-1B"}, "no model file of New-1B"),
-        ({"attention_ranks": 4}, "attention is data-parallel"),
-        ({"model": "Qwen/Qwen3-235B-A22B-FP8", "experts_tensor": 4}, "attention is data-parallel"),
+        ({"attention_ranks": 4}, "has no experts to share"),
         ({"tensor": 64}, "more than 8 GPUs share a layer"),
-        ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1}, "too little for a cache"),
+        ({"model": "meta-llama/Llama-3.1-405B", "tensor": 1, "experts_tensor": 1}, "too little for a cache"),
     ],
 )
 def test_what_cannot_be_built_has_a_reason(tables: Path, change: dict[str, object], reason: str) -> None:
@@ -166,7 +165,6 @@ def test_all_reasons_are_told(tables: Path) -> None:
     assert refused[0].reasons == (
         build.APART,
         build.PIPELINE,
-        build.RANKS,
         build.WIDE,
         "no shape describes linear attention (Qwen3.5)",
         "no kernel tables of gb300",
@@ -199,9 +197,32 @@ def test_ways_to_write_expert_parallelism(
     """
     names = ("tensor", "attention_ranks", "experts_tensor", "experts_ranks")
     point = changed(model="deepseek-ai/DeepSeek-R1", source=source, **dict(zip(names, sizes, strict=True)))
-    assert point.gpus == gpus
+    assert (point.gpus, point.ranks) == (gpus, 1)
     assert build._expert_groups(point, build.model_of(point)) == groups
-    assert build._ranks(point) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "backend", "sizes", "ranks", "groups"),
+    [
+        ("inferencex-2026-03-25", "trtllm", (1, 8, 1, 8), 8, 8),
+        ("inferencex-2026-04-06", "trtllm", (1, 64, 8, 8), 8, 8),
+        ("inferencex-2026-04-06", "trtllm", (1, 4, 2, 2), 2, 2),
+        ("inferencex-2026-04-06", "trtllm", (1, 4, 4, 1), 4, 1),
+        ("inferencex-db-dump-2026-04-27", "vllm", (4, 4, 1, 16), 4, 4),
+        ("Qwen_Qwen3-235B-A22B-FP8.csv", "vllm", (2, 0, 4, 1), 2, 1),
+    ],
+)
+def test_ways_to_write_ranks(
+    source: str, backend: str, sizes: tuple[int, int, int, int], ranks: int, groups: int
+) -> None:
+    """Later dumps write ranks times groups of experts; vLLM's as tp_size, too; others only GPUs that share experts."""
+    names = ("tensor", "attention_ranks", "experts_tensor", "experts_ranks")
+    model, sized = "MiniMaxAI/MiniMax-M2.5", dict(zip(names, sizes, strict=True))
+    point = changed(model=model, precision="fp4", source=source, backend=backend, **sized)
+    tensor = 2 if source.startswith("Qwen") else 1
+    assert (point.gpus, point.ranks, point.all_gpus) == (tensor, ranks, tensor * ranks)
+    assert build._expert_groups(point, build.model_of(point)) == groups
+    assert flags.family(build.model_of(point), point.ranks) == "ranks"
 
 
 def test_types_of_weights_follow_the_point() -> None:
@@ -409,7 +430,7 @@ def test_what_can_be_built_and_why_the_rest_cannot() -> None:
             reasons.update(error.reasons)
     apart = sum(point.mode == "disagg" for point in points)
     assert reasons[build.APART] == apart
-    named = (build.APART, build.RANKS, build.WIDE, build.DRAFTS, "no kernel tables of ", "no shape describes ")
+    named = (build.APART, build.WIDE, build.DRAFTS, "no kernel tables of ", "no shape describes ")
     assert all(reason.startswith(named) for reason in reasons)
     systems = {system for file in terms.every() for system in file.systems}
     assert systems <= {point.system for point in points}

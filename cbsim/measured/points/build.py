@@ -35,7 +35,6 @@ NO_SHAPE = {  # what models need that no shape describes, by the prefix of their
 }
 APART = "prefill and decode are apart, on servers of their own"
 PIPELINE = "layers are in a pipeline over GPUs"
-RANKS = "attention is data-parallel, which is simulated for recorded runs only"
 DRAFTS = "drafts of several tokens a step (MTP), which are not simulated"
 WIDE = f"more than {NODE} GPUs share a layer, for which there are no tables of all-reduces"
 FP4 = ("fp4", "nvfp4")
@@ -52,7 +51,7 @@ class CannotBuildError(Exception):
 def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
     """Return a point's scenario with cost fields `terms` and `requests` requests a user. Raises CannotBuildError."""
     check(point)
-    model, hardware, tensor = model_of(point), _hardware(point), point.gpus
+    model, hardware = model_of(point), _hardware(point)
     server = flags.fields(point, model, hardware)
     low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
     fields = {
@@ -74,7 +73,8 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
             "kind": "table",
             "path": f"{TABLES}/{point.system}",
             "engine": engine_of(point),
-            "tensor_parallel": tensor,
+            "tensor_parallel": point.gpus,
+            "data_parallel": point.ranks,
             "expert_parallel": _expert_groups(point, model),
             "routing": ROUTING,
             **NOTHING_ADDED,
@@ -99,9 +99,7 @@ def _reasons(point: Point) -> Iterator[str]:
         yield APART
     if point.stages > 1:
         yield PIPELINE
-    if _ranks(point) > 1:
-        yield RANKS
-    if point.gpus > NODE:
+    if point.all_gpus > NODE:
         yield WIDE
     for part in (_undrafted, _hardware, engine_of):
         try:
@@ -185,31 +183,13 @@ def _hardware(point: Point) -> Hardware:
     return card
 
 
-def _written_twice(point: Point) -> bool:
-    """True if attention ranks stand for GPUs that spread experts: InferenceX's later dumps write those of vLLM as ranks
-    and experts as groups times ranks; the first one has the same measurements of tensor-parallel servers. Since April
-    2026 scripts of MiniMax on Blackwell start data-parallel servers, too, of which that cannot be told.
-    """
-    ranks, recent = point.attention_ranks, point.precision == "fp4" and bare(point.model_name).startswith("minimax")
-    spread = point.tensor == ranks and point.experts_ranks == point.tensor * ranks
-    return point.inferencex and point.backend == "vllm" and spread and not recent
-
-
-def _ranks(point: Point) -> int:
-    """Return the groups of GPUs that share attention; experts may span more GPUs than that."""
-    if _written_twice(point):
-        return 1
-    share, groups = point.experts_tensor or point.gpus, max(1, point.experts_ranks)
-    return max(point.attention_ranks, 1 if point.gpus != point.tensor else share * groups // point.gpus)
-
-
 def _expert_groups(point: Point, model: ModelShape) -> int:
     """Return the groups of GPUs that experts are spread over. If an expert's shard would not be a multiple of BLOCK,
     vLLM has to spread whole experts.
     """
-    tensor = point.gpus
+    gpus = point.all_gpus
     if not model.experts:
         return 1
-    groups = min(max(1, point.experts_ranks), tensor)
+    groups = min(max(1, point.experts_ranks), gpus)
     narrow = (model.experts_dtype or model.weights_dtype) == "fp8_block"
-    return tensor if narrow and model.intermediate // (tensor // groups) % BLOCK else groups
+    return gpus if narrow and model.intermediate // (gpus // groups) % BLOCK else groups

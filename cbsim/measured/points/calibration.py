@@ -87,10 +87,10 @@ class Calibration(NamedTuple):
         if point.backend != self.backend or not point.inferencex:
             return False
         try:
-            family = flags.family(model_of(point))
+            model = model_of(point)
         except CannotBuildError:
             return False
-        return family == self.family and not flags.doubts(point, family)
+        return flags.family(model, point.ranks) == self.family and not flags.doubts(point, flags.family(model))
 
 
 ENGINE = {**COMMON, "layer_s": LAYER, "launch_s_per_layer": LAUNCH, "large_products": LARGE}
@@ -312,7 +312,7 @@ def servers(points: Sequence[Point]) -> list[str]:
     names = []
     for point in points:
         shape = model_of(point).model_copy(update={"name": ""}).model_dump_json()
-        key = point.system, point.backend, shape, point.gpus, point.prompt, point.output
+        key = point.system, point.backend, shape, point.all_gpus, point.prompt, point.output
         names.append(first.setdefault(key, point.curve))
     return names
 

@@ -23,8 +23,10 @@ FREE_SHARE, STATIC_SHARE = "free share", "static share"
 Ends = Annotated[tuple[Whole, Whole], BeforeValidator(as_tuple)]
 
 
-def family(model: ModelShape) -> Family:
-    """Return the kind of model by which flags and calibrated terms are chosen."""
+def family(model: ModelShape, ranks: int = 1) -> Family:
+    """Return the kind of model by which flags are chosen, and with the ranks of a server calibrated terms."""
+    if ranks > 1:
+        return "ranks"
     if model.latent:
         return "latent"
     if not model.sees_all:
@@ -56,7 +58,7 @@ class Row(Frozen):
         sizes = (self.users, point.concurrency), (self.gpus, point.gpus)
         return (
             self.backend == point.backend
-            and (not self.families or kind in self.families)
+            and (not self.families or kind in self.families or ("ranks" in self.families and point.ranks > 1))
             and (not self.systems or point.system in self.systems)
             and self.precision in ("", point.precision)
             and self.since <= point.measured < self.until
@@ -99,7 +101,7 @@ VALUES: Mapping[str, Callable[[Point], Any]] = {
     "RULES": _rules,
     "LONGEST": _longest,
     "USERS": lambda point: point.concurrency,
-    "GPUS": lambda point: point.gpus,
+    "GPUS": lambda point: point.all_gpus,
     "ONE_PROMPT": _one_prompt,
     "ONE_PROMPT_OR_8192": lambda point: max(8192, _one_prompt(point)),
     "TWO_PROMPTS": lambda point: 2 * point.prompt,
@@ -147,7 +149,7 @@ def _cache(flat: dict[str, Any], point: Point, model: ModelShape, hardware: Hard
     tokens = flat.get("scheduler.max_num_tokens") or flat.get("scheduler.chunked_prefill_size") or 8192
     step = activation_bytes(model, tokens, 2048) + VLLM_RUNTIME_BYTES
     if free is not None:
-        taken = (model.shard_bytes(point.gpus) + step) / hardware.memory_bytes
+        taken = (model.shard_bytes(point.gpus, point.ranks) + step) / hardware.memory_bytes
         return {"kv_cache.memory_fraction": min(1.0, free + (1 - free) * taken)}
     if static is not None:
         requests = flat["scheduler.max_running_requests"]

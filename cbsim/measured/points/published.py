@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import Form, complaint, near, shown
+from cbsim.scenario.fields import Form, bare, complaint, near, shown
 from cbsim.scenario.rows import CsvTable, open_text
 
 FOLDER = "public_measured/aiconfigurator_silicon"
@@ -84,17 +84,49 @@ class Point(Form):
         return self.source.startswith("inferencex")
 
     @property
-    def gpus(self) -> int:
-        """GPUs that share a layer. Where experts are spread InferenceX's later dumps write those times the groups of
-        experts as tp_size; the same measurements stand in the first one with the GPUs.
+    def _later(self) -> bool:
+        """True if a later dump of InferenceX has it and experts are spread: it writes the GPUs that share attention, or
+        else the ranks, times the groups of experts; the same measurements stand in the first one as they are.
         """
+        return self.inferencex and self.source != FIRST_DUMP and self.experts_ranks > 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that share attention: those of a rank."""
         groups, share = self.experts_ranks, self.experts_tensor
-        later = self.inferencex and self.source != FIRST_DUMP
-        return share if later and groups > 1 and share > 1 and share * groups == self.tensor else max(1, self.tensor)
+        if self._later and share > 1 and share * groups == self.tensor:
+            return share
+        return max(1, self.tensor // (self.ranks if self._as_ranks else 1))
+
+    @property
+    def _as_ranks(self) -> bool:
+        """True if vLLM's GPUs are written twice, as tp_size and as ranks of attention."""
+        spread = self.tensor == self.attention_ranks and self.experts_ranks == self.tensor * self.attention_ranks
+        return self._later and self.backend == "vllm" and spread
+
+    @property
+    def ranks(self) -> int:
+        """Groups of GPUs that share attention; all share the experts. Of ranks that are written twice the first dump
+        has the same measurements as of tensor-parallel servers; but since April 2026 scripts of MiniMax on Blackwell
+        start data-parallel servers, too.
+        """
+        if self._as_ranks:
+            recent = self.precision == "fp4" and bare(self.model_name).startswith("minimax")
+            return self.attention_ranks if recent else 1
+        if self.attention_ranks > 1:
+            return max(1, self.attention_ranks // (self.experts_ranks if self._later else 1))
+        gpus = max(1, self.tensor)
+        return 1 if self._later else max(1, (self.experts_tensor or gpus) * max(1, self.experts_ranks) // gpus)
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of all ranks."""
+        return self.gpus * self.ranks
 
     @property
     def stratum(self) -> Stratum:
-        return Stratum(self.system, self.backend, self.model_name, self.gpus, self.prompt, self.output)
+        sizes = self.gpus, self.prompt, self.output, self.ranks
+        return Stratum(self.system, self.backend, self.model_name, *sizes)
 
     @property
     def model_name(self) -> str:
@@ -115,9 +147,11 @@ class Stratum(NamedTuple):
     tensor: int
     prompt: int
     output: int
+    ranks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.system} {self.backend} {self.model} TP{self.tensor} {self.prompt}/{self.output}"
+        shared = f"TP{self.tensor}" if self.ranks == 1 else f"TP{self.tensor} DP{self.ranks}"
+        return f"{self.system} {self.backend} {self.model} {shared} {self.prompt}/{self.output}"
 
 
 def read(folder: Path, where: Mapping[str, str] | None = None) -> list[Point]:

@@ -233,7 +233,7 @@ def sort(points: Sequence[Point]) -> tuple[list[Buildable], list[Refused]]:
 
 def _built(point: Point, checked: dict[str, str | None]) -> Buildable:
     check(point)
-    file = _nearest(point, flags.family(model_of(point)))
+    file = _nearest(point, flags.family(model_of(point), point.ranks))
     values = file.resolved(point.gpus, point.system, point.version, point.curve)
     cost = {"fastest": file.fastest} | {field: value for field, value in values.items() if field != FRONT}
     scenario = build(point, cost)
@@ -298,7 +298,7 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         metric: None if outside else terms.interval(file, metric, _like(point), point.curve)
         for metric in ("ttft", "tpot")
     }
-    family = flags.family(built.scenario.model)
+    model = built.scenario.model
     return Predicted(
         point,
         Means(means.ttft_ms + 1e3 * built.values.get(FRONT, 0.0), means.tpot_ms),
@@ -306,8 +306,8 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         file.name,
         left_out=point.curve in file.curves,
         outside=outside,
-        family=family,
-        doubts=flags.doubts(point, family),
+        family=flags.family(model, point.ranks),
+        doubts=flags.doubts(point, flags.family(model)),
     )
 
 

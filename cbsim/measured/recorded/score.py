@@ -5,7 +5,7 @@ few percent cancel each other, only they show on which part the result depends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
@@ -13,25 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import simpy
 
-from cbsim.cost.bundle import TableCost
 from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
-from cbsim.machine.device import Device, OneGpu
-from cbsim.machine.driver import Machine
-from cbsim.machine.lockstep import Lockstep, balance
 from cbsim.measured.recorded.case import Case
-from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import WORKED
 from cbsim.record.columns import NS
 from cbsim.record.record import Record
 from cbsim.record.tables import Steps, token_times
-from cbsim.runs import assemble
-from cbsim.runs.inbox import Client, Inbox
-from cbsim.scenario.scenario import MOST_BLOCKS, Scenario, depth
+from cbsim.scenario.scenario import MOST_BLOCKS, Scenario
 from cbsim.workload import generators
-from cbsim.workload.requests import Workload
 
 Floats = npt.NDArray[np.float64]
 
@@ -125,46 +116,22 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
         raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
     check_loop(scenario)
     if case.ranks > 1:
-        process: Feed = lambda env, inboxes, policies: balance(env, load.open, inboxes, policies)  # noqa: E731
-        return fleet(scenario, case.ranks, Workload([], 0), process, together=scenario.model.experts > 0)
+        together = scenario.model.experts > 0
+        return run_fleet(simulate.Fleet(scenario, scenario.loop.mode, load, case.ranks, together=together))
     server = simulate.machine(scenario, scenario.loop.mode, load)
     simulate.run(server)
     return _replayed([server.record])
 
 
+def run_fleet(fleet: simulate.Fleet) -> Replayed:
+    """Run several servers. Raises ScenarioError."""
+    fleet.run()
+    return _replayed(fleet.record.records)
+
+
 def check_loop(scenario: Scenario) -> None:
     if scenario.loop.mode == "both":
         raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
-
-
-Feed = Callable[[simpy.Environment, Sequence[Inbox], Sequence[Scheduler]], Generator[Any, Any, None]]
-"""A SimPy process that puts requests into the inboxes of several servers."""
-
-
-def fleet(scenario: Scenario, servers: int, client: Client, feed: Feed, *, together: bool = False) -> Replayed:
-    """Serve what `feed` brings by servers, each at its own pace or `together` in lockstep. Raises ScenarioError."""
-    env, loop, cost = simpy.Environment(), scenario.loop.mode, assemble.cost_model(scenario)
-    devices: Sequence[Device]
-    if together:
-        if not isinstance(cost, TableCost):
-            raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
-        devices = Lockstep(env, cost, servers).ranks
-    else:
-        devices = [OneGpu(cost, depth=depth(loop), overlap=scenario.loop.streams) for _ in range(servers)]
-    inboxes, policies, records = list[Inbox](), list[Scheduler](), list[Record]()
-    for device in devices:
-        policy = assemble.scheduler(scenario, loop)
-        record = Record(policy.pool.num_blocks)
-        inbox = Inbox(client, record)
-        inbox.news = env.event()
-        machine = Machine(policy, cost, simulate.graphs(scenario, policy), device, inbox, record, depth(loop))
-        env.process(machine.run(env))
-        inboxes.append(inbox)
-        policies.append(policy)
-        records.append(record)
-    env.process(feed(env, inboxes, policies))
-    env.run()
-    return _replayed(records)
 
 
 def _replayed(records: Sequence[Record]) -> Replayed:

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.machine.lockstep import feed
+from cbsim.machine.simulate import Fleet
 from cbsim.measured.recorded.case import CPU
-from cbsim.measured.recorded.score import Feed, MetricScore, Replayed, Served, check_loop, fleet, scores
+from cbsim.measured.recorded.score import MetricScore, Replayed, Served, check_loop, run_fleet, scores
 from cbsim.measured.request_logs.log import REQUESTS, Key, Log, Start, specs
 from cbsim.measured.tables import TABLES
 from cbsim.policy.request import RequestSpec
@@ -236,9 +236,8 @@ class _Connection:
 class Connections:
     """The client of all servers. It sends no follow-up requests and cancels none."""
 
-    open: Sequence[RequestSpec] = ()
-
-    def __init__(self, servers: int, seed: int) -> None:
+    def __init__(self, servers: int, seed: int, specs: Sequence[RequestSpec] = ()) -> None:
+        self.open = specs
         self.cancels: list[tuple[int, RequestSpec]] = []
         self._servers, self._random = servers, np.random.default_rng(seed)
         self._pool: list[_Connection] = []  # oldest first
@@ -263,6 +262,6 @@ class Connections:
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Replayed:
     """Serve requests, which take a connection `front_s` before they arrive. Raises ScenarioError if one is rejected."""
     check_loop(scenario)
-    client = Connections(servers, seed)
-    process: Feed = lambda env, inboxes, _: feed(env, specs, inboxes, client.server, round(front_s * NS))  # noqa: E731
-    return fleet(scenario, servers, client, process)
+    client, loop = Connections(servers, seed, specs), scenario.loop.mode
+    options: Any = {"together": False, "choose": client.server, "ahead_ns": round(front_s * NS)}
+    return run_fleet(Fleet(scenario, loop, client, servers, **options))

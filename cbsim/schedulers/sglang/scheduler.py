@@ -426,4 +426,5 @@ SGLANG = SchedulerKind(
     block_size=1,
     serves=(Sight.FULL, Sight.STATE),
     whole=True,
+    balance=lambda _: "turns",
 )

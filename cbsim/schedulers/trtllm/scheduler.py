@@ -353,4 +353,5 @@ TRTLLM = SchedulerKind(
     block_size=32,
     serves=(Sight.FULL, Sight.SLIDING),
     whole=True,  # without max_attention_window, which has no default
+    balance=lambda _: "fewest tokens",
 )

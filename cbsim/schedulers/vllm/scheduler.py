@@ -29,7 +29,7 @@ from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase, too_large
 from cbsim.schedulers.vllm.offload import EagerOffload, LazyOffload, NativeOffload
-from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, resolve, sees_all
+from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, balance, resolve, sees_all
 from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
 
 
@@ -55,6 +55,7 @@ class VllmScheduler(SchedulerBase):
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
+        self.next_wave = -1  # number of the next step of all servers that step together; -1: this one is alone
         self.transfers = connect(o, self.decoding, self._queue(), observer) if o.kv_connector != "none" else None
 
     @property
@@ -125,7 +126,10 @@ class VllmScheduler(SchedulerBase):
 
     def _defers_prefill(self) -> bool:
         interval = self.options.prefill_schedule_interval
-        if interval <= 1 or self._capacity_bound or self._executed + 1 - self._last_prefill >= interval:
+        due = self._executed + 1 - self._last_prefill >= interval
+        if self.next_wave >= 0:
+            due = self.next_wave % interval == 0  # so that all prefill in the same step
+        if due or self._capacity_bound:
             return False
         return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
 
@@ -348,4 +352,5 @@ VLLM = SchedulerKind(
     make=VllmScheduler,
     padding="vllm",
     serves=tuple(Sight),
+    balance=balance,
 )

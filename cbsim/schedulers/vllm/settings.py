@@ -57,7 +57,8 @@ class VllmSettings(Settings):
     adaptive_long_prefill_threshold: bool = False  #: 0.33: raise that limit when few requests are present.
     scheduler_reserve_full_isl: bool = True  #: Admit a request only if its whole prompt fits the cache.
     watermark: Share = 0.0  #: 0.33: share of the blocks kept free when the queue is admitted from.
-    prefill_schedule_interval: Count = 1  #: 0.33: executed steps from one prefill to the next.
+    prefill_schedule_interval: Count = 1
+    """0.33: executed steps from one prefill to the next; with cost.data_parallel of all servers, at the same steps."""
     max_cudagraph_capture_size: Annotated[Count | None, Solved("twice the seats, up to vLLM's bound on this GPU")] = (
         None
     )
@@ -195,6 +196,12 @@ def _steps(settings: VllmSettings, site: Site) -> tuple[int, int]:
 
 def _check_budget(tokens: int, slots: int) -> None:
     require(tokens >= slots, "max_num_batched_tokens", f"got {tokens}, must be >= max_num_seqs ({slots})")
+
+
+def balance(settings: VllmSettings) -> str | None:
+    """Return the rule by which its client shares requests among servers that step together."""
+    alone = settings.kv_connector != "none" or settings.preemption_mode == "swap"
+    return None if alone else {"0.19": "waiting first", "0.33": "fewest by turns"}[settings.version]
 
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
