@@ -200,7 +200,7 @@ class CurveTimes(KernelTimes):
         """Return the ns of a layer's attention of decoding rows, by rows and context. No curve has a latent's: its rows
         count as KV heads that read as many bytes, and compute with all query heads.
         """
-        dtype, wide = self._model.cache_dtype, heads.cached(self._tensor) / 2 / HEAD_DIM
+        dtype, wide = heads.stored or self._model.cache_dtype, heads.cached(self._tensor) / 2 / HEAD_DIM
         of_row = heads.decode_flop / self._tensor if heads.latent else 0.0
 
         def work(rows: float, context: float) -> Work:

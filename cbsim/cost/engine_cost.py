@@ -59,12 +59,12 @@ class Captured(NamedTuple):
         return tokens <= self.tokens and (one_each(plan) or not self.decodes)
 
 
-def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False) -> float:
+def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, modules: bool = False) -> float:
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
     Unless `fused` with all-reduces twice residual and norm (read both, write both); rope (read and write queries and
     keys, write keys and values: a latent is normed and written likewise); activation (read gate and up, write their
-    product, of every expert that a token goes through).
+    product, of every expert that a token goes through). With `modules` the time of sparse attention has its own.
     """
     total, width, norms = 0.0, model.dtype_bytes, 0 if fused else 8 * model.hidden
     for layer, count in model.kinds:
@@ -72,8 +72,9 @@ def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False) ->
         keys = heads.cached(tensor)
         queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope_dim) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
-        written = keys * DTYPE_BYTES[model.cache_dtype]
-        total += count * ((norms + 2 * (queries + keys) + inner) * width + written)
+        written = keys * DTYPE_BYTES[model.cache_dtype] + (heads.indexer.cached_bytes if heads.indexer else 0)
+        rotated = 0.0 if modules and heads.indexer else 2 * (queries + keys) * width + written
+        total += count * ((norms + inner) * width + rotated)
     return total
 
 
@@ -100,7 +101,8 @@ class EngineCost:
         step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
         tensor = settings.tensor_parallel
         self._token_ns, self._fused_ns = (
-            settings.elementwise * elementwise_bytes(model, tensor, fused=fused) / bytes_ns for fused in (False, True)
+            settings.elementwise * elementwise_bytes(model, tensor, fused=fused, modules=kernels.modules) / bytes_ns
+            for fused in (False, True)
         )
         self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
         self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
@@ -130,7 +132,8 @@ class EngineCost:
         attention = 0.0
         for of in self._kernels.attended:
             work = attention_work(plan, of.sees)
-            attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew) + of.prompt_ns(work)
+            attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew)
+            attention += of.prompt_ns(work, tokens - plan.work.decodes, graph=graph)
         rows = plan.work.rows + plan.work.padding_rows
         return self._of_tokens(tokens, of_all, graph=graph) + self._of_rows(rows) + attention
 

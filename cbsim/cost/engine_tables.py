@@ -25,6 +25,8 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
     generation_attention__... the same: rows that read isl + step tokens each
     ..._attention_heads__...  with head_dim, window_size
     context_mla__..., generation_mla__...  batch_size, isl, num_heads (on a GPU), kv_cache_dtype, step
+    dsa_context_module__..., dsa_generation_module__...  the same, with architecture, gemm_type, op_name: sparse
+                              attention of a layer as a whole, of batch_size rows of isl tokens behind step
     moe__...                  moe_dtype, num_tokens, hidden_size, inter_size, topk, num_experts, moe_tp_size,
                               moe_ep_size, distribution
     custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
@@ -33,6 +35,14 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
                               times in microseconds
 
 All end in .csv.gz and have a column latency_ms.
+
+Modules of sparse attention hold its products, too. Their work is query tokens and the mean context of these, for
+prompts as for decoding rows, each of which is a token; whether the engine chose its dense kernels or the indexer
+follows from the context, in the rows as in a step. Twice the tokens take at most twice the time: the largest decode
+batches were measured without a graph. Longer contexts than were measured with so many tokens add what they add with
+the next number of tokens, in proportion. Prompts are the newest version's: it alone was measured behind caches. Their
+rows hold the host's launches, which a step outside a graph pays; in a graph a chunk takes at most what as many decoding
+rows would.
 
 An engine is a name and a version, as in the names of the files. Where one row was measured several times, or with
 several kernels, the fastest counts.
@@ -46,6 +56,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -69,7 +80,7 @@ from cbsim.cost.table import (
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.value import value
-from cbsim.scenario.layers import Heads, Layer, Matrix
+from cbsim.scenario.layers import Heads, Indexer, Latent, Layer, Matrix
 from cbsim.scenario.shapes import ModelShape
 
 NS_A_MS = 1e6
@@ -80,6 +91,13 @@ MXFP4 = ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")
 """Experts in mxfp4. SGLang and TensorRT-LLM take 8 bits where the card can (Blackwell), and only there have such
 rows; vLLM does by option, and its tables have none."""
 PROMPTS, ROWS = "context", "generation"  # operations begin so
+MODULES = {
+    (1536, 512, 128, 64, 128, 64, 128, 2048): "DeepseekV32ForCausalLM",
+    (2048, 512, 192, 64, 256, 32, 128, 2048): "GlmMoeDsaForCausalLM",
+}
+"""The tables' names of sparse attention, by the widths of its latents and of its indexer."""
+MODULE = "_module__"
+DROPPED = ("op_name",)  # columns that a table lacks if all its rows have the value
 T = TypeVar("T")
 DOUBTED = 1.5
 State = tuple[int, int, int]
@@ -123,6 +141,7 @@ class EngineTables(KernelTimes):
             reduce=tables.all_reduces(share.tensor) if share.tensor > 1 else {},
             gather=tables.nccl("all_gather", share.tensor) if share.tensor > 1 else None,
             exchange=partial(tables.exchange, share) if share.ranks > 1 else None,
+            modules=True,
         )
 
 
@@ -198,6 +217,10 @@ class _Tables:
         """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""
         query = heads.query // tensor
         required: dict[str, object] = {"kv_cache_dtype": kv_dtype}
+        if (of := heads.latent) and (by := heads.indexer):
+            required["gemm_type"] = GEMM.get(heads.dtype, WIDE)
+            decode, prompt = (self._module(f"dsa_{w}_module", query, of, by, required) for w in (ROWS, PROMPTS))
+            return decode, prompt
         if heads.latent:
             decode, prompt = (self._latent(f"{work}_mla", query, required) for work in (ROWS, PROMPTS))
             return decode, prompt
@@ -208,6 +231,17 @@ class _Tables:
         read = partial(_attention, query=query, required=required, span=span)
         decode, prompt = (self.first(f"{work}_{operation}", read) for work in (ROWS, PROMPTS))
         return decode, prompt
+
+    def _module(self, operation: str, query: int, of: Latent, by: Indexer, required: dict[str, object]) -> Measured:
+        """Return the milliseconds of a layer's sparse attention as a whole."""
+        latents = of.query_rank, of.kv_rank, of.nope_dim, of.rope_dim, of.value_dim
+        if (shape := (*latents, by.heads, by.head_dim, by.top_k)) not in MODULES:
+            known = " or ".join(str(each) for each in MODULES)
+            raise ScenarioError(f"{self.folder}: no sparse attention of widths {shape} in the tables, only {known}")
+        required = required | {"architecture": MODULES[shape], "op_name": operation}
+        newest = nearest(self.folder, self.engine.partition("_")[0], None, operation) if PROMPTS in operation else None
+        tables = _Tables(self.folder, newest or self.engine, self.products, self.bounded)
+        return tables.first(operation, partial(_attention, query=query, required=required))
 
     def _latent(self, operation: str, query: int, required: Mapping[str, object]) -> Measured:
         """Return the milliseconds of the fastest of the card's engines, for the same reasons as of products."""
@@ -288,7 +322,8 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
         known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
         where = ", ".join(f"{name} = {of}" for name, of in required)
         raise NoRowsError(f"{path}: no rows of {query} query heads where {where} (found: {known})")
-    low, high = (Ladder(_no_slower_than_more(by_heads[heads]).items()) for heads in (fewer, more))
+    bounded = _bounded_module if MODULE in path.name else _no_slower_than_more
+    low, high = (Ladder(bounded(by_heads[heads]).items()) for heads in (fewer, more))
     if fewer == more:
         return low
     weight = (query - fewer) / (more - fewer)
@@ -305,8 +340,10 @@ def _by_heads(path: Path, required: Required, span: int) -> dict[float, dict[tup
     sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
     columns = ("num_heads", "batch_size", "isl", "step")
     for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
-        if not path.name.startswith(PROMPTS):
-            at: tuple[float, ...] = (batch, min(new + cached, span or MOST))
+        if MODULE in path.name:
+            at: tuple[float, ...] = (batch * new, cached + (new + 1) / 2)
+        elif not path.name.startswith(PROMPTS):
+            at = (batch, min(new + cached, span or MOST))
         elif (batch, cached) == (1, 0):
             at = (sees.pairs(0, int(new)),)
         else:
@@ -379,6 +416,21 @@ def _bounded(at: np.ndarray, ms: np.ndarray) -> np.ndarray:
 def _no_slower_than_more(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
     bounded = _bounded(np.array(list(times)), np.array(list(times.values())))
     return dict(zip(times, bounded.tolist(), strict=True))
+
+
+def _bounded_module(times: Mapping[tuple[float, ...], float]) -> dict[tuple[float, ...], float]:
+    """Return bounded times of tokens and contexts, for contexts also that were measured with more or fewer tokens."""
+    found: dict[float, dict[float, float]] = defaultdict(dict)
+    for (tokens, context), ms in _no_slower_than_more(times).items():
+        found[tokens][context] = ms
+    order = sorted(found)
+    for near, tokens in [*pairwise(order[::-1]), *pairwise(order)]:
+        other, own, ratio = Ladder(((at,), ms) for at, ms in found[near].items()), found[tokens], tokens / near
+        if ratio > 1:
+            own |= {at: min(ms, ratio * other(at)) for at, ms in own.items()}
+        longest = max(own)
+        own |= {at: own[longest] + ratio * (other(at) - other(longest)) for at in found[near] if at > longest}
+    return {(tokens, context): ms for tokens, own in found.items() for context, ms in own.items()}
 
 
 def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
@@ -494,6 +546,7 @@ def rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of `columns` and the `time` of rows with the `required` values. Raises ScenarioError."""
     table = _table(path, _state(path))
+    required = {k: v for k, v in required.items() if k in table.column_names or k not in DROPPED}
     for name in (*columns, *required, time):
         if name not in table.column_names:
             raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")

@@ -12,7 +12,8 @@ results, which takes a latency and 2 (p - 1) / p of the residual stream over the
 
 Where layers have windows, each kind of layer reads and computes what it sees, so its share of attention's time is that
 of its own pairs and tokens. Schedulers of such models list all rows one by one, none as a decode batch; rows of one
-token run at the rates of decoding.
+token run at the rates of decoding. With an indexer attention is as if in a window of the tokens that it chooses, beside
+the indexer itself, whose keys and scores are of all tokens, on every GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.cost.table import counted, reached
-from cbsim.policy.groups import FULL, Attention
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.scenario import Scenario
+
+
+class Read(NamedTuple):
+    """Seconds of a pair of a query and a KV token, of reading a KV token, and of one that a decoding row attends to."""
+
+    pair_s: float
+    kv_s: float
+    context_s: float
 
 
 class Rates(NamedTuple):
@@ -37,6 +46,11 @@ class Rates(NamedTuple):
     bytes_kv: float
     bytes_pcie: float
     linear: float = 1.0  # FLOP/s of the linear layers, which may have a type of their own, over those of the rest
+
+    def read(self, pair_flop: float, decode_flop: float, kv_bytes: float) -> Read:
+        """Return the seconds of such pairs and tokens."""
+        kv_s = kv_bytes / self.bytes_kv
+        return Read(pair_flop / self.flops_prefill, kv_s, max(kv_s, decode_flop / self.flops_decode))
 
 
 class Weights(NamedTuple):
@@ -52,6 +66,8 @@ class Weights(NamedTuple):
     linear_bytes: int | None = None  # of the linear weights, if they have a type of their own
     experts_share: float = 0.0  # of the experts of a layer, those that a token goes through
     experts_bytes: float = 0.0  # of all layers
+    indexer_flop: int = 0  # of a query and the key of any token, in all layers
+    indexer_bytes: int = 0  # of a token's keys, in all layers
 
 
 def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
@@ -92,15 +108,16 @@ class RooflineCost:
         self._linear_s = linear_bytes / rates.bytes_weights  # to read them once
         self._head_s = weights.head * weights.bytes / rates.bytes_weights
         self._flops_prefill, self._flops_decode = rates.flops_prefill, rates.flops_decode
-        self._pair_s = weights.attention_flop / rates.flops_prefill  # of a query and a KV token
-        self._kv_s = weights.kv_bytes / rates.bytes_kv  # to read one token of the cache
         self._pcie_ns = 1e9 / rates.bytes_pcie  # of a byte
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._experts_share, self._experts_s = weights.experts_share, weights.experts_bytes / rates.bytes_weights
         self._reduces_s, self._reduce_token_s = reduces_s
-        self._context_s = max(weights.kv_bytes / rates.bytes_kv, weights.decode_flop / rates.flops_decode)
-        self._kinds = kinds(attention)
-        self._windows = any(kind != FULL for kind, _ in self._kinds)
+        read = rates.read(weights.attention_flop, weights.decode_flop, weights.kv_bytes)
+        self._reads = [(kind, share, read) for kind, share in kinds(attention)]
+        self._windows = any(kind != FULL for kind, *_ in self._reads)
+        if weights.indexer_bytes:
+            scored = rates.read(weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes)
+            self._reads.append((FULL, 1.0, scored))
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = plan.work
@@ -110,32 +127,31 @@ class RooflineCost:
             return 0, 0, 0
         sampled, flops = decodes + work.padding_rows, self._flops_decode
         time = self._overhead_s + tokens * self._embedding_s
-        context = sum([share * counted(work, kind) for kind, share in self._kinds])
-        time += (context + sampled) * self._context_s
+        time += sum([share * (counted(work, kind) + sampled) * read.context_s for kind, share, read in self._reads])
         if chunks:
             if not self._windows or any(chunk.tokens > 1 for chunk in chunks):
                 flops = self._flops_prefill
             sampled += sum([c.outputs for c in chunks])
-            time += sum([share * self._attention_s(kind, chunks) for kind, share in self._kinds])
-        read = self._linear_s
+            time += sum([share * self._attention_s(kind, read, chunks) for kind, share, read in self._reads])
+        weights_s = self._linear_s
         if self._experts_s:
-            read += self._experts_s * reached(self._experts_share, tokens)
+            weights_s += self._experts_s * reached(self._experts_share, tokens)
         time += self._reduces_s + tokens * self._reduce_token_s
-        time += max(tokens * self._linear_flop / flops, read)
+        time += max(tokens * self._linear_flop / flops, weights_s)
         if sampled:
             time += max(sampled * self._head_flop / flops, self._head_s)
         h2d_ns, d2h_ns = copy_ns(plan, self._pcie_ns)
         return h2d_ns, nearest(time * 1e9), d2h_ns
 
-    def _attention_s(self, kind: Attention, chunks: Sequence[Chunk]) -> float:
+    def _attention_s(self, kind: Attention, read: Read, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of attention of chunks if all layers were of this kind."""
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding
             if tokens == 1 and self._windows:
-                time += kind.seen(start, 1) * self._context_s
+                time += kind.seen(start, 1) * read.context_s
             else:
-                time += max(kind.pairs(start, tokens) * self._pair_s, kind.seen(start, tokens) * self._kv_s)
+                time += max(kind.pairs(start, tokens) * read.pair_s, kind.seen(start, tokens) * read.kv_s)
         return time
 
 
@@ -153,6 +169,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         linear=gpu.flops.of_layers(model) / flops,
     )
     ranks, experts = settings.tensor_parallel, model.expert_parameters
+    indexer = model.latent.indexer if model.latent else None
     share = model.experts_per_token / model.experts if model.experts else 0.0
     reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
@@ -166,10 +183,12 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         attention_flop=sum(count * layer.attention.pair_flop for layer, count in model.kinds) // ranks,
         decode_flop=sum(count * layer.attention.decode_flop for layer, count in model.kinds) // ranks,
         bytes=model.dtype_bytes,
-        kv_bytes=model.kv_token_bytes(ranks),
+        kv_bytes=model.kv_token_bytes(ranks) - model.indexer_token_bytes,
         linear_bytes=linear_bytes // ranks,
         experts_share=share,
         experts_bytes=model.expert_bytes / ranks,
+        indexer_flop=sum(count * layer.attention.parts(1)[0].pair_flop for layer, count in model.kinds if indexer),
+        indexer_bytes=model.indexer_token_bytes,
     )
     return RooflineCost(
         cpu_cost(settings.cpu),
@@ -178,5 +197,5 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         settings.step_overhead_s,
         settings.launch_s_per_layer * model.layers,
         reduces_s=(reduces * settings.all_reduce_latency_s, reduces * token_s),
-        attention=model.layer_attention,
+        attention=(Attention(Sight.SLIDING, indexer.top_k),) if indexer else model.layer_attention,
     )

@@ -157,7 +157,8 @@ LAUNCHES = ("graph", "eager")  # of all-reduces: in a graph, or by themselves
 class Attended(NamedTuple):
     """The attention of all layers of one kind, which see `sees`: functions to units of which each is `unit_ns` ns in
     those layers; `decode` by rows and context, `prompt` by the query-key pairs of a prompt. `kv` are a GPU's KV heads,
-    0 for a latent, whose kernels share out all rows' tokens evenly.
+    0 for a latent, whose kernels share out all rows' tokens evenly. `whole`: the functions are of attention with its
+    matrices, and `prompt` is by query tokens and their mean context.
     """
 
     sees: groups.Attention
@@ -165,6 +166,7 @@ class Attended(NamedTuple):
     decode: Measured
     prompt: Measured
     kv: float
+    whole: bool = False
 
     def rows_ns(self, work: Attention, *, skew: bool) -> float:
         """Return the ns of a step's decoding rows: at their mean context or, with `skew`, between that and all at the
@@ -179,12 +181,16 @@ class Attended(NamedTuple):
         """Return the ns of decoding rows, each over `context` tokens, its own included."""
         return self.unit_ns * self.decode(rows, context) if rows else 0.0
 
-    def prompt_ns(self, work: Attention) -> float:
+    def prompt_ns(self, work: Attention, tokens: int = 0, *, graph: bool = False) -> float:
         """Return the ns of a chunk: its whole prompt's less the cached part's, and at least that of a chunk without
-        cache and of one decoding row that reads as much.
+        cache and of one decoding row that reads as much. If `whole`, of chunks of `tokens` together; in a `graph`,
+        where no launches are paid, at most that of as many decoding rows.
         """
         if not work.prefill:
             return 0.0
+        if self.whole:
+            at = tokens, (work.prefill * work.cached + pairs(work.prefill)) / tokens
+            return self.unit_ns * (min(self.prompt(*at), self.decode(*at)) if graph else self.prompt(*at))
         alone, end = self.prompt(pairs(work.prefill)), work.cached + work.prefill
         if work.cached:
             alone = max(alone, self.prompt(pairs(end)) - self.prompt(pairs(work.cached)), self.decode(1, end))
@@ -197,7 +203,8 @@ class KernelTimes:
     `product` is given a matrix and returns times by tokens; `experts` is given layers of one kind and returns theirs by
     tokens. `attention` is given heads and returns what decoding rows take, by rows and context, and a prompt, by
     query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements. `exchange`
-    of ranks that share experts is given layers of one kind; None for one rank.
+    of ranks that share experts is given layers of one kind; None for one rank. `modules`: the attention of heads with an
+    indexer is given as a whole, its matrices and all between them included.
     """
 
     def __init__(
@@ -212,22 +219,27 @@ class KernelTimes:
         reduce: Mapping[str, Curve],
         gather: Curve | None,
         exchange: Callable[[Layer], Exchange] | None = None,
+        modules: bool = False,
     ) -> None:
         matrices: Counter[Matrix] = Counter()
-        for matrix, count in model.matrices(tensor):
-            matrices[matrix] += count
-        heads: Counter[Heads] = Counter()
+        heads: Counter[tuple[Heads, bool]] = Counter()
         for layer, count in model.kinds:
-            heads[layer.attention] += count
+            whole = modules and layer.attention.indexer is not None
+            part = layer.feed_forward.matrices(model.hidden, tensor) if whole else layer.matrices(tensor)
+            for matrix in part:
+                matrices[matrix] += count
+            for each in [layer.attention] if whole else layer.attention.parts(tensor):
+                heads[each, whole] += count
         self._linear = [(count, product(matrix)) for matrix, count in matrices.items()]
         mixed = [(layer, count) for layer, count in model.kinds if layer.feed_forward.experts]
         self._experts = [(count, experts(layer)) for layer, count in mixed]
         self._exchanges = [(count, exchange(layer)) for layer, count in mixed] if exchange else []
         self.exchanges = 2 * sum([count for count, _ in self._exchanges])  # of a step: before experts and after them
         self.attended = [
-            Attended(each.sees, unit_ns * count, *attention(each), 0.0 if each.latent else max(1.0, each.kv / tensor))
-            for each, count in heads.items()
+            Attended(each.sees, unit_ns * count, *attention(each), each.split(tensor), whole)
+            for (each, whole), count in heads.items()
         ]
+        self.modules = modules
         self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype))
         self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
         self._hidden, self._vocab = model.hidden, model.vocab

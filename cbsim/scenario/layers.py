@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from cbsim.policy.groups import Attention
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario.fields import Frozen, Number, Whole
 
 
@@ -24,6 +24,29 @@ class Matrix(NamedTuple):
         return self.outputs * self.inputs
 
 
+KEY_GROUP, KEY_SCALE = 128, 4
+"""Values and bytes: vLLM's DeepseekV32IndexerCache and SGLang's DSATokenToKVPool keep an indexer's keys in 8 bits, with
+a scale for each group."""
+
+
+class Indexer(Frozen):
+    """What chooses the tokens that a query of sparse latent attention attends to (DeepSeek-V3.2, arXiv 2512.02556): its
+    own query heads score the keys of all tokens, one key a token. Every GPU has all of it.
+    """
+
+    heads: Number  #: Query heads.
+    head_dim: Number  #: Width of such a head, and of a token's key.
+    top_k: Number  #: Tokens that a query attends to, at most.
+    key_bytes: Number | None = None
+    """Bytes of a token's key in the cache; null: 8 bits a value and a scale of 4 bytes for 128 of them, as vLLM and
+    SGLang keep it (132 for DeepSeek-V3.2); transformers keeps head_dim values of the model's dtype (256)."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of a token's key in the cache of a layer."""
+        return self.key_bytes or self.head_dim + KEY_SCALE * -(-self.head_dim // KEY_GROUP)
+
+
 class Latent(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1): the widths of what it makes of a token."""
 
@@ -32,6 +55,8 @@ class Latent(Frozen):
     nope_dim: Number  #: Part of a head's keys and queries that is not rotated.
     rope_dim: Number  #: Part that is rotated; one key for all heads, cached beside the latent.
     value_dim: Number  #: Width of a head's values.
+    indexer: Indexer | None = None
+    """Chooses the tokens that a query attends to (sparse attention, DSA), in all layers; null: all of them."""
 
 
 class Linear(Frozen):
@@ -72,7 +97,7 @@ class Linear(Frozen):
 class Heads(NamedTuple):
     """The attention of a layer: `query` heads of `width`, `kv` heads of keys and values; `latent` if they are kept as
     one, `state` if only a state is. `keys_are_values`: both come from one product; they are cached apart, since only
-    keys are rotated.
+    keys are rotated. `stored` is the type of what is cached, if not the model's.
     """
 
     sees: Attention
@@ -83,6 +108,20 @@ class Heads(NamedTuple):
     latent: Latent | None = None
     keys_are_values: bool = False
     state: Linear | None = None
+    stored: str = ""
+
+    @property
+    def indexer(self) -> Indexer | None:
+        return self.latent.indexer if self.latent else None
+
+    def parts(self, tensor: int) -> list[Heads]:
+        """Return the attention that kernels compute. With an indexer these are its heads, which read the keys of all
+        tokens and no values, on each of `tensor` GPUs all of them; and then attention to the tokens that were chosen.
+        """
+        if (of := self.indexer) is None:
+            return [self]
+        scores = Heads(FULL, of.heads * tensor, 0, of.head_dim // 2, self.dtype, stored="fp8")  # two halves: no values
+        return [scores, self._replace(sees=Attention(Sight.SLIDING, of.top_k))]
 
     def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
         """Return the matrices on one of `tensor` GPUs: each has its share of the query heads, at least one KV head, and
@@ -99,20 +138,30 @@ class Heads(NamedTuple):
             down = of.query_rank + of.kv_rank + of.rope_dim
             shapes = [(down, hidden), (query * (of.nope_dim + of.rope_dim), of.query_rank or hidden)]
             shapes += [(query * (of.nope_dim + of.value_dim), of.kv_rank), (hidden, query * of.value_dim)]
+            if by := of.indexer:  # queries, from their latent; keys and the weights of heads
+                shapes += [(by.heads * by.head_dim, of.query_rank or hidden), (by.head_dim + by.heads, hidden)]
         return [Matrix(outputs, inputs, self.dtype) for outputs, inputs in shapes]
 
     def cached(self, tensor: int) -> float:
         """Return the values that a token has in the cache of one of `tensor` GPUs. A latent is not divided."""
         if self.state is not None:
             return 0.0
-        return self.width if self.latent else 2 * max(1.0, self.kv / tensor) * self.width
+        return self.width if self.latent else 2 * max(1.0, self.split(tensor)) * self.width
+
+    def split(self, tensor: int) -> float:
+        """Return the KV heads that the rows of one of `tensor` GPUs are split by; 0 if all heads have the same keys."""
+        return max(1.0, self.kv / tensor) if self.kv and not self.latent else 0.0
 
     @property
     def pair_flop(self) -> int:
-        """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it."""
+        """FLOP of a pair of a query and a KV token in all heads; of a latent, of keys and values made from it, unless
+        each query has tokens of its own.
+        """
         of = self.latent
         if self.state is not None:
             return 0
+        if self.indexer:
+            return self.decode_flop
         return 2 * self.query * (of.nope_dim + of.rope_dim + of.value_dim if of else 2 * self.width)
 
     @property

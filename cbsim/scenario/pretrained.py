@@ -50,14 +50,21 @@ GEMMA4 = GEMMA3 | {"vocab_size": 262_144, WINDOW: 512, "global_head_dim": 512, "
 WIDE = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block", EXPERTS)
 MIXTRAL = Family(EIGHT, (LOCAL,), experts=LOCAL, window=WINDOW)
 DEEPSEEK = Family({SHARED: 1, FIRST: 3}, ("kv_lora_rank", "q_lora_rank", *MIXED), MOE, ROUTED, beside=(SHARED, MOE))
+INDEX = {"heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
+SPARSE = DEEPSEEK._replace(
+    absent={SHARED: 1, FIRST: 3, **dict(zip(INDEX.values(), (64, 128, 2048), strict=True))},
+    reads=(*DEEPSEEK.reads, *INDEX.values()),
+)
 GLM4 = DEEPSEEK._replace(absent=EIGHT | {SHARED: 1, FIRST: 1}, reads=(*MIXED, BIAS))
 GPT_OSS = MIXTRAL._replace(absent=EIGHT | {"head_dim": 64, BIAS: True, EVERY: 2}, reads=(LOCAL, BIAS), sinks=True)
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
     "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": SPARSE,
     "gemma3": Family(GEMMA3, window=WINDOW, every=EVERY, qk_norm=True),
     "gemma4": Family(GEMMA4, WIDE, MOE, EXPERTS, "top_k_experts", (INNER,), INNER, WINDOW, EVERY, True),
     "glm4_moe": GLM4._replace(qk_norm="use_qk_norm", qkv_bias=BIAS),
+    "glm_moe_dsa": SPARSE._replace(absent=SPARSE.absent | {INDEX["heads"]: 32}),
     "gpt_oss": GPT_OSS._replace(every=EVERY, qkv_bias=BIAS),
     "granitemoe": MIXTRAL._replace(absent={}, window=""),
     "kimi_k2": DEEPSEEK,
@@ -82,7 +89,9 @@ FAMILIES = {
 FAMILIES |= {f"{kind}_text": FAMILIES[kind] for kind in ("gemma3", "gemma4", "llama4")}
 UNSUPPORTED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
-    "index_.*|sparse_attention_config|compress_ratios": "sparse attention is not modelled",
+    "compress_.*": "compressed attention is not modelled",
+    "index_topk_.*|index_skip_.*": "indexers that layers share are not modelled",
+    "index_.*|sparse_attention_config": "sparse attention is not modelled",
     "linear_.*|attn_type_list|full_attention_interval": "linear attention is not modelled",
     "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
     "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
@@ -192,9 +201,13 @@ def _heads(config: Config, family: Family) -> dict[str, Any]:
     """Return the numbers and widths of heads; of latent attention those of what is cached."""
     heads = config.whole("num_attention_heads")
     if "kv_lora_rank" in family.reads:
-        latent = {"query_rank": config.whole("q_lora_rank", 0, 0), "kv_rank": config.whole("kv_lora_rank")}
+        latent = dict[str, Any](query_rank=config.whole("q_lora_rank", 0, 0), kv_rank=config.whole("kv_lora_rank"))
         latent |= {f"{part}_dim": config.whole(f"qk_{part}_head_dim") for part in ("nope", "rope")}
         latent |= {"value_dim": config.whole("v_head_dim")}
+        if INDEX["heads"] in family.reads:
+            if {*map(str, config.data.get("indexer_types") or ())} - {"full"}:
+                raise config.bad("indexer_types", "full only: indexers that layers share are not modelled")
+            latent["indexer"] = {field: config.whole(name) for field, name in INDEX.items()}
         return {"heads": heads, "kv_heads": 1, "head_dim": latent["kv_rank"] + latent["rope_dim"], "latent": latent}
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -215,6 +228,8 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     window = config.whole(family.window or WINDOW, most) if on else most
     part = CHUNKED if family.window == CHUNK else SLIDING
     types = config.data.get("layer_types") or _usual(config, family, layers, part)
+    if INDEX["heads"] in family.reads and types == ["deepseek_sparse_attention"] * layers:
+        return {}
     if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {part, WHOLE}:
         raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{part}', the supported kinds")
     if part not in types or (window >= most and "global_head_dim" not in family.reads):

@@ -30,7 +30,6 @@ ENGINES = {  # the kernel tables to use where those of the nearest version are u
     ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
 }
 NO_SHAPE = {  # what models need that no shape describes, by the prefix of their names
-    "glm5": "sparse latent attention (GLM-5)",
     "qwen3.5": "linear attention (Qwen3.5)",
 }
 APART = "prefill and decode are apart, on servers of their own"
