@@ -72,7 +72,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, mo
         keys = heads.cached(tensor)
         queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope_dim) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
-        written = keys * DTYPE_BYTES[model.cache_dtype] + (heads.indexer.cached_bytes if heads.indexer else 0)
+        written = heads.cached_bytes(tensor, DTYPE_BYTES[model.cache_dtype])
         rotated = 0.0 if modules and heads.indexer else 2 * (queries + keys) * width + written
         total += count * ((norms + inner) * width + rotated)
     return total

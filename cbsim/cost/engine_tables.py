@@ -25,8 +25,7 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
     generation_attention__... the same: rows that read isl + step tokens each
     ..._attention_heads__...  with head_dim, window_size
     context_mla__..., generation_mla__...  batch_size, isl, num_heads (on a GPU), kv_cache_dtype, step
-    dsa_context_module__..., dsa_generation_module__...  the same, with architecture, gemm_type, op_name: sparse
-                              attention of a layer as a whole, of batch_size rows of isl tokens behind step
+    dsa_context_module__..., dsa_generation_module__...  the same, with architecture, gemm_type, op_name
     moe__...                  moe_dtype, num_tokens, hidden_size, inter_size, topk, num_experts, moe_tp_size,
                               moe_ep_size, distribution
     custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
@@ -36,13 +35,12 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
 
 All end in .csv.gz and have a column latency_ms.
 
-Modules of sparse attention hold its products, too. Their work is query tokens and the mean context of these, for
-prompts as for decoding rows, each of which is a token; whether the engine chose its dense kernels or the indexer
-follows from the context, in the rows as in a step. Twice the tokens take at most twice the time: the largest decode
-batches were measured without a graph. Longer contexts than were measured with so many tokens add what they add with
-the next number of tokens, in proportion. Prompts are the newest version's: it alone was measured behind caches. Their
-rows hold the host's launches, which a step outside a graph pays; in a graph a chunk takes at most what as many decoding
-rows would.
+A module (dsa) is a layer's sparse attention with its products. Its work is query tokens and their mean context, of
+prompts and decoding rows alike; whether an engine chose its dense kernels or the indexer follows from the context, in
+the rows as in a step. Decode batches beyond the largest graph took the host's launches: more than `DOUBTED` times twice
+what half of the rows take is read as twice that. Contexts longer than were measured with so many tokens add what they
+add with the next number, in proportion. Prompts are the newest version's, which was measured behind caches; their rows
+hold launches, too, which steps outside graphs pay: in a graph a chunk takes at most what as many decoding rows would.
 
 An engine is a name and a version, as in the names of the files. Where one row was measured several times, or with
 several kernels, the fastest counts.
@@ -427,7 +425,7 @@ def _bounded_module(times: Mapping[tuple[float, ...], float]) -> dict[tuple[floa
     for near, tokens in [*pairwise(order[::-1]), *pairwise(order)]:
         other, own, ratio = Ladder(((at,), ms) for at, ms in found[near].items()), found[tokens], tokens / near
         if ratio > 1:
-            own |= {at: min(ms, ratio * other(at)) for at, ms in own.items()}
+            own |= {at: most for at, ms in own.items() if ms > DOUBTED * (most := ratio * other(at))}
         longest = max(own)
         own |= {at: own[longest] + ratio * (other(at) - other(longest)) for at in found[near] if at > longest}
     return {(tokens, context): ms for tokens, own in found.items() for context, ms in own.items()}

@@ -170,6 +170,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     )
     ranks, experts = settings.tensor_parallel, model.expert_parameters
     indexer = model.latent.indexer if model.latent else None
+    keys_bytes = indexer.cached_bytes * model.layers if indexer else 0
     share = model.experts_per_token / model.experts if model.experts else 0.0
     reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
@@ -183,12 +184,12 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         attention_flop=sum(count * layer.attention.pair_flop for layer, count in model.kinds) // ranks,
         decode_flop=sum(count * layer.attention.decode_flop for layer, count in model.kinds) // ranks,
         bytes=model.dtype_bytes,
-        kv_bytes=model.kv_token_bytes(ranks) - model.indexer_token_bytes,
+        kv_bytes=model.kv_token_bytes(ranks) - keys_bytes,
         linear_bytes=linear_bytes // ranks,
         experts_share=share,
         experts_bytes=model.expert_bytes / ranks,
-        indexer_flop=sum(count * layer.attention.parts(1)[0].pair_flop for layer, count in model.kinds if indexer),
-        indexer_bytes=model.indexer_token_bytes,
+        indexer_flop=2 * indexer.heads * indexer.head_dim * model.layers if indexer else 0,
+        indexer_bytes=keys_bytes,
     )
     return RooflineCost(
         cpu_cost(settings.cpu),

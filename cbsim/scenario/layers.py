@@ -24,11 +24,6 @@ class Matrix(NamedTuple):
         return self.outputs * self.inputs
 
 
-KEY_GROUP, KEY_SCALE = 128, 4
-"""Values and bytes: vLLM's DeepseekV32IndexerCache and SGLang's DSATokenToKVPool keep an indexer's keys in 8 bits, with
-a scale for each group."""
-
-
 class Indexer(Frozen):
     """What chooses the tokens that a query of sparse latent attention attends to (DeepSeek-V3.2, arXiv 2512.02556): its
     own query heads score the keys of all tokens, one key a token. Every GPU has all of it.
@@ -38,13 +33,13 @@ class Indexer(Frozen):
     head_dim: Number  #: Width of such a head, and of a token's key.
     top_k: Number  #: Tokens that a query attends to, at most.
     key_bytes: Number | None = None
-    """Bytes of a token's key in the cache; null: 8 bits a value and a scale of 4 bytes for 128 of them, as vLLM and
-    SGLang keep it (132 for DeepSeek-V3.2); transformers keeps head_dim values of the model's dtype (256)."""
+    """Bytes of a token's key in the cache; null: as in vLLM (DeepseekV32IndexerCache) and SGLang (DSATokenToKVPool), 8
+    bits a value and 4 bytes for each 128, 132 for 128. transformers keeps values of the model's dtype, 256 bytes."""
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of a token's key in the cache of a layer."""
-        return self.key_bytes or self.head_dim + KEY_SCALE * -(-self.head_dim // KEY_GROUP)
+        return self.key_bytes or self.head_dim + 4 * -(-self.head_dim // 128)
 
 
 class Latent(Frozen):
@@ -55,6 +50,9 @@ class Latent(Frozen):
     nope_dim: Number  #: Part of a head's keys and queries that is not rotated.
     rope_dim: Number  #: Part that is rotated; one key for all heads, cached beside the latent.
     value_dim: Number  #: Width of a head's values.
+    token_bytes: Number | None = None
+    """Bytes of a token's latent in the cache; null: values of its type. The sparse kernels of vLLM and SGLang on Hopper
+    (FlashMLA) have 656 in fp8: with four scales, and the rotated part in bfloat16."""
     indexer: Indexer | None = None
     """Chooses the tokens that a query attends to (sparse attention, DSA), in all layers; null: all of them."""
 
@@ -147,6 +145,11 @@ class Heads(NamedTuple):
         if self.state is not None:
             return 0.0
         return self.width if self.latent else 2 * max(1.0, self.split(tensor)) * self.width
+
+    def cached_bytes(self, tensor: int, width: int) -> float:
+        """Return the bytes that a token has in that cache, whose values are `width` bytes each."""
+        of = self.latent.token_bytes if self.latent else None
+        return (of or self.cached(tensor) * width) + (self.indexer.cached_bytes if self.indexer else 0)
 
     def split(self, tensor: int) -> float:
         """Return the KV heads that the rows of one of `tensor` GPUs are split by; 0 if all heads have the same keys."""

@@ -251,13 +251,8 @@ class ModelShape(Frozen):
         """Return the bytes that a token has in the caches of all layers on one of `tensor` GPUs: heads are divided, but
         each GPU has at least one; a latent and an indexer's key are not.
         """
-        cached = sum(count * layer.attention.cached(tensor) for layer, count in self.kinds)
-        return int(cached * DTYPE_BYTES[self.cache_dtype]) + self.indexer_token_bytes
-
-    @property
-    def indexer_token_bytes(self) -> int:
-        """Bytes of a token's keys of indexers in the caches of all layers."""
-        return sum(count * of.cached_bytes for layer, count in self.kinds if (of := layer.attention.indexer))
+        width = DTYPE_BYTES[self.cache_dtype]
+        return int(sum(count * layer.attention.cached_bytes(tensor, width) for layer, count in self.kinds))
 
     def state_bytes(self, tensor: int = 1) -> int:
         """Return the bytes of a request's state in a layer that keeps one, on one of `tensor` GPUs; 0 without such."""

@@ -352,6 +352,27 @@ def test_nearest_is_round(number: float) -> None:
     assert nearest(number) == round(number)
 
 
+def test_an_indexer_scores_all_tokens_and_few_are_attended_to() -> None:
+    """DeepSeek-V3.2 on a GPU that would hold it: of 100,000 tokens a decoding row reads 132 bytes each in a layer, and
+    the latents of 2,048; of 1,000 all. A prompt has the indexer's 2 x 64 x 128 FLOP a pair, and attends in latents to
+    at most 2,048 tokens: 2 x 128 x 1,088 FLOP a pair.
+    """
+    big, gpu = ("model=deepseek-v3.2", "hardware.memory_bytes=2e12"), shapes.hardware("h100-sxm")
+    bandwidth, rate = gpu.memory_bandwidth_bytes_s / 1e9, gpu.flops.bfloat16 / 1e9
+    heads = 128 * 2 * 1088 / rate  # ns of an attended token
+    for context, attended in ((1_000, 1_000), (100_000, 2_047)):
+        longer = decode_ns(*big, context=context) - decode_ns(*big)
+        each = context * 132 / bandwidth + attended * max(heads, 1152 / bandwidth)
+        assert longer == pytest.approx(61 * each, rel=1e-3)
+    full = "cost={kind: roofline, compute_efficiency: {prefill: 1, decode: 1}, memory_efficiency: {weights: 1, kv: 1}}"
+    cost = assemble.cost_model(load("worked_example", ["hardware=h100-sxm", "scheduler.name=vllm", full, *big]))
+    behind, alone = (cost.gpu_ns(plan(0, 0, ((start, 1000),)), 1000)[1] for start in (50_000, 0))
+    pairs = {0: 1000 * 1001 / 2, 50_000: 1000 * 50_000 + 1000 * 1001 / 2}
+    scores = 61 * 2 * 64 * 128 * (pairs[50_000] - pairs[0])
+    latents = 61 * 128 * 2 * 1088 * (1000 * 2048 - pairs[0])
+    assert behind - alone == pytest.approx((scores + latents) / rate, rel=1e-3)
+
+
 def test_decoding_rows_read_a_latent_with_every_head() -> None:
     """A latent of 576 values is read once by all heads: 2 x 128 x (2 x 512 + 64) FLOP a pair and layer, more than its
     bytes take where one GPU has all heads and the cache is in fp8; a prompt computes with keys and values made of it,

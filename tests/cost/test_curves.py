@@ -16,7 +16,7 @@ from cbsim.cost.roofline import RooflineCost
 from cbsim.cost.table import Attention as Work
 from cbsim.cost.table import attention_work
 from cbsim.metrics import coverage
-from cbsim.policy.groups import Attention, Sight
+from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
 from cbsim.runs.assemble import cost_model
@@ -119,6 +119,21 @@ def test_a_card_that_was_measured_alone_reduces_as_others_do() -> None:
     gpu = shapes.hardware("rtx-4090")
     assert not sources(gpu)[0].curves["engines"]["vllm"]["reduce"]
     assert CurveTimes(sources(gpu), "vllm", gpu, MODEL, 2).reduce_ns(64, graph=True) > 0
+
+
+def test_an_indexer_reads_the_keys_of_all_tokens_beside_attention_to_few() -> None:
+    """GLM-5 on 8 B200: attention of latents as in a window of 2,048 tokens, and the 32 heads of the indexer, which are
+    on each GPU and read 128 bytes a token. So long contexts cost a tenth of what they do without an indexer.
+    """
+    gpu, model = shapes.hardware("b200"), shapes.model("glm-5")
+    scored, chosen = CurveTimes(sources(gpu), "sglang", gpu, model, 8).attended
+    assert (scored.sees, chosen.sees.span, scored.kv, chosen.kv) == (FULL, 2048, 0.0, 0.0)
+    assert model.latent is not None
+    plain = model.model_copy(update={"latent": model.latent.model_copy(update={"indexer": None})})
+    (every,) = CurveTimes(sources(gpu), "sglang", gpu, plain, 8).attended
+    assert chosen.decode_ns(64, 2048) == every.decode_ns(64, 2048)
+    longer, without = (of.decode_ns(64, 60_000) - of.decode_ns(64, 30_000) for of in (scored, every))
+    assert longer / without == pytest.approx(132 / 1152, rel=0.2)
 
 
 def test_layers_with_windows_attend_to_what_they_see() -> None:

@@ -223,6 +223,95 @@ def test_latent_attention_is_the_fastest_engines_by_the_heads_of_a_gpu(folder: P
         assert of.decode_ns(64, 1024) / NS == pytest.approx(3 * 32 * latent_ms(64, 1024, own))
 
 
+GLM = shapes.model("glm-5")
+DENSE = {"experts": 0, "experts_per_token": 0, "shared_intermediate": 0, "first_dense": 0, "dense_intermediate": 0}
+GLM_DENSE = GLM.model_copy(update=DENSE | {"intermediate": 12288})
+COLUMNS = "architecture,gemm_type,kv_cache_dtype,num_heads,batch_size,isl,step"
+OF_GLM = ("GlmMoeDsaForCausalLM", "bfloat16", "bfloat16", 16)
+
+
+def sparse_ms(tokens: float, context: float) -> float:
+    """A layer's sparse attention with its products; the indexer reads all of the context, the rest 2,048 of it."""
+    return 0.05 + 1e-3 * tokens + 2e-7 * tokens * min(context, 2048) + 1e-8 * tokens * context
+
+
+def sparse(folder: Path, engine: str = "sglang_0.5.14", slower: float = 1.0) -> Path:
+    """Modules of GLM-5: decoding rows in a graph, but for 128 of them; prompts of 0.8 ms of launches at least. Long
+    contexts were measured with few rows only. Half the time is that of layers which take another's tokens.
+    """
+    engine_folder.make(folder, engine)
+    names = ("dsa_generation_module", "dsa_context_module")
+    decodes = [(b, 1, s, sparse_ms(b, s + 1)) for b in (1, 8, 64) for s in (1, 2047, 8191) if b * s < 2e5]
+    decodes += [(128, 1, 1, 1.4), (128, 1, 2047, 1.4)]
+    chunks = [(b, n, s) for b in (1, 4) for n in (64, 2048, 8192) for s in (0, 8192) if b * n <= 8192]
+    prompts = [(b, n, s, max(0.8, sparse_ms(b * n, s + (n + 1) / 2))) for b, n, s in chunks]
+    for name, cells in zip(names, (decodes, prompts), strict=True):
+        rows = [(*OF_GLM, b, n, s, name, slower * ms) for b, n, s, ms in cells]
+        rows += [(*OF_GLM, b, n, s, f"{name}_skip_indexer", slower * ms / 2) for b, n, s, ms in cells]
+        engine_folder.write(folder / f"{name}__{engine}.csv.gz", f"{COLUMNS},op_name,latency_ms", rows)
+    return folder
+
+
+def test_sparse_attention_is_a_module_with_its_products(tmp_path: Path) -> None:
+    """Of decoding rows and of chunks by tokens and their mean context. The products of attention are not counted again,
+    and neither are the bytes between them: what is left are feed-forward layers and two residuals and norms.
+    """
+    model, tables = GLM_DENSE, EngineTables(sparse(tmp_path / "card"), "sglang_0.5.14", GLM_DENSE, Share(4))
+    (of,) = tables.attended
+    assert of.decode_ns(8, 2048) / NS == pytest.approx(78 * sparse_ms(8, 2048))
+    assert tables.linear_ns(16) / NS == pytest.approx(
+        78 * (gemm_ms(16, 6144, 6144) + gemm_ms(16, 6144, 3072)),
+        rel=0.12,  # interpolated
+    )
+    between = elementwise_bytes(model, 4, modules=True)
+    assert between == 78 * 2 * (8 * 6144 + 3 * 3072)
+    assert elementwise_bytes(model, 4) - between == 78 * (2 * 2 * (64 * 64 / 4 + 576) + 2 * 576 + 132)
+    fields = {"kind": "table", "path": "t", "engine": "sglang_0.5.14", "tensor_parallel": 4, "elementwise": 1.0}
+    times = dict.fromkeys(("step_s", "layer_s", "row_s", "reduce_s"), 0.0)
+    settings = TableSettings.model_validate(fields | times | {"decode_attention": 1.0})
+    cost = EngineCost(tables, settings, model, bytes_ns=4000.0, captured=Captured(256))
+    for plan, tokens, attention in (
+        (a_plan(8, 8 * 2047), 8, sparse_ms(8, 2048)),
+        (a_plan(0, 0, ((0, 8192),)), 8192, sparse_ms(8192, 4096.5)),
+        (a_plan(0, 0, ((8192, 2048),) * 4), 8192, sparse_ms(8192, 8192 + 1024.5)),
+        (a_plan(0, 0, ((0, 2048),)), 2048, sparse_ms(2048, 1024.5)),
+        (a_plan(8, 8 * 2047, ((0, 8192),)), 8200, sparse_ms(8, 2048) + sparse_ms(8192, 4096.5)),
+    ):
+        graph, rows = tokens <= 256, plan.work.rows
+        others = tables.linear_ns(tokens) + tables.head_ns(rows) + tokens * between / 4000
+        others += (2 * 78 + 1) * tables.reduce_ns(tokens, graph=graph)
+        assert cost.gpu_ns(plan, tokens)[1] - others == pytest.approx(78 * NS * attention, rel=1e-6)
+
+
+def test_launches_of_a_sparse_module_are_not_paid_in_a_graph(tmp_path: Path) -> None:
+    """128 decoding rows outside a graph take twice what 64 do; a chunk of 64 tokens takes the launches, in a graph that
+    of 64 rows. Contexts beyond those measured add with the rows what they add to fewer.
+    """
+    (of,) = EngineTables(sparse(tmp_path / "card"), "sglang_0.5.14", GLM_DENSE, Share(4)).attended
+    assert of.decode_ns(128, 2048) == pytest.approx(2 * of.decode_ns(64, 2048))
+    longer = of.decode_ns(64, 8192) - of.decode_ns(64, 2048)
+    assert longer == pytest.approx(8 * (of.decode_ns(8, 8192) - of.decode_ns(8, 2048)))
+    work = Attention(64, 0, 0, 0, 0)
+    assert of.prompt_ns(work, 64) == pytest.approx(78 * 0.8 * NS)
+    assert of.prompt_ns(work, 64, graph=True) == of.decode_ns(64, 32.5)
+
+
+def test_sparse_attention_of_another_version_and_of_widths_without_tables(tmp_path: Path) -> None:
+    """A table whose rows are all of layers with an indexer has no op_name. Decoding rows are those of the version,
+    prompts those of the newest.
+    """
+    folder = sparse(tmp_path / "card")
+    engine_folder.make(folder, "sglang_0.5.10")
+    rows = [(*OF_GLM, b, 1, s, 3 * sparse_ms(b, s + 1)) for b in (1, 8, 64) for s in (1, 2047)]
+    engine_folder.write(folder / "dsa_generation_module__sglang_0.5.10.csv.gz", f"{COLUMNS},latency_ms", rows)
+    (of,) = EngineTables(folder, "sglang_0.5.10", GLM_DENSE, Share(4)).attended
+    assert of.decode_ns(8, 2048) / NS == pytest.approx(78 * 3 * sparse_ms(8, 2048))
+    assert of.prompt_ns(Attention(8192, 0, 0, 0, 0), 8192) / NS == pytest.approx(78 * sparse_ms(8192, 4096.5))
+    latent = GLM.latent.model_copy(update={"kv_rank": 256})
+    with pytest.raises(ScenarioError, match=r"no sparse attention of widths \(2048, 256, 192, 64, 256, 32,"):
+        EngineTables(folder, "sglang_0.5.14", GLM_DENSE.model_copy(update={"latent": latent}), Share(4))
+
+
 def test_experts_in_mxfp4_take_eight_bits_where_the_engine_has_such_rows(folder: Path) -> None:
     """Else 16; and a shape that the version lacks is that of another version, then of another engine."""
     header = "moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,distribution"

@@ -144,7 +144,7 @@ def test_a_point_becomes_the_closed_loop_that_was_run(tables: Path) -> None:
         ({"mode": "disagg"}, "prefill and decode are apart"),
         ({"system": "gb300"}, "no kernel tables of gb300"),
         ({"backend": "sglang"}, "no kernel tables of sglang on h200_sxm"),
-        ({"model": "zai-org/GLM-5-FP8"}, "no shape describes sparse latent attention"),
+        ({"model": "Qwen/Qwen3.5-397B-A17B-FP8"}, "no shape describes linear attention"),
         ({"model": "somebody/New-1B"}, "no model file of New-1B"),
         ({"attention_ranks": 4}, "has no experts to share"),
         ({"tensor": 64}, "more than 8 GPUs share a layer"),

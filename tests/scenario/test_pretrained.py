@@ -176,8 +176,20 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: got ['linear_attention'"),
         (
-            {"model_type": "deepseek_v32", "index_topk": 2048, "kv_lora_rank": 512},
-            "model_type deepseek_v32: sparse att",
+            {"model_type": "minimax_m3", "sparse_attention_config": {"block": 64}},
+            "model_type minimax_m3: sparse att",
+        ),
+        (
+            {"model_type": "deepseek_v4", "compress_ratios": [0, 4]},
+            "model_type deepseek_v4: compressed attention is not",
+        ),
+        (
+            {"model_type": "glm_moe_dsa", "index_topk_freq": 4},
+            "index_topk_freq: 4 is not supported: indexers that layers",
+        ),
+        (
+            {"model_type": "deepseek_v3", "index_topk": 2048},
+            "index_topk: 2048 is not supported: sparse attention",
         ),
         ({"kv_lora_rank": 512}, "kv_lora_rank: 512 is not supported: this model type has no latent attention"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "kv_lora_rank: got nothing, expected a whole number"),
@@ -197,7 +209,7 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
         ({"compression_config": {"bits": 4}}, "compression_config: {'bits': 4} is not supported: read"),
         (
             {"model_type": "opt"},
-            "model_type: got 'opt', expected a supported model: deepseek_v2, deepseek_v3, gemma3, ",
+            "model_type: got 'opt', expected a supported model: deepseek_v2, deepseek_v3, deepseek_v32, ge",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: true is not supported: only causal"),
         ({"model_type": ...}, "model_type: got nothing, expected a supported model"),

@@ -22,10 +22,12 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
     "llama-2-7b": 6.74,
     "deepseek-r1": 671.0,
     "deepseek-v3": 671.0,  # arXiv 2412.19437, table 2; beside them 14 of what predicts a second token
+    "deepseek-v3.2": 671.0,
     "gemma-4-26b-a4b": 25.2,
     "gemma-4-31b": 30.7,
     "glm-4.5": 355.0,  # arXiv 2508.06471, table 1
     "glm-4.6": 355.0,
+    "glm-5": 744.0,  # zai-org/GLM-5, its model card
     "gpt-oss-120b": 116.83,  # arXiv 2508.10925, table 1
     "gpt-oss-20b": 20.91,
     "kimi-k2": 1026.41,  # as llama.cpp counts its file; arXiv 2507.20534 says 1.04 trillion
@@ -58,7 +60,9 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
 ACTIVE = {  # billions of parameters that a token goes through, by the same sources, most of them rounded
     "deepseek-v3": (37, False),
     "gemma-4-26b-a4b": (3.8, True),
+    "deepseek-v3.2": (37, False),
     "glm-4.5": (32, False),
+    "glm-5": (40, False),
     "gpt-oss-120b": (5.13, False),
     "gpt-oss-20b": (3.61, False),
     "kimi-k2": (32, False),
@@ -123,6 +127,24 @@ def test_a_token_takes_what_engines_report(name: str, gpus: int, gibibytes: floa
     Qwen3-235B are one on each of 4.
     """
     assert shapes.model(name).kv_token_bytes(gpus) == pytest.approx(gibibytes * GIB / tokens, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "gibibytes", "tokens"),
+    [
+        ("deepseek-v3.2", 656, 43.67, 975_424),  # SGLang, V3.2-Exp on B200: sgl-project/sglang, pull request 11309
+        ("glm-5", None, 23.91, 464_768),  # SGLang, GLM-5.2 in plain fp8: SemiAnalysisAI/InferenceX, pull request 2335
+    ],
+)
+def test_a_sparse_token_takes_what_sglang_reports(
+    name: str, token_bytes: int | None, gibibytes: float, tokens: int
+) -> None:
+    """In fp8, a layer: a latent of 576 bytes, or 656 as FlashMLA has it, and 132 of the indexer's key."""
+    model = shapes.model(name)
+    assert model.latent is not None
+    latent = model.latent.model_copy(update={"token_bytes": token_bytes})
+    narrow = model.model_copy(update={"kv_dtype": "fp8", "latent": latent})
+    assert narrow.kv_token_bytes(8) == pytest.approx(gibibytes * GIB / tokens, rel=1e-3)
 
 
 @pytest.mark.parametrize(
