@@ -203,8 +203,8 @@ class KernelTimes:
     `product` is given a matrix and returns times by tokens; `experts` is given layers of one kind and returns theirs by
     tokens. `attention` is given heads and returns what decoding rows take, by rows and context, and a prompt, by
     query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements. `exchange`
-    of ranks that share experts is given layers of one kind; None for one rank. `modules`: the attention of heads with an
-    indexer is given as a whole, its matrices and all between them included.
+    of ranks that share experts is given layers of one kind; None for one rank. `modules`: the attention of heads with
+    an indexer is given as a whole, its matrices and all between them included.
     """
 
     def __init__(
