@@ -97,6 +97,7 @@ UNCOMPUTED = (
     ("experts", "0", "dense models only"),
     ("latent", "null", "attention with separate keys and values only"),
     ("full_heads", "null", "layers with the same heads only"),
+    ("output_gate", "false", "attention without gates only"),
     ("sinks", "false", "attention without sinks only"),
 )
 """Fields of a shape that must be absent, with what the engine computes instead."""

@@ -53,7 +53,7 @@ def table_cost(scenario: Scenario, settings: TableSettings) -> TableCost:
         problem = f"{folder} holds neither a profile of vLLM's layers (meta.yaml) nor an engine's tables"
         raise ScenarioError(f"cost.path: {problem}: `python -m cbsim fetch-tables CARD` brings those, for cost.engine")
     if len(model.kinds) > 1 or model.latent or not model.sees_all:
-        other = "a latent" if model.latent else "windows"
+        other = "a latent" if model.latent else "states" if model.linear else "windows"
         what = f"{len(model.kinds)} kinds of layers" if len(model.kinds) > 1 else other
         raise ScenarioError(f"model: got {model.name} with {what}, must have one kind of layer of separate KV heads")
     source = documents.read(meta).data

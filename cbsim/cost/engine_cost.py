@@ -22,7 +22,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.cost import bundle, engine_tables
+from cbsim.cost import bundle, engine_files
 from cbsim.cost.base import NS, Cost, cpu_cost, nanoseconds
 from cbsim.cost.curves import CurveTimes, sources
 from cbsim.cost.engine_tables import EngineTables, Share
@@ -35,7 +35,7 @@ from cbsim.scenario import catalog
 from cbsim.scenario.costs import RooflineSettings, TableSettings, untabulated
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.shapes import DTYPE_BYTES, ModelShape
+from cbsim.scenario.shapes import DTYPE_BYTES, Hardware, ModelShape
 
 LARGEST_CAPTURED = 512
 """Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
@@ -63,18 +63,17 @@ def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, mo
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
     Unless `fused` with all-reduces twice residual and norm (read both, write both); rope (read and write queries and
-    keys, write keys and values: a latent is normed and written likewise); activation (read gate and up, write their
-    product, of every expert that a token goes through). With `modules` the time of sparse attention has its own.
+    keys, write keys and values: a latent is normed and written likewise) and gates of attention; activation (read gate
+    and up, write their product, of every expert that a token goes through). With `modules` the time of sparse
+    attention has its own.
     """
     total, width, norms = 0.0, model.dtype_bytes, 0 if fused else 8 * model.hidden
     for layer, count in model.kinds:
         heads, of = layer.attention, layer.feed_forward
-        keys = heads.cached(tensor)
-        queries = (heads.query * heads.width if heads.latent is None else heads.query * heads.latent.rope_dim) / tensor
         inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
         written = heads.cached_bytes(tensor, DTYPE_BYTES[model.cache_dtype])
-        rotated = 0.0 if modules and heads.indexer else 2 * (queries + keys) * width + written
-        total += count * ((norms + inner) * width + rotated)
+        moved = 0.0 if modules and heads.indexer else heads.moved(tensor) * width + written
+        total += count * ((norms + inner) * width + moved)
     return total
 
 
@@ -134,6 +133,7 @@ class EngineCost:
             work = attention_work(plan, of.sees)
             attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew)
             attention += of.prompt_ns(work, tokens - plan.work.decodes, graph=graph)
+        attention += self._kernels.states_ns(plan.work)
         rows = plan.work.rows + plan.work.padding_rows
         return self._of_tokens(tokens, of_all, graph=graph) + self._of_rows(rows) + attention
 
@@ -185,9 +185,9 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
         settings.data_parallel,
         settings.all_to_all,
     )
-    engine = engine_tables.meant(folder, settings.engine)
+    engine = engine_files.meant(folder, settings.engine)
     return EngineCost(
-        _kernels(folder, engine, model, share, settings.fastest, _changed_ns(folder)),
+        _kernels(folder, engine, model, share, settings.fastest, scenario.hardware, _changed_ns(folder)),
         settings,
         model,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
@@ -198,11 +198,11 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
 
 @lru_cache(maxsize=16)
 def _kernels(
-    folder: Path, engine: str, model: ModelShape, share: Share, fastest: bool, changed_ns: int
+    folder: Path, engine: str, model: ModelShape, share: Share, fastest: bool, gpu: Hardware, changed_ns: int
 ) -> EngineTables:
     """Read the tables once for all terms that are added to them, and again if a file has changed."""
     del changed_ns
-    return EngineTables(folder, engine, model, share, fastest=fastest)
+    return EngineTables(folder, engine, model, share, fastest=fastest, gpu=gpu)
 
 
 def _changed_ns(folder: Path) -> int:

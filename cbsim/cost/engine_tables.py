@@ -7,7 +7,8 @@ Products interpolate; numbers of heads that were not measured are interpolated l
 A product takes the time of the fastest of the card's engines, in its own type or in 16 bits: all compute it with the
 same few libraries, fewer bits are no more work, and some tables were taken with the host launching every kernel, which
 can only add time. Optionally only the engine's own tables are used. Latent attention likewise is that of the fastest
-engine that has tables of the kernel alone.
+engine that has tables of the kernel alone. A layer with a state takes a convolution, of the fastest engine, and the
+rule of its state, of the own; without rows of both it takes what its data sheet allows (curves.py).
 
 Single rows are wrong by up to 40 times, and would stand for all work near them. So all tables are read by one rule:
 
@@ -28,6 +29,8 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
     dsa_context_module__..., dsa_generation_module__...  the same, with architecture, gemm_type, op_name
     moe__...                  moe_dtype, num_tokens, hidden_size, inter_size, topk, num_experts, moe_tp_size,
                               moe_ep_size, distribution
+    gdn__..., kda__...        phase, kernel_source, batch_size sequences of seq_len tokens, num_k_heads and num_v_heads
+                              on a GPU, head_k_dim, head_v_dim; a row is one kernel
     custom_allreduce__...     num_gpus, message_size (elements); backend, where graph and eager are distinguished
     nccl__nccl_<version>      op_name, nccl_dtype, num_gpus, message_size (elements)
     wideep_deepep_ll__..., wideep_deepep_normal__...  node_num, hidden_size, num_topk, num_experts, num_token (a rank),
@@ -48,8 +51,6 @@ several kernels, the fastest counts.
 
 from __future__ import annotations
 
-import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -60,14 +61,27 @@ from statistics import median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 
+from cbsim.cost.curves import state_times
+from cbsim.cost.engine_files import (
+    MOST,
+    DamagedError,
+    NoRowsError,
+    Required,
+    State,
+    engines,
+    kernels,
+    meant,
+    nearest,
+    number,
+    read_table,
+    rows,
+    select,
+    state_of,
+)
 from cbsim.cost.table import (
     HEAD_DIM,
     LAUNCHES,
-    MOST_TIME_S,
     Curve,
     Exchange,
     KernelTimes,
@@ -78,8 +92,8 @@ from cbsim.cost.table import (
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.value import value
-from cbsim.scenario.layers import Heads, Indexer, Latent, Layer, Matrix
-from cbsim.scenario.shapes import ModelShape
+from cbsim.scenario.layers import Heads, Indexer, Latent, Layer, Linear, Matrix
+from cbsim.scenario.shapes import Hardware, ModelShape
 
 NS_A_MS = 1e6
 GEMM = {"fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4", "int4": "int4_wo", "int4_g32": "int4_wo"}
@@ -95,11 +109,10 @@ MODULES = {
 }
 """The tables' names of sparse attention, by the widths of its latents and of its indexer."""
 MODULE = "_module__"
-DROPPED = ("op_name",)  # columns that a table lacks if all its rows have the value
+STATES = {"gated_delta": "gdn", "kda": "kda"}  # tables of Mamba-2 hold no scan
+CONVOLUTION = "causal_conv1d"  # its kernels begin so
 T = TypeVar("T")
 DOUBTED = 1.5
-State = tuple[int, int, int]
-Required = tuple[tuple[str, object], ...]
 
 
 class Share(NamedTuple):
@@ -126,7 +139,16 @@ class EngineTables(KernelTimes):
     card's fastest engine. Raises ScenarioError.
     """
 
-    def __init__(self, folder: Path, engine: str, model: ModelShape, share: Share, *, fastest: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: str,
+        model: ModelShape,
+        share: Share,
+        *,
+        fastest: bool = True,
+        gpu: Hardware | None = None,
+    ) -> None:
         _check(model, share)
         tables = _Tables(folder, engine, engines(folder) if fastest else [engine], fastest)
         super().__init__(
@@ -135,7 +157,7 @@ class EngineTables(KernelTimes):
             NS_A_MS,
             product=tables.product,
             experts=partial(tables.experts, share),
-            attention=partial(tables.attended, share.tensor, model.kv_dtype or WIDE),
+            attention=partial(tables.attention, model, share.tensor, gpu),
             reduce=tables.all_reduces(share.tensor) if share.tensor > 1 else {},
             gather=tables.nccl("all_gather", share.tensor) if share.tensor > 1 else None,
             exchange=partial(tables.exchange, share) if share.ranks > 1 else None,
@@ -167,11 +189,11 @@ class _Tables:
 
     def order(self, operation: str) -> list[str]:
         """Return the engines with tables of an operation: this one, its versions by nearness, others by name."""
-        name, required = self.engine.partition("_")[0], _number(self.engine)
+        name, required = self.engine.partition("_")[0], number(self.engine)
 
         def distance(engine: str) -> tuple[bool, list[int]]:
-            apart = [abs(a - b) for a, b in zip(_number(engine), required, strict=True)]
-            return (False, apart) if engine.partition("_")[0] == name else (True, [-part for part in _number(engine)])
+            apart = [abs(a - b) for a, b in zip(number(engine), required, strict=True)]
+            return (False, apart) if engine.partition("_")[0] == name else (True, [-part for part in number(engine)])
 
         return sorted(engines(self.folder, operation), key=distance)
 
@@ -210,6 +232,32 @@ class _Tables:
             return _ladder(path, "num_tokens", {"moe_dtype": last, **required})
 
         return self.first("moe", read, share.experts_engine)
+
+    def attention(
+        self, model: ModelShape, tensor: int, gpu: Hardware | None, heads: Heads
+    ) -> tuple[Measured, Measured]:
+        """Return the milliseconds of a layer's attention: of its state's kernels, or as they attend."""
+        if heads.state is None:
+            return self.attended(tensor, model.kv_dtype or WIDE, heads)
+        try:
+            return self._stateful(heads.state, tensor, ROWS), self._stateful(heads.state, tensor, PROMPTS)
+        except NoRowsError:
+            if gpu is None:
+                raise
+            return state_times(model, tensor, gpu, NS_A_MS)
+
+    def _stateful(self, of: Linear, tensor: int, phase: str) -> Measured:
+        """Return the milliseconds of convolution and rule of a state: by rows, or sequences and their tokens."""
+        if of.rule not in STATES or of.value_heads % of.key_heads:
+            raise NoRowsError(f"{self.folder}: no tables of {of.rule}")
+        operation = STATES[of.rule]
+        read = partial(_state_kernel, of=of, heads=of.value_heads // tensor, phase=phase)
+        rule, known = self.first(operation, partial(read, conv=False)), []
+        for engine in engines(self.folder, operation) if self.bounded else []:
+            with suppress(NoRowsError):
+                known.append(read(self.folder / f"{operation}__{engine}.csv.gz", conv=True))
+        known = known or [self.first(operation, partial(read, conv=True))]
+        return lambda *at: rule(*at) + min([conv(*at) for conv in known])
 
     def attended(self, tensor: int, kv_dtype: str, heads: Heads) -> tuple[Measured, Measured]:
         """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""
@@ -295,7 +343,7 @@ def _deepep(required: Mapping[str, object], kernels: str, path: Path) -> Ladder:
 
 def _reduce(gpus: int, launch: str, path: Path) -> Ladder:
     required: dict[str, object] = {"num_gpus": gpus}
-    if "backend" in _table(path, _state(path)).column_names:
+    if "backend" in read_table(path, state_of(path)).column_names:
         required["backend"] = f"{path.name.partition('__')[2].partition('_')[0]}_{launch}"
     return _ladder(path, "message_size", required)
 
@@ -305,7 +353,20 @@ def _ladder(path: Path, column: str, required: Mapping[str, object]) -> Ladder:
 
 
 def _attention(path: Path, *, query: int, required: Mapping[str, object], span: int = 0) -> Measured:
-    return _read_attention(path, _state(path), query, tuple(required.items()), span)
+    return _read_attention(path, state_of(path), query, tuple(required.items()), span)
+
+
+def _state_kernel(path: Path, *, of: Linear, heads: int, phase: str, conv: bool) -> Measured:
+    """Return milliseconds of one of the kernels of a state, its fastest, in layers of as many values a key."""
+    required: dict[str, object] = {"phase": phase, "head_k_dim": of.key_dim, "head_v_dim": of.value_dim}
+    columns = ("num_v_heads", "num_k_heads", "batch_size", *(["seq_len"] if phase == PROMPTS else []))
+    sources = [each for each in kernels(path, required) if each.startswith(CONVOLUTION) == conv]
+    by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
+    for source in sources:
+        for (values, keys, *at), ms in _believed(path, columns, required | {"kernel_source": source}).items():
+            if values * of.key_heads == keys * of.value_heads:
+                by_heads[values][tuple(at)] = min(ms, by_heads[values].get(tuple(at), ms))
+    return _between(path, by_heads, heads, required)
 
 
 @lru_cache(maxsize=2048)
@@ -313,13 +374,19 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
     """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
     by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
     """
-    by_heads = _by_heads(path, required, span)
+    return _between(path, _by_heads(path, required, span), query, dict(required))
+
+
+def _between(
+    path: Path, by_heads: Mapping[float, Mapping[tuple[float, ...], float]], query: int, required: Mapping[str, object]
+) -> Measured:
+    """Return milliseconds with `query` heads on a GPU, between the neighbours that were measured."""
     fewer = max((heads for heads in by_heads if heads <= query), default=None)
     more = min((heads for heads in by_heads if heads >= query), default=None)
     if fewer is None or more is None:
         known = ", ".join(f"{heads:g}" for heads in sorted(by_heads)) or "none"
-        where = ", ".join(f"{name} = {of}" for name, of in required)
-        raise NoRowsError(f"{path}: no rows of {query} query heads where {where} (found: {known})")
+        where = ", ".join(f"{name} = {of}" for name, of in required.items())
+        raise NoRowsError(f"{path}: no rows of {query} heads where {where} (found: {known})")
     bounded = _bounded_module if MODULE in path.name else _no_slower_than_more
     low, high = (Ladder(bounded(by_heads[heads]).items()) for heads in (fewer, more))
     if fewer == more:
@@ -389,7 +456,7 @@ class Products:
 def _products(folder: Path, engine: str, dtype: str) -> Products | None:
     """Return the products of an engine in one type; None if it has no such table rows."""
     path = folder / f"gemm__{engine}.csv.gz"
-    return _read_products(path, _state(path), dtype)
+    return _read_products(path, state_of(path), dtype)
 
 
 @lru_cache(maxsize=128)
@@ -473,122 +540,3 @@ def _check(model: ModelShape, share: Share) -> None:
         raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must divide {product} ({share.gpus})")
     if share.experts > 1 and not model.experts:
         raise ScenarioError(f"cost.expert_parallel: got {share.experts}, must be 1: {model.name} has no experts")
-
-
-TIME = "latency_ms"
-MOST = 1e12  # bound on the values of every other column
-LINE = "line of the file"  # the column that is added to a table that was read
-
-
-class DamagedError(ScenarioError):
-    """An error for a table that cannot be read or holds an invalid value, or that lacks a column."""
-
-
-class NoRowsError(ScenarioError):
-    """An error for a table without a row of a required value."""
-
-
-def engines(folder: Path, operation: str = "gemm") -> list[str]:
-    """Return the engines that `folder` has tables of an operation of, such as vllm_0.14.0, in order."""
-    start, end = f"{operation}__", ".csv.gz"
-    names = [each.name for each in os.scandir(folder)] if folder.is_dir() else []
-    return sorted(name[len(start) : -len(end)] for name in names if name.startswith(start) and name.endswith(end))
-
-
-def nearest(folder: Path, engine: str, version: str | None, operation: str = "gemm") -> str | None:
-    """Return the engine of that name with the version nearest to `version`, else the newest. None if there is none."""
-    known = [each for each in engines(folder, operation) if each.partition("_")[0] == engine]
-    if version is None:
-        return max(known, key=_number, default=None)
-    required = _number(f"{engine}_{version}")
-    return min(known, key=lambda each: [abs(a - b) for a, b in zip(_number(each), required, strict=True)], default=None)
-
-
-def meant(folder: Path, engine: str) -> str:
-    """Return the engine that a scenario names, its newest version if it names none. Raises ScenarioError."""
-    name, _, version = engine.partition("_")
-    if version and engine in engines(folder):
-        return engine
-    newest = None if version else nearest(folder, name, None)
-    if newest is None:
-        known = ", ".join(engines(folder))
-        if not known:
-            raise ScenarioError(f"cost.engine: got {engine}, but {folder} holds no tables of engines (gemm__*.csv.gz)")
-        raise ScenarioError(f"cost.engine: got {engine}, expected one of those that {folder} has: {known}")
-    return newest
-
-
-def _number(engine: str) -> tuple[int, int, int]:
-    """Return the first three numbers of a version."""
-    parts = [int(part) for part in re.findall(r"\d+", engine.partition("_")[2])[:3]]
-    major, minor, patch = [*parts, 0, 0, 0][:3]
-    return major, minor, patch
-
-
-def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
-    """Return milliseconds by the values of `columns`, of rows with the `required` values. Raises ScenarioError."""
-    return _select(path, _state(path), tuple(columns), tuple(required.items()))
-
-
-@lru_cache(maxsize=1024)
-def _select(path: Path, state: State, columns: tuple[str, ...], required: Required) -> dict[tuple[float, ...], float]:
-    times: dict[tuple[float, ...], float] = {}
-    points, milliseconds = rows(path, columns, dict(required))
-    for at, ms in zip(map(tuple, points.tolist()), milliseconds.tolist(), strict=True):
-        times[at] = min(ms, times.get(at, ms))
-    return times
-
-
-def rows(
-    path: Path, columns: Sequence[str], required: Mapping[str, object], time: str = TIME
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of `columns` and the `time` of rows with the `required` values. Raises ScenarioError."""
-    table = _table(path, _state(path))
-    required = {k: v for k, v in required.items() if k in table.column_names or k not in DROPPED}
-    for name in (*columns, *required, time):
-        if name not in table.column_names:
-            raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")
-    for name, wanted in required.items():
-        chosen = table.filter(pc.equal(table[name], wanted))
-        if not chosen.num_rows:
-            known = ", ".join(str(each) for each in sorted(pc.unique(table[name]).to_pylist()))
-            before = [f"{each} = {of}" for each, of in required.items()][: list(required).index(name)]
-            where = f" where {', '.join(before)}" if before else ""
-            raise NoRowsError(f"{path}: no rows with {name} = {wanted} (found: {known}){where}")
-        table = chosen
-    return np.column_stack([_numbers(path, table, name) for name in columns]), _numbers(path, table, time)
-
-
-def _numbers(path: Path, table: pa.Table, name: str) -> np.ndarray:
-    try:
-        values: np.ndarray = table[name].cast(pa.float64()).to_numpy()
-    except pa.ArrowInvalid as error:
-        raise DamagedError(f"{path}: {name}: holds what is no number ({error})") from None
-    most = MOST_TIME_S * 1e3 if name == TIME else MOST
-    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0) | (values > most) | ((name == TIME) & (values == 0)))
-    if len(wrong):
-        bound = f"> 0 and <= {most:g}, an hour" if name == TIME else f">= 0 and <= {most:g}"
-        raise DamagedError(f"{path}:{table[LINE][int(wrong[0])]}: {name}: got {values[wrong[0]]:g}, must be {bound}")
-    return values
-
-
-def _state(path: Path) -> State:
-    """Return when a table changed, in ns, its size, and when its folder did: caches know it by these. Raises
-    ScenarioError.
-    """
-    try:
-        state, folder = path.stat(), path.parent.stat()
-    except OSError:
-        known = ", ".join(engines(path.parent))
-        raise ScenarioError(f"{path}: no such table; cost.engine: the folder has {known}") from None
-    return state.st_mtime_ns, state.st_size, folder.st_mtime_ns
-
-
-@lru_cache(maxsize=64)
-def _table(path: Path, state: State) -> pa.Table:
-    """Read the table at `path`, once for each state."""
-    try:
-        table = pyarrow.csv.read_csv(path)
-        return table.append_column(LINE, pa.array(np.arange(2, len(table) + 2)))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DamagedError(f"{path}: cannot be read: {error}") from None

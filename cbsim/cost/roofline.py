@@ -10,6 +10,8 @@ If each token goes through k of E experts, t tokens are expected to read E (1 - 
 likely. Each of p GPUs that share every layer has a p-th of weights, heads and cache; twice a layer they add up their
 results, which takes a latency and 2 (p - 1) / p of the residual stream over the link (a ring).
 
+A layer with a state reads and writes that of every request once, and computes with it for every token.
+
 Where layers have windows, each kind of layer reads and computes what it sees, so its share of attention's time is that
 of its own pairs and tokens. Schedulers of such models list all rows one by one, none as a decode batch; rows of one
 token run at the rates of decoding. With an indexer attention is as if in a window of the tokens that it chooses, beside
@@ -68,6 +70,8 @@ class Weights(NamedTuple):
     experts_bytes: float = 0.0  # of all layers
     indexer_flop: int = 0  # of a query and the key of any token, in all layers
     indexer_bytes: int = 0  # of a token's keys, in all layers
+    state_bytes: float = 0.0  # of a request's states in all layers
+    state_flop: float = 0.0  # of a token's in all layers
 
 
 def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
@@ -112,9 +116,11 @@ class RooflineCost:
         self._embedding_s = weights.hidden * weights.bytes / rates.bytes_weights  # of a token
         self._experts_share, self._experts_s = weights.experts_share, weights.experts_bytes / rates.bytes_weights
         self._reduces_s, self._reduce_token_s = reduces_s
+        self._state_s = 2 * weights.state_bytes / rates.bytes_kv  # to read and write the states of a request
+        self._state_flop = weights.state_flop
         read = rates.read(weights.attention_flop, weights.decode_flop, weights.kv_bytes)
         self._reads = [(kind, share, read) for kind, share in kinds(attention)]
-        self._windows = any(kind != FULL for kind, *_ in self._reads)
+        self._windows = any(kind != FULL for kind, *_ in self._reads) or self._state_s > 0
         if weights.indexer_bytes:
             scored = rates.read(weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes)
             self._reads.append((FULL, 1.0, scored))
@@ -128,6 +134,8 @@ class RooflineCost:
         sampled, flops = decodes + work.padding_rows, self._flops_decode
         time = self._overhead_s + tokens * self._embedding_s
         time += sum([share * (counted(work, kind) + sampled) * read.context_s for kind, share, read in self._reads])
+        if self._state_s:
+            time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])
         if chunks:
             if not self._windows or any(chunk.tokens > 1 for chunk in chunks):
                 flops = self._flops_prefill
@@ -142,6 +150,11 @@ class RooflineCost:
             time += max(sampled * self._head_flop / flops, self._head_s)
         h2d_ns, d2h_ns = copy_ns(plan, self._pcie_ns)
         return h2d_ns, nearest(time * 1e9), d2h_ns
+
+    def _states_s(self, tokens: int) -> float:
+        """Return the seconds of the states of a request with so many query tokens."""
+        flops = self._flops_prefill if tokens > 1 else self._flops_decode
+        return max(tokens * self._state_flop / flops, self._state_s)
 
     def _attention_s(self, kind: Attention, read: Read, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of attention of chunks if all layers were of this kind."""
@@ -175,6 +188,8 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
     dense = model.layer_parameters - experts
+    states = sum(count for layer, count in model.kinds if layer.attention.state)
+    attending = [each for each in model.layer_attention if each.sight is not Sight.STATE]
     embeddings = model.parameters - model.layer_parameters
     linear_bytes = model.weight_bytes - model.expert_bytes - embeddings * model.dtype_bytes
     weights = Weights(
@@ -190,6 +205,8 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         experts_bytes=model.expert_bytes / ranks,
         indexer_flop=2 * indexer.heads * indexer.head_dim * model.layers if indexer else 0,
         indexer_bytes=keys_bytes,
+        state_bytes=states * model.state_bytes(ranks),
+        state_flop=states * model.linear.flop(ranks) if model.linear else 0.0,
     )
     return RooflineCost(
         cpu_cost(settings.cpu),
@@ -198,5 +215,5 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         settings.step_overhead_s,
         settings.launch_s_per_layer * model.layers,
         reduces_s=(reduces * settings.all_reduce_latency_s, reduces * token_s),
-        attention=(Attention(Sight.SLIDING, indexer.top_k),) if indexer else model.layer_attention,
+        attention=[Attention(Sight.SLIDING, indexer.top_k)] if indexer else attending,
     )

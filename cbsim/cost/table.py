@@ -197,14 +197,25 @@ class Attended(NamedTuple):
         return self.unit_ns * alone
 
 
+class Stateful(NamedTuple):
+    """The layers that keep states: functions to units of which each is `unit_ns` ns in those layers; `decode` by rows,
+    `prompt` by sequences and the tokens of each.
+    """
+
+    unit_ns: float
+    decode: Measured
+    prompt: Measured
+
+
 class KernelTimes:
     """The times of kernels on one of `tensor` GPUs that share `model`, made of functions to units of `unit_ns`.
 
     `product` is given a matrix and returns times by tokens; `experts` is given layers of one kind and returns theirs by
     tokens. `attention` is given heads and returns what decoding rows take, by rows and context, and a prompt, by
-    query-key pairs. All-reduces, by how they are launched, and the all-gather of the head are by elements. `exchange`
-    of ranks that share experts is given layers of one kind; None for one rank. `modules`: the attention of heads with
-    an indexer is given as a whole, its matrices and all between them included.
+    query-key pairs; of states, by rows, and by sequences and their tokens. All-reduces, by how they are launched, and
+    the all-gather of the head are by elements. `exchange` of ranks that share experts is given layers of one kind; None
+    for one rank. `modules`: the attention of heads with an indexer is given as a whole, its matrices and all between
+    them included.
     """
 
     def __init__(
@@ -238,7 +249,9 @@ class KernelTimes:
         self.attended = [
             Attended(each.sees, unit_ns * count, *attention(each), each.split(tensor), whole)
             for (each, whole), count in heads.items()
+            if each.state is None
         ]
+        self._states = [Stateful(unit_ns * count, *attention(each)) for (each, _), count in heads.items() if each.state]
         self.modules = modules
         self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype))
         self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
@@ -247,6 +260,19 @@ class KernelTimes:
     def linear_ns(self, tokens: int) -> float:
         """Return the ns of the matrix products of all layers except those of experts."""
         return self._unit_ns * sum([count * curve(tokens) for count, curve in self._linear])
+
+    def states_ns(self, work: StepWork) -> float:
+        """Return the ns of layers that keep states: of rows of one token, and of chunks, each of the mean length."""
+        if not self._states:
+            return 0.0
+        lengths = [chunk.tokens + chunk.padding for chunk in work.chunks]
+        prompts = [tokens for tokens in lengths if tokens > 1]
+        rows = work.decodes + work.padding_rows + len(lengths) - len(prompts)
+        time = 0.0
+        for of in self._states:
+            time += of.unit_ns * of.decode(rows) if rows else 0.0
+            time += of.unit_ns * of.prompt(len(prompts), sum(prompts) / len(prompts)) if prompts else 0.0
+        return time
 
     def experts_ns(self, tokens: int) -> float:
         """Return the ns of the experts of all layers and of their routing."""

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from cbsim.cost.engine_tables import TIME
+from cbsim.cost.engine_files import TIME
 from cbsim.cost.table import HEAD_DIM
 from cbsim.draw.folder import write
 from cbsim.errors import OK, ScenarioError

@@ -96,7 +96,8 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
     unlike = {
         "latent attention": model.latent is not None,
         f"heads of {model.head_dim}": model.head_dim != HEAD_DIM and model.latent is None,
-        "windows": not model.sees_all,
+        "linear attention": model.linear is not None,
+        "windows": {*model.attention} - {"full", "linear"},
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
     }
     others = ", ".join(name for name, is_so in unlike.items() if is_so)

@@ -77,6 +77,26 @@ class Linear(Frozen):
         values = self.value_heads * self.value_dim / tensor
         return (self.conv - 1) * (2 * self._keys(tensor) + values), values * self.key_dim
 
+    @property
+    def others(self) -> int:
+        """Number of weights beside the products: of the convolution, of decays, and of the norm of what is read."""
+        heads, values = self.value_heads, self.value_heads * self.value_dim
+        channels = 2 * self.key_heads * self.key_dim + values
+        if self.rule == "mamba2":
+            return (self.conv + 1) * channels + 3 * heads + values
+        return self.conv * channels + heads + (values if self.rule == "kda" else heads) + self.value_dim
+
+    def flop(self, tensor: int) -> float:
+        """Return the least FLOP of a token on one of `tensor` GPUs: a delta rule reads a state twice and adds."""
+        return (4 if self.rule == "mamba2" else 6) * self.value_heads / tensor * self.key_dim * self.value_dim
+
+    def moved(self, tensor: int) -> float:
+        """Return the numbers that its kernels read and write for a token on one of `tensor` GPUs: the convolution its
+        channels twice, the rule these and the values.
+        """
+        values = self.value_heads * self.value_dim / tensor
+        return 3 * (2 * self._keys(tensor) + values) + values
+
     def _keys(self, tensor: int) -> float:
         """Return the width of the keys on one of `tensor` GPUs; Mamba's groups are copied if they cannot be divided."""
         copied = self.rule == "mamba2" and self.key_heads % tensor
@@ -95,7 +115,8 @@ class Linear(Frozen):
 class Heads(NamedTuple):
     """The attention of a layer: `query` heads of `width`, `kv` heads of keys and values; `latent` if they are kept as
     one, `state` if only a state is. `keys_are_values`: both come from one product; they are cached apart, since only
-    keys are rotated. `stored` is the type of what is cached, if not the model's.
+    keys are rotated. `stored` is the type of what is cached, if not the model's. `gated`: as many gates as queries come
+    from their product and multiply the output.
     """
 
     sees: Attention
@@ -106,6 +127,7 @@ class Heads(NamedTuple):
     latent: Latent | None = None
     keys_are_values: bool = False
     state: Linear | None = None
+    gated: bool = False
     stored: str = ""
 
     @property
@@ -131,7 +153,8 @@ class Heads(NamedTuple):
             shapes = self.state.matrices(hidden, tensor)
         elif of is None:
             kv = max(1.0, self.kv / tensor) * (1 if self.keys_are_values else 2)
-            shapes = [(query * self.width + kv * self.width, hidden), (hidden, query * self.width)]
+            queries = query * self.width * (2 if self.gated else 1)
+            shapes = [(queries + kv * self.width, hidden), (hidden, query * self.width)]
         else:
             down = of.query_rank + of.kv_rank + of.rope_dim
             shapes = [(down, hidden), (query * (of.nope_dim + of.rope_dim), of.query_rank or hidden)]
@@ -154,6 +177,14 @@ class Heads(NamedTuple):
     def split(self, tensor: int) -> float:
         """Return the KV heads that the rows of one of `tensor` GPUs are split by; 0 if all heads have the same keys."""
         return max(1.0, self.kv / tensor) if self.kv and not self.latent else 0.0
+
+    def moved(self, tensor: int) -> float:
+        """Return the values that kernels beside products and attention read and write for a token on one of `tensor`
+        GPUs. They rotate or norm queries and keys, a latent's likewise, and multiply outputs, states' normed, by gates.
+        """
+        queries = self.query * (self.latent.rope_dim if self.latent else self.width) / tensor
+        gate = 3 * queries if self.gated or self.state else 0.0
+        return gate + (0.0 if self.state else 2 * (queries + self.cached(tensor)))
 
     @property
     def pair_flop(self) -> int:

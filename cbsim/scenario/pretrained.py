@@ -16,7 +16,7 @@ from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, complaint, shown
 
 MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
-WHOLE, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+WHOLE, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -57,6 +57,14 @@ SPARSE = DEEPSEEK._replace(
 )
 GLM4 = DEEPSEEK._replace(absent=EIGHT | {SHARED: 1, FIRST: 1}, reads=(*MIXED, BIAS))
 GPT_OSS = MIXTRAL._replace(absent=EIGHT | {"head_dim": 64, BIAS: True, EVERY: 2}, reads=(LOCAL, BIAS), sinks=True)
+GATE, SHARED_WIDTH = "attn_output_gate", "shared_expert_intermediate_size"
+HYBRID = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, GATE: True}
+HYBRID |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+HYBRIDS = Family(
+    HYBRID | {"num_key_value_heads": 2, "head_dim": 256, SHARED_WIDTH: 512},
+    (*HYBRID, "mamba_ssm_dtype", EXPERTS, "mlp_only_layers", SHARED_WIDTH),
+    MOE, EXPERTS, beside=(SHARED_WIDTH,), every="full_attention_interval", qk_norm=True,
+)  # fmt: skip
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
     "deepseek_v3": DEEPSEEK,
@@ -84,15 +92,20 @@ FAMILIES = {
     "qwen3_moe": Family(
         QWEN | {"num_key_value_heads": 4}, (EXPERTS, "mlp_only_layers"), MOE, EXPERTS, window=WINDOW, qk_norm=True
     ),
+    "qwen3_5": HYBRIDS._replace(
+        absent=HYBRID | {"num_key_value_heads": 4, "head_dim": 256}, reads=(*HYBRID, "mamba_ssm_dtype"), experts="",
+    ),
+    "qwen3_5_moe": HYBRIDS,
+    "qwen3_next": HYBRIDS,
 }  # fmt: skip
 """The supported model types."""
-FAMILIES |= {f"{kind}_text": FAMILIES[kind] for kind in ("gemma3", "gemma4", "llama4")}
+FAMILIES |= {f"{kind}_text": FAMILIES[kind] for kind in ("gemma3", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")}
 UNSUPPORTED = {
     "is_encoder_decoder": "encoders are not modelled, only decoders",
     "compress_.*": "compressed attention is not modelled",
     "index_topk_.*|index_skip_.*": "indexers that layers share are not modelled",
     "index_.*|sparse_attention_config": "sparse attention is not modelled",
-    "linear_.*|attn_type_list|full_attention_interval": "linear attention is not modelled",
+    "linear_.*|attn_type_list|full_attention_interval": "this linear attention is not modelled",
     "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
     "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
     "(attn|attention|mla_use)_output_gate": "gates of attention's output are not modelled",
@@ -131,6 +144,10 @@ class Config(Document):
     def wholes(self, field: str) -> list[int]:
         fits = lambda v: isinstance(v, list) and all(type(one) is int for one in v)  # noqa: E731
         return list(self._given(field, [], "a list of whole numbers", fits))
+
+    def dtype(self, field: str) -> str | None:
+        name: str | None = self._given(field, None, f"one of {', '.join(DTYPES)}", lambda v: v in (None, *DTYPES))
+        return name
 
     def part(self, field: str) -> Config | None:
         value = self._given(field, {}, "an object", lambda v: isinstance(v, dict))
@@ -214,6 +231,8 @@ def _heads(config: Config, family: Family) -> dict[str, Any]:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     width = config.whole("head_dim", config.whole("hidden_size") // heads)
     fields: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": width}
+    if GATE in family.reads:
+        fields["output_gate"] = config.flag(GATE)
     if "global_head_dim" in family.reads:
         one = config.flag("attention_k_eq_v")
         wide = config.whole("num_global_key_value_heads", kv_heads) if one else kv_heads
@@ -222,22 +241,40 @@ def _heads(config: Config, family: Family) -> dict[str, Any]:
 
 
 def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
-    """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing."""
-    most = config.whole("max_position_embeddings")
-    on = "use_sliding_window" not in config.data or config.flag("use_sliding_window")
-    window = config.whole(family.window or WINDOW, most) if on else most
-    part = CHUNKED if family.window == CHUNK else SLIDING
+    """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing; and what
+    is linear.
+    """
+    part = LINEAR if GATE in family.reads else CHUNKED if family.window == CHUNK else SLIDING
     types = config.data.get("layer_types") or _usual(config, family, layers, part)
     if INDEX["heads"] in family.reads and types == ["deepseek_sparse_attention"] * layers:
         return {}
     if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {part, WHOLE}:
         raise config.bad("layer_types", f"{layers} times '{WHOLE}' or '{part}', the supported kinds")
-    if part not in types or (window >= most and "global_head_dim" not in family.reads):
+    seen = "linear" if part == LINEAR else _window(config, family, part, used=part in types)
+    if part not in types or seen is None:
         return {}
+    linear = {"linear": _linear(config)} if part == LINEAR else {}
+    return {"attention": _repeated([seen if one == part else "full" for one in types])} | linear
+
+
+def _window(config: Config, family: Family, part: str, *, used: bool) -> str | None:
+    """Return what layers with windows see; None if there are none, or the window holds every sequence."""
+    most = config.whole("max_position_embeddings")
+    on = "use_sliding_window" not in config.data or config.flag("use_sliding_window")
+    window = config.whole(family.window or WINDOW, most) if on else most
+    if not used or (window >= most and "global_head_dim" not in family.reads):
+        return None
     if not family.window:
         raise config.bad(WINDOW, f"null: layers of model_type {config.data['model_type']} have no windows")
-    seen = f"{part.partition('_')[0]} {window}"
-    return {"attention": _repeated([seen if one == part else "full" for one in types])}
+    return f"{part.partition('_')[0]} {window}"
+
+
+def _linear(config: Config) -> dict[str, Any]:
+    """Return the widths of linear attention by the gated delta rule."""
+    names = {"conv": "conv_kernel_dim", "key_dim": "key_head_dim", "value_dim": "value_head_dim"}
+    names |= {f"{part}_heads": f"num_{part}_heads" for part in ("key", "value")}
+    state = {"state_dtype": config.dtype("mamba_ssm_dtype")}
+    return {"rule": "gated_delta"} | {name: config.whole(f"linear_{field}") for name, field in names.items()} | state
 
 
 def _usual(config: Config, family: Family, layers: int, part: str) -> list[str]:
@@ -288,11 +325,7 @@ def _kinds(config: Config, layers: int) -> list[str]:
 
 def _dtype(config: Config) -> str:
     """Return `dtype` of transformers 5 or `torch_dtype` of older versions; bfloat16 if neither is present."""
-    field = "dtype" if config.data.get("dtype") is not None else "torch_dtype"
-    value = config.data.get(field)
-    if value is not None and value not in DTYPES:
-        raise config.bad(field, f"one of {', '.join(DTYPES)}")
-    return value or "bfloat16"
+    return config.dtype("dtype" if config.data.get("dtype") is not None else "torch_dtype") or "bfloat16"
 
 
 def _name(path: Path) -> str:

@@ -184,8 +184,6 @@ class Scenario(Frozen):
             other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
             bound = f"must be {either([each.value for each in self.kind.serves]) if unserved else 'full'} with {other}"
             raise complaint(f"layers see less than the whole sequence, {bound}", "model.attention")
-        if model.linear and self.cost.kind != "constant":
-            raise complaint(f"got {self.cost.kind}, must be constant with linear layers (model.attention)", "cost.kind")
         if model.linear and model.linear.value_heads % gpus:
             bound = f"must divide linear.value_heads ({model.linear.value_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
@@ -392,7 +390,7 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
     """Return what results should be read with, a line each: layers whose caches differ in size, which count
     by their mean; and a likely mistake that no rule forbids, a cache beyond the memory.
     """
-    sizes = {layer.attention.cached(scenario.gpus) for layer, _ in scenario.model.kinds}
+    sizes = {layer.attention.cached(scenario.gpus) for layer, _ in scenario.model.kinds if not layer.attention.state}
     mean = "layers cache tokens of several sizes; a block counts by their mean, where servers make its pages equal"
     return (*((f"model: {mean}",) if len(sizes) > 1 else ()), *_beyond_memory(scenario))
 

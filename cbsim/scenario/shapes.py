@@ -79,6 +79,9 @@ class ModelShape(Frozen):
     dense_intermediate: Annotated[Whole, Field(ge=0)] = 0  #: Of a mixture: width of its dense layers.
     vocab: Number  #: Rows of the embedding.
     tied_embeddings: bool = False  #: Does the output layer share the embedding's weights?
+    output_gate: bool = False
+    """Is the output of attention multiplied by gates, that come from the same product as queries (Qwen3-Next)? Linear
+    attention always has gates."""
     qk_norm: bool = False  #: Are the queries and keys of every head RMS-normed (Qwen3)?
     qkv_bias: bool = False
     """Do queries, keys and values have biases (Qwen2.5)? They take memory, but no time of their own."""
@@ -130,6 +133,8 @@ class ModelShape(Frozen):
             if self.sees_all or "full" not in self.attention:
                 bound = "must be absent unless some layers have windows and others see everything"
                 raise complaint(f"got {wide.head_dim} wide heads, {bound}", "full_heads")
+        if (rule := self.linear) and rule.value_heads % rule.key_heads:
+            raise complaint(f"got {rule.key_heads}, must divide value_heads ({rule.value_heads})", "linear.key_heads")
         states = self.attention.count("linear")
         if bool(states) != bool(self.linear) or states == len(self.attention):
             bound = "must be in some layers, beside others, with linear, and in none without"
@@ -138,7 +143,8 @@ class ModelShape(Frozen):
             if not {*self.attention} <= {"full", "linear"}:
                 raise complaint(f"got {shown(list(self.attention))}, must be full with latent", "attention")
             cached = of.kv_rank + of.rope_dim
-            for field, right in (("kv_heads", 1), ("head_dim", cached), ("qk_norm", False), ("qkv_bias", False)):
+            absent = {"qk_norm": False, "qkv_bias": False, "output_gate": False}
+            for field, right in {"kv_heads": 1, "head_dim": cached, **absent}.items():
                 if (value := getattr(self, field)) != right:
                     raise complaint(f"got {shown(value)}, must be {shown(right)} with latent", field)
 
@@ -164,7 +170,7 @@ class ModelShape(Frozen):
         if self.full_heads and sees == FULL:
             wide = self.full_heads
             return Heads(sees, self.heads, wide.kv_heads, wide.head_dim, dtype, keys_are_values=wide.keys_are_values)
-        return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, self.latent)
+        return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, self.latent, gated=self.output_gate)
 
     def _feed_forward_of(self, kind: str) -> FeedForward:
         dtype = self.weights_dtype or self.dtype
@@ -229,9 +235,12 @@ class ModelShape(Frozen):
     def parameters(self) -> int:
         """Number of all weights."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        norms = (2 * self.layers + 1) * self.hidden + 2 * self.layers * self.head_dim * self.qk_norm
-        biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
-        return self.layer_parameters + embeddings + norms + biases + self.layers * self.heads * self.sinks
+        states = sum(count for layer, count in self.kinds if layer.attention.state)
+        attending = self.layers - states
+        norms = (2 * self.layers + 1) * self.hidden + 2 * attending * self.head_dim * self.qk_norm
+        others = states * self.linear.others if self.linear else 0
+        others += attending * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
+        return self.layer_parameters + embeddings + norms + others + attending * self.heads * self.sinks
 
     @property
     def weight_bytes(self) -> int:

@@ -27,7 +27,7 @@ from support.engine_folder import (
 )
 from support.plans import plan as a_plan
 
-from cbsim.cost import engine_tables
+from cbsim.cost import engine_files, engine_tables
 from cbsim.cost.engine_cost import Captured, EngineCost, captured, elementwise_bytes, fused_bytes
 from cbsim.cost.engine_tables import EngineTables, Products, Share
 from cbsim.cost.table import Attention, attention_work
@@ -154,7 +154,7 @@ def test_heads_that_were_not_measured_lie_between(folder: Path) -> None:
     half = EngineTables(folder, ENGINE, six, Share())
     assert half.attended[0].decode_ns(64, 1024) / NS == pytest.approx(32 * decode_ms(64, 1024, 6))
     with pytest.raises(
-        ScenarioError, match=r"generation_attention.*no rows of 12 query heads where .*heads = 4 \(found: 16, 32\)"
+        ScenarioError, match=r"generation_attention.*no rows of 12 heads where .*heads = 4 \(found: 16, 32\)"
     ):
         EngineTables(folder, ENGINE, LLAMA.model_copy(update={"heads": 12, "kv_heads": 4}), Share())
 
@@ -528,13 +528,13 @@ def test_decode_only_graphs_leave_steps_with_a_chunk_alone(folder: Path) -> None
 def test_the_nearest_version_is_taken_and_said(folder: Path) -> None:
     for version in ("vllm_0.14.0", "vllm_0.24.0", "trtllm_1.2.0rc5"):
         engine_folder.make(folder, version)
-    assert engine_tables.nearest(folder, "vllm", "0.18.0") == "vllm_0.14.0"
-    assert engine_tables.nearest(folder, "vllm", "0.20.1") == "vllm_0.24.0"
-    assert engine_tables.nearest(folder, "vllm", None) == "vllm_0.24.0"
-    assert engine_tables.nearest(folder, "sglang", None) is None
-    assert engine_tables.meant(folder, "trtllm") == "trtllm_1.2.0rc5"
+    assert engine_files.nearest(folder, "vllm", "0.18.0") == "vllm_0.14.0"
+    assert engine_files.nearest(folder, "vllm", "0.20.1") == "vllm_0.24.0"
+    assert engine_files.nearest(folder, "vllm", None) == "vllm_0.24.0"
+    assert engine_files.nearest(folder, "sglang", None) is None
+    assert engine_files.meant(folder, "trtllm") == "trtllm_1.2.0rc5"
     with pytest.raises(ScenarioError, match=r"cost\.engine: got vllm_9\.9, expected one of .*vllm_0\.24\.0"):
-        engine_tables.meant(folder, "vllm_9.9")
+        engine_files.meant(folder, "vllm_9.9")
 
 
 @pytest.mark.parametrize(
@@ -601,7 +601,7 @@ def test_a_scheduler_that_caches_windows_whole_prices_them(folder: Path) -> None
     assert saved / NS == pytest.approx(16 * (decode_ms(64, 1024, 32) - decode_ms(64, WINDOW, 32)), abs=1e-5)
     with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full or sliding with scheduler trtllm"):
         scenario.load("rates", [*base, f"model.attention=[full, chunked {WINDOW}]"])
-    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full with scheduler sglang"):
+    with pytest.raises(ScenarioError, match=r"model\.attention: .*must be full or linear with scheduler sglang"):
         scenario.load("rates", [*base, f"model.attention={seen[1]}", "scheduler={name: sglang}"])
 
 

@@ -35,8 +35,12 @@ GEMMA4 = MIXTURE | {"model_type": "gemma4_text", "num_global_key_value_heads": 2
 GEMMA4 |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
 GLM4 = MIXTURE | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 2}
 GPT_OSS = BASE | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+NEXT = MIXTURE | {"model_type": "qwen3_next", "num_experts": 8, "linear_num_key_heads": 4}
 QWEN3 = MIXTURE | {"model_type": "qwen3_moe", "num_experts": 8}
 WIDE = {"kv_heads": 2, "head_dim": 32, "keys_are_values": True}
+HALF = ("linear", "full")
+GATED = {"rule": "gated_delta", "key_heads": 4, "value_heads": 32, "key_dim": 128, "value_dim": 128, "conv": 4}
+GATED |= {"state_dtype": None}
 FIVE = ("sliding 512",) * 5 + ("full",)
 CHUNKS = ("chunked 8192",) * 3 + ("full",)
 
@@ -82,6 +86,16 @@ def read(folder: Path, config: dict[str, Any], **fields: Any) -> shapes.ModelSha
             GEMMA4,
             {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2},
             {"shared_intermediate": 128, "intermediate": 32, "experts": 8, "dense_intermediate": 0},
+        ),
+        (NEXT, {}, {"attention": ("linear",) * 3 + ("full",), "output_gate": True, "qk_norm": True, "linear": GATED}),
+        (NEXT, {"head_dim": ...}, {"head_dim": 256, "shared_intermediate": 512, "experts": 8, "intermediate": 32}),
+        (NEXT, {"attn_output_gate": False, "full_attention_interval": 2}, {"attention": HALF, "output_gate": False}),
+        (NEXT, {"layer_types": ["full_attention"] * 6}, {"attention": ("full",), "linear": None}),
+        (NEXT, {"mamba_ssm_dtype": "float32"}, {"linear": GATED | {"state_dtype": "float32"}}),
+        (
+            NEXT,
+            {"model_type": "qwen3_5_text", "num_experts": ...},
+            {"experts": 0, "intermediate": 128, "linear": GATED},
         ),
         (QWEN3, {"mlp_only_layers": [0]}, {"first_dense": 1, "dense_intermediate": 128, "intermediate": 32}),
         (QWEN3, {"decoder_sparse_step": 3}, {"feed_forward": ("dense", "dense", "experts"), "first_dense": 0}),
@@ -137,6 +151,10 @@ def test_other_models_have_their_published_counts(
         (GPT_OSS, {"moe_layers": [1]}, "moe_layers: [1] is not supported: a mixture of this type has experts in every"),
         (LLAMA4, {"no_rope_layers": [1]}, "no_rope_layers: got [1], expected a number for each of 6 layers"),
         (LLAMA4, {"layer_types": ["sliding_attention"] * 6}, "layer_types: got ['sliding_attention'"),
+        (NEXT, {"linear_num_heads": 8}, "linear_num_heads: 8 is not supported: this linear attention is not modelled"),
+        (NEXT, {"mamba_ssm_dtype": "fp8"}, "mamba_ssm_dtype: got 'fp8', expected one of bfloat16, float16, float32"),
+        (NEXT, {"linear_num_key_heads": 5}, "linear.key_heads: got 5, must divide value_heads (32)"),
+        (NEXT, {"layer_types": ["sliding_attention"] * 6}, "layer_types: got ['sliding_attention'"),
         (QWEN3, {"attn_output_gate": True}, "attn_output_gate: true is not supported: gates of attention's output"),
     ],
 )
@@ -272,13 +290,9 @@ def test_sizes_of_sparse_latents_equal_a_recount(
 
 REFUSED = {
     "MiniMax-M3": "model_type minimax_m3: sparse attention",
-    "Qwen3.5-122B-A10B": "model_type qwen3_5_moe_text: linear attention",
-    "Qwen3.5-27B": "model_type qwen3_5_text: linear attention",
-    "Qwen3.5-35B-A3B": "model_type qwen3_5_moe_text: linear attention",
-    "Qwen3.5-397B-A17B": "model_type qwen3_5_moe_text: linear attention",
     "DeepSeek-V4-Flash": "model_type deepseek_v4: compressed attention",
     "DeepSeek-V4-Pro": "model_type deepseek_v4: compressed attention",
-    "Kimi-K3": "model_type kimi_linear: linear attention",
+    "Kimi-K3": "model_type kimi_linear: this linear attention",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type nemotron_h: Mamba layers",
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "model_type nemotron_h: Mamba layers",
     "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "model_type nemotron_h: Mamba layers",

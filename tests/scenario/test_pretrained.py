@@ -198,8 +198,8 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
             "num_local_experts: 8 is not supported: this model type has no experts of that name",
         ),
         (
-            {"model_type": "qwen3_next", "linear_num_heads": 3},
-            "model_type qwen3_next: linear attention is not",
+            {"model_type": "olmo_hybrid", "linear_num_heads": 3},
+            "model_type olmo_hybrid: this linear attention is not",
         ),
         ({"model_type": "jamba", "mamba_d_state": 16}, "model_type jamba: Mamba layers are not modelled"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type t5: encoders are not modelled"),

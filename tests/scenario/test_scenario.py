@@ -314,7 +314,7 @@ def test_override_of_a_kind_takes_the_new_kinds_defaults(small: Path) -> None:
 
 LINEAR = (
     "model.attention=[linear, full]",
-    "model.linear={rule: gated_delta, key_heads: 4, value_heads: 6, key_dim: 64, value_dim: 64}",
+    "model.linear={rule: gated_delta, key_heads: 3, value_heads: 6, key_dim: 64, value_dim: 64}",
     "cost={kind: constant, step_s: 0.01}",
 )
 
@@ -326,17 +326,20 @@ LINEAR = (
         ("scheduler={name: trtllm}", "model.attention: .* must be full or sliding with scheduler trtllm$"),
         ("scheduler={name: transformers_fifo}", "must be full or sliding with scheduler transformers_fifo$"),
         ("scheduler={name: beam}", "must be full with scheduler beam$"),
-        ("cost={kind: roofline}", "cost.kind: got roofline, must be constant with linear layers"),
+        ("cost={kind: fitted, base_s: 1}", "model.attention: .* must be full with cost.kind fitted"),
         (
             "model.attention=[linear]",
             "model.attention: got \\['linear'\\]: linear must be in some layers, beside others",
         ),
         ("model.linear=null", "model.attention: got .*: linear must be in some layers, .*, and in none without"),
+        ("cost={kind: roofline, tensor_parallel: 4}", "cost.tensor_parallel: got 4, must divide linear.value_heads"),
+        ("model.linear.key_heads=4", "model.linear.key_heads: got 4, must divide value_heads \\(6\\)"),
         ("model.linear.rule=mamba", "model.linear.rule: got 'mamba', expected one of gated_delta, kda, mamba2"),
     ],
 )
 def test_who_serves_layers_with_a_state(small: Path, override: str, words: str) -> None:
-    """vllm, and sglang without its tree; others refuse them in one line, as do cost models without time for them."""
+    """vllm, and sglang without its tree; others refuse them in one line, as do cost models without time for
+    them, and GPUs that cannot share their heads."""
     for served in ("scheduler={name: vllm}", "scheduler={name: sglang, disable_radix_cache: true}"):
         assert scenario.load(small, [*LINEAR, served]).options("async").num_blocks > 2
     message = refused(small, *LINEAR, override)

@@ -1,6 +1,8 @@
 """KV cache sizing: transformers' equation, vLLM's memory fraction, and the model shapes that both rest on."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, scenario, shapes
@@ -56,6 +58,8 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
     "qwen3-coder-480b": 480.0,
+    "qwen3-next-80b-a3b": 80.0,
+    "qwen3.5-397b-a17b": 397.0,
 }
 ACTIVE = {  # billions of parameters that a token goes through, by the same sources, most of them rounded
     "deepseek-v3": (37, False),
@@ -72,6 +76,7 @@ ACTIVE = {  # billions of parameters that a token goes through, by the same sour
     "mixtral-8x7b": (12.9, True),
     "qwen3-235b-a22b": (22, True),
     "qwen3-coder-480b": (35, True),
+    "qwen3.5-397b-a17b": (17, True),
 }
 
 
@@ -340,6 +345,53 @@ def test_shards_add_up_to_the_model() -> None:
     assert qwen.shard_bytes(2, 4) == (qwen.weight_bytes - experts) // 2 + experts // 8
     dense = shapes.model("tiny")
     assert dense.shard_bytes(2, 4) == dense.shard_bytes(2) == dense.weight_bytes // 2
+
+
+@given(data=st.data())
+def test_random_layers_are_as_large_as_a_recount(data: st.DataObject) -> None:
+    """Weights, tokens and states, layer by layer, matrix by matrix, of a GPU's share."""
+    draw, tensor = data.draw, data.draw(st.sampled_from([1, 2, 4]), label="tensor")
+    rule = draw(st.sampled_from(["gated_delta", "kda", "mamba2"]), label="rule")
+    kinds = ["linear", "full", *draw(st.lists(st.sampled_from(["linear", "full", "sliding 9"]), max_size=5))]
+    heads, width, hidden, key, value, conv = 8, 32, 64, *(draw(st.sampled_from([8, 24])) for _ in range(2)), 3
+    kv, keys, values = (draw(st.sampled_from([4, 8])) for _ in range(3))
+    keys, gate = min(keys, values), draw(st.booleans(), label="gate")
+    linear = {"rule": rule, "key_heads": keys, "value_heads": values, "key_dim": key, "value_dim": value, "conv": conv}
+    fields = {"attention": kinds, "layers": 2 * len(kinds), "heads": heads, "kv_heads": kv, "head_dim": width}
+    fields |= {"hidden": hidden, "linear": linear, "output_gate": gate, "intermediate": 128, "vocab": 100}
+    model = shapes.ModelShape.model_validate({"name": "m", "max_position": 99, **fields})
+    total, share, cached, state = 200 * hidden + hidden, 0, 0, 0
+    for kind in kinds * 2:
+        total += 3 * 128 * hidden + 2 * hidden
+        share += 3 * (128 // tensor) * hidden
+        if kind != "linear":
+            rows = heads * width * (2 if gate else 1) + 2 * kv * width
+            total += rows * hidden + heads * width * hidden
+            share += rows // tensor * hidden + heads * width // tensor * hidden
+            cached += 2 * (kv // tensor) * width * 2
+            continue
+        k, v = keys * key, values * value
+        convolved = (2 * k + v) * conv
+        if rule == "gated_delta":
+            products, rest = [(2 * k + v, hidden), (v, hidden), (2 * values, hidden)], convolved + 2 * values + value
+        elif rule == "kda":
+            products, rest = (
+                [(2 * k + v, hidden), (values, hidden), (v, value), (v, value)],
+                convolved + values + v + value,
+            )
+        else:
+            products, rest = [(2 * k + 2 * v + values, hidden)], convolved + 2 * k + v + 3 * values + v
+        whole = 2 * value * hidden if rule == "kda" else 0  # of a low rank, on every GPU
+        total += sum(outputs * inputs for outputs, inputs in products) + v * hidden + whole + rest
+        share += sum(outputs * inputs for outputs, inputs in products) // tensor + v * hidden // tensor + whole
+        state += 1
+    assert model.parameters == total
+    assert sum(count * matrix.weights for matrix, count in model.matrices(tensor)) == share
+    assert model.kv_token_bytes(tensor) == cached
+    assert sum(count for layer, count in model.kinds if layer.attention.state) == state
+    numbers = (conv - 1) * (2 * keys * key + values * value) // tensor * 2
+    kept = values // tensor * value * key * (4 if rule == "kda" else 2)
+    assert model.state_bytes(tensor) == numbers + kept
 
 
 def test_layers_with_caches_of_several_sizes_are_said_to_count_by_their_mean() -> None:

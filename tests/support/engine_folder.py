@@ -40,6 +40,30 @@ def gather_ms(elements: float) -> float:
     return 1e-2 + 1e-9 * elements
 
 
+def conv_ms(tokens: float, heads: float) -> float:
+    return 1e-3 + 1e-6 * tokens * heads
+
+
+def state_ms(tokens: float, heads: float) -> float:
+    return 2e-3 + 1e-5 * tokens * heads
+
+
+def make_states(folder: Path, engine: str, slower: float = 1.0, rule: bool = True) -> None:
+    """The kernels of a state with as many values as keys or four to a key, on GPUs with 4 and 8 heads of values."""
+    columns = "kernel_source,phase,batch_size,seq_len,num_k_heads,head_k_dim,num_v_heads,head_v_dim,latency_ms"
+    rows: list[Sequence[object]] = []
+    for values, heads, n in product((1, 4), (4, 8), (1, 16, 256)):
+        keys = heads // values
+        one = ("generation", n, 1, keys, 128, heads, 128)
+        rows.append(("causal_conv1d_update", *one, slower * conv_ms(n, heads)))
+        rows += [("recurrent", *one, state_ms(n, heads)), ("slow", *one, 9.0)] if rule else []
+        for length in (1, 64, 1024):
+            many = ("context", n, length, keys, 128, heads, 128)
+            rows.append(("causal_conv1d_fn", *many, slower * conv_ms(n * length, heads)))
+            rows += [("chunk", *many, 3 * state_ms(n * length, heads))] if rule else []
+    write(folder / f"gdn__{engine}.csv.gz", columns, rows)
+
+
 def write(path: Path, header: str, rows: Iterable[Sequence[object]]) -> None:
     text = "\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))

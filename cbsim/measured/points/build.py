@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cbsim.cost.engine_tables import nearest
+from cbsim.cost.engine_files import nearest
 from cbsim.errors import ScenarioError
 from cbsim.measured.points import flags
 from cbsim.measured.points.published import Point

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cbsim.cost.engine_tables import DamagedError
+from cbsim.cost.engine_files import DamagedError
 from cbsim.errors import ScenarioError
 from cbsim.measured.points import flags
 from cbsim.measured.points.build import CannotBuildError, build, check, model_of

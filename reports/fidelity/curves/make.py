@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.cost import bundle, curves, engine_tables
+from cbsim.cost import bundle, curves, engine_files, engine_tables
 from cbsim.cost.curves import FOLDER, sheet
 from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share
 from cbsim.cost.table import Attention, KernelTimes
@@ -63,7 +63,7 @@ def share(value: float) -> float:
 
 def products(folder: Path, gpu: Hardware) -> dict[str, Any]:
     """Return the shares of matrix products, of the fastest of the card's engines, by type."""
-    tables = engine_tables._Tables(folder, "", engine_tables.engines(folder), bounded=True)
+    tables = engine_tables._Tables(folder, "", engine_files.engines(folder), bounded=True)
     of, made = sheet(gpu), {}
     for dtype, column in DTYPES.items():
         shares = []
@@ -80,9 +80,7 @@ def products(folder: Path, gpu: Hardware) -> dict[str, Any]:
                     shares[-1].append(reached)
         except ScenarioError:
             continue
-        if dtype == "bfloat16" or any(
-            column in products_of(folder, engine) for engine in engine_tables.engines(folder)
-        ):
+        if dtype == "bfloat16" or any(column in products_of(folder, engine) for engine in engine_files.engines(folder)):
             made[dtype] = {"n": OUTPUTS, "k": INPUTS, "m": TOKENS, "share": shares}
     return made
 
@@ -194,7 +192,7 @@ def newest(folder: Path, family: str, operation: str) -> str:
     """Return the newest version of an engine with a table of that operation, "" if there is none."""
     files = folder.glob(f"{operation}__{family}_*.csv.gz")
     versions = [path.name.partition("__")[2].removesuffix(".csv.gz") for path in files]
-    return max(versions, key=engine_tables._number, default="")
+    return max(versions, key=engine_files.number, default="")
 
 
 def distil(system: str, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cbsim
-from cbsim.cost.engine_tables import select
+from cbsim.cost.engine_files import select
 from cbsim.draw.chart import BLACK, GREY, Chart, Floats, Level, Line, Mark, Panel, Points, Style, series
 from cbsim.draw.report import Table
 from cbsim.policy.plan import StepCounts, StepPlan, StepWork
