@@ -34,7 +34,7 @@ FIELDS = (
     *("experts", "launch_s_per_layer", FRONT),
 )
 FOLDER = "terms"
-Family = Literal["dense", "experts", "windows", "latent", "ranks"]
+Family = Literal["dense", "experts", "windows", "latent", "sparse", "linear", "ranks"]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
 
 
@@ -97,9 +97,7 @@ class TermsFile(Range):
 
     name: str  #: What the file is called.
     about: str  #: Which servers, and where the points come from.
-    family: Literal[
-        "dense", "experts", "windows", "latent", "ranks"
-    ]  #: Of dense models or mixtures; those with windows, latents; servers that step together.
+    family: Family  #: Of dense models, mixtures; those with windows, latents, sparse ones, states; of ranks in lock-step.
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
     terms: dict[str, Term]  #: The terms.
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.

@@ -159,14 +159,14 @@ def test_what_cannot_be_built_has_a_reason(tables: Path, change: dict[str, objec
 def test_all_reasons_are_told(tables: Path) -> None:
     """Not the first alone: what would have to be done to predict a point is all of them."""
     point = changed(
-        mode="disagg", system="gb300", tensor=32, attention_ranks=8, stages=2, model="Qwen/Qwen3.5-397B-A17B"
+        mode="disagg", system="gb300", tensor=32, attention_ranks=8, stages=2, model="moonshotai/Kimi-K3"
     )
     _, refused = score.sort([point])
     assert refused[0].reasons == (
         build.APART,
         build.PIPELINE,
         build.WIDE,
-        "no shape describes linear attention (Qwen3.5)",
+        "no model file of Kimi-K3: scenarios/models describes none of that name",
         "no kernel tables of gb300",
     )
 
@@ -282,9 +282,55 @@ def test_b200s_llama_captures_decodes_only_and_fuses_all_reduces() -> None:
 def test_kimi_in_nvfp4_has_its_checkpoints_cache() -> None:
     """NVIDIA's checkpoint states a cache in FP8, which vLLM follows; Moonshot's own in int4 states none."""
     point = changed(system="b200_sxm", model="moonshotai/Kimi-K2.5", tensor=4, precision="fp4")
-    for precision, kv in (("fp4", {"kv_dtype": "fp8"}), ("int4", {})):
+    for precision, kv in (("fp4", "fp8"), ("int4", None)):
         of = changed(point, precision=precision)
-        assert flags.fields(of, build.model_of(of), build._hardware(of))["model"] == kv
+        assert flags.fields(of, build.model_of(of), build._hardware(of))["model"]["kv_dtype"] == kv
+
+
+def test_nvidia_leaves_the_attention_of_mixtures_wide() -> None:
+    """MiniMax-M2.5-NVFP4 excludes `self_attn` as DeepSeek's checkpoints do; of a dense model everything is narrow."""
+    for model, wide in (("MiniMaxAI/MiniMax-M2.5", "bfloat16"), ("meta-llama/Llama-3.1-70B", None)):
+        shape = build.model_of(changed(system="b200_sxm", model=model, precision="fp4"))
+        assert (shape.weights_dtype, shape.attention_dtype) == ("nvfp4", wide)
+
+
+def test_blackwells_experts_are_flashinfers() -> None:
+    """vLLM chooses them by itself on Blackwell, and nothing of the kind on Hopper."""
+    for system, engine in (("b200_sxm", "sglang_0.5.14"), ("h200_sxm", None)):
+        of = changed(system=system, model="MiniMaxAI/MiniMax-M2.5", precision="fp8", measured="2026-03-20")
+        assert flags.fields(of, build.model_of(of), build._hardware(of))["cost"].get("experts_engine") == engine
+
+
+QWEN = {"backend": "sglang", "system": "b200_sxm", "model": "Qwen/Qwen3.5-397B-A17B", "version": "0.5.9"}
+
+
+@pytest.mark.parametrize(
+    ("change", "seats", "state", "fused"),
+    [
+        ({"precision": "bf16", "tensor": 8, "measured": "2026-02-20"}, 128, "float32", True),
+        ({"precision": "fp8", "tensor": 8, "measured": "2026-03-24"}, 128, "bfloat16", True),
+        ({"precision": "fp8", "tensor": 4, "measured": "2026-03-24", "experts_ranks": 4}, 128, "bfloat16", None),
+        ({"precision": "fp8", "tensor": 4, "system": "b300_sxm", "measured": "2026-04-17"}, 8, "bfloat16", None),
+        ({"precision": "fp4", "tensor": 4, "measured": "2026-04-08"}, 128, "float32", None),
+    ],
+)
+def test_flags_of_servers_with_states(change: dict[str, object], seats: int, state: str, fused: bool | None) -> None:
+    """The type of the states is a flag of some scripts, within the model's description of its linear layers."""
+    point = changed(**(QWEN | change))
+    made = flags.fields(point, build.model_of(point), build._hardware(point))
+    assert made["scheduler"]["max_running_requests"] == seats
+    assert made["model"]["linear"]["state_dtype"] == state
+    assert made["model"]["linear"]["value_heads"] == 64
+    assert made["cost"].get("fused_all_reduce") == fused
+
+
+def test_drafts_of_qwens_servers_are_told_by_how_experts_are_spread() -> None:
+    """Without drafts the script for 4 GPUs spreads experts over all, until April 2026; with them it does not."""
+    point = changed(**QWEN, precision="fp8", tensor=4, measured="2026-03-20", experts_ranks=1)
+    assert flags.drafts(point, "linear")
+    assert flags.drafts(changed(point, source="gap", measured=""), "linear")
+    for change in ({"experts_ranks": 4}, {"tensor": 8}, {"measured": "2026-04-17"}, {"precision": "fp4"}):
+        assert not flags.drafts(changed(point, **change), "linear")
 
 
 def test_servers_that_did_not_run_as_their_scripts_say_are_doubted() -> None:

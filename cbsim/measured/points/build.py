@@ -29,9 +29,6 @@ ENGINES = {  # the kernel tables to use where those of the nearest version are u
     ("h100_sxm", "vllm"): "vllm_0.19.0",
     ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
 }
-NO_SHAPE = {  # what models need that no shape describes, by the prefix of their names
-    "qwen3.5": "linear attention (Qwen3.5)",
-}
 APART = "prefill and decode are apart, on servers of their own"
 PIPELINE = "layers are in a pipeline over GPUs"
 DRAFTS = "drafts of several tokens a step (MTP), which are not simulated"
@@ -56,7 +53,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
     fields = {
         "name": "point",
         "question": f"How fast is {point.where}?",
-        "model": model.model_dump(mode="json") | {"kv_dtype": None} | server["model"],
+        "model": server["model"],
         "hardware": hardware.model_dump(mode="json"),
         "workload": {
             "kind": "synthetic",
@@ -135,9 +132,6 @@ def tables_of(system: str) -> Path | None:
 def model_of(point: Point) -> ModelShape:
     """Return the model whose name is a prefix of the point's, in the point's data types. Raises CannotBuildError."""
     name = bare(point.model_name)
-    for begin, needed in NO_SHAPE.items():
-        if name.startswith(bare(begin)):
-            raise CannotBuildError(f"no shape describes {needed}")
     known = _model_named(name)
     if known is None:
         raise CannotBuildError(f"no model file of {point.model_name}: scenarios/models describes none of that name")
@@ -152,14 +146,14 @@ def _model_named(name: str) -> ModelShape | None:
 
 def _types(point: Point, model: ModelShape) -> dict[str, Any]:
     """Return the weights' types: those of the point, else of its name, else of the model. FP8 mixtures are in blocks.
-    A model whose experts alone are narrow keeps its own, or has them in NVFP4; NVIDIA leaves latent attention wide.
+    A model whose experts alone are narrow keeps its own, or has them in NVFP4; NVIDIA leaves their attention wide.
     """
     name = bare(point.model_name)
     stated = point.precision or next((each for each in ("fp8", "nvfp4") if each in name), "")
     if model.experts_dtype:
         return {"experts_dtype": "nvfp4"} if stated in FP4 and model.experts_dtype != "mxfp4" else {}
     if stated in FP4:
-        return {"weights_dtype": "nvfp4"} | ({"attention_dtype": model.dtype} if model.latent else {})
+        return {"weights_dtype": "nvfp4"} | ({"attention_dtype": model.dtype} if model.experts else {})
     if stated == "fp8":
         return {"weights_dtype": "fp8_block" if model.experts else "fp8"}
     return {"weights_dtype": {"int4": "int4", "bf16": None}.get(stated, model.weights_dtype)}

@@ -115,8 +115,8 @@ LAYERS = MIXTURE["layer_s"]
 WAIT = Prior(0.1, 0.08, 0.01)  # of servers that answer late: what is in front of the engine differs by card
 
 
-def _latent(engine_cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
-    """Return the terms of latent attention with experts on these cards."""
+def _late(engine_cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
+    """Return the terms of mixtures of experts on these cards, whose servers answer late."""
     return {
         **_without(MIXTURE, "layer_s", "large_products", FRONT),
         "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4),
@@ -186,7 +186,21 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "sglang",
         ("h200_sxm", "b200_sxm"),
         "latent",
-        _latent(("h200_sxm", "b200_sxm"), 4, 8),
+        _late(("h200_sxm", "b200_sxm"), 4, 8),
+    ),
+    "sglang-linear": Calibration(
+        "Linear attention with experts on SGLang, H200, B200, B300: InferenceX's Qwen3.5-397B-A17B, spring 2026.",
+        "sglang",
+        ("h200_sxm", "b200_sxm", "b300_sxm"),
+        "linear",
+        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 2, 4, 8),
+    ),
+    "sglang-sparse": Calibration(
+        "Sparse latent attention with experts on SGLang, H200, B200, B300: InferenceX's GLM-5, spring 2026.",
+        "sglang",
+        ("h200_sxm", "b200_sxm", "b300_sxm"),
+        "sparse",
+        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 8),
     ),
     "trtllm-latent": Calibration(
         "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
@@ -194,7 +208,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         ("h200_sxm", "b200_sxm"),
         "latent",
         {
-            **_latent(("h200_sxm", "b200_sxm"), 4, 8),
+            **_late(("h200_sxm", "b200_sxm"), 4, 8),
             **_by("layer_s", ("1.2.0rc6.post2",), LAYERS),
         },
     ),
@@ -203,7 +217,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "vllm",
         ("h200_sxm", *BLACKWELL),
         "latent",
-        _latent(("h200_sxm", "b200_sxm", "b300_sxm"), 4, 8),
+        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 4, 8),
     ),
     "vllm-windows": Calibration(
         "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",

@@ -27,8 +27,10 @@ def family(model: ModelShape, ranks: int = 1) -> Family:
     """Return the kind of model by which flags are chosen, and with the ranks of a server calibrated terms."""
     if ranks > 1:
         return "ranks"
+    if model.linear:
+        return "linear"
     if model.latent:
-        return "latent"
+        return "sparse" if model.latent.indexer else "latent"
     if not model.sees_all:
         return "windows"
     return "experts" if model.experts else "dense"
@@ -36,7 +38,7 @@ def family(model: ModelShape, ranks: int = 1) -> Family:
 
 class Row(Frozen):
     """Fields of the scenario, by path, of servers of an engine. What is empty holds for any; `since` and `until`, which
-    is the first day after them, are ISO dates; `users` and `gpus` are the least and the most; `short`: 1,024/1,024.
+    is the first day after them, are ISO dates; `users`, `gpus` and `groups` of them that experts are spread over are the least and the most; `short`: 1,024/1,024.
     """
 
     backend: str
@@ -49,13 +51,15 @@ class Row(Frozen):
     source: str = ""
     users: Ends | None = None
     gpus: Ends | None = None
+    groups: Ends | None = None
     short: bool = False
     of_others: bool = False  # than InferenceX
     why: str = ""
 
     def of(self, point: Point, kind: str) -> bool:
         """True if the row is about the server of a point, whose model is of the family `kind`."""
-        sizes = (self.users, point.concurrency), (self.gpus, point.gpus)
+        groups = self.groups, point.experts_ranks
+        sizes = (self.users, point.concurrency), (self.gpus, point.gpus), groups
         return (
             self.backend == point.backend
             and (not self.families or kind in self.families or ("ranks" in self.families and point.ranks > 1))
@@ -125,13 +129,14 @@ def doubts(point: Point, kind: str) -> list[str]:
 
 
 def fields(point: Point, model: ModelShape, hardware: Hardware) -> dict[str, dict[str, Any]]:
-    """Return the fields of a scenario that a server's flags set, by part."""
+    """Return the fields of a scenario that a server's flags set, by part, of the model all fields."""
     rows = [row for row in _servers().rows if row.of(point, family(model))]
     flat = {
         path: VALUES[value](point) if value in VALUES else value for row in rows for path, value in row.sets.items()
     }
     flat |= _cache(flat, point, model, hardware)
-    parts: dict[str, dict[str, Any]] = {part: {} for part in ("scheduler", "kv_cache", "model", "loop", "cost")}
+    parts: dict[str, dict[str, Any]] = {part: {} for part in ("scheduler", "kv_cache", "loop", "cost")}
+    parts["model"] = model.model_dump(mode="json") | {"kv_dtype": None}
     for path, value in flat.items():
         first, *middle, last = path.split(".")
         at = parts[first]

@@ -146,6 +146,9 @@ CLASSES = (
     Class("experts, B200 and B300", _bars(0.10, 0.25), 0.12, ("experts",), BLACKWELL),
     Class("latent attention with experts", _bars(0.10, 0.25), 0.12, ("latent",)),
     Class("gpt-oss", _bars(0.08, 0.20), 0.12, ("windows",)),
+    Class("linear attention", _bars(0.12, 0.25), families=("linear",)),
+    Class("sparse latent attention", families=("sparse",)),
+    Class("data-parallel attention", _bars(0.12, 0.30), families=("ranks",)),
     Class("flags unknown, no bars", known=False),
 )
 
