@@ -181,6 +181,13 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "experts",
         {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("0.17.0", "0.19.0"), LAYERS), **_reduces(2, 4, 8)},
     ),
+    "vllm-ranks": Calibration(
+        "Data-parallel attention with experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in NVFP4, April 2026.",
+        "vllm",
+        BLACKWELL,
+        "ranks",
+        MIXTURE,
+    ),
     "sglang-latent": Calibration(
         "Latent attention with experts on SGLang, H200 and B200: InferenceX's DeepSeek-R1, March 2026, SGLang 0.5.9.",
         "sglang",

@@ -236,7 +236,7 @@ def sort(points: Sequence[Point]) -> tuple[list[Buildable], list[Refused]]:
 
 def _built(point: Point, checked: dict[str, str | None]) -> Buildable:
     check(point)
-    file = _nearest(point, flags.family(model_of(point), point.ranks))
+    file = _nearest(point)
     values = file.resolved(point.gpus, point.system, point.version, point.curve)
     cost = {"fastest": file.fastest} | {field: value for field, value in values.items() if field != FRONT}
     scenario = build(point, cost)
@@ -244,14 +244,16 @@ def _built(point: Point, checked: dict[str, str | None]) -> Buildable:
     return Buildable(point, scenario, file, values)
 
 
-def _nearest(point: Point, family: str) -> TermsFile:
-    """Return the terms nearest to a point: of its family of models or another one with experts or without, then of its
-    engine, then of its card, where available.
+def _nearest(point: Point) -> TermsFile:
+    """Return the terms nearest to a point: of its kind of server and engine, else of its family of models or another
+    one with experts or without, then of its engine, then of its card, where available.
     """
+    model = model_of(point)
+    server, family = flags.family(model, point.ranks), flags.family(model)
 
-    def near(file: TermsFile) -> tuple[bool, bool, bool, bool]:
-        alike = (file.family == "dense") == (family == "dense")
-        return alike, file.family == family, file.backend == point.backend, point.system in file.systems
+    def near(file: TermsFile) -> tuple[bool, ...]:
+        alike, same = (file.family == "dense") == (family == "dense"), file.backend == point.backend
+        return alike, same and file.family == server, file.family == family, same, point.system in file.systems
 
     file = max(terms.every(), key=near, default=None)
     if file is None:
