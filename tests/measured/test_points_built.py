@@ -296,7 +296,7 @@ def test_nvidia_leaves_the_attention_of_mixtures_wide() -> None:
 
 def test_blackwells_experts_are_flashinfers() -> None:
     """vLLM chooses them by itself on Blackwell, and nothing of the kind on Hopper."""
-    for system, engine in (("b200_sxm", "sglang_0.5.14"), ("h200_sxm", None)):
+    for system, engine in (("b200_sxm", "vllm_0.24.0"), ("h200_sxm", None)):
         of = changed(system=system, model="MiniMaxAI/MiniMax-M2.5", precision="fp8", measured="2026-03-20")
         assert flags.fields(of, build.model_of(of), build._hardware(of))["cost"].get("experts_engine") == engine
 
