@@ -15,7 +15,8 @@ from cbsim.errors import ERROR, OK, Interrupted, ScenarioError
 
 TERMS = (
     *("vllm-dense", "vllm-dense-b200", "trtllm-dense", "trtllm-dense-b200", "vllm-experts", "vllm-experts-b200"),
-    *("sglang-latent", "trtllm-latent", "vllm-latent", "vllm-windows", "trtllm-windows"),
+    *("vllm-ranks", "sglang-latent", "sglang-linear", "sglang-sparse", "trtllm-latent", "vllm-latent"),
+    *("vllm-windows", "trtllm-windows"),
 )
 
 

@@ -97,7 +97,7 @@ class TermsFile(Range):
 
     name: str  #: What the file is called.
     about: str  #: Which servers, and where the points come from.
-    family: Family  #: Of dense models, mixtures; those with windows, latents, sparse ones, states; of ranks in lock-step.
+    family: Family  #: Of dense models, mixtures; with windows, latents, sparse ones, states; of ranks in lock-step.
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
     terms: dict[str, Term]  #: The terms.
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.

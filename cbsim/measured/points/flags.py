@@ -38,7 +38,8 @@ def family(model: ModelShape, ranks: int = 1) -> Family:
 
 class Row(Frozen):
     """Fields of the scenario, by path, of servers of an engine. What is empty holds for any; `since` and `until`, which
-    is the first day after them, are ISO dates; `users`, `gpus` and `groups` of them that experts are spread over are the least and the most; `short`: 1,024/1,024.
+    is the first day after them, are ISO dates; `users`, `gpus` and `groups` of them that experts are spread over are
+    the least and the most; `short`: 1,024/1,024.
     """
 
     backend: str
