@@ -166,6 +166,33 @@ class Balance:
         return loads
 
 
+class Gate:
+    """Whether servers prefill in a wave, by TensorRT-LLM's balance of attention DP: if all have prompts to compute, or
+    one generates nothing, or after `most` waves; if all have some, after `more` waves. Always if `most` is 0. Its ranks
+    tell each other before each step. Here the first server that plans a wave with a prompt decides for all, by what the
+    others have by then.
+    """
+
+    def __init__(self, servers: Sequence[Scheduler], inboxes: Sequence[Inbox], most: int, more: int) -> None:
+        self._servers, self._most, self._more = list(zip(servers, inboxes, strict=True)), most, more
+        self._ready = 0  # waves in which all have had prompts since the last that was waited for
+        self._since = self._decided = -1  # the last wave in which prompts need not wait, and the last decided on
+        self._opens = True
+
+    def __call__(self, wave: int) -> bool:
+        if wave > self._decided:
+            self._decided = wave
+            ready = all(len(server.waiting) + len(inbox) for server, inbox in self._servers)
+            generating = all(len(server.running) for server, _ in self._servers)
+            patient = self._ready < self._more if ready else wave - self._since < self._most
+            self._opens = not (self._most and generating and patient)
+            if ready and generating:
+                self._ready = 0 if self._opens else self._ready + 1
+            if self._opens or ready:
+                self._since = wave
+        return self._opens
+
+
 class Router:
     """The client of several servers: `choose` returns who gets a request, those that follow others included, when it is
     sent, `ahead_ns` before it arrives. The inboxes, which take it for their client, close after the last request.

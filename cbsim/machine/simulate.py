@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import simpy
 
@@ -13,9 +13,9 @@ from cbsim.errors import ScenarioError
 from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
-from cbsim.machine.lockstep import Balance, Lockstep, Rank, Router, WaveCost
+from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, Router, WaveCost
 from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
-from cbsim.policy.loop import Scheduler
+from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
@@ -104,12 +104,15 @@ class Fleet:
         for server in self.machines:
             server.inbox.news = self._env.event()
             inboxes.append(server.inbox)
+        schedulers = [server.scheduler for server in self.machines]
+        waits = [getattr(scenario.scheduler, f"attention_dp_{name}_iters", 0) for name in ("timeout", "batching_wait")]
+        gate = Gate(schedulers, inboxes, *waits)
         for rank, server in zip(ranks, self.machines, strict=False):
-            if hasattr(server.scheduler, "next_wave"):
-                server.on_plan = partial(_told, server.scheduler, rank)
-                server.scheduler.next_wave = 0
+            if hasattr(server.scheduler, "waves"):
+                server.scheduler.waves = waves = Waves(gate)
+                server.on_plan = partial(_told, waves, rank)
         rule = scenario.kind.balance(scenario.scheduler) or "waiting first"
-        self.router.choose = choose or Balance(rule, inboxes, [server.scheduler for server in self.machines])
+        self.router.choose = choose or Balance(rule, inboxes, schedulers)
         self.record = Records([server.record for server in self.machines])
 
     @property
@@ -126,10 +129,10 @@ class Fleet:
                 self._env.run()
 
 
-def _told(scheduler: Any, rank: Rank, plan: StepPlan) -> None:
+def _told(waves: Waves, rank: Rank, plan: StepPlan) -> None:
     """Tell the scheduler of a rank the number of the wave that its next step will be part of."""
     del plan
-    scheduler.next_wave = rank.next_wave
+    waves.next = rank.next_wave
 
 
 class Simulation:

@@ -19,7 +19,7 @@ ever (`Standstill`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from typing import Any, Final, NamedTuple, Protocol
 
 from cbsim.errors import DeadlockError
@@ -205,6 +205,16 @@ class Watched:
 
     def over(self, stuck: str) -> None:
         raise NotImplementedError
+
+
+class Waves:
+    """The steps that servers take together, as one of them sees them: `next` is the number of its next one.
+    `prefills` says of a step whether prompts that wait for those of others need not wait in it, the same for all.
+    """
+
+    def __init__(self, prefills: Callable[[int], bool]) -> None:
+        self.next = 0
+        self.prefills = prefills
 
 
 def _over(scheduler: object, stuck: str) -> DeadlockError:

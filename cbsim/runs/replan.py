@@ -16,7 +16,7 @@ import numpy as np
 
 from cbsim.errors import DeadlockError, RunError
 from cbsim.policy.digest import digest
-from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, serve
+from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, Waves, serve
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.record import optional_tables
@@ -61,10 +61,14 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
     _check_requests(run, workload)
-    loop, matched, waves, low = scenario.loop.mode, 0, _waves(run) if scenario.ranks > 1 else None, 0
+    loop, matched, numbers, low = scenario.loop.mode, 0, _waves(run), 0
+    prefilled = set(numbers[run.steps["prefill_tokens"] > 0].tolist())
     for server, part in enumerate(reading.servers(run, scenario.ranks)):
-        own, low = None if waves is None else waves[low : low + len(part.steps)], low + len(part.steps)
-        verdict = _compare(part, assemble.scheduler(scenario, loop), depth(loop), workload.find, on_plan, own)
+        own, low = numbers[low : low + len(part.steps)], low + len(part.steps)
+        policy: Any = assemble.scheduler(scenario, loop)
+        if scenario.ranks > 1 and hasattr(policy, "waves"):
+            policy.waves = Waves(prefilled.__contains__)
+        verdict = _compare(part, policy, depth(loop), workload.find, on_plan, own)
         matched += verdict.matched
         if verdict.difference is not None:
             of = f"server {server}: " if scenario.ranks > 1 else ""
@@ -93,11 +97,10 @@ def _compare(
     steps_in_flight: int,
     find: Find,
     on_plan: OnPlan | None = None,
-    waves: Ints | None = None,
+    numbers: Sequence[int] | Ints = (),
 ) -> Replanned:
-    """Compare a server's plans. `waves`: the number that each of its steps has among those of all servers in step."""
-    if waves is not None:
-        policy.next_wave = 0
+    """Compare a server's plans. `numbers`: that of the wave which each of its steps was part of, -1 for none."""
+    waves = getattr(policy, "waves", None)
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
@@ -120,8 +123,8 @@ def _compare(
                 return Replanned(step, steps, f"step {step}: {difference}")
             if on_plan:
                 on_plan(policy, effect.plan)
-            if waves is not None and waves[step] >= 0:
-                policy.next_wave = int(waves[step]) + 1
+            if waves is not None and numbers[step] >= 0:
+                waves.next = int(numbers[step]) + 1
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):

@@ -17,6 +17,7 @@ from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.loop import Waves
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
@@ -234,6 +235,7 @@ class TrtllmScheduler(SchedulerBase):
         packs = options.capacity_scheduler_policy == "MAX_UTILIZATION"
         self.capacity = MaxUtilization(options, self.decoding) if packs else Capacity(options, self.decoding)
         self.batch = MicroBatch(options)
+        self.waves: Waves | None = None  # of servers that step together
         self._observer = observer
 
     @property
@@ -269,6 +271,8 @@ class TrtllmScheduler(SchedulerBase):
             self.contexts[self.queue.popleft()] = None
         together = self._undisturbed()
         rows, decodes = self._go_on() if together else (self._one_by_one(), 0)
+        if rows[0] and self.waves is not None and not self.waves.prefills(self.waves.next):
+            rows = [], rows[1]
         chunks = self._chunks(rows)
         if not (chunks or decodes or self.decoding.preempted):
             return None

@@ -39,6 +39,11 @@ class TrtllmSettings(Settings):
     """Prompts wait for more of them at most so many steps while others generate; 0: they do not wait."""
     batch_wait_max_tokens_ratio: Annotated[float, AtLeast(0)] = 0.0
     """And only while the step would have fewer tokens than this share of max_num_tokens; 0: they do not wait."""
+    attention_dp_timeout_iters: Annotated[Natural, DEFAULT_IN_PROBE] = 0
+    """With cost.data_parallel (attention_dp_config with enable_balance): while all servers generate, prompts wait until
+    every one has some, at most so many steps; 0: they do not wait."""
+    attention_dp_batching_wait_iters: Annotated[Natural, DEFAULT_IN_PROBE] = 10
+    """And then for more of them so many steps."""
 
     def __post_init__(self) -> None:
         ratio, policy = self.batch_wait_max_tokens_ratio, self.capacity_scheduler_policy

@@ -21,6 +21,7 @@ from cbsim.policy.decode_batch import by_order
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.groups import Sight
 from cbsim.policy.kind import SchedulerKind
+from cbsim.policy.loop import Waves
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.queues import ArrivalQueue, PriorityQueue, Queue
@@ -55,7 +56,7 @@ class VllmScheduler(SchedulerBase):
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
-        self.next_wave = -1  # number of the next step of all servers that step together; -1: this one is alone
+        self.waves: Waves | None = None  # of servers that step together
         self.transfers = connect(o, self.decoding, self._queue(), observer) if o.kv_connector != "none" else None
 
     @property
@@ -127,8 +128,8 @@ class VllmScheduler(SchedulerBase):
     def _defers_prefill(self) -> bool:
         interval = self.options.prefill_schedule_interval
         due = self._executed + 1 - self._last_prefill >= interval
-        if self.next_wave >= 0:
-            due = self.next_wave % interval == 0  # so that all prefill in the same step
+        if self.waves is not None:
+            due = self.waves.next % interval == 0  # so that all prefill in the same step
         if due or self._capacity_bound:
             return False
         return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
