@@ -39,11 +39,11 @@ Kernel tables of serving engines as aiconfigurator publishes them: one folder a 
 All end in .csv.gz and have a column latency_ms.
 
 A module (dsa) is a layer's sparse attention with its products. Its work is query tokens and their mean context, of
-prompts and decoding rows alike; whether an engine chose its dense kernels or the indexer follows from the context, in
-the rows as in a step. Decode batches beyond the largest graph took the host's launches: more than `DOUBTED` times twice
-what half of the rows take is read as twice that. Contexts longer than were measured with so many tokens add what they
-add with the next number, in proportion. Prompts are the newest version's, which was measured behind caches; their rows
-hold launches, too, which steps outside graphs pay: in a graph a chunk takes at most what as many decoding rows would.
+prompts and decoding rows alike; the context says whether an engine chose dense kernels or the indexer. Decode batches
+beyond the largest graph took the host's launches: more than `DOUBTED` times twice what half of the rows take is read as
+twice that. Longer contexts than were measured with so many tokens add what they add with the next number, by ratio.
+Prompts are the newest version's, measured behind caches. They hold launches, too, which steps outside a graph pay; in a
+graph a chunk takes at most what as many decoding rows would.
 
 An engine is a name and a version, as in the names of the files. Where one row was measured several times, or with
 several kernels, the fastest counts.
@@ -282,8 +282,7 @@ class _Tables:
         """Return the milliseconds of a layer's sparse attention as a whole."""
         latents = of.query_rank, of.kv_rank, of.nope_dim, of.rope_dim, of.value_dim
         if (shape := (*latents, by.heads, by.head_dim, by.top_k)) not in MODULES:
-            known = " or ".join(str(each) for each in MODULES)
-            raise ScenarioError(f"{self.folder}: no sparse attention of widths {shape} in the tables, only {known}")
+            raise ScenarioError(f"{self.folder}: no tables of sparse attention of widths {shape}, only {[*MODULES]}")
         required = required | {"architecture": MODULES[shape], "op_name": operation}
         newest = nearest(self.folder, self.engine.partition("_")[0], None, operation) if PROMPTS in operation else None
         tables = _Tables(self.folder, newest or self.engine, self.products, self.bounded)

@@ -308,7 +308,7 @@ def test_sparse_attention_of_another_version_and_of_widths_without_tables(tmp_pa
     assert of.decode_ns(8, 2048) / NS == pytest.approx(78 * 3 * sparse_ms(8, 2048))
     assert of.prompt_ns(Attention(8192, 0, 0, 0, 0), 8192) / NS == pytest.approx(78 * sparse_ms(8192, 4096.5))
     latent = GLM.latent.model_copy(update={"kv_rank": 256})
-    with pytest.raises(ScenarioError, match=r"no sparse attention of widths \(2048, 256, 192, 64, 256, 32,"):
+    with pytest.raises(ScenarioError, match=r"no tables of sparse attention of widths \(2048, 256, 192, 64, 256, 32,"):
         EngineTables(folder, "sglang_0.5.14", GLM_DENSE.model_copy(update={"latent": latent}), Share(4))
 
 
