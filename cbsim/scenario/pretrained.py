@@ -39,6 +39,9 @@ class Family(NamedTuple):
     qk_norm: bool | str = False
     qkv_bias: bool | str = False
     sinks: bool = False
+    linear: str = ""  #: Rule of linear attention, in the layers that have it.
+    names: dict[str, str] = {}  # noqa: RUF012
+    """Names that this type has for fields."""
 
 
 EIGHT = {"num_key_value_heads": 8}
@@ -63,7 +66,7 @@ HYBRID |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_atte
 HYBRIDS = Family(
     HYBRID | {"num_key_value_heads": 2, "head_dim": 256, SHARED_WIDTH: 512},
     (*HYBRID, "mamba_ssm_dtype", EXPERTS, "mlp_only_layers", SHARED_WIDTH),
-    MOE, EXPERTS, beside=(SHARED_WIDTH,), every="full_attention_interval", qk_norm=True,
+    MOE, EXPERTS, beside=(SHARED_WIDTH,), every="full_attention_interval", qk_norm=True, linear="gated_delta",
 )  # fmt: skip
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
@@ -77,6 +80,11 @@ FAMILIES = {
     "granitemoe": MIXTRAL._replace(absent={}, window=""),
     "kimi_k2": DEEPSEEK,
     "kimi_k25": DEEPSEEK,
+    "kimi_linear": DEEPSEEK._replace(
+        absent={"num_shared_experts": 1, FIRST: 1}, experts=EXPERTS, chosen="num_experts_per_token", linear="kda",
+        reads=("kv_lora_rank", "q_lora_rank", EXPERTS, "num_shared_experts", FIRST, "linear_attn_config"),
+        beside=("num_shared_experts", MOE), names={"model_max_length": "max_position_embeddings"},
+    ),
     "llama": Family({}),
     "llama4": MIXTRAL._replace(
         absent=EIGHT | {CHUNK: 8192, "no_rope_layer_interval": 4}, reads=(LOCAL, CHUNK, "moe_layers"), beside=(INNER,),
@@ -107,6 +115,7 @@ UNSUPPORTED = {
     "index_.*|sparse_attention_config": "sparse attention is not modelled",
     "linear_.*|attn_type_list|full_attention_interval": "this linear attention is not modelled",
     "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
+    "(routed_expert|moe_latent)_.*|latent_moe_.*": "a latent of experts is not modelled",
     "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
     "(attn|attention|mla_use)_output_gate": "gates of attention's output are not modelled",
     "hidden_size_per_layer_input|num_kv_shared_layers|use_double_wide_mlp": "Gemma's small models are not modelled",
@@ -175,7 +184,8 @@ def shape(path: Path) -> dict[str, Any]:
 def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
     family = _family(config)
-    config = Config(config.file, None, family.absent | config.data, error_type=config.error_type)
+    given = family.absent | {family.names.get(field, field): value for field, value in config.data.items()}
+    config = Config(config.file, None, given, error_type=config.error_type)
     for field in ("quantization_config", "rope_scaling", "rope_parameters"):
         config.part(field)
     layers = config.whole("num_hidden_layers")
@@ -244,7 +254,7 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     """Return `attention`, one period of its pattern, unless all layers see the whole sequence; else nothing; and what
     is linear.
     """
-    part = LINEAR if GATE in family.reads else CHUNKED if family.window == CHUNK else SLIDING
+    part = LINEAR if family.linear else CHUNKED if family.window == CHUNK else SLIDING
     types = config.data.get("layer_types") or _usual(config, family, layers, part)
     if INDEX["heads"] in family.reads and types == ["deepseek_sparse_attention"] * layers:
         return {}
@@ -253,7 +263,7 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     seen = "linear" if part == LINEAR else _window(config, family, part, used=part in types)
     if part not in types or seen is None:
         return {}
-    linear = {"linear": _linear(config)} if part == LINEAR else {}
+    linear = {"linear": {"rule": family.linear} | _linear(config, family)} if part == LINEAR else {}
     return {"attention": _repeated([seen if one == part else "full" for one in types])} | linear
 
 
@@ -269,16 +279,29 @@ def _window(config: Config, family: Family, part: str, *, used: bool) -> str | N
     return f"{part.partition('_')[0]} {window}"
 
 
-def _linear(config: Config) -> dict[str, Any]:
-    """Return the widths of linear attention by the gated delta rule."""
+def _linear(config: Config, family: Family) -> dict[str, Any]:
+    """Return the widths of linear attention."""
+    if family.linear == "kda":
+        of = _of_kda(config)
+        heads, width, conv = map(of.whole, ("num_heads", "head_dim", "short_conv_kernel_size"))
+        return {"key_heads": heads, "value_heads": heads, "key_dim": width, "value_dim": width, "conv": conv}
     names = {"conv": "conv_kernel_dim", "key_dim": "key_head_dim", "value_dim": "value_head_dim"}
     names |= {f"{part}_heads": f"num_{part}_heads" for part in ("key", "value")}
     state = {"state_dtype": config.dtype("mamba_ssm_dtype")}
-    return {"rule": "gated_delta"} | {name: config.whole(f"linear_{field}") for name, field in names.items()} | state
+    return {name: config.whole(f"linear_{field}") for name, field in names.items()} | state
+
+
+def _of_kda(config: Config) -> Config:
+    if (part := config.part("linear_attn_config")) is None:
+        raise config.bad("linear_attn_config", "an object")
+    return part
 
 
 def _usual(config: Config, family: Family, layers: int, part: str) -> list[str]:
     """Return the default of `layer_types`: Qwen's first, one in so many, and Llama 4's without rotation see all."""
+    if family.linear == "kda":
+        whole = _of_kda(config).wholes("full_attn_layers")  # counted from 1
+        return [WHOLE if at + 1 in whole else part for at in range(layers)]
     first, every = config.whole("max_window_layers", 0, 0), config.whole(family.every) if family.every else layers + 1
     if part == CHUNKED and (rotated := config.wholes("no_rope_layers")):
         if len(rotated) < layers:

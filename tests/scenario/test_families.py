@@ -38,6 +38,12 @@ GPT_OSS = BASE | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_
 NEXT = MIXTURE | {"model_type": "qwen3_next", "num_experts": 8, "linear_num_key_heads": 4}
 QWEN3 = MIXTURE | {"model_type": "qwen3_moe", "num_experts": 8}
 WIDE = {"kv_heads": 2, "head_dim": 32, "keys_are_values": True}
+OF_KDA = {"full_attn_layers": [4, 6], "kda_layers": [1, 2, 3, 5], "num_heads": 8, "head_dim": 16}
+OF_KDA |= {"short_conv_kernel_size": 3}
+KIMI_LINEAR = DEEPSEEK | {"model_type": "kimi_linear", "num_experts": 8, "num_experts_per_token": 2}
+KIMI_LINEAR |= {"num_shared_experts": 1, "model_max_length": 2**20, "linear_attn_config": OF_KDA}
+KIMI_LINEAR = {k: v for k, v in KIMI_LINEAR.items() if k not in ("n_routed_experts", "n_shared_experts")}
+KDA = {"rule": "kda", "key_heads": 8, "value_heads": 8, "key_dim": 16, "value_dim": 16, "conv": 3, "state_dtype": None}
 HALF = ("linear", "full")
 GATED = {"rule": "gated_delta", "key_heads": 4, "value_heads": 32, "key_dim": 128, "value_dim": 128, "conv": 4}
 GATED |= {"state_dtype": None}
@@ -97,6 +103,12 @@ def read(folder: Path, config: dict[str, Any], **fields: Any) -> shapes.ModelSha
             {"model_type": "qwen3_5_text", "num_experts": ...},
             {"experts": 0, "intermediate": 128, "linear": GATED},
         ),
+        (
+            KIMI_LINEAR,
+            {},
+            {"attention": ("linear",) * 3 + ("full", *HALF), "first_dense": 1, "linear": KDA},
+        ),
+        (KIMI_LINEAR, {}, {"max_position": 2**20, "shared_intermediate": 32, "kv_heads": 1, "experts_per_token": 2}),
         (QWEN3, {"mlp_only_layers": [0]}, {"first_dense": 1, "dense_intermediate": 128, "intermediate": 32}),
         (QWEN3, {"decoder_sparse_step": 3}, {"feed_forward": ("dense", "dense", "experts"), "first_dense": 0}),
     ],
@@ -151,6 +163,13 @@ def test_other_models_have_their_published_counts(
         (GPT_OSS, {"moe_layers": [1]}, "moe_layers: [1] is not supported: a mixture of this type has experts in every"),
         (LLAMA4, {"no_rope_layers": [1]}, "no_rope_layers: got [1], expected a number for each of 6 layers"),
         (LLAMA4, {"layer_types": ["sliding_attention"] * 6}, "layer_types: got ['sliding_attention'"),
+        (KIMI_LINEAR, {"linear_attn_config": None}, "linear_attn_config: got nothing, expected an object"),
+        (KIMI_LINEAR, {"routed_expert_hidden_size": 9}, "routed_expert_hidden_size: 9 is not supported: a latent of"),
+        (
+            KIMI_LINEAR,
+            {"mla_use_output_gate": True},
+            "mla_use_output_gate: true is not supported: gates of attention's",
+        ),
         (NEXT, {"linear_num_heads": 8}, "linear_num_heads: 8 is not supported: this linear attention is not modelled"),
         (NEXT, {"mamba_ssm_dtype": "fp8"}, "mamba_ssm_dtype: got 'fp8', expected one of bfloat16, float16, float32"),
         (NEXT, {"linear_num_key_heads": 5}, "linear.key_heads: got 5, must divide value_heads (32)"),
@@ -292,7 +311,7 @@ REFUSED = {
     "MiniMax-M3": "model_type minimax_m3: sparse attention",
     "DeepSeek-V4-Flash": "model_type deepseek_v4: compressed attention",
     "DeepSeek-V4-Pro": "model_type deepseek_v4: compressed attention",
-    "Kimi-K3": "model_type kimi_linear: this linear attention",
+    "Kimi-K3": "latent_moe_use_norm: true is not supported: a latent of experts",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type nemotron_h: Mamba layers",
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "model_type nemotron_h: Mamba layers",
     "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "model_type nemotron_h: Mamba layers",

@@ -21,6 +21,7 @@ def blocks_of(
 
 PUBLISHED = {  # billions of parameters by the model's card or the header of its safetensors
     "gemma-3-12b": 11.77,  # its technical report: 1,012 million of embeddings and 10,759 million beside them
+    "kimi-linear-48b-a3b": 49.12,  # of the repository's files, and of transformers' model
     "llama-2-7b": 6.74,
     "deepseek-r1": 671.0,
     "deepseek-v3": 671.0,  # arXiv 2412.19437, table 2; beside them 14 of what predicts a second token
