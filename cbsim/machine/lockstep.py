@@ -179,11 +179,11 @@ class Gate:
         self._since = self._decided = -1  # the last wave in which prompts need not wait, and the last decided on
         self._opens = True
 
-    def __call__(self, wave: int) -> bool:
-        if wave > self._decided:
+    def __call__(self, wave: int, generates: bool) -> bool:
+        if wave > self._decided or not generates:
             self._decided = wave
             ready = all(len(server.waiting) + len(inbox) for server, inbox in self._servers)
-            generating = all(len(server.running) for server, _ in self._servers)
+            generating = generates and all(len(server.running) for server, _ in self._servers)
             patient = self._ready < self._more if ready else wave - self._since < self._most
             self._opens = not (self._most and generating and patient)
             if ready and generating:

@@ -208,11 +208,11 @@ class Watched:
 
 
 class Waves:
-    """The steps that servers take together, as one of them sees them: `next` is the number of its next one.
-    `prefills` says of a step whether prompts that wait for those of others need not wait in it, the same for all.
+    """The steps that servers take together, as one of them sees them: `next` is the number of its next one. `prefills`
+    says whether prompts that wait for those of other servers need not wait in a step in which it generates, or not.
     """
 
-    def __init__(self, prefills: Callable[[int], bool]) -> None:
+    def __init__(self, prefills: Callable[[int, bool], bool]) -> None:
         self.next = 0
         self.prefills = prefills
 

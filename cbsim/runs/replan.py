@@ -61,18 +61,15 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
     _check_requests(run, workload)
-    loop, matched, numbers, low = scenario.loop.mode, 0, _waves(run), 0
-    prefilled = set(numbers[run.steps["prefill_tokens"] > 0].tolist())
+    loop, matched, low, several = scenario.loop.mode, 0, 0, scenario.ranks > 1
+    numbers = _waves(run) if several else None
     for server, part in enumerate(reading.servers(run, scenario.ranks)):
-        own, low = numbers[low : low + len(part.steps)], low + len(part.steps)
-        policy: Any = assemble.scheduler(scenario, loop)
-        if scenario.ranks > 1 and hasattr(policy, "waves"):
-            policy.waves = Waves(prefilled.__contains__)
-        verdict = _compare(part, policy, depth(loop), workload.find, on_plan, own)
+        own, low = None if numbers is None else numbers[low : low + len(part.steps)], low + len(part.steps)
+        verdict = _compare(part, assemble.scheduler(scenario, loop), depth(loop), workload.find, on_plan, own)
         matched += verdict.matched
         if verdict.difference is not None:
-            of = f"server {server}: " if scenario.ranks > 1 else ""
-            return Replanned(matched, len(run.steps), of + verdict.difference)
+            difference = f"server {server}: {verdict.difference}" if several else verdict.difference
+            return Replanned(matched, len(run.steps), difference)
     return Replanned(matched, len(run.steps), None)
 
 
@@ -97,10 +94,15 @@ def _compare(
     steps_in_flight: int,
     find: Find,
     on_plan: OnPlan | None = None,
-    numbers: Sequence[int] | Ints = (),
+    numbers: Ints | None = None,
 ) -> Replanned:
-    """Compare a server's plans. `numbers`: that of the wave which each of its steps was part of, -1 for none."""
-    waves = getattr(policy, "waves", None)
+    """Compare a server's plans. `numbers`: that of the wave which each of its steps was part of, -1 for none. Whether
+    prompts waited for those of other servers is an input, like polls: if they did, the step prefills nothing.
+    """
+    waves = None
+    if numbers is not None and hasattr(policy, "waves"):
+        prefilled = run.steps["prefill_tokens"] > 0
+        policy.waves = waves = Waves(lambda *_: step < steps and bool(prefilled[step]))
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
@@ -123,7 +125,7 @@ def _compare(
                 return Replanned(step, steps, f"step {step}: {difference}")
             if on_plan:
                 on_plan(policy, effect.plan)
-            if waves is not None and numbers[step] >= 0:
+            if waves is not None and numbers is not None and numbers[step] >= 0:
                 waves.next = int(numbers[step]) + 1
             polls.over(effect.plan.changes.ended)
             step += 1

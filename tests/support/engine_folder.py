@@ -124,9 +124,23 @@ def make(folder: Path, engine: str = "vllm_0.1.0", slower: float = 1.0, launched
         "allreduce_dtype,num_gpus,message_size,latency_ms,backend",
         reduces,
     )
-    gathers = (("all_gather", "half", gpus, size, gather_ms(size)) for gpus, size in product((2, 4), (256, 2**27)))
+    gathers = [("all_gather", "half", gpus, size, gather_ms(size)) for gpus, size in product((2, 4), (256, 2**27))]
+    gathers += [("reduce_scatter", "half", gpus, size, 2 * ms) for _, _, gpus, size, ms in gathers]
     write(folder / "nccl__nccl_2.0.csv.gz", "op_name,nccl_dtype,num_gpus,message_size,latency_ms", gathers)
     return folder
+
+
+def make_deepep(folder: Path, engine: str) -> None:
+    """The exchange of tokens by DeepEP among the GPUs of a node, in microseconds."""
+    start = (1, 2048), (8, 128)
+    low = ((*start[0], n, *start[1], 10 + n, 20 + n) for n in (1, 128))
+    header = "node_num,hidden_size,num_token,num_topk,num_experts"
+    write(folder / f"wideep_deepep_ll__{engine}.csv.gz", f"{header},combine_avg_t_us,dispatch_avg_t_us", low)
+    parts = "dispatch_sms,dispatch_transmit_us,dispatch_notify_us,combine_sms,combine_transmit_us,combine_notify_us"
+    most = (
+        (*start[0], n, *start[1], sms, 1000 / sms + n, 5, sms, 1000 / sms + n, 5) for n in (1, 8192) for sms in (8, 20)
+    )
+    write(folder / f"wideep_deepep_normal__{engine}.csv.gz", f"{header},{parts}", most)
 
 
 def heads(folder: Path, engine: str, *, longest: int = 16384, slower: float = 1.0) -> None:

@@ -271,7 +271,7 @@ class TrtllmScheduler(SchedulerBase):
             self.contexts[self.queue.popleft()] = None
         together = self._undisturbed()
         rows, decodes = self._go_on() if together else (self._one_by_one(), 0)
-        if rows[0] and self.waves is not None and not self.waves.prefills(self.waves.next):
+        if rows[0] and self.waves is not None and not self.waves.prefills(self.waves.next, bool(decodes or rows[1])):
             rows = [], rows[1]
         chunks = self._chunks(rows)
         if not (chunks or decodes or self.decoding.preempted):
