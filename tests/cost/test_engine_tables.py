@@ -312,6 +312,21 @@ def test_sparse_attention_of_another_version_and_of_widths_without_tables(tmp_pa
         EngineTables(folder, "sglang_0.5.14", GLM_DENSE.model_copy(update={"latent": latent}), Share(4))
 
 
+def test_a_step_of_glm_5_by_the_rows_as_published() -> None:
+    """SGLang 0.5.14 on 8 B200, weights and cache in fp8: 64 rows behind 2,048 tokens took 0.1113 ms a layer, and a
+    prompt of 8,192 tokens 2.3463.
+    """
+    try:
+        folder = catalog.tables("public_measured/aiconfigurator/b200_sxm")
+    except ScenarioError as error:
+        pytest.skip(f"published tables not present: {error}")
+    (of,) = EngineTables(
+        folder, "sglang_0.5.14", GLM.model_copy(update={"weights_dtype": "fp8_block", "kv_dtype": "fp8"}), Share(8)
+    ).attended
+    assert of.decode_ns(64, 2049) / NS == pytest.approx(78 * 0.1113)
+    assert of.prompt_ns(Attention(8192, 0, 0, 0, 0), 8192) / NS == pytest.approx(78 * 2.3463, rel=0.003)
+
+
 def test_experts_in_mxfp4_take_eight_bits_where_the_engine_has_such_rows(folder: Path) -> None:
     """Else 16; and a shape that the version lacks is that of another version, then of another engine."""
     header = "moe_dtype,num_tokens,hidden_size,inter_size,topk,num_experts,moe_tp_size,moe_ep_size,distribution"
