@@ -108,6 +108,8 @@ def check_model(shape: ModelShape) -> None:
     for name, expected, reason in UNCOMPUTED:
         if value := getattr(shape, name):
             raise UsageError(f"model.{name}: got {shown(value)}, must be {expected}: the engine computes {reason}")
+    if not shape.gated:
+        raise UsageError("model.gated: got false, must be true: the engine computes gated feed-forward layers only")
     for name in ("weights_dtype", "kv_dtype"):
         if kind := getattr(shape, name):
             raise UsageError(f"model.{name}: got {kind}, must be null: the engine has one type for all")

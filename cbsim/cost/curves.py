@@ -195,7 +195,8 @@ class CurveTimes(KernelTimes):
     def _expert_ladder(self, layer: Layer) -> Ladder:
         """Return the ns of a layer's experts, by tokens: at the shares of the shape nearest to theirs."""
         part = layer.feed_forward
-        shape = layer.hidden, part.expert_inner / (self._tensor * self._ranks), part.chosen, part.experts
+        inner = part.expert_inner * (part.inputs + 1) / 3  # of three matrices that weigh as much
+        shape = layer.hidden, inner / (self._tensor * self._ranks), part.chosen, part.experts
 
         def curve(source: Source) -> Points:
             of = _typed(self._of_engine(source)["experts"], part.expert_dtype)

@@ -62,18 +62,18 @@ class Captured(NamedTuple):
 def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, modules: bool = False) -> float:
     """Return the bytes that all layers' kernels between products read and write for a token, on one of `tensor` GPUs.
 
-    Unless `fused` with all-reduces twice residual and norm (read both, write both); rope (read and write queries and
-    keys, write keys and values: a latent is normed and written likewise) and gates of attention; activation (read gate
-    and up, write their product, of every expert that a token goes through). With `modules` the time of sparse
+    Unless `fused` with all-reduces residual and norm of each part (read both, write both); rope (read and write queries
+    and keys, write keys and values: a latent is normed and written likewise) and gates of attention; activation (read
+    gate and up, write their product, of every expert that a token goes through). With `modules` the time of sparse
     attention has its own.
     """
-    total, width, norms = 0.0, model.dtype_bytes, 0 if fused else 8 * model.hidden
+    total, width, norms = 0.0, model.dtype_bytes, 0 if fused else 4 * model.hidden
     for layer, count in model.kinds:
         heads, of = layer.attention, layer.feed_forward
-        inner = 3 * (of.inner + of.chosen * of.expert_inner) / tensor
+        inner = (of.inputs + 1) * (of.inner + of.chosen * of.expert_inner) / tensor
         written = heads.cached_bytes(tensor, DTYPE_BYTES[model.cache_dtype])
         moved = 0.0 if modules and heads.indexer else heads.moved(tensor) * width + written
-        total += count * ((norms + inner) * width + moved)
+        total += count * ((layer.parts * norms + inner) * width + moved)
     return total
 
 
@@ -104,7 +104,7 @@ class EngineCost:
             for fused in (False, True)
         )
         self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
-        self._reduces = 2 * model.layers + 1 if tensor > 1 else 0
+        self._reduces = model.parts + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + (self._reduces + kernels.exchanges) * reduce_ns
         self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
 

@@ -185,7 +185,7 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
     indexer = model.latent.indexer if model.latent else None
     keys_bytes = indexer.cached_bytes * model.layers if indexer else 0
     share = model.experts_per_token / model.experts if model.experts else 0.0
-    reduces = 2 * model.layers if ranks > 1 else 0  # of the residual stream
+    reduces = model.parts if ranks > 1 else 0  # of the residual stream
     token_s = 2 * (ranks - 1) / ranks * model.hidden * model.dtype_bytes / (gpu.link_bytes_s or gpu.pcie_bytes_s)
     dense = model.layer_parameters - experts
     states = sum(count for layer, count in model.kinds if layer.attention.state)

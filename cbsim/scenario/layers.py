@@ -208,8 +208,8 @@ class Heads(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """The feed-forward part of a layer: gated, `inner` wide for every token (0: none), with `experts` of `expert_inner`
-    beside it of which a token goes through `chosen`.
+    """The feed-forward part of a layer: `inner` wide for every token (0: none), with `experts` of `expert_inner` beside
+    it of which a token goes through `chosen`. `inputs` matrices read the stream: 2 if it is gated, else 1.
     """
 
     inner: int
@@ -218,11 +218,12 @@ class FeedForward(NamedTuple):
     chosen: int = 0
     expert_inner: int = 0
     expert_dtype: str = ""
+    inputs: int = 2
 
     def matrices(self, hidden: int, tensor: int) -> list[Matrix]:
         """Return the matrices of what every token goes through, on one of `tensor` GPUs that share them."""
         inner = self.inner / tensor
-        return [Matrix(2 * inner, hidden, self.dtype), Matrix(hidden, inner, self.dtype)] if inner else []
+        return [Matrix(self.inputs * inner, hidden, self.dtype), Matrix(hidden, inner, self.dtype)] if inner else []
 
 
 class Layer(NamedTuple):
@@ -239,7 +240,13 @@ class Layer(NamedTuple):
     @property
     def expert_weights(self) -> int:
         """Number of weights of its experts."""
-        return 3 * self.hidden * self.feed_forward.expert_inner * self.feed_forward.experts
+        of = self.feed_forward
+        return (of.inputs + 1) * self.hidden * of.expert_inner * of.experts
+
+    @property
+    def parts(self) -> int:
+        """Parts that read and write the residual stream: attention, and a feed-forward part if there is one."""
+        return 2 if self.feed_forward.inner or self.feed_forward.experts else 1
 
     @property
     def router_weights(self) -> int:

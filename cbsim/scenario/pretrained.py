@@ -68,6 +68,11 @@ HYBRIDS = Family(
     (*HYBRID, "mamba_ssm_dtype", EXPERTS, "mlp_only_layers", SHARED_WIDTH),
     MOE, EXPERTS, beside=(SHARED_WIDTH,), every="full_attention_interval", qk_norm=True, linear="gated_delta",
 )  # fmt: skip
+BLOCKS = ("hybrid_override_pattern", "layers_block_type")
+BLOCK = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # what letters of the pattern stand for
+MAMBA2 = {"key_heads": "n_groups", "value_heads": "mamba_num_heads", "key_dim": "ssm_state_size"}
+MAMBA2 |= {"value_dim": "mamba_head_dim", "conv": "conv_kernel"}
+SHARED_MOE = "moe_shared_expert_intermediate_size"
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
     "deepseek_v3": DEEPSEEK,
@@ -93,6 +98,11 @@ FAMILIES = {
     "minimax_m2": MIXTRAL._replace(window="", qk_norm=True),
     "mistral": Family(EIGHT | {WINDOW: 4096}, window=WINDOW),
     "mixtral": MIXTRAL,
+    "nemotron_h": Family(
+        {"head_dim": 128, "conv_kernel": 4, "n_groups": 8, "ssm_state_size": 128, "mamba_ssm_cache_dtype": "float32"},
+        (*BLOCKS, *MAMBA2.values(), "mamba_ssm_cache_dtype", "mamba_hidden_act", ROUTED, SHARED),
+        MOE, ROUTED, beside=(SHARED, SHARED_MOE), linear="mamba2",
+    ),
     "olmoe": Family({}, (EXPERTS,), experts=EXPERTS, qk_norm=True),
     "phi3": Family({}, window=WINDOW),
     "qwen2": Family(QWEN, window=WINDOW, qkv_bias=True),
@@ -114,7 +124,7 @@ UNSUPPORTED = {
     "index_topk_.*|index_skip_.*": "indexers that layers share are not modelled",
     "index_.*|sparse_attention_config": "sparse attention is not modelled",
     "linear_.*|attn_type_list|full_attention_interval": "this linear attention is not modelled",
-    "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "Mamba layers are not modelled",
+    "mamba_.*|ssm_.*|state_size|hybrid_override_pattern|layers_block_type": "these Mamba layers are not modelled",
     "(routed_expert|moe_latent)_.*|latent_moe_.*": "a latent of experts is not modelled",
     "(add_)?cross_attention(_layers)?": "cross-attention is not modelled",
     "(attn|attention|mla_use)_output_gate": "gates of attention's output are not modelled",
@@ -185,6 +195,7 @@ def fields_of(config: Config) -> dict[str, Any]:
     """Return the fields of ModelShape except its name. Raises the error of `config`."""
     family = _family(config)
     given = family.absent | {family.names.get(field, field): value for field, value in config.data.items()}
+    given |= _blocks(config) if BLOCKS[0] in family.reads else {}
     config = Config(config.file, None, given, error_type=config.error_type)
     for field in ("quantization_config", "rope_scaling", "rope_parameters"):
         config.part(field)
@@ -222,6 +233,21 @@ def _family(config: Config) -> Family:
     if family is None:
         raise config.bad("model_type", f"a supported model: {', '.join(sorted(FAMILIES))}")
     return family
+
+
+def _blocks(config: Config) -> dict[str, Any]:
+    """Return attention and feed-forward part of each layer, if a config lists blocks of one part each."""
+    blocks = config.data.get(BLOCKS[1]) or [BLOCK.get(one) for one in str(config.data.get(BLOCKS[0]))]
+    types, kinds = list[str](), list[str]()
+    for block in blocks if isinstance(blocks, list) else [None]:
+        if block in ("mamba", "attention"):
+            types.append(LINEAR if block == "mamba" else WHOLE)
+            kinds.append("none")
+        elif block in ("moe", "mlp") and kinds and kinds[-1] == "none":
+            kinds[-1] = "experts" if block == "moe" else "dense"
+        else:
+            raise config.bad(BLOCKS[0], "M, * and behind each of them at most one of E and -")
+    return {"layer_types": types, "num_hidden_layers": len(types), "feed_forward": kinds}
 
 
 def _heads(config: Config, family: Family) -> dict[str, Any]:
@@ -285,6 +311,9 @@ def _linear(config: Config, family: Family) -> dict[str, Any]:
         of = _of_kda(config)
         heads, width, conv = map(of.whole, ("num_heads", "head_dim", "short_conv_kernel_size"))
         return {"key_heads": heads, "value_heads": heads, "key_dim": width, "value_dim": width, "conv": conv}
+    if family.linear == "mamba2":
+        state = {"state_dtype": config.dtype("mamba_ssm_cache_dtype")}
+        return {name: config.whole(field) for name, field in MAMBA2.items()} | state
     names = {"conv": "conv_kernel_dim", "key_dim": "key_head_dim", "value_dim": "value_head_dim"}
     names |= {f"{part}_heads": f"num_{part}_heads" for part in ("key", "value")}
     state = {"state_dtype": config.dtype("mamba_ssm_dtype")}
@@ -329,15 +358,19 @@ def _feed_forward(config: Config, family: Family, layers: int) -> dict[str, Any]
     kinds = _kinds(config, layers)
     if "experts" not in kinds:
         raise config.bad("num_hidden_layers", "more layers than dense ones: none has experts")
-    if "dense" in kinds:
+    if {*kinds} != {"experts"}:
         first = kinds.index("experts")
-        several = {"feed_forward": _repeated(kinds)} if "dense" in kinds[first:] else {"first_dense": first}
-        fields |= several | {"dense_intermediate": config.whole(family.dense)}
-    return fields
+        plain = kinds == ["dense"] * first + ["experts"] * (layers - first)
+        fields |= {"first_dense": first} if plain else {"feed_forward": _repeated(kinds)}
+    if "dense" in kinds:
+        fields["dense_intermediate"] = config.whole(family.dense)
+    return fields | ({"gated": False} if BLOCKS[0] in family.reads else {})
 
 
 def _kinds(config: Config, layers: int) -> list[str]:
     """Return which layers are dense: the first, those listed, all but one in so many, or all but those listed."""
+    if (stated := config.data.get("feed_forward")) is not None:
+        return list(stated)
     if config.data.get("moe_layer_freq") not in (None, 1):
         raise config.bad("moe_layer_freq", "1: after the first layers all must have experts")
     step = max(config.whole(field, 1) for field in ("decoder_sparse_step", "interleave_moe_layer_step"))

@@ -184,9 +184,10 @@ class Scenario(Frozen):
             other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
             bound = f"must be {either([each.value for each in self.kind.serves]) if unserved else 'full'} with {other}"
             raise complaint(f"layers see less than the whole sequence, {bound}", "model.attention")
-        if model.linear and model.linear.value_heads % gpus:
-            bound = f"must divide linear.value_heads ({model.linear.value_heads})"
-            raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
+        if of := model.linear:
+            name = "value_heads" if of.rule == "mamba2" else "key_heads"  # groups of Mamba-2 are copied
+            if (heads := getattr(of, name)) % gpus:
+                raise complaint(f"got {gpus}, must divide linear.{name} ({heads})", "cost.tensor_parallel")
         return self
 
     @property

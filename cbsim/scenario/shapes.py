@@ -72,9 +72,10 @@ class ModelShape(Frozen):
     experts_per_token: Annotated[Whole, Field(ge=0)] = 0  #: Experts that a token goes through.
     shared_intermediate: Annotated[Whole, Field(ge=0)] = 0
     """Width of what every token goes through beside the experts: of all shared experts together."""
-    feed_forward: Many[Literal["dense", "experts"]] = ()
-    """Of a mixture: which layers have experts, layer by layer, and again from the first if there are more; the same
-    everywhere if empty."""
+    feed_forward: Many[Literal["dense", "experts", "none"]] = ()
+    """Of a mixture: which layers have experts, or attention alone, layer by layer, and again from the first if there
+    are more; the same everywhere if empty."""
+    gated: bool = True  #: Are feed-forward layers and experts gated, of three matrices? Else they have two (Nemotron).
     first_dense: Annotated[Whole, Field(ge=0)] = 0  #: Of a mixture: so many of the first layers are dense.
     dense_intermediate: Annotated[Whole, Field(ge=0)] = 0  #: Of a mixture: width of its dense layers.
     vocab: Number  #: Rows of the embedding.
@@ -119,8 +120,8 @@ class ModelShape(Frozen):
                 raise complaint(f"got {shown(value)}, must be absent without experts", field)
         if self.experts and self.first_dense >= self.layers:
             raise complaint(f"got {self.first_dense}, must be < layers ({self.layers})", "first_dense")
-        dense = sum(count for layer, count in self.kinds if not layer.feed_forward.experts)
-        if self.experts and dense == self.layers:
+        dense = self._feed_forwards.count("dense")
+        if self.experts and "experts" not in self._feed_forwards:
             raise complaint(f"got {shown(list(self.feed_forward))}, must name experts for some layer", "feed_forward")
         if self.experts and bool(dense) != bool(self.dense_intermediate):
             bound = f"must be > 0: {dense} layers are dense" if dense else "must be 0: no layer is dense"
@@ -149,15 +150,23 @@ class ModelShape(Frozen):
                     raise complaint(f"got {shown(value)}, must be {shown(right)} with latent", field)
 
     @property
+    def _feed_forwards(self) -> list[str]:
+        each = self.feed_forward or ("experts" if self.experts else "dense",)
+        return ["dense" if at < self.first_dense else each[at % len(each)] for at in range(self.layers)]
+
+    @property
+    def parts(self) -> int:
+        """Parts of all layers that read and write the residual stream."""
+        return sum(count * layer.parts for layer, count in self.kinds)
+
+    @property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
         """The kinds of layers, each with the number of layers that are of it."""
-        feed_forward = self.feed_forward or ("experts" if self.experts else "dense",)
         attention = [self._attention_of(sees) for sees in self.pattern]
-        mixed = {each: self._feed_forward_of(each) for each in ("dense", "experts")}
+        mixed = {each: self._feed_forward_of(each) for each in ("dense", "experts", "none")}
         parts: Counter[tuple[int, str]] = Counter()  # alike by their places: fewer layers to compare
-        for at in range(self.layers):
-            kind: str = feed_forward[at % len(feed_forward)]
-            parts[at % len(attention), "dense" if at < self.first_dense else kind] += 1
+        for at, kind in enumerate(self._feed_forwards):
+            parts[at % len(attention), kind] += 1
         layers: Counter[Layer] = Counter()
         for (place, of), count in parts.items():
             layers[Layer(self.hidden, attention[place], mixed[of])] += count
@@ -173,12 +182,13 @@ class ModelShape(Frozen):
         return Heads(sees, self.heads, self.kv_heads, self.head_dim, dtype, self.latent, gated=self.output_gate)
 
     def _feed_forward_of(self, kind: str) -> FeedForward:
-        dtype = self.weights_dtype or self.dtype
-        if kind == "dense":
-            return FeedForward(self.dense_intermediate if self.experts else self.intermediate, dtype)
+        dtype, inputs = self.weights_dtype or self.dtype, 2 if self.gated else 1
+        if kind != "experts":
+            inner = self.dense_intermediate if self.experts else self.intermediate
+            return FeedForward(inner if kind == "dense" else 0, dtype, inputs=inputs)
         chosen, experts = self.experts_per_token, self.experts
         return FeedForward(
-            self.shared_intermediate, dtype, experts, chosen, self.intermediate, self.experts_dtype or dtype
+            self.shared_intermediate, dtype, experts, chosen, self.intermediate, self.experts_dtype or dtype, inputs
         )
 
     @property
@@ -237,7 +247,7 @@ class ModelShape(Frozen):
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         states = sum(count for layer, count in self.kinds if layer.attention.state)
         attending = self.layers - states
-        norms = (2 * self.layers + 1) * self.hidden + 2 * attending * self.head_dim * self.qk_norm
+        norms = (self.parts + 1) * self.hidden + 2 * attending * self.head_dim * self.qk_norm
         others = states * self.linear.others if self.linear else 0
         others += attending * self.head_dim * (self.heads + 2 * self.kv_heads) * self.qkv_bias
         return self.layer_parameters + embeddings + norms + others + attending * self.heads * self.sinks

@@ -44,6 +44,11 @@ KIMI_LINEAR = DEEPSEEK | {"model_type": "kimi_linear", "num_experts": 8, "num_ex
 KIMI_LINEAR |= {"num_shared_experts": 1, "model_max_length": 2**20, "linear_attn_config": OF_KDA}
 KIMI_LINEAR = {k: v for k, v in KIMI_LINEAR.items() if k not in ("n_routed_experts", "n_shared_experts")}
 KDA = {"rule": "kda", "key_heads": 8, "value_heads": 8, "key_dim": 16, "value_dim": 16, "conv": 3, "state_dtype": None}
+NEMOTRON = MIXTURE | {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-ME", "n_routed_experts": 8}
+NEMOTRON |= {"mamba_num_heads": 16, "mamba_head_dim": 32, "moe_shared_expert_intermediate_size": 64}
+NEMOTRON |= {"n_shared_experts": 1, "mlp_hidden_act": "relu2"}
+MAMBA = {"rule": "mamba2", "key_heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 32, "conv": 4}
+MAMBA |= {"state_dtype": "float32"}
 HALF = ("linear", "full")
 GATED = {"rule": "gated_delta", "key_heads": 4, "value_heads": 32, "key_dim": 128, "value_dim": 128, "conv": 4}
 GATED |= {"state_dtype": None}
@@ -109,6 +114,9 @@ def read(folder: Path, config: dict[str, Any], **fields: Any) -> shapes.ModelSha
             {"attention": ("linear",) * 3 + ("full", *HALF), "first_dense": 1, "linear": KDA},
         ),
         (KIMI_LINEAR, {}, {"max_position": 2**20, "shared_intermediate": 32, "kv_heads": 1, "experts_per_token": 2}),
+        (NEMOTRON, {}, {"attention": HALF, "layers": 3, "gated": False, "linear": MAMBA}),
+        (NEMOTRON, {}, {"feed_forward": ("none", "dense", "experts"), "dense_intermediate": 128, "experts": 8}),
+        (NEMOTRON, {"layers_block_type": ["mamba", "moe", "attention", "moe"]}, {"layers": 2, "feed_forward": ()}),
         (QWEN3, {"mlp_only_layers": [0]}, {"first_dense": 1, "dense_intermediate": 128, "intermediate": 32}),
         (QWEN3, {"decoder_sparse_step": 3}, {"feed_forward": ("dense", "dense", "experts"), "first_dense": 0}),
     ],
@@ -170,6 +178,9 @@ def test_other_models_have_their_published_counts(
             {"mla_use_output_gate": True},
             "mla_use_output_gate: true is not supported: gates of attention's",
         ),
+        (NEMOTRON, {"hybrid_override_pattern": "MEE"}, "hybrid_override_pattern: got 'MEE', expected M, * and behind"),
+        (NEMOTRON, {"hybrid_override_pattern": None}, "hybrid_override_pattern: got nothing, expected M, * and"),
+        (NEMOTRON, {"mamba_n_groups": 8}, "mamba_n_groups: 8 is not supported: these Mamba layers are not modelled"),
         (NEXT, {"linear_num_heads": 8}, "linear_num_heads: 8 is not supported: this linear attention is not modelled"),
         (NEXT, {"mamba_ssm_dtype": "fp8"}, "mamba_ssm_dtype: got 'fp8', expected one of bfloat16, float16, float32"),
         (NEXT, {"linear_num_key_heads": 5}, "linear.key_heads: got 5, must divide value_heads (32)"),
@@ -312,13 +323,13 @@ REFUSED = {
     "DeepSeek-V4-Flash": "model_type deepseek_v4: compressed attention",
     "DeepSeek-V4-Pro": "model_type deepseek_v4: compressed attention",
     "Kimi-K3": "latent_moe_use_norm: true is not supported: a latent of experts",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type nemotron_h: Mamba layers",
-    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "model_type nemotron_h: Mamba layers",
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "model_type nemotron_h: Mamba layers",
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "moe_latent_size: 1024 is not supported: a latent of experts",
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "moe_latent_size: 2048 is not supported: a latent of experts",
     "GLM-5.2": "index_skip_topk_offset: 3 is not supported: indexers that layers share",
 }
 OF_CONFIGS = {"gemma-4-31b": "Gemma-4-31B-IT-NVFP4", "kimi-k2": "Kimi-K2-Instruct", "mixtral-8x7b": "Mixtral-8x7B-v0.1"}
 OF_CONFIGS |= {"mixtral-8x22b": "Mixtral-8x22B-v0.1", "qwen3-coder-480b": "Qwen3-Coder-480B-A35B-Instruct"}
+OF_CONFIGS |= {"nemotron-3-nano-30b-a3b": "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"}
 OF_CONFIGS |= {"llama-4-scout": "Llama-4-Scout-17B-16E-Instruct"}
 OF_CONFIGS |= {"llama-4-maverick": "Llama-4-Maverick-17B-128E-Instruct"}
 

@@ -201,7 +201,7 @@ def test_of_several_media_the_text_model_is_read(tmp_path: Path) -> None:
             {"model_type": "olmo_hybrid", "linear_num_heads": 3},
             "model_type olmo_hybrid: this linear attention is not",
         ),
-        ({"model_type": "jamba", "mamba_d_state": 16}, "model_type jamba: Mamba layers are not modelled"),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "model_type jamba: these Mamba layers are not modelled"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type t5: encoders are not modelled"),
         ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type llava: of several media only"),
         ({"attention_bias": True}, "attention_bias: true is not supported: only biases of queries, keys and values"),

@@ -332,7 +332,7 @@ LINEAR = (
             "model.attention: got \\['linear'\\]: linear must be in some layers, beside others",
         ),
         ("model.linear=null", "model.attention: got .*: linear must be in some layers, .*, and in none without"),
-        ("cost={kind: roofline, tensor_parallel: 4}", "cost.tensor_parallel: got 4, must divide linear.value_heads"),
+        ("cost={kind: roofline, tensor_parallel: 4}", "cost.tensor_parallel: got 4, must divide linear.key_heads"),
         ("model.linear.key_heads=4", "model.linear.key_heads: got 4, must divide value_heads \\(6\\)"),
         ("model.linear.rule=mamba", "model.linear.rule: got 'mamba', expected one of gated_delta, kda, mamba2"),
     ],

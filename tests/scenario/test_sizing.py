@@ -48,6 +48,7 @@ PUBLISHED = {  # billions of parameters by the model's card or the header of its
     "mistral-7b": 7.25,
     "mixtral-8x22b": 141.0,
     "mixtral-8x7b": 46.7,
+    "nemotron-3-nano-30b-a3b": 31.6,
     "phi-4": 14.66,
     "qwen2.5-32b": 32.5,
     "qwen2.5-72b": 72.7,
@@ -74,6 +75,7 @@ ACTIVE = {  # billions of parameters that a token goes through, by the same sour
     "llama-4-maverick": (17, True),
     "llama-4-scout": (17, True),
     "mixtral-8x22b": (39, True),
+    "nemotron-3-nano-30b-a3b": (3.6, True),
     "mixtral-8x7b": (12.9, True),
     "qwen3-235b-a22b": (22, True),
     "qwen3-coder-480b": (35, True),
@@ -355,16 +357,25 @@ def test_random_layers_are_as_large_as_a_recount(data: st.DataObject) -> None:
     rule = draw(st.sampled_from(["gated_delta", "kda", "mamba2"]), label="rule")
     kinds = ["linear", "full", *draw(st.lists(st.sampled_from(["linear", "full", "sliding 9"]), max_size=5))]
     heads, width, hidden, key, value, conv = 8, 32, 64, *(draw(st.sampled_from([8, 24])) for _ in range(2)), 3
+    gated, parts = (
+        draw(st.booleans(), label="gated"),
+        st.lists(st.sampled_from(["dense", "none", "experts"]), max_size=3),
+    )
+    mixture = ["experts", *draw(parts, label="feed-forward parts")]
     kv, keys, values = (draw(st.sampled_from([4, 8])) for _ in range(3))
     keys, gate = min(keys, values), draw(st.booleans(), label="gate")
     linear = {"rule": rule, "key_heads": keys, "value_heads": values, "key_dim": key, "value_dim": value, "conv": conv}
     fields = {"attention": kinds, "layers": 2 * len(kinds), "heads": heads, "kv_heads": kv, "head_dim": width}
     fields |= {"hidden": hidden, "linear": linear, "output_gate": gate, "intermediate": 128, "vocab": 100}
+    fields |= {"experts": 4, "experts_per_token": 2, "shared_intermediate": 16, "feed_forward": mixture, "gated": gated}
+    fields |= {"dense_intermediate": 96 if "dense" in [(mixture * 14)[at] for at in range(2 * len(kinds))] else 0}
     model = shapes.ModelShape.model_validate({"name": "m", "max_position": 99, **fields})
     total, share, cached, state = 200 * hidden + hidden, 0, 0, 0
-    for kind in kinds * 2:
-        total += 3 * 128 * hidden + 2 * hidden
-        share += 3 * (128 // tensor) * hidden
+    for at, kind in enumerate(kinds * 2):
+        inner = {"experts": 16, "dense": 96, "none": 0}[mixture[at % len(mixture)]]
+        total += (3 if gated else 2) * (inner + (4 * 128 if inner == 16 else 0)) * hidden + (4 * hidden) * (inner == 16)
+        total += hidden * (2 if inner else 1)
+        share += (3 if gated else 2) * (inner // tensor) * hidden
         if kind != "linear":
             rows = heads * width * (2 if gate else 1) + 2 * kv * width
             total += rows * hidden + heads * width * hidden
