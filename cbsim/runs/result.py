@@ -378,9 +378,10 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
         lost = requests.rows.is_in(LOST).any()
         return [f"arrivals: {times}; no queue limits this load"] if coming > 0.5 and not lost else []
     limits = scenario.options(loop).limits
+    least = scenario.options(loop).block_size if scenario.model.linear else 1  # states lie at the ends of blocks
     slots, rows, budget = limits.slots or np.inf, limits.rows or np.inf, limits.tokens or np.inf
     full = waiting & ((steps["running"] >= slots) | (steps["rows"] >= rows))
-    spent = waiting & ~full & (steps["tokens"] >= budget)
+    spent = waiting & ~full & (steps["tokens"] > budget - least)
     causes = {"seats": full, "tokens": spent, "cache": waiting & ~full & ~spent}
     cause, share = max(
         ((name, float(shares[limited].sum())) for name, limited in causes.items()), key=lambda pair: pair[1]

@@ -394,13 +394,14 @@ def _name(path: Path) -> str:
 
 LEFT = re.compile(
     r"""(re:)?(.*[.*])?(lm_head|embed_tokens|e_score_correction_bias|\w*norm|router)\$?
+    | (re:)?(.*[.*])?(shared_expert_gate|linear_attn\\?\.(conv1d|in_proj_(ba?|a)))\$? | (re:)?mtp.*  # of a few columns
     | (?!re:)(.*\.)?gate | re:.*gate\$  # without the $ it is gate_proj, too
     | .*(vision|visual|multi_modal).*          # not counted at all""",
     re.VERBOSE,
 )
 """Names of modules that a shape leaves in the model's dtype: those that are no matrix of a layer, and the router."""
 PARTS = re.compile(
-    r"""(re:)?(.*?[.*])?(layers\\?\.(?P<layer>\d+)\\?\.)?((?P<attention>self_attn)|(mlp\\?\.)?(?P<shared>shared_experts?)
+    r"""(re:)?(.*?[.*])?(layers\\?\.(?P<layer>\d+)\\?\.)?((?P<attention>self_attn)|(?P<linear>linear_attn)|(mlp\\?\.)?(?P<shared>shared_experts?)
     |mlp\\?\.(?P<dense>\(gate\|up\|gate_up\|down\))_proj)[.*$]*""",
     re.VERBOSE,
 )
@@ -416,7 +417,7 @@ def _part(name: str) -> tuple[str, int | None] | None:
     if (found := PARTS.fullmatch(name)) is None:
         allowed = "the output layer, embeddings, norms, what chooses experts, and all of attention, shared experts"
         raise complaint(f"got {shown(name)}, expected only {allowed} or dense layers")
-    part = next(part for part in ("attention", "shared", "dense") if found[part])
+    part = next(part for part in ("attention", "linear", "shared", "dense") if found[part])
     return part, int(found["layer"]) if found["layer"] else None
 
 
@@ -432,13 +433,17 @@ class Quantization(Form):
     ignored_layers: Left = None
     exclude_modules: Left = None
 
-    def left(self, layers: int) -> dict[str, set[int | None]]:
+    def left(self, layers: int, *, hybrid: bool) -> dict[str, set[int | None]]:
         """Return the layers whose parts keep the model's dtype, by part; None stands for all. Layers beyond `layers`
-        are not loaded.
+        are not loaded. Of a `hybrid` both kinds of attention are one part: all of a kind is not all.
         """
         given: tuple[Any, ...] = (self.modules_to_not_convert, self.ignore, self.ignored_layers, self.exclude_modules)
         left = {one for names in given for one in names or () if one and (one[1] is None or one[1] < layers)}
-        return {part: {layer for name, layer in left if name == part} for part, _ in left}
+        found = {part: {layer for name, layer in left if name == part} for part, _ in left}
+        of, linear = found.get("attention", set()), found.pop("linear", set())
+        if hybrid and (of or linear):
+            found["attention"] = of | linear if (None in of) == (None in linear) else {0}
+        return found
 
 
 class Fp8(Quantization):
@@ -546,7 +551,7 @@ class Quantized(Form):
 def _types(config: Config, fields: dict[str, Any]) -> dict[str, str]:
     """Return the types of matrices and cache of a shape with these fields. Raises the error of `config`."""
     scheme = config.checked(Quantized).quantization_config
-    types, left, count = scheme.types, scheme.left(fields["layers"]), fields["layers"]
+    types, left, count = scheme.types, scheme.left(fields["layers"], hybrid="linear" in fields), fields["layers"]
     if (narrow := types.pop("weights_dtype", None)) is None:
         return types
     first, dense = fields.get("first_dense", 0), fields.get("dense_intermediate", "experts" not in fields)

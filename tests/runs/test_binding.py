@@ -51,6 +51,14 @@ def test_why_requests_wait(override: str, outputs: Any, text: str) -> None:
     assert said.startswith(text)
 
 
+def test_tokens_of_less_than_a_block_of_states_are_used_up() -> None:
+    """A prompt's rows end where blocks of states do: of 8,192 tokens 8 prompts of 1,000 leave too few for a block."""
+    work = BASE["workload"] | {"prompt_tokens": 1000, "output_tokens": 1}
+    (said, _) = binds("model=kimi-linear-48b-a3b", workload=work)
+    assert said.startswith("tokens: ")
+    assert said.endswith("a step's 8,192 tokens are used up; a larger token budget would admit them")
+
+
 def test_arrivals_bind_a_server_that_keeps_up() -> None:
     said = binds(workload=BASE["workload"] | STEADY)
     assert said[0].startswith("arrivals: requests wait 0% of the time")

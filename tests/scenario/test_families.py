@@ -201,6 +201,10 @@ KIMI = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"tar
 ATTENTION, SHARED, DENSE = "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
 EACH = [f"model.layers.{layer}.self_attn*" for layer in range(6)]
+STATES, NARROW = "re:.*linear_attn.*", {"weights_dtype": "nvfp4", "attention_dtype": "bfloat16"}
+FP8_NEXT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+LEFT = ["lm_head", "model.layers.0.linear_attn.in_proj_ba", "re:.*linear_attn.conv1d", "mtp.fc", "mtp.norm"]
+FP8_NEXT |= {"modules_to_not_convert": [*LEFT, "model.layers.3.mlp.shared_expert_gate"]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 
 
@@ -221,6 +225,13 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
         ),
         (GPT_OSS, MXFP4, {"experts_dtype": "mxfp4"}),
         (QWEN3, NVFP4 | {"exclude_modules": EACH}, {"experts_dtype": "nvfp4"}),
+        (NEXT, FP8_NEXT, {"weights_dtype": "fp8_block"}),
+        (NEXT, NVFP4 | {"ignore": [ATTENTION, STATES]}, NARROW),
+        (
+            NEXT,
+            NVFP4 | {"ignore": [*EACH[3:4], *(EACH[at].replace("self", "linear") for at in (0, 1, 2, 4, 5))]},
+            NARROW,
+        ),
         (GEMMA4, NVFP4 | {"ignore": EACH}, {"weights_dtype": "nvfp4", "attention_dtype": "bfloat16"}),
     ],
 )
@@ -232,10 +243,17 @@ def test_parts_of_layers_may_keep_the_models_type(
     assert {name: shape[name] for name in ("weights_dtype", "attention_dtype", "experts_dtype") if shape[name]} == types
 
 
-@pytest.mark.parametrize("left", [EACH[:5], [SHARED], [DENSE], ["model.layers.2*"]])
-def test_parts_of_some_layers_may_not(left: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        *((DEEPSEEK, left) for left in (EACH[:5], [SHARED], [DENSE], ["model.layers.2*"])),
+        (NEXT, [ATTENTION]),
+        (NEXT, EACH[3:4]),
+    ],
+)
+def test_parts_of_some_layers_may_not(config: dict[str, Any], left: list[str], tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="expected attention in all layers or none, and shared experts and dense"):
-        read(tmp_path, DEEPSEEK, quantization_config=KIMI | {"ignore": left})
+        read(tmp_path, config, quantization_config=KIMI | {"ignore": left})
 
 
 # -- shapes that contradict themselves ---------------------------------------------------------------------------------
