@@ -139,6 +139,8 @@ def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, 
         (["model.qkv_bias=true", "model.qk_norm=true"], "model.qkv_bias: got true, must be false with model.qk_norm"),
         (["model.weights_dtype=int4"], "model.weights_dtype: got int4, must be null"),
         (["model.kv_dtype=fp8"], "model.kv_dtype: got fp8, must be null"),
+        (["model.output_gate=true"], "model.output_gate: got true, must be false"),
+        (["model.gated=false"], "model.gated: got false, must be true"),
         (["cost={kind: roofline, tensor_parallel: 2}"], "cost.tensor_parallel: got 2, must be 1"),
         (
             ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"],
