@@ -164,7 +164,7 @@ def _counted(run: LoadedRun) -> Requests:
 
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """Draw the steps and requests of runs few enough to be compared side by side."""
-    frames = {run.label: run.table for run in runs}
+    frames = {run.label: run.table.parts()[0] for run in runs}
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),

@@ -60,6 +60,12 @@ def _overload(run: LoadedRun) -> str | None:
     return metrics.overload(run.times) if is_open(run) else None
 
 
+def _servers(run: LoadedRun) -> str | None:
+    """Report that figures of steps show one of several servers."""
+    several = run.summary.get("servers", 1)
+    return f"of {several} servers; figures of steps show the first, numbers are of all." if several > 1 else None
+
+
 def _near_capacity(run: LoadedRun) -> str | None:
     """Report that waiting dominates TTFT, though the queue may not grow: near capacity it is long and varies slowly."""
     if not is_open(run) or _overload(run) or not sweeps.waits(run):
@@ -248,6 +254,7 @@ RULES: dict[str, Callable[[LoadedRun], str | None]] = dict(  # by weight
     [
         *(("incomplete", _incomplete), ("overload", _overload), ("near capacity", _near_capacity)),
         *(("capacity", _capacity), ("window", _window), ("calibration", _calibration), ("not done", _not_done)),
+        ("servers", _servers),
         *(("device", _modelled), ("hardware", _hardware), ("injected", _injected), ("slow start", _slow_start)),
         *(("warm-up", _warm_up), ("arrival-limited", _arrivals_limit), ("few requests", _few), ("tail", _tail)),
         *(("assumed", _assumed), ("engine", _notes), ("code", _code)),

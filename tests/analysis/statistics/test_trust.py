@@ -111,6 +111,11 @@ def test_a_long_tail_is_said_with_its_share(serve: Serve, plain: LoadedRun) -> N
     assert "tail" not in _kinds(light)  # few requests at a time are what was asked for
 
 
+def test_figures_of_several_servers_show_the_first(plain: LoadedRun) -> None:
+    assert "servers" not in _kinds(plain)
+    assert _text("servers", replace(plain, summary={**plain.summary, "servers": 3})).startswith("of 3 servers")
+
+
 def test_requests_that_did_not_end_are_counted(plain: LoadedRun) -> None:
     by_status = {**plain.summary["requests_by_status"], "length": 390, "refused": 7, "aborted": 3}
     text = _text("not done", replace(plain, summary={**plain.summary, "requests_by_status": by_status}))
