@@ -141,22 +141,17 @@ class Simulation:
     measured = False
 
     def __init__(self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> None:
-        self.record: Record | Records
-        if scenario.ranks > 1:
-            self._fleet = Fleet(scenario, loop, workload, scenario.ranks, cost=cost)
-            self.record = self._fleet.record
-        else:
-            self.machine = machine(scenario, loop, workload, cost)
-            self.record = self.machine.record
-        self._servers = scenario.ranks
+        self._fleet = Fleet(scenario, loop, workload, scenario.ranks, cost=cost) if scenario.ranks > 1 else None
+        self.machine = self._fleet.machines[0] if self._fleet else machine(scenario, loop, workload, cost)
+        self.record: Record | Records = self._fleet.record if self._fleet else self.machine.record
         self.facts: Mapping[str, object] = {"device": SIMULATED}
 
     @property
     def now_ns(self) -> int:
-        return self._fleet.now_ns if self._servers > 1 else self.machine.now_ns
+        return self._fleet.now_ns if self._fleet else self.machine.now_ns
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        if self._servers > 1:
+        if self._fleet:
             self._fleet.run(on_step)
         else:
             run(self.machine, on_step)

@@ -115,9 +115,9 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
     if load.total != len(case.arrivals):
         raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
     check_loop(scenario)
-    if case.ranks > 1:
+    if (ranks := max(case.ranks, scenario.ranks)) > 1:
         together = scenario.model.experts > 0
-        return run_fleet(simulate.Fleet(scenario, scenario.loop.mode, load, case.ranks, together=together))
+        return run_fleet(simulate.Fleet(scenario, scenario.loop.mode, load, ranks, together=together))
     server = simulate.machine(scenario, scenario.loop.mode, load)
     simulate.run(server)
     return _replayed([server.record])
