@@ -207,6 +207,23 @@ class Stateful(NamedTuple):
     prompt: Measured
 
 
+def counts(
+    model: ModelShape, tensor: int, *, modules: bool
+) -> tuple[Mapping[Matrix, int], Mapping[tuple[Heads, bool], int]]:
+    """Return how many of all layers' matrices are alike, without experts, and of their heads, each with whether it is
+    given as a whole.
+    """
+    matrices: Counter[Matrix] = Counter()
+    heads: Counter[tuple[Heads, bool]] = Counter()
+    for layer, count in model.kinds:
+        whole = modules and layer.attention.indexer is not None
+        for matrix in layer.feed_forward.matrices(model.hidden, tensor) if whole else layer.matrices(tensor):
+            matrices[matrix] += count
+        for each in [layer.attention] if whole else layer.attention.parts(tensor):
+            heads[each, whole] += count
+    return matrices, heads
+
+
 class KernelTimes:
     """The times of kernels on one of `tensor` GPUs that share `model`, made of functions to units of `unit_ns`.
 
@@ -232,15 +249,7 @@ class KernelTimes:
         exchange: Callable[[Layer], Exchange] | None = None,
         modules: bool = False,
     ) -> None:
-        matrices: Counter[Matrix] = Counter()
-        heads: Counter[tuple[Heads, bool]] = Counter()
-        for layer, count in model.kinds:
-            whole = modules and layer.attention.indexer is not None
-            part = layer.feed_forward.matrices(model.hidden, tensor) if whole else layer.matrices(tensor)
-            for matrix in part:
-                matrices[matrix] += count
-            for each in [layer.attention] if whole else layer.attention.parts(tensor):
-                heads[each, whole] += count
+        matrices, heads = counts(model, tensor, modules=modules)
         self._linear = [(count, product(matrix)) for matrix, count in matrices.items()]
         mixed = [(layer, count) for layer, count in model.kinds if layer.feed_forward.experts]
         self._experts = [(count, experts(layer)) for layer, count in mixed]

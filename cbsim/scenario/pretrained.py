@@ -40,8 +40,7 @@ class Family(NamedTuple):
     qkv_bias: bool | str = False
     sinks: bool = False
     linear: str = ""  #: Rule of linear attention, in the layers that have it.
-    names: dict[str, str] = {}  # noqa: RUF012
-    """Names that this type has for fields."""
+    names: dict[str, str] = {}  #: Names that this type has for fields.  # noqa: RUF012
 
 
 EIGHT = {"num_key_value_heads": 8}
