@@ -64,13 +64,35 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     loop, matched, low, several = scenario.loop.mode, 0, 0, scenario.ranks > 1
     numbers = _waves(run) if several else None
     for server, part in enumerate(reading.servers(run, scenario.ranks)):
-        own, low = None if numbers is None else numbers[low : low + len(part.steps)], low + len(part.steps)
-        verdict = _compare(part, assemble.scheduler(scenario, loop), depth(loop), workload.find, on_plan, own)
+        policy, told = assemble.scheduler(scenario, loop), on_plan
+        if numbers is not None and hasattr(policy, "waves"):
+            told = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
+        low += len(part.steps)
+        verdict = _compare(part, policy, depth(loop), workload.find, told)
         matched += verdict.matched
         if verdict.difference is not None:
             difference = f"server {server}: {verdict.difference}" if several else verdict.difference
             return Replanned(matched, len(run.steps), difference)
     return Replanned(matched, len(run.steps), None)
+
+
+class _Together:
+    """What a server in step with others knows of them after each plan: `numbers` are of the waves that its steps were
+    part of, -1 for none. Whether prompts waited for those of others is an input, like polls: if so, a step prefills
+    nothing.
+    """
+
+    def __init__(self, run: Run, numbers: Ints, policy: Any, on_plan: OnPlan | None) -> None:
+        self._next = 0
+        prefilled = [*(run.steps["prefill_tokens"] > 0).tolist(), False]
+        policy.waves = self._waves = Waves(lambda *_: prefilled[self._next])
+        self._numbers, self._on_plan = numbers.tolist(), on_plan
+
+    def __call__(self, policy: Scheduler, plan: StepPlan) -> None:
+        self._next = plan.step + 1
+        self._waves.next = max(self._waves.next, self._numbers[plan.step] + 1)
+        if self._on_plan:
+            self._on_plan(policy, plan)
 
 
 def _waves(run: Run) -> Ints:
@@ -94,15 +116,7 @@ def _compare(
     steps_in_flight: int,
     find: Find,
     on_plan: OnPlan | None = None,
-    numbers: Ints | None = None,
 ) -> Replanned:
-    """Compare a server's plans. `numbers`: that of the wave which each of its steps was part of, -1 for none. Whether
-    prompts waited for those of other servers is an input, like polls: if they did, the step prefills nothing.
-    """
-    waves = None
-    if numbers is not None and hasattr(policy, "waves"):
-        prefilled = run.steps["prefill_tokens"] > 0
-        policy.waves = waves = Waves(lambda *_: step < steps and bool(prefilled[step]))
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
@@ -125,8 +139,6 @@ def _compare(
                 return Replanned(step, steps, f"step {step}: {difference}")
             if on_plan:
                 on_plan(policy, effect.plan)
-            if waves is not None and numbers is not None and numbers[step] >= 0:
-                waves.next = int(numbers[step]) + 1
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):
