@@ -177,14 +177,8 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
     card = folder.name.partition("_")[0]
     if (folder / "system.yaml").is_file() and bare(card) not in bare(scenario.hardware.name):
         raise ScenarioError(f"cost.path: {folder} is of {card}, but hardware.name is {scenario.hardware.name!r}")
-    share = Share(
-        settings.tensor_parallel,
-        settings.expert_parallel,
-        settings.routing,
-        settings.experts_engine,
-        settings.data_parallel,
-        settings.all_to_all,
-    )
+    among = settings.experts_engine, settings.data_parallel, settings.all_to_all
+    share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing, *among)
     engine = engine_files.meant(folder, settings.engine)
     return EngineCost(
         _kernels(folder, engine, model, share, settings.fastest, scenario.hardware, _changed_ns(folder)),

@@ -93,9 +93,9 @@ class Fleet:
     ) -> None:
         self._env, cost = simpy.Environment(), cost or cost_model(scenario)
         ranks: list[Rank] = []
+        if together and not hasattr(cost, "lockstep_ns"):
+            raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
         if together:
-            if not hasattr(cost, "lockstep_ns"):
-                raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
             ranks = Lockstep(self._env, cast("WaveCost", cost), servers).ranks
         devices: Sequence[Device | None] = ranks or [None] * servers
         inboxes = list[Inbox]()

@@ -99,6 +99,7 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
         "linear attention": model.linear is not None,
         "windows": {*model.attention} - {"full", "linear"},
         f"{scenario.gpus} GPUs": scenario.gpus > 8,
+        f"{scenario.ranks} servers in step": scenario.ranks > 1,
     }
     others = ", ".join(name for name, is_so in unlike.items() if is_so)
     return f"{whose}: {within}{alone}" + (f"; {others} were not measured" if others else "")

@@ -127,10 +127,8 @@ class RunWriter:
             written = thread.submit(self.steps, steps)
             try:
                 values = requests()
-                self.file(
-                    "requests.parquet",
-                    parquet.encoded(request_declared(values.rows), request_columns(values), self.group),
-                )
+                declared, made = request_declared(values.rows), request_columns(values)
+                self.file("requests.parquet", parquet.encoded(declared, made, self.group))
                 yield
             finally:
                 written.result()

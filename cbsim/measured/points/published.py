@@ -85,10 +85,16 @@ class Point(Form):
 
     @property
     def _later(self) -> bool:
-        """True if a later dump of InferenceX has it and experts are spread: it writes the GPUs that share attention, or
-        else the ranks, times the groups of experts; the same measurements stand in the first one as they are.
+        """True if experts are spread and a later dump of InferenceX has it, which writes GPUs that share attention, or
+        else ranks, times the groups of experts; the same measurements stand in the first one as they are.
         """
         return self.inferencex and self.source != FIRST_DUMP and self.experts_ranks > 1
+
+    @property
+    def _written_twice(self) -> bool:
+        """True if vLLM's GPUs are written as tp_size and as ranks of attention."""
+        spread = self.tensor == self.attention_ranks and self.experts_ranks == self.tensor * self.attention_ranks
+        return self._later and self.backend == "vllm" and spread
 
     @property
     def gpus(self) -> int:
@@ -96,13 +102,7 @@ class Point(Form):
         groups, share = self.experts_ranks, self.experts_tensor
         if self._later and share > 1 and share * groups == self.tensor:
             return share
-        return max(1, self.tensor // (self.ranks if self._as_ranks else 1))
-
-    @property
-    def _as_ranks(self) -> bool:
-        """True if vLLM's GPUs are written twice, as tp_size and as ranks of attention."""
-        spread = self.tensor == self.attention_ranks and self.experts_ranks == self.tensor * self.attention_ranks
-        return self._later and self.backend == "vllm" and spread
+        return max(1, self.tensor // (self.ranks if self._written_twice else 1))
 
     @property
     def ranks(self) -> int:
@@ -110,7 +110,7 @@ class Point(Form):
         has the same measurements as of tensor-parallel servers; but since April 2026 scripts of MiniMax on Blackwell
         start data-parallel servers, too.
         """
-        if self._as_ranks:
+        if self._written_twice:
             recent = self.precision == "fp4" and bare(self.model_name).startswith("minimax")
             return self.attention_ranks if recent else 1
         if self.attention_ranks > 1:
