@@ -102,7 +102,7 @@ def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | N
         f"{scenario.ranks} servers in step": scenario.ranks > 1,
     }
     others = ", ".join(name for name, is_so in unlike.items() if is_so)
-    return f"{whose}: {within}{alone}" + (f"; {others} were not measured" if others else "")
+    return f"{whose}: {within}{alone}" + (f"; {others}: not measured" if others else "")
 
 
 def _by_size(bounds: Mapping[int, float], of: str, steps: Steps) -> str:

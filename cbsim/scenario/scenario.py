@@ -183,7 +183,8 @@ class Scenario(Frozen):
         if unserved or not (model.sees_all or self.cost.kind in ("roofline", "constant", "table")):
             other = f"scheduler {self.scheduler.name}" if unserved else f"cost.kind {self.cost.kind}"
             bound = f"must be {either([each.value for each in self.kind.serves]) if unserved else 'full'} with {other}"
-            raise complaint(f"layers see less than the whole sequence, {bound}", "model.attention")
+            kinds = dict.fromkeys(sees.sight.value for sees in model.pattern)
+            raise complaint(f"got {' and '.join(kinds)} layers, {bound}", "model.attention")
         if of := model.linear:
             name = "value_heads" if of.rule == "mamba2" else "key_heads"  # groups of Mamba-2 are copied
             if (heads := getattr(of, name)) % gpus:
