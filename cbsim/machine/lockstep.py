@@ -3,7 +3,8 @@
 Every rank is a server of its own, with its queue, its cache and its loop. A wave is one step of all of them: it starts
 when every rank that has something to run has launched it, takes as long as the slowest, and ends for all at once. A
 rank without requests takes part with a dummy token; one that gets its first request after the others have planned their
-step waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is.
+step waits for the next wave. Where all steps have a CUDA graph, all ranks are padded to the largest, else none is; only
+with `mixed` have steps with prompts such graphs.
 Waves are numbered, so that all ranks can prefill in the same ones.
 """
 
@@ -17,6 +18,7 @@ import simpy
 
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Shape
+from cbsim.policy.captures import one_each
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -44,8 +46,9 @@ class _Launched(NamedTuple):
 class Lockstep:
     """A group of `ranks` GPUs that step together. Copies to and from the device take no time."""
 
-    def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int) -> None:
+    def __init__(self, env: simpy.Environment, cost: WaveCost, ranks: int, *, mixed: bool = True) -> None:
         self.env = env
+        self._mixed = mixed
         self.ranks = [Rank(self) for _ in range(ranks)]
         self.waves = 0
         self._cost = cost
@@ -70,7 +73,8 @@ class Lockstep:
     def _tokens(self, steps: Sequence[_Launched]) -> list[int]:
         """Return the query tokens that every rank computes, those of `steps` first."""
         tokens = [step.shape.tokens for step in steps] + [1] * (len(self.ranks) - len(steps))
-        return tokens if any(step.shape.eager for step in steps) else [max(tokens)] * len(tokens)
+        alike = all(not step.shape.eager and (self._mixed or one_each(step.plan)) for step in steps)
+        return [max(tokens)] * len(tokens) if alike else tokens
 
 
 def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:
@@ -133,23 +137,20 @@ class Balance:
     fewest tokens     least tokens of prompts and outputs, of servers that have fewer requests than the one with most,
                       or of all if they have equally many (TensorRT-LLM)
 
-    vLLM's clients know counts that are up to 0.1 s old; here they are current. Samples follow the first of a request.
+    vLLM's clients know counts that are up to 0.1 s old; here they are current.
     """
 
     def __init__(self, rule: str, inboxes: Sequence[Inbox], servers: Sequence[Scheduler]) -> None:
         self._rule, self._servers = rule, list(zip(servers, inboxes, strict=True))
-        self._turn = self._last = 0  # `_last`: the server chosen last
+        self._turn = 0
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:
         """Return the index of the server of a request that arrives now."""
-        del now_ns
-        if spec.sample_of is not None:
-            return self._last
+        del spec, now_ns
         count, first = len(self._servers), self._turn if self._rule in ("turns", "fewest by turns") else 0
         self._turn = (self._turn + 1) % count
         order = [(first + i) % count for i in range(count)]
-        self._last = first if self._rule == "turns" else min(order, key=self._loads().__getitem__)
-        return self._last
+        return first if self._rule == "turns" else min(order, key=self._loads().__getitem__)
 
     def _loads(self) -> list[tuple[float, ...]]:
         waiting = [len(server.waiting) + len(inbox) for server, inbox in self._servers]

@@ -96,7 +96,8 @@ class Fleet:
         if together and not hasattr(cost, "lockstep_ns"):
             raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
         if together:
-            ranks = Lockstep(self._env, cast("WaveCost", cost), servers).ranks
+            mixed = scenario.graph_padding == "vllm"
+            ranks = Lockstep(self._env, cast("WaveCost", cost), servers, mixed=mixed).ranks
         devices: Sequence[Device | None] = ranks or [None] * servers
         inboxes = list[Inbox]()
         self.router = Router(self._env, client, inboxes, ahead_ns)

@@ -226,7 +226,7 @@ class _Polls:
         index, arrival_ns = int(self._index[row]), int(self._arrival[row])
         spec = self._find(index)
         assert spec is not None, index
-        of = self._open.get(spec.sample_of.index) if spec.sample_of else None
+        of = self._open.get(spec.sample_of.index, spec.sample_of) if spec.sample_of else None
         if spec.arrival_ns != arrival_ns or of is not spec.sample_of:
             spec = replace(spec, arrival_ns=arrival_ns, sample_of=of)
         self._open[index] = spec

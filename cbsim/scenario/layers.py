@@ -30,7 +30,7 @@ class Indexer(Frozen):
     """
 
     heads: Number  #: Query heads.
-    head_dim: Number  #: Width of such a head, and of a token's key.
+    head_dim: Annotated[Whole, Field(ge=2)]  #: Width of such a head, and of a token's key.
     top_k: Number  #: Tokens that a query attends to, at most.
     key_bytes: Number | None = None
     """Bytes of a token's key in the cache; null: as in vLLM (DeepseekV32IndexerCache) and SGLang (DSATokenToKVPool), 8

@@ -157,8 +157,8 @@ class Scenario(Frozen):
         joined = self.hardware.link_gpus if self.hardware.link_bytes_s else None
         if joined and self.all_gpus > joined and not getattr(self.cost, "link", None):
             bound = f"must be <= hardware.link_gpus ({joined}): what joins more of them is not known"
-            field = "tensor_parallel" if self.ranks == 1 else "data_parallel, times tensor_parallel,"
-            raise complaint(f"got {self.all_gpus}, {bound}", f"cost.{field}")
+            got, field = (gpus, "tensor") if self.ranks == 1 else (f"{self.ranks} x {gpus} GPUs", "data")
+            raise complaint(f"got {got}, {bound}", f"cost.{field}_parallel")
         if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
             bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
@@ -171,8 +171,14 @@ class Scenario(Frozen):
             if not self.model.experts:
                 bound = f"must be 1: {self.model.name} has no experts to share, so its servers do not step together"
                 raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
+            shares, groups = self.all_gpus, getattr(self.cost, "expert_parallel", 1)
+            if self.model.experts % groups or self.model.intermediate % max(1, shares // groups):
+                parts = f"{self.model.experts} experts, {self.model.intermediate} wide"
+                bound = f"must give {shares} GPUs in {groups} groups equal parts of {parts}"
+                raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
             if self.kind.balance(self.scheduler) is None:
-                bound = f"must be 1 with scheduler {self.scheduler.name}, or with KV on the host"
+                host = "KV on the host, by " if self.scheduler.name == "vllm" else ""
+                bound = f"must be 1 with {host}scheduler {self.scheduler.name}"
                 raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
         return self
 

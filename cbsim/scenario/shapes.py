@@ -138,8 +138,9 @@ class ModelShape(Frozen):
             raise complaint(f"got {rule.key_heads}, must divide value_heads ({rule.value_heads})", "linear.key_heads")
         states = self.attention.count("linear")
         if bool(states) != bool(self.linear) or states == len(self.attention):
-            bound = "must be in some layers, beside others, with linear, and in none without"
-            raise complaint(f"got {shown(list(self.attention))}: linear {bound}", "attention")
+            bound = "must have linear and other layers" if self.linear else "must not have linear layers"
+            about = "with" if self.linear else "without"
+            raise complaint(f"got {shown(list(self.attention))}, {bound} {about} model.linear", "attention")
         if (of := self.latent) is not None:
             if not {*self.attention} <= {"full", "linear"}:
                 raise complaint(f"got {shown(list(self.attention))}, must be full with latent", "attention")

@@ -184,6 +184,21 @@ def test_who_gets_a_request(rule: str, running: tuple[int, ...], chosen: list[in
     assert [choose(spec(1000 + at, 1, 1), 0) for at in range(3)] == chosen
 
 
+@pytest.mark.parametrize("name", ["sglang", "trtllm"])
+def test_a_lone_prompt_is_not_computed_by_all(name: str) -> None:
+    """Only steps that decode are graphs there, and are padded to each other: prompts of all take longer than one."""
+    long = {"workload.prompt_tokens": 4000, "workload.output_tokens": 1, "workload.arrivals": {"kind": "at_once"}}
+    runs = [cbsim.run(of(4, {"name": name}), long | {"workload.requests": count}) for count in (1, 4)]
+    one, four = (float(run.summary["makespan_s"]) for run in runs)
+    assert one < 0.8 * four
+
+
+def test_every_sample_is_sent_by_itself() -> None:
+    """As vLLM and SGLang send them."""
+    run = cbsim.run(of(4), {"workload.requests": 4, "workload.samples": 4, "workload.arrivals": {"kind": "at_once"}})
+    assert sorted(run.requests["server"].to_pylist()) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+
+
 def test_prompts_wait_for_those_of_others() -> None:
     """Server 1 has no prompt: those of server 0 wait for 5 waves; then for 2 more waves once it has one; not at all if
     it generates nothing."""
@@ -257,9 +272,10 @@ def plan_of(tokens: int) -> Any:
     [
         ({"cost.data_parallel": 9}, "must be <= hardware.link_gpus"),
         ({"cost.data_parallel": 0}, "must be >= 1"),
+        ({"cost.data_parallel": 5}, "equal parts of 128 experts, 768 wide"),
         ({"model": "llama-3.1-8b"}, "has no experts to share"),
         ({"scheduler.name": "static"}, "must be 1 with scheduler static"),
-        ({"scheduler.preemption_mode": "swap"}, "or with KV on the host"),
+        ({"scheduler.preemption_mode": "swap"}, "must be 1 with KV on the host, by scheduler vllm"),
         ({"cost.compute_efficiency.prefill": 0.5}, "must be 1 with constant efficiencies"),
     ],
 )

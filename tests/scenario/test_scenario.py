@@ -331,7 +331,7 @@ LINEAR = (
             "model.attention=[linear]",
             "model.attention: got \\['linear'\\]: linear must be in some layers, beside others",
         ),
-        ("model.linear=null", "model.attention: got .*: linear must be in some layers, .*, and in none without"),
+        ("model.linear=null", "model.attention: got .*, must not have linear layers without model.linear"),
         ("cost={kind: roofline, tensor_parallel: 4}", "cost.tensor_parallel: got 4, must divide linear.key_heads"),
         ("model.linear.key_heads=4", "model.linear.key_heads: got 4, must divide value_heads \\(6\\)"),
         ("model.linear.rule=mamba", "model.linear.rule: got 'mamba', expected one of gated_delta, kda, mamba2"),
