@@ -329,7 +329,7 @@ LINEAR = (
         ("cost={kind: fitted, base_s: 1}", "model.attention: .* must be full with cost.kind fitted"),
         (
             "model.attention=[linear]",
-            "model.attention: got \\['linear'\\]: linear must be in some layers, beside others",
+            "model.attention: got \\['linear'\\], must have linear and other layers with model.linear",
         ),
         ("model.linear=null", "model.attention: got .*, must not have linear layers without model.linear"),
         ("cost={kind: roofline, tensor_parallel: 4}", "cost.tensor_parallel: got 4, must divide linear.key_heads"),
