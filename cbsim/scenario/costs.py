@@ -389,6 +389,8 @@ class TableSettings(Frozen):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> TableSettings:
+        if self.all_to_all != "allgather" and self.data_parallel == 1:
+            raise complaint(f"got {self.all_to_all}, must be allgather with data_parallel 1", "all_to_all")
         if self.terms is not None and self.engine is None:
             raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
         for field in ("tensor_parallel", "data_parallel"):

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, complaint, shown
+from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, Many, complaint, shown
 
 MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
@@ -280,7 +280,8 @@ def _attention(config: Config, family: Family, layers: int) -> dict[str, Any]:
     is linear.
     """
     part = LINEAR if family.linear else CHUNKED if family.window == CHUNK else SLIDING
-    types = config.data.get("layer_types") or _usual(config, family, layers, part)
+    types = config.data.get("layer_types")
+    types = _usual(config, family, layers, part) if types in (None, []) else types
     if INDEX["heads"] in family.reads and types == ["deepseek_sparse_attention"] * layers:
         return {}
     if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {part, WHOLE}:
@@ -451,7 +452,7 @@ class Fp8(Quantization):
     quant_method: Literal["fp8"]
     fmt: Literal["e4m3", "float8_e4m3fn"] | None = None
     activation_scheme: Literal["dynamic", "static"]
-    weight_block_size: Any = None
+    weight_block_size: Annotated[Many[Literal[128]], Field(min_length=2, max_length=2)] | None = None
 
     @property
     def types(self) -> dict[str, str]:

@@ -272,7 +272,8 @@ def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
         required["enable_chunked_prefill"] = settings.enable_prefix_caching or settings.enable_chunked_prefill
     for name, must in required.items():
         value = getattr(settings, name)
-        require(value == must, name, f"got {value}, must be {must} if layers have {what} (model.attention)")
+        got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
+        require(value == must, name, f"got {got}, must be {bound} if layers have {what} (model.attention)")
     interval = settings.prefix_cache_retention_interval
     for attention in site.attention:
         whole = attention.sight is not Sight.CHUNKED or not attention.span % size
