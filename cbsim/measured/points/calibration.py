@@ -115,18 +115,22 @@ LAYERS = MIXTURE["layer_s"]
 WAIT = Prior(0.1, 0.08, 0.01)  # of servers that answer late: what is in front of the engine differs by card
 
 
-def _late(engine_cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
-    """Return the terms of mixtures of experts on these cards, whose servers answer late."""
+def _late(scopes: Sequence[str], cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
+    """Return the terms of mixtures of experts whose servers answer late: gaps between kernels and large products by the
+    cards or the versions `scopes`, what is in front of the engine by cards.
+    """
     return {
         **_without(MIXTURE, "layer_s", "large_products", FRONT),
         "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4),
-        **_by("layer_s", engine_cards, LAYERS),
-        **_by("large_products", engine_cards, LARGE),
-        **_by(FRONT, engine_cards, WAIT),
+        **_by("layer_s", scopes, LAYERS),
+        **_by("large_products", scopes, LARGE),
+        **_by(FRONT, cards, WAIT),
         **_reduces(*gpus),
     }
 
 
+H200_B200 = ("h200_sxm", "b200_sxm")
+H200_ON = (*H200_B200, "b300_sxm")
 CALIBRATIONS: Mapping[str, Calibration] = {
     "vllm-dense": Calibration(
         "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
@@ -191,31 +195,31 @@ CALIBRATIONS: Mapping[str, Calibration] = {
     "sglang-latent": Calibration(
         "Latent attention with experts on SGLang, H200 and B200: InferenceX's DeepSeek-R1, March 2026, SGLang 0.5.9.",
         "sglang",
-        ("h200_sxm", "b200_sxm"),
+        H200_B200,
         "latent",
-        _late(("h200_sxm", "b200_sxm"), 4, 8),
+        _late(H200_B200, H200_B200, 4, 8),
     ),
     "sglang-linear": Calibration(
         "Linear attention with experts on SGLang, H200, B200, B300: InferenceX's Qwen3.5-397B-A17B, spring 2026.",
         "sglang",
-        ("h200_sxm", "b200_sxm", "b300_sxm"),
+        H200_ON,
         "linear",
-        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 2, 4, 8),
+        _late(("0.5.10.post1", "nightly-dev-20260402-d7256eb6", "0.5.9"), H200_ON, 2, 4, 8),
     ),
     "sglang-sparse": Calibration(
         "Sparse latent attention with experts on SGLang, H200, B200, B300: InferenceX's GLM-5, spring 2026.",
         "sglang",
-        ("h200_sxm", "b200_sxm", "b300_sxm"),
+        H200_ON,
         "sparse",
-        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 8),
+        _late(H200_ON, H200_ON, 8),
     ),
     "trtllm-latent": Calibration(
         "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
         "trtllm",
-        ("h200_sxm", "b200_sxm"),
+        H200_B200,
         "latent",
         {
-            **_late(("h200_sxm", "b200_sxm"), 4, 8),
+            **_late(H200_B200, H200_B200, 4, 8),
             **_by("layer_s", ("1.2.0rc6.post2",), LAYERS),
         },
     ),
@@ -224,7 +228,7 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "vllm",
         ("h200_sxm", *BLACKWELL),
         "latent",
-        _late(("h200_sxm", "b200_sxm", "b300_sxm"), 4, 8),
+        _late(H200_ON, H200_ON, 4, 8),
     ),
     "vllm-windows": Calibration(
         "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",
@@ -241,12 +245,12 @@ CALIBRATIONS: Mapping[str, Calibration] = {
     "trtllm-windows": Calibration(
         "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "trtllm",
-        ("h200_sxm", "b200_sxm"),
+        H200_B200,
         "windows",
         {
             **_without(MIXTURE, "layer_s", "large_products"),
-            **_by("layer_s", ("h200_sxm", "b200_sxm"), LAYER),
-            **_by("large_products", ("h200_sxm", "b200_sxm"), LARGE),
+            **_by("layer_s", H200_B200, LAYER),
+            **_by("large_products", H200_B200, LARGE),
             **_reduces(2, 4, 8),
         },
     ),
