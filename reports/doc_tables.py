@@ -244,6 +244,20 @@ SERVERS = (  # situation, class, terms, whose points, what they do not hold
         "terms by MiniMax-M2.5 in FP8, vLLM 0.16 and 0.18",
         "data-parallel attention",
     ),
+    (
+        "linear attention with experts, SGLang on Blackwell or H200",
+        "linear attention",
+        "sglang-linear",
+        "Qwen3.5-397B-A17B, SGLang 0.5.9 and 0.5.10",
+        "other models",
+    ),
+    (
+        "data-parallel attention with experts, vLLM on B200 or B300",
+        "data-parallel attention",
+        "vllm-ranks",
+        "terms by MiniMax-M2.5 in NVFP4, vLLM 0.19",
+        "TP within a rank",
+    ),
 )
 
 
@@ -252,7 +266,8 @@ def _published() -> Iterator[tuple[str, ...]]:
     for situation, kind, name, servers, left in SERVERS:
         engine = name.partition("-")[0]
         path = f"public_measured/aiconfigurator/{terms.load(name).systems[-1]}"
-        model_s = f"`{{kind: table, path: {path}, engine: {engine}, tensor_parallel: 2, terms: {name}}}`"
+        shared = "data_parallel" if name.endswith("ranks") else "tensor_parallel"
+        model_s = f"`{{kind: table, path: {path}, engine: {engine}, {shared}: 2, terms: {name}}}`"
         of = classes[kind]
         results = (size(of[metric]["mape"]) for metric in ("ttft", "tpot"))
         rests = f"mean of {of['points']} points by InferenceX: {servers}"

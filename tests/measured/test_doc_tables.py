@@ -40,6 +40,9 @@ def test_the_readme_quotes_the_recorded_runs(name: str) -> None:
         ("mixture of experts, vLLM on B200 and B300", "experts, B200 and B300"),
         ("DeepSeek-R1, Kimi-K2.5: vLLM, SGLang, TensorRT-LLM on H200, B200, B300", "latent attention with experts"),
         ("gpt-oss-120b: vLLM, TensorRT-LLM on H100, H200, B200", "gpt-oss"),
+        ("Qwen3.5-397B-A17B: SGLang on H200, B200, B300", "linear attention"),
+        ("GLM-5: SGLang on H200, B200, B300", "sparse latent attention"),
+        ("data-parallel attention: vLLM and TensorRT-LLM on H200, B200, B300", "data-parallel attention"),
         ("servers whose flags are unknown", "flags unknown, no bars"),
     ],
 )
