@@ -59,16 +59,15 @@ class Row(Frozen):
 
     def of(self, point: Point, kind: str) -> bool:
         """True if the row is about the server of a point, whose model is of the family `kind`."""
-        groups = self.groups, point.experts_ranks
-        sizes = (self.users, point.concurrency), (self.gpus, point.gpus), groups
+        kinds = {kind, "ranks"} if point.ranks > 1 else {kind}
+        named = (self.families, kinds), (self.systems, {point.system})
+        alike = (self.backend, point.backend), (self.precision, point.precision), (self.source, point.source)
+        sizes = (self.users, point.concurrency), (self.gpus, point.gpus), (self.groups, point.experts_ranks)
         return (
-            self.backend == point.backend
-            and (not self.families or kind in self.families or ("ranks" in self.families and point.ranks > 1))
-            and (not self.systems or point.system in self.systems)
-            and self.precision in ("", point.precision)
-            and self.since <= point.measured < self.until
-            and self.source in ("", point.source)
+            all(not names or not known.isdisjoint(names) for names, known in named)
+            and all(wanted in ("", known) for wanted, known in alike)
             and all(ends is None or ends[0] <= size <= ends[1] for ends, size in sizes)
+            and self.since <= point.measured < self.until
             and (not self.short or point.prompt == point.output == 1024)
             and (self.of_others or point.inferencex)
         )
