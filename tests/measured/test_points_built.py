@@ -322,6 +322,21 @@ def test_flags_of_servers_with_states(change: dict[str, object], seats: int, sta
     assert made["cost"].get("fused_all_reduce") == fused
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (QWEN | {"precision": "fp8"}, "sglang-linear"),
+        (QWEN | {"model": "zai-org/GLM-5", "precision": "fp8"}, "sglang-sparse"),
+        ({"system": "b200_sxm", "model": "MiniMaxAI/MiniMax-M2.5", "attention_ranks": 4}, "vllm-ranks"),
+        ({"system": "b200_sxm", "model": "MiniMaxAI/MiniMax-M2.5"}, "vllm-experts-b200"),
+        (QWEN | {"backend": "trtllm", "model": "deepseek-ai/DeepSeek-R1", "attention_ranks": 4}, "trtllm-latent"),
+    ],
+)
+def test_the_nearest_terms_are_of_the_servers_kind(change: dict[str, object], name: str) -> None:
+    """Of ranks only by the same engine's, else by those of their model."""
+    assert score._nearest(changed(**change)).name == name
+
+
 def test_drafts_of_qwens_servers_are_told_by_how_experts_are_spread() -> None:
     """Without drafts the script for 4 GPUs spreads experts over all, until April 2026; with them it does not."""
     point = changed(**QWEN, precision="fp8", tensor=4, measured="2026-03-20", experts_ranks=1)
