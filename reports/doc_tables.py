@@ -255,7 +255,7 @@ SERVERS = (  # situation, class, terms, whose points, what they do not hold
         "data-parallel attention with experts, vLLM on B200 or B300",
         "data-parallel attention",
         "vllm-ranks",
-        "terms by MiniMax-M2.5 in NVFP4, vLLM 0.19",
+        "terms by MiniMax-M2.5 in NVFP4, vLLM 0.19; TensorRT-LLM's by its own",
         "TP within a rank",
     ),
 )
