@@ -12,6 +12,7 @@ from support.reference import ran
 
 import cbsim
 from cbsim.policy.captures import CAPTURED
+from cbsim.runs.result import Result
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.costs import RooflineSettings
 
@@ -291,3 +292,31 @@ def test_fragmentation() -> None:
     assert occupancy.tokens == 15728
     assert most == 15728 - 7 * 2048 == 1392
     assert shares.held == pytest.approx(0.204, abs=0.04)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_read_their_weights_in_every_wave_and_wait_for_prompts() -> None:
+    """Our own sum: outside experts DeepSeek-V3 has 15.2 GB in 8 bits, in 61 layers of attention, 3 dense ones and 58
+    shared experts, which every GPU reads in every wave. All end a wave together, so one that decodes waits for prompts.
+    """
+    hidden, heads = 7168, 128
+    latents = hidden * (1536 + 576) + 1536 * heads * 192 + 512 * heads * 256 + heads * 128 * hidden
+    whole = 61 * latents + 3 * 3 * hidden * 18432 + 58 * 3 * hidden * 2048
+    run = cbsim.run("ranks")
+    assert isinstance(run, Result)
+    assert run.summary["requests_by_status"]["length"] == 64
+    steps = run.step_numbers
+    assert len(steps.parts()) == 8
+    busy = steps["rows"] > 0
+    starts, ends, prefill = (steps[name][busy] for name in ("compute_start_ns", "compute_end_ns", "prefill_tokens"))
+    assert (ends - starts).min() / 1e9 > whole / H200_BYTES_S
+    waves: dict[int, list[tuple[int, int]]] = {start: [] for start in starts.tolist()}
+    for start, end, tokens in zip(starts.tolist(), ends.tolist(), prefill.tolist(), strict=True):
+        waves[start].append((end, tokens))
+    assert all(len({end for end, _ in wave}) == 1 for wave in waves.values())
+    times = {start: wave[0][0] - start for start, wave in waves.items()}
+    prompts = [times[start] for start, wave in waves.items() if any(tokens for _, tokens in wave)]
+    decodes = [times[start] for start, wave in waves.items() if not any(tokens for _, tokens in wave)]
+    assert np.median(prompts) > 1.5 * np.median(decodes)
