@@ -1,5 +1,5 @@
 """The files of kernel tables as they lie in a card's folder: their engines and versions, and their rows by values of
-columns. What is damaged is told with its file, line and column.
+columns. Errors of damaged tables name file, line and column.
 """
 
 from __future__ import annotations

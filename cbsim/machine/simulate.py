@@ -111,7 +111,7 @@ class Fleet:
         for rank, server in zip(ranks, self.machines, strict=False):
             if hasattr(server.scheduler, "waves"):
                 server.scheduler.waves = waves = Waves(gate)
-                server.on_plan = partial(_told, waves, rank)
+                server.on_plan = partial(_number_next, waves, rank)
         rule = scenario.kind.balance(scenario.scheduler) or "waiting first"
         self.router.choose = choose or Balance(rule, inboxes, schedulers)
         self.record = Records([server.record for server in self.machines])
@@ -130,8 +130,8 @@ class Fleet:
                 self._env.run()
 
 
-def _told(waves: Waves, rank: Rank, plan: StepPlan) -> None:
-    """Tell the scheduler of a rank the number of the wave that its next step will be part of."""
+def _number_next(waves: Waves, rank: Rank, plan: StepPlan) -> None:
+    """Set the number of the wave that the next step of a rank will be part of, after each of its plans."""
     del plan
     waves.next = rank.next_wave
 

@@ -208,8 +208,8 @@ class Watched:
 
 
 class Waves:
-    """The steps that servers take together, as one of them sees them: `next` is the number of its next one. `prefills`
-    says whether prompts that wait for those of other servers need not wait in a step in which it generates, or not.
+    """The waves, steps that several servers take together, as the scheduler of one sees them: `next` is the number of
+    its next one. `prefills(wave, generates)`: may it compute prompts in that wave, or do they wait for other servers'?
     """
 
     def __init__(self, prefills: Callable[[int, bool], bool]) -> None:

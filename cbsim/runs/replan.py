@@ -64,11 +64,11 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     loop, matched, low, several = scenario.loop.mode, 0, 0, scenario.ranks > 1
     numbers = _waves(run) if several else None
     for server, part in enumerate(reading.servers(run, scenario.ranks)):
-        policy, told = assemble.scheduler(scenario, loop), on_plan
+        policy, on_plans = assemble.scheduler(scenario, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
-            told = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
+            on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
         low += len(part.steps)
-        verdict = _compare(part, policy, depth(loop), workload.find, told)
+        verdict = _compare(part, policy, depth(loop), workload.find, on_plans)
         matched += verdict.matched
         if verdict.difference is not None:
             difference = f"server {server}: {verdict.difference}" if several else verdict.difference

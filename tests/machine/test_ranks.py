@@ -195,8 +195,8 @@ def test_a_lone_prompt_is_not_computed_by_all(name: str) -> None:
 
 def test_every_sample_is_sent_by_itself() -> None:
     """As vLLM and SGLang send them."""
-    run = cbsim.run(of(4), {"workload.requests": 4, "workload.samples": 4, "workload.arrivals": {"kind": "at_once"}})
-    assert sorted(run.requests["server"].to_pylist()) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    run = cbsim.run(of(4), {"workload.requests": 1, "workload.samples": 4, "workload.arrivals": {"kind": "at_once"}})
+    assert sorted(run.requests["server"].to_pylist()) == [0, 1, 2, 3]
 
 
 def test_prompts_wait_for_those_of_others() -> None:
