@@ -1,10 +1,12 @@
-"""The `scheduler` of a scenario: looked up by its name, its settings checked like every other part of the file.
+"""The `scheduler` of a scenario, and the router of a fleet: looked up by name, with settings checked like every other
+part of the file.
 
 A kind's settings are a plain dataclass (policy/kind.py); the pydantic model that checks them is derived from it here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache, reduce
 from operator import or_
@@ -16,86 +18,97 @@ from pydantic_core import core_schema
 from cbsim.errors import in_line
 from cbsim.policy.kind import Settings, SettingsError
 from cbsim.policy.marks import AsText, AtLeast, Below
+from cbsim.routers import registry as routers
 from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, documented, near, shown
-from cbsim.schedulers import registry
-from cbsim.schedulers.registry import Kind, KindError
+from cbsim.schedulers import registry as schedulers
+from cbsim.schedulers.registry import KindError, Registry
 
 
-class BySchedulerName(By):
-    """A mark by which pydantic reads a scheduler's settings from fields or settings, and writes them as fields."""
+class ByName(By):
+    """A mark by which pydantic reads the settings of a kind of a registry from fields or settings, and writes them as
+    fields.
+    """
+
+    def __init__(self, registry: Registry[Any], ours: Mapping[str, Any]) -> None:
+        super().__init__("name")
+        self._registry, self._ours = registry, ours
 
     def member(self, name: str) -> type[Frozen] | None:
         try:
-            return _usable(name)[1]
+            return self._usable(name)[1]
         except KindError:
             return None
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         del union, handler
         writing = core_schema.plain_serializer_function_ser_schema(plain)
-        return core_schema.no_info_plain_validator_function(settings, serialization=writing)
+        return core_schema.no_info_plain_validator_function(self.settings, serialization=writing)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         del schema
-        models = dict.fromkeys(model_of(kind) for kind in kinds().values() if not isinstance(kind, KindError))
+        found = [kind for kind in self.kinds().values() if not isinstance(kind, KindError)]
+        models = dict.fromkeys(self.model_of(kind) for kind in found)
         return handler(core_schema.union_schema([model.__pydantic_core_schema__ for model in models]))
 
+    def kinds(self) -> dict[str, Any]:
+        """Return every kind that has a name, or the error for an installed one that cannot be used."""
+        found: dict[str, Any] = {}
+        for name in self._registry.names():
+            try:
+                found[name] = self._usable(name)[0]
+            except KindError as error:
+                found[name] = error
+        return found
 
-def kinds() -> dict[str, Kind | KindError]:
-    """Return every scheduler that has a name, or the error for an installed one that cannot be used."""
-    found: dict[str, Kind | KindError] = {}
-    for name in registry.names():
+    def settings(self, value: Any) -> Settings:
+        """Return the settings that a part of a scenario describes. Raises PydanticCustomError."""
+        if isinstance(value, Settings):
+            return value
+        if not isinstance(value, dict):
+            known = ", ".join(self._registry.names())
+            raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {known}")
+        kind, model = self._kind(value.get("name"))
+        checked = model.model_validate(value)
         try:
-            found[name] = _usable(name)[0]
+            made: Settings = kind.settings(**{name: getattr(checked, name) for name in type(checked).model_fields})
+            return made
+        except SettingsError as error:
+            raise complaint(str(error), error.field) from None
+        except (Exception, SystemExit) as error:  # a user's own code may raise anything
+            if kind.name in self._ours:
+                raise
+            raise complaint(f"{value['name']} cannot take its settings: {in_line(error)}") from error
+
+    def _usable(self, name: str) -> tuple[Any, type[Frozen]]:
+        kind = self._registry.find(name)
+        try:
+            return kind, self.model_of(kind)
+        except Exception as error:  # no dataclass, an annotation that pydantic does not know or that does not exist
+            problem = f"{name!r} has settings that cannot be checked: {in_line(error)}"
+            raise KindError(problem) from error
+
+    def _kind(self, name: Any) -> tuple[Any, type[Frozen]]:
+        try:
+            if isinstance(name, str):
+                return self._usable(name)
         except KindError as error:
-            found[name] = error
-    return found
+            if name in self._registry.names() or ":" in name:
+                raise complaint(f"got {shown(name)}: {error}", "name") from None
+        known = self._registry.names()
+        if name is None:
+            raise complaint(f"is required: one of {', '.join(known)}", "name")
+        allowed = f"one of {', '.join(known)}, or module:KIND of your own"
+        raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
-
-def settings(value: Any) -> Settings:
-    """Return the settings that a part of a scenario describes. Raises PydanticCustomError."""
-    if isinstance(value, Settings):
-        return value
-    if not isinstance(value, dict):
-        raise complaint(f"got {shown(value)}, expected fields, of which `name` is one of {', '.join(registry.names())}")
-    kind, model = _kind(value.get("name"))
-    checked = model.model_validate(value)
-    try:
-        made: Settings = kind.settings(**{name: getattr(checked, name) for name in type(checked).model_fields})
-        return made
-    except SettingsError as error:
-        raise complaint(str(error), error.field) from None
-    except (Exception, SystemExit) as error:  # a user's own code may raise anything
-        if kind.name in registry.OURS:
-            raise
-        raise complaint(f"{value['name']} cannot take its settings: {in_line(error)}") from error
+    def model_of(self, kind: Any) -> type[Frozen]:
+        """Return the pydantic model that checks the settings of a kind; kinds with the same settings share it."""
+        ours = [name for name, other in self._ours.items() if other.settings is kind.settings]
+        return _model(kind.settings, tuple(ours))
 
 
 def plain(value: Settings) -> dict[str, Any]:
     """Return settings as fields of a file."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _usable(name: str) -> tuple[Kind, type[Frozen]]:
-    kind = registry.find(name)
-    try:
-        return kind, model_of(kind)
-    except Exception as error:  # no dataclass, an annotation that pydantic does not know or that does not exist
-        raise KindError(f"{name!r} has settings that cannot be checked: {in_line(error)}") from error
-
-
-def _kind(name: Any) -> tuple[Kind, type[Frozen]]:
-    try:
-        if isinstance(name, str):
-            return _usable(name)
-    except KindError as error:
-        if name in registry.names() or ":" in name:
-            raise complaint(f"got {shown(name)}: {error}", "name") from None
-    known = registry.names()
-    if name is None:
-        raise complaint(f"is required: one of {', '.join(known)}", "name")
-    allowed = f"one of {', '.join(known)}, or module:KIND of your own"
-    raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
 
 @cache
@@ -111,12 +124,6 @@ def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
                 Field(default, description=texts.get(field.name), validate_default=True),
             )
     return create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
-
-
-def model_of(kind: Kind) -> type[Frozen]:
-    """Return the pydantic model that checks the settings of a kind; kinds with the same settings share it."""
-    ours = [name for name, other in registry.OURS.items() if other.settings is kind.settings]
-    return _model(kind.settings, tuple(ours))  # type: ignore[arg-type]
 
 
 def checked_type(hint: Any) -> Any:
@@ -141,4 +148,7 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, float) else value
 
 
-Scheduler = Annotated[Settings, BySchedulerName("name")]
+SCHEDULERS = ByName(schedulers.SCHEDULERS, schedulers.OURS)
+ROUTERS = ByName(routers.ROUTERS, routers.OURS)
+Scheduler = Annotated[Settings, SCHEDULERS]
+Router = Annotated[Settings, ROUTERS]

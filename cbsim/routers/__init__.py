@@ -1,0 +1,1 @@
+"""The routers: which of several servers gets a request."""
