@@ -123,6 +123,8 @@ def check_model(shape: ModelShape) -> None:
 
 def check_setup(scenario: Scenario, setup: Setup) -> None:
     """Refuse a group of GPUs, since only one computes, and what beam search lacks. Raises UsageError."""
+    if scenario.fleet is not None:
+        raise UsageError(f"fleet: got {scenario.fleet.count} servers, must be null: the engine computes on one device")
     for name, gpus in (("tensor_parallel", scenario.gpus), ("data_parallel", scenario.ranks)):
         if gpus > 1:
             raise UsageError(f"cost.{name}: got {gpus}, must be 1: the engine computes on one device")

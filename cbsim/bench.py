@@ -151,7 +151,7 @@ def measure(name: str) -> dict[str, Any]:
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
         with writer.writing(steps, lambda: token_times(rows, steps)):
-            writer.file("timeline.json.gz", timeline.chrome_trace(steps, (0, 2000), name))
+            writer.file("timeline.json.gz", timeline.chrome_trace([steps], (0, 2000), name))
             summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
         writer.json("summary.json", summary)
         writer.drop_pieces()

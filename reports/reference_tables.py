@@ -72,6 +72,8 @@ def _value(about: Table) -> str:
     if "$ref" in about:
         return "fields"
     if about["type"] == "object":
+        if about["additionalProperties"] is True:
+            return "fields"
         return f"by name: {_value(about['additionalProperties'])}"
     if "prefixItems" in about:
         return f"pair of: {_value(about['prefixItems'][0])}"

@@ -214,6 +214,7 @@ def leaves(summary: Table, path: str = "") -> Iterator[tuple[str, Any]]:
 def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
     moved = {"kv_moves": optional_tables.summarise_transfers(TransferLog(), 1.0)}  # of runs that move KV
+    moved["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
     given = dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
     distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
     assert sorted(listed("Distributions")) == sorted(distributions)

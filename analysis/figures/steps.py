@@ -37,7 +37,7 @@ SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: it
 def budget(scenario: Mapping[str, Any]) -> int | None:
     """Return the query tokens that a step may have, by a resolved scenario; None if unbounded or unreadable."""
     try:
-        return parse(dict(scenario), "the scenario of a run").options("async").limits.tokens
+        return parse(dict(scenario), "the scenario of a run").servers[0].options("async").limits.tokens
     except ScenarioError:
         return None
 

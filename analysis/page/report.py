@@ -16,7 +16,7 @@ from analysis.statistics.sweeps import Sweep
 from cbsim.draw import lane_chart
 from cbsim.draw.chart import Chart
 from cbsim.draw.report import Report, Source, Table, Tile
-from cbsim.metrics.catalogue import METRICS
+from cbsim.metrics.catalogue import METRICS, servers
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
 from cbsim.record.tables import Requests, token_times
@@ -130,7 +130,12 @@ def tables(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Table]:
         if any(value is not None for value in values):
             rows.append((metric.label, *map(metric.shown, values)))
     header = ("", *(run.label for run in runs))
-    return [*made, Table("All numbers", header, rows, "As summary.json of each run has them.")]
+    made.append(Table("All numbers", header, rows, "As summary.json of each run has them."))
+    for run in runs:
+        if "per_server" in run.summary:
+            header, *rows = map(tuple, servers(run.summary))
+            made.append(Table(f"Servers: {run.label}", header, rows, "Shares are of the span of all."))
+    return made
 
 
 def charts(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Chart]:
@@ -165,10 +170,12 @@ def _counted(run: LoadedRun) -> Requests:
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """Draw the steps and requests of runs few enough to be compared side by side."""
     frames = {run.label: run.table.parts()[0] for run in runs}
+    parts = runs[0].table.parts()
+    several = lane_chart.of_servers(parts) if len(runs) == 1 and len(parts) > 1 else {}
     summaries = {run.label: run.summary for run in runs}
     charts = [
         latencies(runs),
-        lane_chart.lanes(frames),
+        lane_chart.lanes(several, at_one_time=True) if several else lane_chart.lanes(frames),
         *([] if always_active(runs) else [steps.gpu_active(frames)]),
         steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
         steps.queues(frames),

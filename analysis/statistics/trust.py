@@ -63,7 +63,8 @@ def _overload(run: LoadedRun) -> str | None:
 def _servers(run: LoadedRun) -> str | None:
     """Report that figures of steps show one of several servers."""
     several = run.summary.get("servers", 1)
-    return f"of {several} servers; figures of steps show the first, numbers are of all." if several > 1 else None
+    shown = "figures of steps show the first, lanes of one run those of the first four, numbers are of all."
+    return f"of {several} servers; {shown}" if several > 1 else None
 
 
 def _near_capacity(run: LoadedRun) -> str | None:

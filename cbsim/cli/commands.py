@@ -20,7 +20,7 @@ from cbsim.scenario import scenario
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_command.run(run_options(arguments), Simulation)
+    return run_command.run(run_options(arguments), partial(Simulation, jobs=arguments.jobs))
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -91,15 +91,17 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def catalogue(_: argparse.Namespace) -> int:
     from cbsim.scenario import catalog, costs, documents
-    from cbsim.scenario.schedulers import kinds
+    from cbsim.scenario.schedulers import ROUTERS, SCHEDULERS
     from cbsim.schedulers.registry import KindError
 
     broken = "(an installed package's; it cannot be used: {})"
     found = {
         n: broken.format(k) if isinstance(k, KindError) else f"{k.about} [{' '.join(s.value for s in k.serves)}]"
-        for n, k in kinds().items()
+        for n, k in SCHEDULERS.kinds().items()
     }
     _section("schedulers [layers that they serve]", found)
+    routers = ROUTERS.kinds().items()
+    _section("routers", {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in routers})
     _section("cost models", costs.models())
     for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})

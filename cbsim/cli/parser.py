@@ -82,11 +82,17 @@ def _schema_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", default=Path("schemas"), help="folder (schemas)")
 
 
-RUN = verb(
+@verb(
     "run",
     "simulate a scenario and write a run directory a loop",
     "8k_b32 --loop async --set workload.requests=16 --check 'gpu_active>=99%'",
 )
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    run_arguments(parser)
+    shown = "processes for servers of a fleet whose router looks at none (1)"
+    parser.add_argument("--jobs", type=many_runs.jobs, default=1, metavar="N", help=shown)
+
+
 LIST = verb("list", "schedulers, cost models, hardware, models, scenarios", "", act="cbsim.cli.commands:catalogue")
 SEARCHED = (
     many_runs.capacity_arguments,
@@ -97,4 +103,4 @@ SEARCHED = (
 RECORDED = (_conformance_arguments, _replan_arguments, _occupancy_arguments, _schema_arguments, LIST(common_options))
 MEASURED = (measured.score_arguments, measured.points_arguments, measured.terms_arguments, measured.tables_arguments)
 SERVED = (sessions.serve_arguments, sessions.drive_arguments, _bench_arguments)
-VERBS = (RUN(run_arguments), _sweep_arguments, *SEARCHED, *RECORDED, *MEASURED, *SERVED)
+VERBS = (_run_arguments, _sweep_arguments, *SEARCHED, *RECORDED, *MEASURED, *SERVED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from cbsim.metrics.terminal import shown
 from cbsim.policy.transfers import Direction
 from cbsim.record.columns import NS
 from cbsim.record.record import LANES, PHASES
-from cbsim.record.tables import Ints, Mask
+from cbsim.record.tables import Ints, Mask, Steps
 
-STEPS_SHOWN = 7
+STEPS_SHOWN, MOST_SERVERS = 7, 4
 ROWS = ("CPU", "H2D", "compute", "D2H")
 HOST_LANES = ("KV out", "KV in")  # transfers to and from the host
 COMPUTE = ROWS.index("compute")
@@ -50,14 +50,18 @@ def lanes(
     as_given: bool = False,
     active: Mapping[str, float] | None = None,
     transfers: Mapping[str, Mapping[str, Any]] | None = None,
+    at_one_time: bool = False,
 ) -> Chart:
     """Draw one panel a run, from its step table; all show as long a time as the first, each from the same step of its
     own: the `window` (first step, number of steps), or steps in the middle of the run, without start-up and tail. Sync
     runs are above async ones unless the order is `as_given`. `active` is the share of the whole run in which the GPU is
-    active; without it titles have that of the part shown. `transfers` are those of KV, by run.
+    active; without it titles have that of the part shown. `transfers` are those of KV, by run. With `at_one_time` all
+    are of one clock, and show the time that the first one shows.
     """
     runs = dict(steps if as_given else sorted(steps.items(), key=lambda item: chart.pipelined(item[1])))
     windows = {label: _window(frame, window) for label, frame in runs.items()}
+    if at_one_time:
+        windows = dict.fromkeys(runs, next(filter(None, windows.values()), None))
     length = next((end - start for start, end in filter(None, windows.values())), 0)
     scale = chart.unit(length / NS)
     rows = (*ROWS, *HOST_LANES) if any(len(table["way"]) for table in (transfers or {}).values()) else ROWS
@@ -79,6 +83,11 @@ def lanes(
     caption = f"CPU phases, copies and kernels of {which}, on one time axis; numbers are steps."
     caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + chart.without(steps)
     return Chart("lanes", "CPU and GPU side by side", caption, panels, share_x=True)
+
+
+def of_servers(parts: Sequence[Steps]) -> dict[str, Steps]:
+    """Return the steps of the first of several servers, by what they are called."""
+    return {f"server {part.server[0]}": part for part in parts[:MOST_SERVERS] if part.server is not None}
 
 
 def _window(steps: Columns, window: tuple[int, int] | None) -> tuple[int, int] | None:

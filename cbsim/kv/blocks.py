@@ -7,7 +7,7 @@ find them, and afterwards only the owner can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from cbsim.kv.free_lists import CachedLast, FreeList, FreeQueue
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockPool", "CachedLast", "FreeList", "FreeQueue", "Replaced"]
 
 Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the block that is there now
+Heard = Callable[[int, bool], None]  # called with a content key, and whether it can be found now or no longer
 
 
 class Lookup:
@@ -62,6 +63,7 @@ class BlockPool:
         self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other block in use has one owner
         self._read: dict[int, None] = {}  # blocks with a key that a transfer reads
         self._last = NEVER_ASKED
+        self._hears: Heard | None = None
 
     @property
     def free(self) -> int:
@@ -349,6 +351,8 @@ class BlockPool:
             self._last = NEVER_ASKED
         self._key_of[block] = key
         self._refs.setdefault(block, 1)
+        if self._hears is not None and key not in self._index:
+            self._hears(key, True)
         entry = self._index.setdefault(key, block)
         if isinstance(entry, dict):
             entry[block] = None
@@ -367,6 +371,8 @@ class BlockPool:
             del entry[block]
         else:
             del self._index[key]
+            if self._hears is not None:
+                self._hears(key, False)
 
     def _acquire(self, block: int) -> None:
         if not self._refs[block]:
@@ -386,6 +392,12 @@ class BlockPool:
         self.cached += 1
         self._last.idle += block in self._last.blocks
         return True
+
+    def watch(self, hears: Heard) -> None:
+        """Let `hears` know of every content key that can be found, now and from now on."""
+        for key in self._index:
+            hears(key, True)
+        self._hears = hears
 
     def free_order(self) -> list[int]:
         """Return the free blocks in the order of their list, for checks against a trace."""

@@ -6,7 +6,9 @@ front. A request owns its new pages until they are inserted in the tree, or free
 
 from __future__ import annotations
 
-from cbsim.kv.blocks import BlockPool
+from functools import partial
+
+from cbsim.kv.blocks import BlockPool, Heard
 from cbsim.kv.free_lists import PageQueue
 from cbsim.kv.radix import Node, RadixKey, RadixTree
 from cbsim.policy.observer import NULL_OBSERVER, Observer
@@ -150,6 +152,17 @@ class RadixPool(BlockPool):
         self.unlock(position.node)
         self._observer.released(request, table)
         return count
+
+    def watch(self, hears: Heard) -> None:
+        for node in self.tree.nodes():
+            self._tell(hears, node, True)
+        self.tree.hears = partial(self._tell, hears)
+
+    def _tell(self, hears: Heard, node: Node, cached: bool) -> None:
+        for page in range(node.start, node.end):
+            content = node.key.page(page, self.block_size)
+            if content >= 0:  # else no other request has it
+                hears((content << 24) + page, cached)
 
     def collect(self) -> None:
         """Collect freed blocks until `put_back`, while a result is processed."""

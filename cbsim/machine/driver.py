@@ -38,6 +38,7 @@ class Machine:
         self.scheduler = scheduler
         self.record = record
         self.on_plan: Callable[[StepPlan], None] | None = None  # called with each plan after its launch
+        self.on_applied: Callable[[StepPlan, int], None] | None = None  # called with each plan applied, and when
         self._cost = cost
         self._graphs = graphs
         self._depth = depth
@@ -180,6 +181,8 @@ class Machine:
             bound = f"must be <= {LONGEST_NS / 1e9:.3g} s, 73 years"
             raise OverflowError(f"simulated time came to {self.now_ns / 1e9:.3g} s, {bound}")
         self.record.applied(effect.plan, effect.outcome, times)
+        if self.on_applied is not None:
+            self.on_applied(effect.plan, self.now_ns)
         for spec, _ in effect.outcome.finished:
             self.inbox.ended(spec, self.now_ns)
 

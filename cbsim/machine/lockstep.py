@@ -11,7 +11,7 @@ Waves are numbered, so that all ranks can prefill in the same ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import simpy
@@ -23,7 +23,7 @@ from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import StepTimes
-from cbsim.runs.inbox import Client, Inbox
+from cbsim.runs.inbox import Inbox
 
 WAITING_WEIGHT = 4
 
@@ -192,50 +192,3 @@ class Gate:
             if self._opens or ready:
                 self._since = wave
         return self._opens
-
-
-class Router:
-    """The client of several servers: `choose` returns who gets a request, those that follow others included, when it is
-    sent, `ahead_ns` before it arrives. The inboxes, which take it for their client, close after the last request.
-    """
-
-    open: Sequence[RequestSpec] = ()
-
-    def __init__(self, env: simpy.Environment, client: Client, inboxes: Sequence[Inbox], ahead_ns: int = 0) -> None:
-        self.cancels, self._env, self._client, self._ahead_ns = client.cancels, env, client, ahead_ns
-        self.choose: Callable[[RequestSpec, int], int] | None = None
-        self.inboxes = inboxes
-        self._left = len(client.open)  # requests that have not arrived, or not ended
-        for spec in client.open:  # first at a tie: before any event of a server
-            self._send(spec)
-
-    def arriving(self) -> Iterator[RequestSpec]:
-        return iter(self.open)
-
-    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Send the requests that follow one that has ended; none is for the same server without a choice."""
-        following = self._client.on_finish(spec, now_ns)
-        self._left += len(following) - 1
-        for follower in following:
-            self._send(follower)
-        if not self._left:
-            self.close()
-        return []
-
-    def _send(self, spec: RequestSpec) -> None:
-        def arrive(_: simpy.Event) -> None:
-            assert self.choose is not None
-            inbox = self.inboxes[self.choose(spec, int(self._env.now))]
-            inbox.put(spec)
-            news, inbox.news = inbox.news, self._env.event()
-            news.succeed()
-
-        arrival = self._env.timeout(max(0, spec.arrival_ns - self._ahead_ns - int(self._env.now)))
-        arrival.callbacks.append(arrive)
-
-    def close(self) -> None:
-        """Let the servers know that nothing arrives any more."""
-        for inbox in self.inboxes:
-            news, inbox.news = inbox.news, None
-            if news is not None:
-                news.succeed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -12,15 +12,17 @@ from cbsim.cost.base import Cost
 from cbsim.errors import ScenarioError
 from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
+from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
-from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, Router, WaveCost
+from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
+from cbsim.machine.separate import Separate
 from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
 from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
-from cbsim.runs.assemble import copies, cost_model, scheduler
+from cbsim.runs.assemble import copies, cost_model, router, scheduler
 from cbsim.runs.inbox import NEVER_NS, Client, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
@@ -31,7 +33,7 @@ VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM doe
 
 
 def machine(
-    scenario: Scenario, loop: str, workload: Workload | Router, cost: Cost | None = None, device: Device | None = None
+    scenario: Scenario, loop: str, workload: Workload | Front, cost: Cost | None = None, device: Device | None = None
 ) -> Machine:
     """Build the simulated server, with an empty record. `cost` and `device`: in place of the scenario's."""
     policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
@@ -75,37 +77,36 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
 
 
 class Fleet:
-    """Several servers of a scenario on one clock, and the client that shares its requests among them: `together`, in
-    lockstep, or each at its own pace. `choose`, if given, returns the server of a request that is sent at a time.
+    """Several servers on one clock, and the client that shares its requests among them: `together`, in lockstep, or
+    each at its own pace. `choose`, if given, returns the server of a request that is sent at a time.
     """
 
     def __init__(
         self,
-        scenario: Scenario,
-        loop: str,
+        servers: Sequence[Scenario],
         client: Client,
-        servers: int,
         *,
         together: bool = True,
         cost: Cost | None = None,
         choose: Callable[[RequestSpec, int], int] | None = None,
         ahead_ns: int = 0,
+        coming: Iterator[RequestSpec] | None = None,
     ) -> None:
-        self._env, cost = simpy.Environment(), cost or cost_model(scenario)
+        self.env, scenario = simpy.Environment(), servers[0]
+        cost = cost or (cost_model(scenario) if together else None)
         ranks: list[Rank] = []
         if together and not hasattr(cost, "lockstep_ns"):
             raise ScenarioError(f"cost.kind: got {scenario.cost.kind!r}, expected table: the servers share experts")
         if together:
             mixed = scenario.graph_padding == "vllm"
-            ranks = Lockstep(self._env, cast("WaveCost", cost), servers, mixed=mixed).ranks
-        devices: Sequence[Device | None] = ranks or [None] * servers
+            ranks = Lockstep(self.env, cast("WaveCost", cost), len(servers), mixed=mixed).ranks
         inboxes = list[Inbox]()
-        self.router = Router(self._env, client, inboxes, ahead_ns)
-        self.machines = [machine(scenario, loop, self.router, cost, device) for device in devices]
+        self.front = Front(self.env, client, inboxes, ahead_ns, coming)
+        self.machines = machines(servers, [self.front] * len(servers), cost, ranks)
         for server in self.machines:
-            server.inbox.news = self._env.event()
+            server.inbox.news = self.env.event()
             inboxes.append(server.inbox)
-        schedulers = [server.scheduler for server in self.machines]
+        self.schedulers = schedulers = [server.scheduler for server in self.machines]
         waits = [getattr(scenario.scheduler, f"attention_dp_{name}_iters", 0) for name in ("timeout", "batching_wait")]
         gate = Gate(schedulers, inboxes, *waits)
         for rank, server in zip(ranks, self.machines, strict=False):
@@ -113,7 +114,7 @@ class Fleet:
                 server.scheduler.waves = waves = Waves(gate)
                 server.on_plan = partial(_number_next, waves, rank)
         rule = scenario.kind.balance(scenario.scheduler) or "waiting first"
-        self.router.choose = choose or Balance(rule, inboxes, schedulers)
+        self.front.choose = choose or Balance(rule, inboxes, schedulers)
         self.record = Records([server.record for server in self.machines])
 
     @property
@@ -122,12 +123,54 @@ class Fleet:
 
     def run(self, on_step: Callable[[int], None] | None = None) -> None:
         """Run all servers to the end of the workload. Raises DeadlockError."""
-        over = [self._env.process(server.run(self._env, on_step)) for server in self.machines]
+        over = [self.env.process(server.run(self.env, on_step)) for server in self.machines]
         with no_collections():
-            self._env.run()
+            self.env.run()
             if any(process.is_alive for process in over):  # a server waits for requests that cannot help it
-                self.router.close()
-                self._env.run()
+                self.front.close()
+                self.env.run()
+
+
+def alone(scenario: Scenario, workload: Workload, costs: dict[int, Cost]) -> Machine:
+    """Build a server that no other one is beside; `costs` are the cost models that there are, by scenario."""
+    if id(scenario) not in costs:
+        costs[id(scenario)] = cost_model(scenario)
+    return machine(scenario, scenario.loop.mode, workload, costs[id(scenario)])
+
+
+def machines(
+    servers: Sequence[Scenario],
+    clients: Sequence[Workload | Front],
+    cost: Cost | None = None,
+    devices: Sequence[Device] = (),
+) -> list[Machine]:
+    """Build a server of each scenario, with a cost model for each different one or the one that is given."""
+    costs = {id(each): cost for each in servers} if cost else {id(each): cost_model(each) for each in servers}
+    on = [*devices, *[None] * (len(servers) - len(devices))]
+    each = zip(servers, clients, on, strict=True)
+    return [machine(one, one.loop.mode, client, costs[id(one)], device) for one, client, device in each]
+
+
+def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Separate:
+    """Build the servers of a scenario's fleet behind its router: to be simulated one by one, or in `jobs` processes, if
+    the router is blind and no request follows the end of another.
+    """
+    fleet = scenario.fleet
+    assert fleet is not None
+    servers = scenario.servers
+    made, blind = router(scenario)
+    if blind:
+        choose = Blind(made, len(servers))
+        if workload.follow is None:
+            return Separate(servers, workload, choose, alone, run, jobs)
+        return Fleet(servers, workload, together=False, choose=choose)
+    several = Fleet(servers, workload, together=False, coming=workload.arriving())
+    signals = fleet.signals
+    ages = round(signals.metrics_s * NS), round(signals.events_s * NS)
+    choice = Choice(several.env, made, several.machines, *ages)
+    several.front.choose, several.front.ended = choice, choice.ended
+    choice.scrape_while(several.front)
+    return several
 
 
 def _number_next(waves: Waves, rank: Rank, plan: StepPlan) -> None:
@@ -137,15 +180,29 @@ def _number_next(waves: Waves, rank: Rank, plan: StepPlan) -> None:
 
 
 class Simulation:
-    """A server whose clock is simulated, or several that step together."""
+    """A server whose clock is simulated, or several: that step together, or behind a router."""
 
     measured = False
 
-    def __init__(self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None) -> None:
-        self._fleet = Fleet(scenario, loop, workload, scenario.ranks, cost=cost) if scenario.ranks > 1 else None
-        self.machine = self._fleet.machines[0] if self._fleet else machine(scenario, loop, workload, cost)
+    def __init__(
+        self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None, jobs: int = 1
+    ) -> None:
+        self._fleet: Fleet | Separate | None = None
+        if scenario.fleet is not None:
+            self._fleet = routed(scenario, workload, jobs)
+        elif scenario.ranks > 1:
+            self._fleet = Fleet([scenario] * scenario.ranks, workload, cost=cost)
+        self._machine = None if self._fleet else machine(scenario, loop, workload, cost)
         self.record: Record | Records = self._fleet.record if self._fleet else self.machine.record
         self.facts: Mapping[str, object] = {"device": SIMULATED}
+
+    @property
+    def machine(self) -> Machine:
+        """The server, or the first of several on one clock."""
+        if isinstance(self._fleet, Fleet):
+            return self._fleet.machines[0]
+        assert self._machine is not None
+        return self._machine
 
     @property
     def now_ns(self) -> int:

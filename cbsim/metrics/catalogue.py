@@ -138,6 +138,11 @@ _AFTER = (
            "preemption, and were lost: those of swapped requests are not", listed=True),
     Metric("wasted_rows", "rows", LESS, "wasted rows",
            "rows whose request had ended or been reset while they were in flight", listed=True),
+    Metric("imbalance.tokens", "ratio", LESS, "tokens, most over mean", "prompt tokens of requests that are done and "
+           "output tokens of the server of a fleet that has most, over the mean of all servers", listed=True,
+           style=REAL),
+    Metric("imbalance.gpu_active", "ratio", LESS, "GPU active, most over mean", "`gpu_active` likewise", listed=True,
+           style=REAL),
     *(Metric(f"requests_by_status.{status}", "requests", 0 if status in ("length", "stop") else LESS,
              f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
     Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),
@@ -172,6 +177,27 @@ def metric(name: str) -> Metric:
 
 def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in flat(summary).items() if name in METRICS and isinstance(value, int | float)}
+
+
+OF_A_SERVER = (
+    *("requests", "input_tokens", "output_tokens", "gpu_active", "kv_utilisation.max", "prefix_hit_rate"),
+    *("ttft_s.p50", "ttft_s.p99", "tpot_s.p50"),
+)
+MOST_LISTED = 64  # servers
+
+
+def servers(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Return a table of the servers of a fleet, its header first."""
+    found = [METRICS[name] for name in OF_A_SERVER]
+    header = ["server", "pool", "GPUs", *(each.label for each in found)]
+    rows = [
+        [
+            *(str(server[name]) for name in ("server", "pool", "gpus")),
+            *(each.shown(lookup(server, each.name)) for each in found),
+        ]
+        for server in summary["per_server"][:MOST_LISTED]
+    ]
+    return [header, *rows]
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

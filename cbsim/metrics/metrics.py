@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -58,19 +59,23 @@ def summarise(
     *,
     total_blocks: int,
     servers: int = 1,
+    fleet: Sequence[Mapping[str, Any]] = (),
     slo: Mapping[str, float] | None = None,
     price_usd_hour: float | None = None,
     window_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds. Latencies and SLOs are those of requests
     arriving in `window_s`, everything else is the whole run's. The summary names the window, null for an open end.
-    `total_blocks` are those of each of `servers`; shares of the span are means over them.
+    `total_blocks` are those of each of `servers`; shares of the span are means over them. The servers of a `fleet` have
+    `pool`, `gpus` and `total_blocks` of their own: `per_server` of the summary repeats them.
     """
     table = RequestTable.of(rows)
     start = int(table.numbers("arrival_ns").min()) if len(table) else 0
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
     span_ns, counted_ns = end - start, float(end - start)
-    machine = _machine(steps, span_ns, total_blocks, servers)  # before the requests' columns are in memory
+    servers = len(fleet) or servers
+    shapes = [(each["total_blocks"], each["gpus"]) for each in fleet] or [(total_blocks, 1)] * servers
+    machine = _machine(steps, span_ns, shapes)  # before the requests' columns are in memory
     requests = counted = token_times(table, steps)
     if window_s is not None:
         low, high = (edge * NS for edge in window_s)
@@ -92,7 +97,46 @@ def summarise(
         summary["slo"] = attainment(counted, slo, counted_ns / NS)
     if price_usd_hour is not None:
         summary["cost"] = _price(summary, price_usd_hour)
+    if fleet:
+        summary["per_server"] = _per_server(requests, counted, steps, span_ns, fleet)
+        summary["imbalance"] = _imbalance(summary["per_server"])
     return summary
+
+
+def _per_server(
+    requests: Requests, counted: Requests, steps: Steps, span_ns: int, fleet: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the numbers of each server: shares are of the span of all."""
+    numbers, low = list[dict[str, Any]](), 0
+    for server, (facts, high) in enumerate(zip(fleet, steps.ends(len(fleet)), strict=True)):
+        mine, within = (
+            token_times(table.rows(table.numbers("server") == server), steps) for table in (requests.rows, counted.rows)
+        )
+        part = steps if len(fleet) == 1 else Steps(steps.window(low, high).table)
+        low = high
+        latency, waste = latencies(within), _waste(mine, part)
+        numbers.append(
+            {
+                "server": server,
+                **{name: facts[name] for name in ("pool", "gpus", "total_blocks")},
+                "requests": len(mine.rows),
+                "steps": len(part),
+                **{name: value for name, value in _throughput(mine, part, 0).items() if name.endswith("put_tokens")},
+                **_machine(part, span_ns, [(facts["total_blocks"], 1)]),
+                **{name: waste[name] for name in ("preemptions", "prefix_hit_tokens", "prefix_hit_rate")},
+                **{name: distribution(latency[name]) for name in ("ttft_s", "tpot_s")},
+            }
+        )
+    return numbers
+
+
+def _imbalance(servers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the largest value of a server over the mean of all; 1 if all are 0."""
+    of = {
+        "tokens": [each["input_tokens"] + each["output_tokens"] for each in servers],
+        "gpu_active": [each["gpu_active"] for each in servers],
+    }
+    return {name: max(each) / fmean(each) if any(each) else 1.0 for name, each in of.items()}
 
 
 def named_window(window_s: tuple[float, float] | None) -> list[float | None] | None:
@@ -171,23 +215,32 @@ def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, An
     }
 
 
-def _machine(steps: Steps, span_ns: int, total_blocks: int, servers: int) -> dict[str, Any]:
-    """Return shares of the span, means over servers. KV use lasts until the next plan, or the end of the last step."""
+def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return shares of the span, means over servers, of which each has so many (blocks, GPUs); those of the GPU are
+    means over GPUs. KV use lasts until the next plan, or the end of the last step.
+    """
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    all_ns, parts = span_ns * servers, steps.parts()
+    servers, parts = len(shapes), steps.parts()
+    all_ns, gpus = span_ns * servers, [gpus for _, gpus in shapes]
     phases = {name: int(steps.lane(name).sum()) / all_ns for name in PHASES}
     compute, ran = steps.lane("compute"), steps["rows"] > 0
     return {
-        "gpu_active": int(compute.sum()) / all_ns,
+        "gpu_active": sum(int(part.lane("compute").sum()) * gpus[number] for part, number in _numbered(parts))
+        / (span_ns * sum(gpus)),
         "bubble_s": sum(_idle_ns(part, np.flatnonzero(part["rows"] > 0)) for part in parts) / servers / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
         "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
-        **_held(steps, span_ns, total_blocks, servers),
+        **_held(steps, parts, span_ns, [blocks for blocks, _ in shapes]),
     }
+
+
+def _numbered(parts: Sequence[Steps]) -> list[tuple[Steps, int]]:
+    """Return the steps of each server with its number."""
+    return [(part, 0 if part.server is None else int(part.server[0])) for part in parts]
 
 
 def _lasted_ns(steps: Steps) -> Ints:
@@ -196,14 +249,17 @@ def _lasted_ns(steps: Steps) -> Ints:
     return lasted
 
 
-def _held(steps: Steps, span_ns: int, total_blocks: int, servers: int) -> dict[str, Any]:
+def _held(steps: Steps, parts: Sequence[Steps], span_ns: int, blocks: Sequence[int]) -> dict[str, Any]:
     """Return time averages of what lasts from one plan of a server to the next: blocks in use, the mean over servers,
     and waiting requests of all.
     """
-    lasted = np.concatenate([_lasted_ns(part) for part in steps.parts()])
-    used = steps["used_blocks"] / max(total_blocks, 1)
+    lasted = np.concatenate([_lasted_ns(part) for part in parts])
+    total: Any = max(blocks[0], 1)
+    if len(set(blocks)) > 1:
+        total = np.concatenate([np.full(len(part), blocks[number]) for part, number in _numbered(parts)])
+    used = steps["used_blocks"] / total
     return {
-        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * servers), "max": float(used.max())},
+        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * len(blocks)), "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
 

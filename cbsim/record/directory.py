@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -33,13 +32,16 @@ from cbsim.record.tables import (
     RUNS,
     TEXTS,
     Ints,
+    Kept,
     Requests,
     RequestTable,
     Steps,
     StepsOnDisk,
+    joined_requests,
     read_requests,
     read_steps,
     request_table,
+    step_table,
     times,
 )
 
@@ -173,25 +175,19 @@ def write_whole(path: Path, content: Content) -> None:
 
 
 def contents(record: Record | Records) -> tuple[RequestTable, Steps]:
-    """Return both tables of a record, not copied: nothing may be recorded afterwards. Of several servers, the steps of
-    each follow those of the one before, and are numbered so.
+    """Return both tables of a record, not copied: nothing may be recorded afterwards. Those of several servers are
+    joined.
     """
-    if isinstance(record, Records):
-        parts = [Steps.of(each) for each in record.records]
-        table, counts = np.concatenate([part.table for part in parts]), [len(part) for part in parts]
-        table[:, STEP_COLUMNS.index("step")] = np.arange(len(table))
-        rows = [
-            row._replace(
-                server=server,
-                first_step=row.first_step + (before if row.first_step >= 0 else 0),
-                token_runs=[number + before * (at % 2 == 0) for at, number in enumerate(row.token_runs)],
-            )
-            for server, (each, before) in enumerate(zip(record.records, accumulate(counts, initial=0), strict=False))
-            for row in each.requests()
-        ]
-        return RequestTable.of(sorted(rows)), Steps(table, np.repeat(np.arange(len(parts)), counts))
-    steps = Steps(np.frombuffer(record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-    return RequestTable.of(record.requests()), steps
+    if isinstance(record, Record):
+        return RequestTable.of(record.requests()), Steps(step_table(record.steps))
+    parts = [each if isinstance(each, Kept) else Kept.of(cast("Record", each)) for each in record.records]
+    tables = [step_table(part.steps) for part in parts]
+    if len(parts) == 1:
+        return parts[0].requests, Steps(tables[0])
+    joined = np.concatenate(tables)
+    joined[:, STEP_COLUMNS.index("step")] = np.arange(len(joined))
+    requests = joined_requests([part.requests for part in parts], record.firsts)
+    return requests, Steps(joined, np.repeat(np.arange(len(parts)), [len(table) for table in tables]))
 
 
 def step_declared(steps: Steps) -> Sequence[Column]:
@@ -244,7 +240,7 @@ class Pieces:
         if not self._count:
             writer.json(TERMS, self._terms)
         if steps:
-            table = Steps(np.frombuffer(steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+            table = Steps(step_table(steps))
             writer.steps(table, f"{STEP_PIECES}/{name}")
             self._steps += len(table)
         values = recorded_columns(RequestTable.of(rows))

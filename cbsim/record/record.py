@@ -9,6 +9,7 @@ it then keeps only the running and waiting requests, and the steps since the las
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
@@ -291,15 +292,63 @@ class Record:
         return [number for first, count in within if count > 0 for number in (first, count)]
 
 
+class Part(Protocol):
+    """What a server of several leaves behind: its record, or its tables once it is over (tables.Kept)."""
+
+    @property
+    def total_blocks(self) -> int: ...
+    @property
+    def steps(self) -> bytearray: ...
+    @property
+    def transfers(self) -> TransferLog: ...
+    @property
+    def parents(self) -> array[int]: ...
+    @property
+    def step_count(self) -> int: ...
+    @property
+    def finished_count(self) -> int: ...
+    @property
+    def sampled_tokens(self) -> int: ...
+
+
 class Records:
-    """The records of several servers of one kind, each with its own steps, which are joined when the run is over.
-    `total_blocks` is the size of one cache. None of them moves KV or searches with beams.
+    """The records of several servers, each with its own steps, which are joined when the run is over: the steps of each
+    follow those of the one before, and are numbered so. `total_blocks` is the size of the largest cache.
     """
 
-    def __init__(self, records: list[Record]) -> None:
-        self.records = records
-        self.total_blocks = records[0].total_blocks
-        self.transfers, self.parents = TransferLog(), array("q")
+    def __init__(self, records: Sequence[Part]) -> None:
+        self.records = list(records)
+        self.total_blocks = max([record.total_blocks for record in records])
+
+    @property
+    def firsts(self) -> list[int]:
+        """The number of each server's first step."""
+        counts = [record.step_count for record in self.records]
+        return [sum(counts[:server]) for server in range(len(counts))]
+
+    @property
+    def transfers(self) -> TransferLog:
+        """The transfers of all, with their steps as joined."""
+        joined = TransferLog()
+        for record, first in zip(self.records, self.firsts, strict=True):
+            rows = array("q", record.transfers.rows)
+            for at in range(0, len(rows), len(columns.MOVES)):
+                rows[at] += first
+                if rows[at + len(columns.MOVES) - 1] != UNREPORTED:
+                    rows[at + len(columns.MOVES) - 1] += first
+            joined.rows.extend(rows)
+        return joined
+
+    @property
+    def parents(self) -> array[int]:
+        """The beams of all, with their steps as joined."""
+        joined = array("q")
+        for record, first in zip(self.records, self.firsts, strict=True):
+            rows = array("q", record.parents)
+            for at in range(0, len(rows), len(columns.PARENTS)):
+                rows[at] += first
+            joined.extend(rows)
+        return joined
 
     @property
     def step_count(self) -> int:

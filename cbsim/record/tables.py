@@ -7,6 +7,7 @@ millions of steps takes the memory of the few columns that are used together.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 from cbsim.errors import RunError
 from cbsim.record import columns, parquet
 from cbsim.record.parquet import TableError, TableFiles
-from cbsim.record.record import STATUSES, STEP_COLUMNS, Record, RequestRow
+from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, TransferLog
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -45,7 +46,7 @@ class Steps:
     @classmethod
     def of(cls, record: Record) -> Steps:
         """Return the steps of a record until now, copied."""
-        return cls(np.frombuffer(bytes(record.steps), dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
+        return cls(step_table(bytes(record.steps)))
 
     @property
     def table(self) -> Ints:
@@ -70,15 +71,20 @@ class Steps:
         return ends
 
     def parts(self) -> list[Steps]:
-        """Return the steps of each server that has any."""
+        """Return the steps of each server that has any; if none has, those of one."""
         if self.server is None:
             return [self]
         ends = sorted(set(self.ends(int(self.server.max(initial=0)) + 1)))
-        return [self.window(low, high) for low, high in pairwise([0, *ends]) if high > low]
+        return [self.window(low, high) for low, high in pairwise([0, *ends]) if high > low] or [self]
 
     def lane(self, name: str) -> Ints:
         """Return the busy nanoseconds of a lane or phase, step by step."""
         return self[f"{name}_end_ns"] - self[f"{name}_start_ns"]
+
+
+def step_table(steps: bytes | bytearray) -> Ints:
+    """Return the packed steps of a record as a table, not copied."""
+    return np.frombuffer(steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
 
 
 class RequestTable(Sequence[RequestRow]):
@@ -158,6 +164,50 @@ class RequestTable(Sequence[RequestRow]):
         return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def joined_requests(tables: Sequence[RequestTable], firsts: Sequence[int]) -> RequestTable:
+    """Return the requests of several servers in order of index. `firsts` are the numbers of the servers' first steps
+    where their step tables are joined.
+    """
+    numbers = {name: np.concatenate([table.numbers(name) for table in tables]) for name in NUMBERS}
+    numbers["server"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    shift = np.asarray(firsts)[numbers["server"]]
+    numbers["first_step"] += np.where(numbers["first_step"] >= 0, shift, 0)
+    texts = {name: pa.concat_arrays([table.texts(name) for table in tables]) for name in TEXTS}
+    lengths = np.concatenate([table.lengths for table in tables])
+    runs = np.concatenate([table.runs for table in tables])
+    runs[::2] += np.repeat(shift, lengths // 2)
+    joined = RequestTable(numbers.__getitem__, texts.__getitem__, lengths, runs)
+    return joined.rows(np.argsort(numbers["index"], kind="stable"))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The record of a server that is over, as its tables, which take less memory."""
+
+    total_blocks: int
+    steps: bytearray
+    requests: RequestTable
+    moves: array[int]
+    parents: array[int]
+    finished_count: int
+    sampled_tokens: int
+
+    @classmethod
+    def of(cls, record: Record) -> Kept:
+        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
+        return cls(record.total_blocks, *tables, record.finished_count, record.sampled_tokens)
+
+    @property
+    def step_count(self) -> int:
+        return len(self.steps) // STEP_BYTES
+
+    @property
+    def transfers(self) -> TransferLog:
+        log = TransferLog()
+        log.rows = self.moves
+        return log
 
 
 @dataclass(frozen=True)

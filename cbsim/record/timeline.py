@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,29 @@ import numpy as np
 from cbsim.record.record import LANES, PHASES
 from cbsim.record.tables import Ints, Steps
 
+MOST_SERVERS = 8  # whose steps a trace has
 TRANSFER_LANES = ("kv copy", "kv out", "kv in")  # by direction
 TRANSFER_DETAILS = ("step", "request", "job", "blocks")
 DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_tokens", "running", "waiting")
 
 
 def chrome_trace(
-    steps: Steps, window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None = None
+    servers: Sequence[Steps], window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None = None
 ) -> bytes:
-    """Return gzipped JSON of steps window[0]:window[1], and of the transfers that their plans list. Times are
-    microseconds, as the format requires.
+    """Return gzipped JSON of steps window[0]:window[1] of each server, and of the transfers that their plans list. A
+    server is a process. Times are microseconds, as the format requires.
     """
+    events = list[dict[str, Any]]()
+    for pid, steps in enumerate(servers[:MOST_SERVERS], 1):
+        whose = f"{title} server {steps.server[0]}" if steps.server is not None and len(servers) > 1 else title
+        events += [event | {"pid": pid} for event in _server_events(steps, window, whose, transfers)]
+    document = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    return gzip.compress(document.encode(), compresslevel=6, mtime=0)
+
+
+def _server_events(
+    steps: Steps, window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None
+) -> list[dict[str, Any]]:
     shown = steps.window(*window)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for tid, lane in enumerate(("cpu", *LANES, *(TRANSFER_LANES if transfers and len(transfers["way"]) else ()))):
@@ -39,9 +51,9 @@ def chrome_trace(
                 continue
             more = {key: values[i] for key, values in details.items()} if name == "compute" else {}
             events.append(_event(tid, name, starts[i], ends[i], {"step": step, **more}))
-    events += _transfer_events(transfers, window) if transfers else []
-    document = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    return gzip.compress(document.encode(), compresslevel=6, mtime=0)
+    if transfers and numbers:
+        events += _transfer_events(transfers, (numbers[0], numbers[-1] + 1))
+    return events
 
 
 def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> Iterator[dict[str, Any]]:

@@ -7,12 +7,16 @@ scheduler is checked (guard.py). Ours are tested and compared with recorded trac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import cast
 
 from cbsim.cost.base import Copies, Cost
 from cbsim.policy.groups import LayerGroup, page_layers
 from cbsim.policy.loop import Scheduler
+from cbsim.routers import base
+from cbsim.routers import registry as routers
+from cbsim.routers.base import Router
 from cbsim.runs.guard import Guarded
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
@@ -26,6 +30,16 @@ def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     if name in registry.OURS:
         return kind.make(options)
     return cast("Scheduler", Guarded(lambda: kind.make(options), name))
+
+
+def router(scenario: Scenario) -> tuple[Router, bool]:
+    """Build a fresh router of a scenario's fleet, and say whether it is blind. Raises RouterError."""
+    fleet = scenario.fleet
+    assert fleet is not None
+    name = fleet.router.name
+    kind = routers.ROUTERS.find(name)
+    make = partial(kind.make, fleet.router, fleet.count, scenario.seed)
+    return make() if name in routers.OURS else base.Guarded(make, name), kind.blind
 
 
 def cost_model(scenario: Scenario) -> Cost:

@@ -86,8 +86,8 @@ class Occupancy(NamedTuple):
 
 def of(run: Run, scenario: Scenario, workload: Workload) -> Occupancy:
     """Return the occupancy of a run of this scenario. Raises RunError, also if its plans cannot be derived again."""
-    if scenario.ranks > 1:
-        raise RunError(f"{run.path}: has {scenario.ranks} servers; the use of a cache is derived of one only")
+    if (count := len(scenario.servers) * scenario.ranks) > 1:
+        raise RunError(f"{run.path}: has {count} servers; the use of a cache is derived of one only")
     watch = _Watch(run)
     verdict = replan.derived(run, scenario, workload, watch.look)
     if verdict.difference is not None:

@@ -25,7 +25,7 @@ from cbsim.record.optional_tables import Files
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import RequestTable, Steps
 from cbsim.scenario import documents
-from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, shown
+from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, Form, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _check_numbers(file: Path, run: Run) -> None:
     bounds, price = lookup(summary, "slo.bounds"), lookup(summary, "cost.price_usd_hour")
     counted = {
         "total_blocks": summary["total_blocks"],
-        "servers": summary.get("servers", 1),
+        **({"fleet": summary["per_server"]} if "per_server" in summary else {"servers": summary.get("servers", 1)}),
         "slo": bounds,
         "price_usd_hour": price,
     }
@@ -195,6 +195,14 @@ def optional(kind: Kind) -> Kind:
     return kind._replace(needed=False)
 
 
+class _Server(Form):
+    """A server of a fleet, as far as its summary is computed with it."""
+
+    pool: str
+    gpus: Annotated[int, Field(ge=1, le=LARGEST_WHOLE)]
+    total_blocks: Annotated[int, Field(ge=0, le=LARGEST_WHOLE)]
+
+
 _Number = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL)]
 TEXT, FLAG = Kind("text", str), Kind("true or false", bool)
 WHOLE = Kind(f"a whole number from 0 to {LARGEST_WHOLE:,}", Annotated[int, Field(ge=0, le=LARGEST_WHOLE)])
@@ -204,10 +212,12 @@ NUMBERS = Kind(f"names with numbers up to {LARGEST_REAL:g}", dict[str, _Number])
 FIELDS, LIST = Kind("fields", dict[str, Any]), Kind("a list", list[Any])
 SLO_BOUNDS = Kind("bounds of ttft_s, tpot_s or e2e_s", dict[Literal["ttft_s", "tpot_s", "e2e_s"], _Number])
 LOOP = Kind("sync or async", Literal["sync", "async"])
+SERVERS = Kind("a list of servers with pool, gpus and total_blocks", list[_Server])
 WINDOW = Kind("a list of two numbers or nulls", Annotated[list[_Number | None], Field(min_length=2, max_length=2)])
 SUMMARY = (
     {metric: optional(AMOUNT) for metric in METRICS}
     | {"makespan_s": AMOUNT, "gpu_active": AMOUNT, "preemptions": WHOLE, "servers": optional(WHOLE)}
+    | {"per_server": optional(SERVERS)}
     | {"name": TEXT, "question": TEXT, "loop": LOOP, "complete": FLAG, "percentile_method": TEXT, "total_blocks": WHOLE}
     | {"window_s": optional(WINDOW), "requests": WHOLE, "steps": WHOLE, "requests_by_status": NUMBERS}
     | {metric: AMOUNT for metric in SINGLE if "." not in metric and metric.endswith("_per_s")}

@@ -61,14 +61,16 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
     _check_requests(run, workload)
-    loop, matched, low, several = scenario.loop.mode, 0, 0, scenario.ranks > 1
-    numbers = _waves(run) if several else None
-    for server, part in enumerate(reading.servers(run, scenario.ranks)):
-        policy, on_plans = assemble.scheduler(scenario, loop), on_plan
+    servers = scenario.servers * scenario.ranks
+    matched, low, several = 0, 0, len(servers) > 1
+    numbers = _waves(run) if scenario.ranks > 1 else None
+    for server, (its, part) in enumerate(zip(servers, reading.servers(run, len(servers)), strict=True)):
+        loop = its.loop.mode
+        policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
+        verdict = _compare(part, policy, depth(loop), workload.find, on_plans, low)
         low += len(part.steps)
-        verdict = _compare(part, policy, depth(loop), workload.find, on_plans)
         matched += verdict.matched
         if verdict.difference is not None:
             difference = f"server {server}: {verdict.difference}" if several else verdict.difference
@@ -116,7 +118,9 @@ def _compare(
     steps_in_flight: int,
     find: Find,
     on_plan: OnPlan | None = None,
+    first: int = 0,
 ) -> Replanned:
+    """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run."""
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
@@ -142,9 +146,9 @@ def _compare(
             polls.over(effect.plan.changes.ended)
             step += 1
         elif isinstance(effect, Await):
-            done = effect.plan.step
-            pairs = polls.pairs(parents.get(done, ()))
-            result = StepResult(polls.stopped(done), moved=moved.get(done, ()), parents=pairs)
+            done, joined = effect.plan.step, first + effect.plan.step
+            pairs = polls.pairs(parents.get(joined, ()))
+            result = StepResult(polls.stopped(done), moved=moved.get(joined, ()), parents=pairs)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 
 
@@ -202,7 +206,7 @@ class _Polls:
         arrivals = [self._come(row) for row in self._arrivals.at(self._poll)]
         cancels = self._known(self._cancels.at(self._poll))
         self._waits -= wait and not arrivals and not cancels
-        if self._waits < 0:
+        if self._waits < 0 and self._poll < self._last:
             reached = f"before poll {self._last:,} that no run gets there"
             problem = f"no request arrives or is cancelled for so long {reached}"
             raise RunError(f"{self._file}: {problem}", file=self._file)

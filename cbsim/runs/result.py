@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cbsim.draw.lane_chart import lanes
+from cbsim.draw.lane_chart import lanes, of_servers
 from cbsim.draw.render import Picture
 from cbsim.errors import RunError
 from cbsim.files import access
 from cbsim.metrics import catalogue, checks, coverage, metrics
 from cbsim.metrics.checks import Verdict
+from cbsim.metrics.terminal import aligned
 from cbsim.policy.request import Finish
 from cbsim.record import directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
@@ -73,6 +74,14 @@ class Result(Printed):
         return str(self.summary["loop"])
 
     @property
+    def first(self) -> tuple[Scenario, Steps, int]:
+        """The scenario, the steps, and the blocks of the first server that has any steps."""
+        steps, fleet = self.step_numbers.parts()[0], self.scenario.fleet is not None
+        number = int(steps.server[0]) if fleet and steps.server is not None and len(steps) else 0
+        blocks = self.summary["per_server"][number]["total_blocks"] if fleet else self.summary["total_blocks"]
+        return self.scenario.servers[number], steps, int(blocks)
+
+    @property
     def folder(self) -> Path:
         """The run directory. Raises RunError if it was never written."""
         if self.path is None:
@@ -91,13 +100,18 @@ class Result(Printed):
 
     @property
     def warnings(self) -> list[str]:
-        """The ways in which a simulated run leaves the range that its cost model was calibrated on."""
-        return [] if self.measured else coverage.warnings(self.scenario.model_dump(mode="json"), self.step_numbers)
+        """The ways in which a simulated run, of a fleet the first server, leaves the range that its cost model was
+        calibrated on.
+        """
+        server, steps, _ = self.first
+        table = self.step_numbers if self.scenario.fleet is None else steps
+        return [] if self.measured else coverage.warnings(server.model_dump(mode="json"), table)
 
     @property
     def binding(self) -> list[str]:
         """The resources that limit the run, the first of its servers, with a remedy: a sentence or two."""
-        return _binding(self.scenario, self.loop, self.step_numbers.parts()[0], self._times)
+        server, steps, _ = self.first
+        return _binding(server, server.loop.mode, steps, self._times)
 
     @property
     def overload(self) -> str | None:
@@ -177,7 +191,7 @@ class Result(Printed):
             writer.json("env.json", self.environment)
             with writer.writing(self.step_numbers, lambda: self._times):
                 title = f"{self.summary['name']} {self.loop}"
-                trace = timeline.chrome_trace(self.step_numbers.parts()[0], timeline_steps, title, self.transfers)
+                trace = timeline.chrome_trace(self.step_numbers.parts(), timeline_steps, title, self.transfers)
                 writer.file("timeline.json.gz", trace)
             writer.json("summary.json", {**self.summary, "complete": False})
             writer.drop_pieces()
@@ -300,12 +314,15 @@ def read(path: Path | str) -> Result:
 
 
 def figure(results: Sequence[Result]) -> Picture:
-    """Draw the lanes of one run, or of several on one time axis, of the first server each. Raises RunError if one ran
-    no step.
+    """Draw the lanes of one run, of its first servers at one time; or of several runs on one time axis, of the first
+    server each. Raises RunError if one ran no step.
     """
     for result in results:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
+    parts = results[0].step_numbers.parts()
+    if len(results) == 1 and len(parts) > 1:
+        return Picture(lanes(of_servers(parts), as_given=True, at_one_time=True))
     steps = {result.loop: result.step_numbers.parts()[0] for result in results}
     transfers = {result.loop: result.transfers for result in results}
     active = {result.loop: float(result.summary["gpu_active"]) for result in results}
@@ -318,20 +335,26 @@ def _printed(results: Sequence[Result]) -> str:
     table = catalogue.table({result.loop: result.summary for result in results})
     basis = results[0].environment.get("step_times")
     times = f"times   {basis if results[0].measured else f'by {basis}'}" if basis else ""
-    heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario), times]
+    heading = [f"{summary['name']}: {summary['question']}", solved_lines(results[0].scenario.servers[0]), times]
     below, lines = {result.loop: _below(result) for result in results}, list[str]()
     for word in ("KV", "load", "binds"):
         limits = [f"{loop:<7}{sentence}" for loop, sentences in below.items() for sentence in sentences[word]]
         lines += [f"{'' if at else word:<8}{limit}" for at, limit in enumerate(limits)]
-    return "\n".join([*filter(None, heading), "", table, "", *lines])
+    servers = [
+        f"{result.loop}\n{aligned(catalogue.servers(result.summary))}\n"
+        for result in results
+        if "per_server" in result.summary
+    ]
+    return "\n".join([*filter(None, heading), "", table, "", *servers, *lines])
 
 
 def _below(result: Result) -> dict[str, Sequence[str]]:
     """Return what is below the numbers: KV blocks (tokens and bytes of all GPUs if of all layers), load, limits."""
-    used, model = int(result.step_numbers["used_blocks"].max(initial=0)), result.scenario.model
-    tokens, gpus = used * result.scenario.options(result.loop).block_size, result.scenario.gpus
+    server, steps, total = result.first
+    used, model, gpus = int(steps["used_blocks"].max(initial=0)), server.model, server.gpus
+    tokens = used * server.options(server.loop.mode).block_size
     size = f": {tokens:,} tokens, {tokens * gpus * model.kv_token_bytes(gpus) / 1e9:,.3g} GB" if model.sees_all else ""
-    held = f"at most {used:,} of {result.summary['total_blocks']:,} blocks in use at once{size}"
+    held = f"at most {used:,} of {total:,} blocks in use at once{size}"
     return {"KV": [held], "load": [*filter(None, [result.overload])], "binds": result.binding}
 
 

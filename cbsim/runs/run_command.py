@@ -114,7 +114,7 @@ class _Recorder:
         assert writer is not None
         if high <= steps < high + writer.group:
             title, steps_by_now = f"{session.scenario.name} {session.loop}", directory.steps_so_far(writer.path)
-            writer.file("timeline.json.gz", timeline.chrome_trace(steps_by_now, (low, high), title))
+            writer.file("timeline.json.gz", timeline.chrome_trace([steps_by_now], (low, high), title))
 
     def write(self, result: Result) -> Result:
         assert self._writer is not None

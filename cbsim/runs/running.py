@@ -7,7 +7,7 @@ is under way.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from cbsim.record import directory, environment, optional_tables
 from cbsim.record.directory import OnSteps, Pieces, RunWriter
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
+from cbsim.routers import registry as routers
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.costs import TableSettings
@@ -84,7 +85,7 @@ class Session:
         self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         workload = generators.build(self.scenario, terms.requests)
-        self.requests, self.notices = workload.total, (*scenarios.notices(self.scenario), *workload.notices)
+        self.requests, self.notices = workload.total, (*_notices(self.scenario), *workload.notices)
         self.server = serve(self.scenario, loop, workload)
         self._terms = terms
         self._pieces: Pieces | None = None
@@ -119,7 +120,9 @@ class Session:
     @property
     def _counted(self) -> dict[str, Any]:
         """The inputs of a summary's numbers besides the tables."""
-        return counted(self.scenario, self.server.record.total_blocks, self._terms.window_s)
+        record = self.server.record
+        blocks = [each.total_blocks for each in record.records] if isinstance(record, Records) else []
+        return counted(self.scenario, record.total_blocks, self._terms.window_s, blocks)
 
     def _about(self, *, complete: bool) -> dict[str, Any]:
         """Return the fields of a summary besides its numbers."""
@@ -137,37 +140,62 @@ class Session:
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
-        if record.transfers.rows:
-            numbers["kv_moves"] = optional_tables.summarise_transfers(record.transfers, numbers["makespan_s"])
+        if (transfers := record.transfers).rows:
+            busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
+            numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
         requests = self._terms.requests
         files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
         files |= {**optional_tables.files_of(record), **self.server.files()}
         environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
-        basis = coverage.basis(self.scenario, steps)
+        basis = coverage.basis(self.scenario.servers[0], steps)
         environment["step_times"] = "measured" if self.server.measured else basis
-        cost, told = self.scenario.cost, environment.get("notices", ())
+        cost, told = self.scenario.servers[0].cost, environment.get("notices", ())
         sureness = coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else ()
-        notices = *self.notices, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
+        old = _old_signals(self.scenario, numbers["makespan_s"])
+        notices = *self.notices, *old, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
 
     def _cut(self, rows: RequestTable) -> Iterator[str]:
         """Yield a sentence if outputs ended early, at the longest sequence that the scheduler takes."""
-        longest, ended = self.scenario.options(self.loop).limits.longest, rows.is_in((Finish.LENGTH.value,))
+        servers = [server.options(server.loop.mode) for _, server in self.scenario.pools]
+        longest = min((each.limits.longest for each in servers if each.limits.longest is not None), default=None)
+        ended = rows.is_in((Finish.LENGTH.value,))
         made = rows.runs[1::2][np.repeat(ended, rows.lengths // 2)]
         left = int(rows.numbers("output_tokens")[ended].sum() - made.sum())
         if longest is not None and left > 0:
             yield f"requests end at {longest:,} tokens, as the scheduler has it: {left:,} output tokens were not made"
 
 
-def counted(scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None) -> dict[str, Any]:
-    """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise."""
-    price = scenario.hardware.price_usd_hour
+def _notices(scenario: Scenario) -> list[str]:
+    return [f"{within}{line}" for within, server in scenario.pools for line in scenarios.notices(server)]
+
+
+def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
+    """Yield a line for each signal of a fleet that came only when the run was over, if its router looks."""
+    fleet = scenario.fleet
+    if fleet is None or routers.ROUTERS.find(fleet.router.name).blind:
+        return
+    for name, age_s in fleet.signals.model_dump().items():
+        if age_s > makespan_s:
+            yield f"fleet.signals.{name}: got {age_s:g}, the run took {makespan_s:.3g} s: the router saw none in time"
+
+
+def counted(
+    scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None, blocks: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise. `blocks` are
+    those of each server.
+    """
+    fleet: list[dict[str, Any]] = []
+    if scenario.fleet is not None:
+        each = zip(scenario.fleet.pool_names, scenario.servers, blocks, strict=True)
+        fleet = [{"pool": name, "gpus": server.gpus, "total_blocks": count} for name, server, count in each]
     return {
         "total_blocks": total_blocks,
-        "servers": scenario.ranks,
+        **({"fleet": fleet} if fleet else {"servers": scenario.ranks}),
         "slo": scenario.slo.model_dump(exclude={"preset"}, exclude_none=True),
-        "price_usd_hour": None if price is None else price * scenario.all_gpus,
+        "price_usd_hour": scenario.price_usd_hour,
         "window_s": window_s,
     }
 

@@ -124,6 +124,9 @@ class Log:
 
 def with_one_loop(scenario: Scenario) -> Scenario:
     """Return the scenario with one loop: the asynchronous one if it has both. Raises ScenarioError."""
+    if scenario.fleet is not None:
+        bound = "must be null: a session is served by one server"
+        raise ScenarioError(f"fleet: got {scenario.fleet.count} servers, {bound}", field="fleet")
     if scenario.ranks > 1:
         bound = "must be 1: a session is served by one server"
         raise ScenarioError(f"cost.data_parallel: got {scenario.ranks}, {bound}", field="cost.data_parallel")

@@ -63,7 +63,7 @@ class Document:
             complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
             if len(entries) > most > 1:
                 complaints.append(f"{self.file}: {len(entries) - most} more mistakes are not listed")
-            raise self.error("\n".join(complaints), _path(entries[0]), wording(entries[0])) from None
+            raise self.error("\n".join(complaints), path_of(entries[0]), wording(entries[0])) from None
 
     def bad(self, field: str, expected: str) -> UserError:
         """Return the error of a field that is not as expected."""
@@ -87,7 +87,7 @@ class Document:
         )
 
     def _complaint(self, entry: dict[str, Any]) -> str:
-        path, reason = _path(entry), wording(entry)
+        path, reason = path_of(entry), wording(entry)
         where = self.where(path)
         dotted = ".".join(cut(str(part), 60) for part in path)
         return f"{where}: {dotted}: {reason}" if dotted else f"{where}: {reason}"
@@ -112,11 +112,11 @@ def _child(node: Node | None, part: str | int) -> tuple[Node, Node] | None:
     return None
 
 
-def _path(entry: dict[str, Any]) -> PathParts:
+def path_of(entry: dict[str, Any]) -> PathParts:
     """Return the path of an entry of a ValidationError in the document."""
-    path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
+    found = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
     field = entry.get("ctx", {}).get("field")
-    return (*path, field) if field else path
+    return (*found, *split(field)) if field else found
 
 
 def wording(entry: dict[str, Any]) -> str:

@@ -11,12 +11,21 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 
 from cbsim.errors import ScenarioError, in_line
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
@@ -40,6 +49,7 @@ from cbsim.scenario.fields import (
     one_of,
     shown,
 )
+from cbsim.scenario.fleet import Fleet, Pool, resolved, with_fields
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.shapes import FRACTION, Hardware, ModelShape, NamedHardware, NamedModel, Place
@@ -143,6 +153,7 @@ class Scenario(Frozen):
     loop: Loop = Loop()  #: The serving loop.
     cost: Cost = RooflineSettings(kind="roofline")  #: How long a step takes.
     slo: Slo = Slo()  #: What users are promised.
+    fleet: Fleet | None = None  #: Several servers behind a router; null: one server.
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Scenario:
@@ -155,7 +166,7 @@ class Scenario(Frozen):
             bound = f"must be >= {LEAST_MEMORY_BYTES:,} (bytes)"
             raise complaint(f"got {memory_bytes:,}, {bound}", "hardware.memory_bytes")
         joined = self.hardware.link_gpus if self.hardware.link_bytes_s else None
-        if joined and self.all_gpus > joined and not getattr(self.cost, "link", None):
+        if joined and gpus * self.ranks > joined and not getattr(self.cost, "link", None):
             bound = f"must be <= hardware.link_gpus ({joined}): what joins more of them is not known"
             got, field = (gpus, "tensor") if self.ranks == 1 else (f"{self.ranks} x {gpus} GPUs", "data")
             raise complaint(f"got {got}, {bound}", f"cost.{field}_parallel")
@@ -171,7 +182,7 @@ class Scenario(Frozen):
             if not self.model.experts:
                 bound = f"must be 1: {self.model.name} has no experts to share, so its servers do not step together"
                 raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
-            shares, groups = self.all_gpus, getattr(self.cost, "expert_parallel", 1)
+            shares, groups = self.gpus * ranks, getattr(self.cost, "expert_parallel", 1)
             if self.model.experts % groups or self.model.intermediate % max(1, shares // groups):
                 parts = f"{self.model.experts} experts, {self.model.intermediate} wide"
                 bound = f"must give {shares} GPUs in {groups} groups equal parts of {parts}"
@@ -197,6 +208,62 @@ class Scenario(Frozen):
                 raise complaint(f"got {gpus}, must divide linear.{name} ({heads})", "cost.tensor_parallel")
         return self
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _servers_agree(cls, data: Any, handler: ModelWrapValidatorHandler[Scenario], info: ValidationInfo) -> Scenario:
+        """Check every pool's server as a scenario of its own, and write its fields out."""
+        scenario = handler(data)
+        if isinstance(data, Scenario) or (fleet := scenario.fleet) is None:
+            return scenario
+        if len(set(fleet.labels)) < len(fleet.labels):
+            raise complaint(f"got {', '.join(fleet.labels)}, must have names of their own", "fleet.pools")
+        base, pools = scenario.model_dump(mode="json", exclude={"fleet"}), list[Pool]()
+        for at, pool in enumerate(fleet.pools):
+            try:
+                server = cls.model_validate(with_fields(base, pool.server), context=info.context)
+            except ValidationError as error:
+                first: Any = error.errors(include_url=False)[0]
+                where = ".".join(map(str, documents.path_of(first)))
+                raise complaint(documents.wording(first), f"fleet.pools.{at}.server.{where}") from None
+            if server.ranks > 1:
+                bound = "must be 1 in a fleet, whose servers do not step together"
+                raise complaint(f"got {server.ranks}, {bound}", f"fleet.pools.{at}.server.cost.data_parallel")
+            if pool.server.get("loop", {}).get("mode") == "both":
+                bound = "expected sync or async: the fleet runs once for each loop that the scenario names"
+                raise complaint(f"got 'both', {bound}", f"fleet.pools.{at}.server.loop.mode")
+            given = resolved(base, pool.server, server.model_dump(mode="json"))
+            pools.append(pool.model_copy(update={"server": given}))
+        return scenario.model_copy(update={"fleet": fleet.model_copy(update={"pools": tuple(pools)})})
+
+    @model_serializer(mode="wrap")
+    def _without_a_fleet(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write no `fleet` if there is none."""
+        written: dict[str, Any] = handler(self)
+        if self.fleet is None:
+            written.pop("fleet", None)
+        return written
+
+    @property
+    def servers(self) -> tuple[Scenario, ...]:
+        """The scenario of each server: this one, or those of the pools, the same object for those of one pool."""
+        return (self,) if self.fleet is None else self._servers
+
+    @property
+    def pools(self) -> list[tuple[str, Scenario]]:
+        """What precedes the names of a server's fields, and its scenario, for each pool; of one server itself."""
+        if self.fleet is None:
+            return [("", self)]
+        firsts = accumulate((pool.count for pool in self.fleet.pools[:-1]), initial=0)
+        return [(f"fleet.pools.{at}.server.", self._servers[first]) for at, first in enumerate(firsts)]
+
+    @cached_property
+    def _servers(self) -> tuple[Scenario, ...]:
+        assert self.fleet is not None
+        base, servers = self.model_dump(mode="json", exclude={"fleet"}), list[Scenario]()
+        for pool in self.fleet.pools:
+            servers += [Scenario.model_validate(with_fields(base, pool.server))] * pool.count
+        return tuple(servers)
+
     @property
     def gpus(self) -> int:
         """GPUs that share every layer: those of a server."""
@@ -210,7 +277,14 @@ class Scenario(Frozen):
     @property
     def all_gpus(self) -> int:
         """GPUs of all servers."""
-        return self.gpus * self.ranks
+        return sum(server.gpus * server.ranks for server in self.servers)
+
+    @property
+    def price_usd_hour(self) -> float | None:
+        """The price of an hour of all GPUs; None if that of one is not known."""
+        prices = [(server.hardware.price_usd_hour, server.gpus * server.ranks) for server in self.servers]
+        known = [price * gpus for price, gpus in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
 
     @property
     def kind(self) -> Kind:
@@ -240,6 +314,8 @@ class Scenario(Frozen):
         copy = super().model_copy(update=update, deep=deep)
         if {"model", "hardware", "scheduler", "kv_cache", "cost"} & set(update or ()):
             copy.__dict__.pop("_options", None)
+        if update:
+            copy.__dict__.pop("_servers", None)
         return copy
 
     @property
@@ -300,7 +376,7 @@ class Variants:
         scenario = document.checked(Scenario, self._base)
         for loop in loops(scenario):
             try:
-                scenario.options(loop)
+                _solve(scenario, loop)
             except ScenarioError as error:
                 field, _, reason = str(error).partition(": ")
                 path = documents.split(field)
@@ -318,6 +394,15 @@ class Variants:
             parts = {name: field.default for name, field in Scenario.model_fields.items()}
             defaults = {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
             return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
+
+
+def _solve(scenario: Scenario, loop: str) -> None:
+    """Solve the sizes of all servers for a loop, or for that of their pool. Raises ScenarioError."""
+    for within, server in scenario.pools:
+        try:
+            server.options(loop if server.loop.mode == "both" else server.loop.mode)
+        except ScenarioError as error:
+            raise ScenarioError(f"{within}{error}") from None
 
 
 def variants(path_or_name: str | Path) -> Variants:

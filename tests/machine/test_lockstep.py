@@ -17,8 +17,9 @@ from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, v
 
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
+from cbsim.machine.front import Front
 from cbsim.machine.graphs import Graphs, unpadded, vllm_bucket
-from cbsim.machine.lockstep import Balance, Lockstep, Router
+from cbsim.machine.lockstep import Balance, Lockstep
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
@@ -74,7 +75,7 @@ def serve(
 ) -> list[Machine]:
     """The servers after they have served `specs`, which their client balances, in step unless `devices` are given."""
     env, machines, inboxes = simpy.Environment(), list[Machine](), list[Inbox]()
-    router = Router(env, load(*sorted(specs, key=lambda one: (one.arrival_ns, one.index))), inboxes)
+    router = Front(env, load(*sorted(specs, key=lambda one: (one.arrival_ns, one.index))), inboxes)
     for device in devices or Lockstep(env, cost, ranks).ranks:
         policy = VllmScheduler(options or vllm_options())
         record = Record(policy.pool.num_blocks)

@@ -114,7 +114,7 @@ def test_one_server_among_several_is_the_server_alone() -> None:
     one = of(1)
     alone = cbsim.run(one)
     assert isinstance(alone, Result)
-    fleet = Fleet(one, "async", generators.build(one), 1, together=False)
+    fleet = Fleet([one], generators.build(one), together=False)
     fleet.run()
     rows, steps = directory.contents(fleet.machines[0].record)
     assert np.array_equal(steps.table, alone.step_numbers.table)

@@ -331,6 +331,7 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     summary = summarise(
         server.record.requests(), Steps.of(server.record), total_blocks=100, slo=slo, price_usd_hour=5.0
     )
+    summary["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
     summary["kv_moves"] = optional_tables.summarise_transfers(TransferLog(), 1.0)  # of runs that move KV
     found = leaves(summary)
     assert set(METRICS) - set(found) == set()

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def events(steps: Steps, window: tuple[int, int], moves: dict[str, Ints] | None = None) -> list[dict[str, Any]]:
-    document = json.loads(gzip.decompress(timeline.chrome_trace(steps, window, "title", moves)))
+    document = json.loads(gzip.decompress(timeline.chrome_trace([steps], window, "title", moves)))
     return document["traceEvents"]
 
 

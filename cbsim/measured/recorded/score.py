@@ -117,7 +117,7 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
     check_loop(scenario)
     if (ranks := max(case.ranks, scenario.ranks)) > 1:
         together = scenario.model.experts > 0
-        return run_fleet(simulate.Fleet(scenario, scenario.loop.mode, load, ranks, together=together))
+        return run_fleet(simulate.Fleet([scenario] * ranks, load, together=together))
     server = simulate.machine(scenario, scenario.loop.mode, load)
     simulate.run(server)
     return _replayed([server.record])
@@ -126,7 +126,7 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
 def run_fleet(fleet: simulate.Fleet) -> Replayed:
     """Run several servers. Raises ScenarioError."""
     fleet.run()
-    return _replayed(fleet.record.records)
+    return _replayed([server.record for server in fleet.machines])
 
 
 def check_loop(scenario: Scenario) -> None:

@@ -262,6 +262,6 @@ class Connections:
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Replayed:
     """Serve requests, which take a connection `front_s` before they arrive. Raises ScenarioError if one is rejected."""
     check_loop(scenario)
-    client, loop = Connections(servers, seed, specs), scenario.loop.mode
+    client = Connections(servers, seed, specs)
     options: Any = {"together": False, "choose": client.server, "ahead_ns": round(front_s * NS)}
-    return run_fleet(Fleet(scenario, loop, client, servers, **options))
+    return run_fleet(Fleet([scenario] * servers, client, **options))

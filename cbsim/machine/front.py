@@ -1,0 +1,292 @@
+"""What stands before several servers on one clock: the client that sends each request to one of them, and what a router
+knows of them when it chooses.
+
+A server's CPU may be ahead of the environment's clock by the phase it is in. So what a router is told, that a request
+was answered or has ended, waits here until its time has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from heapq import heappop, heappush
+
+import simpy
+from simpy.events import URGENT
+
+from cbsim.kv.blocks import BlockPool
+from cbsim.machine.driver import Machine
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import RequestSpec
+from cbsim.routers.base import Router
+from cbsim.runs.inbox import NEVER_NS, Client, Inbox
+
+
+class Front:
+    """The client of several servers: `choose` returns who gets a request, those that follow others included, when it is
+    sent, `ahead_ns` before it arrives. The inboxes, which take it for their client, close after the last request.
+    Requests sent at the same time are sent in order of (arrival, index), before any server acts at that time.
+    """
+
+    open: Sequence[RequestSpec] = ()
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        client: Client,
+        inboxes: Sequence[Inbox],
+        ahead_ns: int = 0,
+        coming: Iterator[RequestSpec] | None = None,
+    ) -> None:
+        self.cancels = client.cancels
+        self._env, self._client, self._ahead_ns = env, client, ahead_ns
+        self.choose: Callable[[RequestSpec, int], int] | None = None
+        self.ended: Callable[[RequestSpec, int], None] | None = None  # called with each request that ends, and when
+        self.inboxes = inboxes
+        self._left = len(client.open)  # requests that have not arrived, or not ended
+        self._coming = iter(client.open) if coming is None else coming
+        self._due: list[tuple[int, int, RequestSpec]] = []  # the next of `coming`, and requests that follow others
+        self._up: RequestSpec | None = None  # the last one of `coming`
+        self._wakes_ns = NEVER_NS
+        self._come_up()
+        self._arm()
+
+    def is_open(self) -> bool:
+        """Return whether a request may still be sent, or end."""
+        return self._left > 0
+
+    def arriving(self) -> Iterator[RequestSpec]:
+        return iter(self.open)
+
+    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
+        """Send the requests that follow one that has ended; none is for the same server without a choice."""
+        if self.ended is not None:
+            self.ended(spec, now_ns)
+        following = self._client.on_finish(spec, now_ns)
+        self._left += len(following) - 1
+        for follower in following:
+            heappush(self._due, (follower.arrival_ns, follower.index, follower))
+        if following:
+            self._arm()
+        if not self._left:
+            self.close()
+        return []
+
+    def _come_up(self) -> None:
+        self._up = next(self._coming, None)
+        if self._up is not None:
+            heappush(self._due, (self._up.arrival_ns, self._up.index, self._up))
+
+    def _arm(self) -> None:
+        """Wake when the next request is to be sent, unless that is planned already."""
+        if self._due:
+            at_ns = max(self._due[0][0] - self._ahead_ns, int(self._env.now))
+            if at_ns < self._wakes_ns:
+                self._wakes_ns = at_ns
+                at(self._env, at_ns, self._wake)
+
+    def _wake(self, _: simpy.Event) -> None:
+        now_ns = int(self._env.now)
+        while self._due and self._due[0][0] - self._ahead_ns <= now_ns:
+            spec = heappop(self._due)[2]
+            if spec is self._up:
+                self._come_up()
+            self._send(spec, now_ns)
+        if now_ns >= self._wakes_ns:
+            self._wakes_ns = NEVER_NS
+        self._arm()
+
+    def _send(self, spec: RequestSpec, now_ns: int) -> None:
+        assert self.choose is not None
+        inbox = self.inboxes[self.choose(spec, now_ns)]
+        inbox.put(spec)
+        news, inbox.news = inbox.news, self._env.event()
+        news.succeed()
+
+    def close(self) -> None:
+        """Let the servers know that nothing arrives any more."""
+        for inbox in self.inboxes:
+            news, inbox.news = inbox.news, None
+            if news is not None:
+                news.succeed()
+
+
+def at(env: simpy.Environment, at_ns: int, act: Callable[[simpy.Event], None]) -> None:
+    """Call `act` at a time, before the processes that wait for the same time."""
+    event = simpy.Event(env)
+    event._ok, event._value = True, None
+    event.callbacks.append(act)
+    env.schedule(event, URGENT, at_ns - int(env.now))
+
+
+class ServerView:
+    """What a router sees of a server (routers.base.View). `now_ns` is the time at which it looks."""
+
+    def __init__(self, server: Machine, delay_ns: int) -> None:
+        self.in_flight = self.sent = self.waiting = self.running = 0
+        self.kv_use = 0.0
+        self.now_ns = self._scraped_ns = 0
+        self._server, self._delay_ns = server, delay_ns
+        self._cache: CacheEvents | None = None
+
+    @property
+    def age_ns(self) -> int:
+        return self.now_ns - self._scraped_ns
+
+    def scrape(self, now_ns: int) -> None:
+        """Take the server's metrics as they are."""
+        scheduler = self._server.scheduler
+        self.waiting, self.running, self._scraped_ns = len(scheduler.waiting), len(scheduler.running), now_ns
+        self.kv_use = 1 - scheduler.pool.free / scheduler.pool.num_blocks
+
+    def cached_tokens(self, request: RequestSpec) -> int:
+        if self._cache is None:  # nobody has asked before, so nothing was noted
+            self._cache = CacheEvents(self._server, self._delay_ns)
+        return self._cache.tokens(request, self.now_ns)
+
+
+class CacheEvents:
+    """The contents that a server's cache can find, as its KV events tell them, each `delay_ns` after it happened."""
+
+    def __init__(self, server: Machine, delay_ns: int) -> None:
+        self._server, self._delay_ns = server, delay_ns
+        self._pool: BlockPool = server.scheduler.pool
+        self._coming: deque[tuple[int, int, bool]] = deque()  # (time, key, whether it was cached or evicted)
+        self._known: dict[int, None] = {}
+        groups = self._pool.groups
+        self._groups = len(groups)  # each has keys of its own
+        self._group = next((at for at, group in enumerate(groups) if not group.ring), 0)  # whose count
+        self._pool.watch(self._changed)
+
+    def _changed(self, key: int, cached: bool) -> None:
+        if self._groups:
+            key, group = divmod(key, self._groups)
+            if group != self._group:
+                return
+        if key >= 0:  # else no other request has it
+            self._coming.append((self._server.now_ns + self._delay_ns, key, cached))
+
+    def tokens(self, request: RequestSpec, now_ns: int) -> int:
+        """Return how many tokens at the start of a prompt are cached, by what has come in until now."""
+        coming, known, size = self._coming, self._known, self._pool.block_size
+        while coming and coming[0][0] <= now_ns:
+            _, key, cached = coming.popleft()
+            if cached:
+                known[key] = None
+            else:
+                known.pop(key, None)
+        blocks = min(request.shared_blocks(size), (request.prompt_tokens - 1) // size)
+        for block in range(blocks):
+            if request.block_key(block, size) not in known:
+                return block * size
+        return blocks * size
+
+
+class Choice:
+    """A router's choice among servers, with its books and what it is told. All samples of a request are one to it."""
+
+    def __init__(
+        self, env: simpy.Environment, router: Router, machines: Sequence[Machine], metrics_ns: int, events_ns: int
+    ) -> None:
+        self._env, self._router, self._metrics_ns = env, router, metrics_ns
+        self.views = [ServerView(machine, events_ns) for machine in machines]
+        self._server: dict[RequestSpec, int] = {}  # of requests in flight
+        self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
+        self._samples: dict[RequestSpec, int] = {}  # of these, the samples that have not ended, itself included
+        self._news: list[tuple[int, int, bool, RequestSpec]] = []  # (time, number, whether it ended, request)
+        self._number = 0
+        self._sample: tuple[RequestSpec, int] | None = None  # the last request and its server
+        for machine in machines:
+            machine.on_applied = self._applied
+
+    def scrape_while(self, front: Front) -> None:
+        """Take the metrics of all servers at every interval from now on, as long as the front is open."""
+        at(self._env, int(self._env.now), partial(self._scrape, front))
+
+    def _scrape(self, front: Front, _: simpy.Event) -> None:
+        now_ns = int(self._env.now)
+        for view in self.views:
+            view.scrape(now_ns)
+        if front.is_open():
+            at(self._env, now_ns + self._metrics_ns, partial(self._scrape, front))
+
+    def __call__(self, spec: RequestSpec, now_ns: int) -> int:
+        """Return the index of the server that gets a request now; samples of a request go where it went."""
+        if self._sample is not None and spec.sample_of is self._sample[0]:
+            self._samples[self._sample[0]] += 1
+            return self._sample[1]
+        self._tell(now_ns)
+        for view in self.views:
+            view.now_ns = now_ns
+        server = self._router.choose(spec, self.views, now_ns)
+        self._sample, self._samples[spec] = (spec, server), 1
+        self._server[spec], self._silent[spec] = server, None
+        view = self.views[server]
+        view.in_flight += 1
+        view.sent += 1
+        self._router.sent(spec, server, now_ns)
+        return server
+
+    def ended(self, spec: RequestSpec, now_ns: int) -> None:
+        """Note that a request ends at a time, now or later, with the last of its samples. A step in flight may still
+        compute a token of it.
+        """
+        self._silent.pop(spec, None)
+        first = spec.sample_of or spec
+        self._samples[first] -= 1
+        if not self._samples[first]:
+            del self._samples[first]
+            self._note(now_ns, first, ended=True)
+
+    def _applied(self, plan: StepPlan, now_ns: int) -> None:
+        """Note the requests whose first token a step delivers at a time, now or later."""
+        for chunk in plan.work.chunks:
+            if chunk.outputs and chunk.spec in self._silent:
+                del self._silent[chunk.spec]
+                self._note(now_ns, chunk.spec, ended=False)
+
+    def _note(self, at_ns: int, spec: RequestSpec, *, ended: bool) -> None:
+        self._number += 1
+        heappush(self._news, (at_ns, self._number, ended, spec))
+
+    def _tell(self, now_ns: int) -> None:
+        """Tell the router what has happened until now."""
+        news = self._news
+        while news and news[0][0] <= now_ns:
+            at_ns, _, ended, spec = heappop(news)
+            if not ended:
+                self._router.answered(spec, self._server[spec], at_ns)
+                continue
+            server = self._server.pop(spec)
+            self.views[server].in_flight -= 1
+            self._router.ended(spec, server, at_ns)
+
+
+class Blank:
+    """A view of a server by a router that does not look."""
+
+    def __init__(self) -> None:
+        self.in_flight = self.sent = self.waiting = self.running = self.age_ns = 0
+        self.kv_use = 0.0
+
+    def cached_tokens(self, request: RequestSpec) -> int:
+        del request
+        return 0
+
+
+class Blind:
+    """The choice of a blind router: it sees blank views, and is told of nothing that a server does, so that its choices
+    follow from the requests and their order alone.
+    """
+
+    def __init__(self, router: Router, servers: int) -> None:
+        self._router, self._views = router, [Blank() for _ in range(servers)]
+        self._sample: tuple[RequestSpec, int] | None = None
+
+    def __call__(self, spec: RequestSpec, now_ns: int) -> int:
+        """Return the index of the server that gets a request; samples of a request go where it went."""
+        if self._sample is None or spec.sample_of is not self._sample[0]:
+            self._sample = spec, self._router.choose(spec, self._views, now_ns)
+            self._router.sent(spec, self._sample[1], now_ns)
+        return self._sample[1]

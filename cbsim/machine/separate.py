@@ -1,0 +1,109 @@
+"""Servers among which requests can be shared without knowing them: simulated one after the other, or in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from cbsim.cost.base import Cost
+from cbsim.machine.driver import Machine
+from cbsim.policy.request import RequestSpec
+from cbsim.record.record import Record, Records
+from cbsim.record.tables import Kept
+from cbsim.runs.assemble import scheduler
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
+
+Build = Callable[[Scenario, Workload, dict[int, Cost]], Machine]
+Run = Callable[[Machine, Callable[[int], None] | None], None]
+
+
+class Separate:
+    """Servers, each with the requests that `choose` gives it. What is kept of one that is over are its tables. With
+    `jobs` processes their tables are the same. `build` and `run` are those of one server.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Scenario],
+        workload: Workload,
+        choose: Callable[[RequestSpec, int], int],
+        build: Build,
+        run: Run,
+        jobs: int = 1,
+    ) -> None:
+        self._parts: list[list[RequestSpec]] = [[] for _ in servers]
+        self._cancels: list[list[tuple[int, RequestSpec]]] = [[] for _ in servers]
+        server_of: dict[RequestSpec, int] = {}
+        for spec in workload.open if workload.cancels else workload.arriving():
+            server = choose(spec, spec.arrival_ns)
+            self._parts[server].append(spec)
+            if workload.cancels:
+                server_of[spec] = server
+        for at_ns, spec in workload.cancels:
+            self._cancels[server_of[spec]].append((at_ns, spec))
+        self._servers, self._build, self._run, self._jobs = servers, build, run, jobs
+        self.schedulers: list[Any] = []  # of servers that are over, in this process
+        self.now_ns = 0
+        blocks = {id(one): scheduler(one, one.loop.mode).pool.num_blocks for one in servers}
+        self.record = Records([Record(blocks[id(one)]) for one in servers])
+
+    def run(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Run all servers to the end of their requests."""
+        if self._jobs > 1:
+            self._run_in_processes(on_step)
+            return
+        costs: dict[int, Cost] = {}
+        for number, one in enumerate(self._servers):
+            part, self._parts[number] = self._parts[number], []
+            server = self._build(one, Workload(part, len(part), self._cancels[number]), costs)
+            self.record.records[number] = server.record
+            self._run(server, on_step)
+            self.record.records[number] = Kept.of(server.record)
+            self.now_ns = max(self.now_ns, server.now_ns)
+            self.schedulers.append(server.scheduler)
+
+    def _run_in_processes(self, on_step: Callable[[int], None] | None) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        tasks = [
+            (one, [*map(_fields, part)], [(at_ns, spec.index) for at_ns, spec in cancels], self._build, self._run)
+            for one, part, cancels in zip(self._servers, self._parts, self._cancels, strict=True)
+        ]
+        with ProcessPoolExecutor(min(self._jobs, len(tasks)), spawned) as pool:
+            try:
+                for number, (kept, now_ns) in enumerate(pool.map(_served, tasks)):
+                    self.record.records[number] = kept
+                    self.now_ns = max(self.now_ns, now_ns)
+                    if on_step:
+                        on_step(self.now_ns)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _fields(spec: RequestSpec) -> tuple[Any, ...]:
+    """Return a request as plain values, which cross to another process whether the core is compiled or not."""
+    of = None if spec.sample_of is None else spec.sample_of.index
+    lengths = spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority
+    shared = spec.prefix, spec.prefix_block_tokens, spec.prefix_tokens
+    return spec.index, spec.id, spec.arrival_ns, *lengths, *shared, of, spec.computed_elsewhere, spec.fetched_later
+
+
+def _requests(rows: Iterable[tuple[Any, ...]]) -> dict[int, RequestSpec]:
+    specs: dict[int, RequestSpec] = {}
+    for index, *values, of, elsewhere, later in rows:
+        made: tuple[Any, ...] = (index, *values, None if of is None else specs[of], elsewhere, later)
+        specs[index] = RequestSpec(*made)
+    return specs
+
+
+def _served(task: tuple[Any, ...]) -> tuple[Kept, int]:
+    """Run one server in this process; return its tables and the time of its end."""
+    scenario, rows, given_up, build, run = task
+    specs = _requests(rows)
+    cancels = [(at_ns, specs[index]) for at_ns, index in given_up]
+    server = build(scenario, Workload([*specs.values()], len(specs), cancels), {})
+    run(server, None)
+    return Kept.of(server.record), server.now_ns

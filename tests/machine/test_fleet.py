@@ -1,0 +1,287 @@
+"""Several servers behind a router: what one of them does, that nothing is lost, and what the tables and numbers say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.random_scenarios import any_scenario, checks_of
+
+import cbsim
+from cbsim.errors import DeadlockError
+from cbsim.machine.front import Blind
+from cbsim.machine.separate import Separate
+from cbsim.machine.simulate import Fleet, Simulation
+from cbsim.policy.request import RequestSpec
+from cbsim.record import directory, invariants
+from cbsim.routers.base import RouterBase, RouterKind, View
+from cbsim.routers.registry import OURS as ROUTERS
+from cbsim.routers.simple import PlainSettings
+from cbsim.runs import assemble, reading, replan, running
+from cbsim.runs.result import Result
+from cbsim.scenario.scenario import Scenario, parse
+from cbsim.schedulers import registry
+from cbsim.workload import generators
+
+NAMES = pytest.mark.parametrize("name", registry.OURS)
+SERVED = ("length", "stop", "aborted", "refused")
+LOAD = {
+    "kind": "synthetic",
+    "requests": 40,
+    "prompt_tokens": {"uniform": {"low": 100, "high": 900}},
+    "output_tokens": {"uniform": {"low": 2, "high": 40}},
+}
+
+
+def of(fleet: Mapping[str, Any] | None = None, **fields: Any) -> Scenario:
+    document: dict[str, Any] = {
+        "name": "fleet",
+        "question": "Who gets a request?",
+        "model": "llama-3.1-8b",
+        "hardware": "h100-sxm",
+        "workload": {**LOAD, "arrivals": {"kind": "poisson", "rate_per_s": 30}},
+        "loop": {"mode": "async"},
+        **fields,
+    }
+    return parse(document | ({"fleet": dict(fleet)} if fleet else {}), "fleet")
+
+
+def run(scenario: Scenario) -> Result:
+    made = cbsim.run(scenario)
+    assert isinstance(made, Result)
+    return made
+
+
+def with_fleet(scenario: Scenario, router: str, *pools: Mapping[str, Any]) -> Scenario:
+    fleet = {"pools": [*pools], "router": {"name": router}, "signals": {"metrics_s": 0.001}}
+    return parse(scenario.model_dump(mode="json") | {"fleet": fleet}, "fleet")
+
+
+# -- one server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", ["round_robin", "least_in_flight"])
+@NAMES
+def test_one_server_in_a_fleet_writes_the_tables_of_that_server_alone(name: str, router: str, tmp_path: Path) -> None:
+    """Byte for byte, whether it is simulated by itself or beside a router with books."""
+    for seed in range(20, 23):
+        (folder := tmp_path / str(seed)).mkdir()
+        alone = any_scenario(name, random.Random(f"{name} {seed}"), folder)
+        runs = list[dict[str, bytes]]()
+        for scenario in (alone, with_fleet(alone, router, {"count": 1})):
+            try:
+                path = run(scenario).save(folder / str(len(runs)))
+            except DeadlockError:
+                runs.append({})
+                continue
+            tables = {file.name: file.read_bytes() for file in path.glob("*.parquet")}
+            runs.append(tables | {"timeline": (path / "timeline.json.gz").read_bytes()})
+        assert runs[0] == runs[1], seed
+
+
+def test_servers_of_a_blind_router_are_simulated_one_by_one_with_the_same_tables() -> None:
+    """As on one clock, where all stand behind one client; also in processes."""
+    for router in ("round_robin", "random", "session_hash"):
+        scenario = of({"pools": [{"count": 3}], "router": {"name": router}})
+        alone, processes = (Simulation(scenario, "async", generators.build(scenario), jobs=n)._fleet for n in (1, 2))
+        assert isinstance(alone, Separate)
+        choose = Blind(assemble.router(scenario)[0], 3)
+        beside = Fleet(scenario.servers, generators.build(scenario), together=False, choose=choose)
+        ran = [alone, beside, processes] if router == "random" else [alone, beside]
+        for each in ran:
+            each.run()
+        for other in ran[1:]:
+            assert each.now_ns == alone.now_ns
+            (rows, steps), (its, own) = (directory.contents(each.record) for each in (alone, other))
+            assert np.array_equal(steps.table, own.table)
+            assert np.array_equal(steps.server, own.server)
+            assert rows == its
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
+
+
+def check_one_fleet(name: str, seed: int, folder: Path) -> None:
+    dice = random.Random(f"fleet {name} {seed}")
+    base = any_scenario(name, dice, folder)
+    router = dice.choice([each for each in ROUTERS if each != "preble"])
+    pools = [{"count": dice.choice([1, 2])}, {"count": dice.choice([1, 3]), "server": {"loop": {"streams": True}}}]
+    scenario = with_fleet(base, router, *pools)
+    made = list[Simulation]()
+
+    def serve(scenario: Scenario, loop: str, workload: Any) -> Simulation:
+        made.append(Simulation(scenario, loop, workload))
+        return made[-1]
+
+    results = list[Result]()
+    for _ in range(2):
+        try:
+            results.append(running.one_loop(scenario, base.loop.mode, serve, running.Terms("any")))
+        except DeadlockError:
+            return
+    first, again = results
+    assert np.array_equal(first.step_numbers.table, again.step_numbers.table)
+    assert first.request_rows == again.request_rows
+    assert first.summary == again.summary
+    servers = made[0]._fleet
+    assert servers is not None
+    for policy in servers.schedulers:
+        for check in checks_of(policy):
+            check()
+        assert policy.pool.free == policy.pool.num_blocks
+        assert not policy.requests
+    total = generators.build(scenario).total
+    assert [row.index for row in first.request_rows] == sorted({row.index for row in first.request_rows})
+    assert len(first.request_rows) == total
+    for row in first.request_rows:
+        tokens = sum(row.token_runs[1::2])
+        assert row.status in SERVED
+        assert row.status == "aborted" or tokens <= row.output_tokens
+        assert row.status != "stop" or tokens == row.output_tokens
+    each = first.summary["per_server"]
+    assert sum(server["requests"] for server in each) == total
+    assert sum(server["output_tokens"] for server in each) == first.summary["output_tokens"]
+    path = first.save(folder / "run")
+    reading.check_run(reading.load(path), base.loop.mode)
+    assert replan.rederive(path).difference is None
+    invariants.check_read(first.step_numbers, first.summary["total_blocks"])
+
+
+@NAMES
+def test_random_fleets_lose_nothing_and_can_be_read(name: str, tmp_path: Path) -> None:
+    """Any router, tiny caches, clients that leave: every token once, all blocks free at the end, plans that follow from
+    each server's polls, the same tables again."""
+    for seed in range(3):
+        (folder := tmp_path / str(seed)).mkdir()
+        check_one_fleet(name, seed, folder)
+
+
+# -- what a router knows -----------------------------------------------------------------------------------------------
+
+
+class Spy(RouterBase):
+    """A router that sends all to server 0 and writes down what it sees of it, and what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.told: list[tuple[str, int, int]] = []
+
+    def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
+        view = views[0]
+        metrics = view.waiting, view.running, view.kv_use
+        self.seen.append((now_ns, view.in_flight, view.sent, metrics, view.age_ns, view.cached_tokens(request)))
+        return 0
+
+    def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
+        self.told.append(("sent", request.index, now_ns))
+
+    def answered(self, request: RequestSpec, server: int, now_ns: int) -> None:
+        self.told.append(("answered", request.index, now_ns))
+
+    def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
+        self.told.append(("ended", request.index, now_ns))
+
+
+MADE = list[Spy]()
+KIND = RouterKind(name="spy", about="", settings=PlainSettings, make=lambda *_: MADE.append(Spy()) or MADE[-1])
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, **signals: float) -> tuple[Result, Spy]:
+    """A run of which two thirds of each prompt are shared, and what the router saw of it."""
+    monkeypatch.setitem(ROUTERS, "spy", KIND)
+    fleet = {"pools": [{"count": 2}], "router": {"name": "spy"}, "signals": signals}
+    load = {**LOAD, "prompt_tokens": 300, "shared_prefix_tokens": 200, "output_tokens": 30}
+    load["arrivals"] = {"kind": "poisson", "rate_per_s": 80}
+    return run(of(fleet, workload=load)), MADE[-1]
+
+
+def test_a_routers_own_books_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told of every first token and every end when they come, in order of time, and before the next choice."""
+    result, spy = spied(monkeypatch)
+    times = {row["index"]: row for row in result.requests.to_pylist()}
+    assert [at for _, _, at in spy.told] == sorted(at for _, _, at in spy.told)
+    for what, index, at_ns in spy.told:
+        row = times[index]
+        ends = {"sent": "arrival_ns", "answered": "first_token_ns", "ended": "last_token_ns"}
+        assert at_ns == row[ends[what]]
+    arrivals = [row["arrival_ns"] for row in times.values()]
+    for sent, (now_ns, in_flight, ever, *_) in enumerate(spy.seen):
+        open_ones = [row for row in times.values() if row["arrival_ns"] < now_ns < row["last_token_ns"]]
+        assert now_ns == arrivals[sent]
+        assert (in_flight, ever) == (len(open_ones), sent)
+
+
+def test_metrics_are_as_old_as_the_last_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recounted from the tables: what ran after the last plan before the scrape."""
+    result, spy = spied(monkeypatch, metrics_s=0.1)
+    part, blocks = result.step_numbers.parts()[0], result.summary["per_server"][0]["total_blocks"]
+    planned, applied = part["schedule_start_ns"], part["update_end_ns"]
+    changed = 0
+    for now_ns, _, _, (waiting, running_, kv_use), age_ns, _ in spy.seen:
+        assert age_ns == now_ns % 100_000_000
+        at_ns = now_ns - age_ns
+        step = int(np.searchsorted(planned, at_ns, side="right")) - 1
+        if step < 0 or applied[step] < at_ns:
+            continue
+        changed += 1
+        assert (waiting, running_) == (part["waiting"][step], part["running"][step])
+        assert kv_use == pytest.approx(part["used_blocks"][step] / blocks, abs=2 / blocks)
+    assert changed > 5
+
+
+def test_events_of_the_cache_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared prefix is cached by the first request's first step; the router knows so after the delay."""
+    for delay_s in (0.0, 0.2):
+        result, spy = spied(monkeypatch, events_s=delay_s)
+        part = result.step_numbers.parts()[0]
+        known_ns = int(part["schedule_start_ns"][0]) + round(delay_s * 1e9)
+        for now_ns, *_, cached in spy.seen:
+            assert cached == (192 if now_ns > known_ns else 0)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_each_server_and_of_all() -> None:
+    """A pool's replicas and a server with two GPUs: sums, means over GPUs, the largest over the mean."""
+    pools = [{"count": 2, "name": "small"}, {"name": "large", "server": {"cost": {"tensor_parallel": 2}}}]
+    result = run(of({"pools": pools, "router": {"name": "round_robin"}}))
+    summary, each = result.summary, result.summary["per_server"]
+    assert [(server["pool"], server["gpus"]) for server in each] == [("small", 1), ("small", 1), ("large", 2)]
+    for name in ("requests", "steps", "input_tokens", "output_tokens", "preemptions"):
+        assert sum(server[name] for server in each) == summary[name]
+    tables = result.step_numbers.parts()
+    span_ns = summary["makespan_s"] * 1e9
+    shares = [int(part.lane("compute").sum()) / span_ns for part in tables]
+    assert [server["gpu_active"] for server in each] == pytest.approx(shares)
+    assert summary["gpu_active"] == pytest.approx((shares[0] + shares[1] + 2 * shares[2]) / 4)
+    tokens = [server["input_tokens"] + server["output_tokens"] for server in each]
+    assert summary["imbalance"]["tokens"] == pytest.approx(max(tokens) * 3 / sum(tokens))
+    ttft = [row["ttft_s"] for row in result.requests.to_pylist() if row["server"] == 2]
+    assert each[2]["ttft_s"]["mean"] == pytest.approx(np.mean(ttft))
+    assert summary["servers"] == 3
+    assert "large" in str(result)
+    assert summary["cost"]["price_usd_hour"] == pytest.approx(result.scenario.price_usd_hour)
+
+
+def test_lanes_and_timeline_show_several_servers(tmp_path: Path) -> None:
+    """The lanes of the first four at one time; a process of the timeline for each of the first eight."""
+    result = run(of({"pools": [{"count": 9}], "router": {"name": "round_robin"}}))
+    chart = result.figure().chart
+    assert [panel.title.partition(":")[0] for panel in chart.panels] == [f"server {at}" for at in range(4)]
+    path = result.save(tmp_path / "run")
+    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [f"fleet async server {at}" for at in range(8)]
+
+
+def test_signals_older_than_the_run_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = spied(monkeypatch, metrics_s=90, events_s=0.01)
+    (line,) = [line for line in result.notices if line.startswith("fleet.signals")]
+    assert line.startswith("fleet.signals.metrics_s: got 90, the run took")

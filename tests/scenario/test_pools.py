@@ -1,0 +1,115 @@
+"""The `fleet` of a scenario: servers by the fields that differ, each checked, and what is wrong with one in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbsim.errors import ScenarioError
+from cbsim.runs import served
+from cbsim.scenario import scenario as scenarios
+from cbsim.scenario import shapes
+from cbsim.scenario.scenario import Scenario, dump, load, parse
+
+BASE: dict[str, Any] = {
+    "question": "Who gets a request?",
+    "model": "llama-3.1-8b",
+    "hardware": "h100-sxm",
+    "workload": {"kind": "synthetic", "requests": 4, "prompt_tokens": 10, "output_tokens": 2},
+    "scheduler": {"name": "vllm", "max_num_seqs": 32},
+}
+TURNS = {"name": "round_robin"}
+
+
+def of(*pools: dict[str, Any], **fleet: Any) -> Scenario:
+    return parse(BASE | {"fleet": {"pools": [*pools], "router": TURNS, **fleet}}, "fleet")
+
+
+def test_a_server_is_the_scenario_with_the_fields_that_its_pool_gives() -> None:
+    """Parts are merged, those of another kind replaced, and servers of a pool are one scenario."""
+    scenario = of(
+        {"count": 2},
+        {"server": {"hardware": "b200", "cost": {"tensor_parallel": 2}, "scheduler": {"max_num_batched_tokens": 64}}},
+        {"server": {"scheduler": {"name": "sglang"}}},
+    )
+    alone = parse(BASE, "alone")
+    first, second, third, fourth = scenario.servers
+    assert first is second
+    assert first == alone
+    changes = {"hardware": "b200", "cost": alone.cost.model_dump() | {"tensor_parallel": 2}}
+    limited = {"name": "vllm", "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    assert third == parse(BASE | changes | {"scheduler": limited}, "third")
+    assert fourth == parse(BASE | {"scheduler": {"name": "sglang"}}, "fourth")
+    assert scenario.all_gpus == 5
+
+
+def test_what_is_written_is_complete_and_gives_the_same_servers(tmp_path: Path) -> None:
+    """A GPU's name becomes its fields, a part of another kind has all its defaults, other fields stay as they are."""
+    scenario = of({"server": {"hardware": "b200", "scheduler": {"name": "sglang"}, "kv_cache": {"num_blocks": 99}}})
+    (tmp_path / "again.yaml").write_text(dump(scenario))
+    again = load(tmp_path / "again.yaml")
+    assert again == scenario
+    assert again.servers == scenario.servers
+    assert scenario.fleet is not None
+    server = scenario.fleet.pools[0].server
+    assert server["hardware"] == shapes.hardware("b200").model_dump(mode="json")
+    assert server["scheduler"] == scenarios.plain(scenario.servers[0].scheduler)
+    assert server["kv_cache"] == {"num_blocks": 99}
+
+
+def test_a_scenario_without_a_fleet_says_nothing_of_one() -> None:
+    assert "fleet" not in dump(parse(BASE, "alone"))
+
+
+def test_overrides_reach_pools_and_what_they_leave_open() -> None:
+    scenario = of({"server": {"scheduler": {"max_num_batched_tokens": 64}}})
+    document = BASE | {"fleet": {"pools": [{"count": 1}], "router": TURNS}}
+    changed = parse(
+        document, "fleet", ["fleet.pools.0.count=3", "scheduler.max_num_seqs=8", "fleet.router.name=random"]
+    )
+    assert [server.options("sync").limits.slots for server in changed.servers] == [8, 8, 8]
+    again = scenarios.scenario_of(scenario, {"scheduler.max_num_seqs": 8}).servers[0]
+    assert (again.options("sync").limits.slots, again.options("sync").limits.tokens) == (8, 64)
+
+
+def test_the_price_is_that_of_all_gpus() -> None:
+    scenario = of({"count": 2}, {"server": {"hardware": "h200-sxm", "cost": {"tensor_parallel": 4}}})
+    h100, h200 = (shapes.hardware(name).price_usd_hour for name in ("h100-sxm", "h200-sxm"))
+    assert scenario.price_usd_hour == pytest.approx(2 * h100 + 4 * h200)  # type: ignore[operator]
+    unknown = of({}, {"server": {"hardware": {"price_usd_hour": None}}})
+    assert unknown.price_usd_hour is None
+
+
+@pytest.mark.parametrize(
+    ("fleet", "problem"),
+    [
+        ({"pools": []}, "fleet.pools: got \\[\\], needs at least 1"),
+        ({"pools": [{"count": 0}]}, "fleet.pools.0.count: got 0, must be >= 1"),
+        ({"pools": [{}], "router": {"name": "fastest"}}, "fleet.router.name: got 'fastest', expected one of"),
+        ({"pools": [{}], "router": {}}, "fleet.router.name: is required"),
+        ({"pools": [{}], "router": {"name": "nowhere:AT_ALL"}}, "fleet.router.name: .*cannot be loaded"),
+        ({"pools": [{}], "signals": {"metrics_s": 0}}, "fleet.signals.metrics_s: got 0, must be >= 0.001"),
+        ({"pools": [{"name": "a"}, {"name": "a"}]}, "fleet.pools: got a, a, must have names of their own"),
+        ({"pools": [{}, {"server": {"hardware": "x1"}}]}, "fleet.pools.1.server.hardware: unknown hardware 'x1'"),
+        ({"pools": [{"server": {"slo": {}}}]}, "fleet.pools.0.server.slo: unknown field"),
+        ({"pools": [{"server": {"cost": {"tensor_parallel": 7}}}]}, "fleet.pools.0.server.cost.tensor_parallel: got 7"),
+        ({"pools": [{"server": {"scheduler": {"max_num_seqs": 0}}}]}, "fleet.pools.0.server.scheduler.max_num_seqs"),
+        ({"pools": [{"server": {"model": "llama-3.1-70b"}}]}, "fleet.pools.0.server.model: .*leaves too little"),
+        ({"pools": [{"server": {"loop": {"mode": "both"}}}]}, "fleet.pools.0.server.loop.mode: got 'both'"),
+        (
+            {"pools": [{"server": {"model": "qwen3-30b-a3b", "cost": {"data_parallel": 2}}}]},
+            "fleet.pools.0.server.cost.data_parallel: got 2, must be 1",
+        ),
+    ],
+)
+def test_a_mistake_is_named_by_its_field(fleet: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ScenarioError, match=problem) as caught:
+        parse(BASE | {"fleet": {"router": TURNS} | fleet}, "fleet")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_session_is_served_by_one_server() -> None:
+    with pytest.raises(ScenarioError, match="fleet: got 2 servers, must be null"):
+        served.with_one_loop(of({"count": 2}))
