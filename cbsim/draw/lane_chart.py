@@ -76,11 +76,7 @@ def lanes(
             share = f"{seen:.1%} of what is shown" if active is None else f"{active[label]:.2%} of the run"
             title = f"{label}: GPU active {share}"
         panels.append(Panel(marks, scale.name, title=title, rows=rows, x_range=whole))
-    which = "a few steps in the middle of each run"
-    if window is not None:
-        first, last = window[0], window[0] + window[1] - 1
-        which = f"step {first}" if first == last else f"the steps from {first} to {last}"
-    caption = f"CPU phases, copies and kernels of {which}, on one time axis; numbers are steps."
+    caption = f"CPU phases, copies and kernels of {_which(window)}, on one time axis; numbers are steps."
     caption += " Hatched: the GPU computes nothing between two steps. Markers: a copy is done." + chart.without(steps)
     return Chart("lanes", "CPU and GPU side by side", caption, panels, share_x=True)
 
@@ -88,6 +84,13 @@ def lanes(
 def of_servers(parts: Sequence[Steps]) -> dict[str, Steps]:
     """Return the steps of the first of several servers, by what they are called."""
     return {f"server {part.server[0]}": part for part in parts[:MOST_SERVERS] if part.server is not None}
+
+
+def _which(window: tuple[int, int] | None) -> str:
+    if window is None:
+        return "a few steps in the middle of each run"
+    first, last = window[0], window[0] + window[1] - 1
+    return f"step {first}" if first == last else f"the steps from {first} to {last}"
 
 
 def _window(steps: Columns, window: tuple[int, int] | None) -> tuple[int, int] | None:
