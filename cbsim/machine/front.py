@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from heapq import heappop, heappush
 
 import simpy
@@ -19,33 +18,29 @@ from cbsim.kv.blocks import BlockPool
 from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.record.columns import NS
 from cbsim.routers.base import Router
-from cbsim.runs.inbox import NEVER_NS, Client, Inbox
+from cbsim.runs.inbox import NEVER_NS, Inbox
+from cbsim.scenario.fleet import Signals
+from cbsim.workload.requests import Workload
 
 
 class Front:
-    """The client of several servers: `choose` returns who gets a request, those that follow others included, when it is
-    sent, `ahead_ns` before it arrives. The inboxes, which take it for their client, close after the last request.
-    Requests sent at the same time are sent in order of (arrival, index), before any server acts at that time.
+    """The client of several servers: `choose` returns who gets a request, those that follow others included, when it
+    arrives. The inboxes, which take it for their client, close after the last request. Requests that arrive at the same
+    time are sent in order of their index, before any server acts at that time.
     """
 
     open: Sequence[RequestSpec] = ()
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        client: Client,
-        inboxes: Sequence[Inbox],
-        ahead_ns: int = 0,
-        coming: Iterator[RequestSpec] | None = None,
-    ) -> None:
+    def __init__(self, env: simpy.Environment, client: Workload, inboxes: Sequence[Inbox]) -> None:
         self.cancels = client.cancels
-        self._env, self._client, self._ahead_ns = env, client, ahead_ns
+        self._env, self._client = env, client
         self.choose: Callable[[RequestSpec, int], int] | None = None
         self.ended: Callable[[RequestSpec, int], None] | None = None  # called with each request that ends, and when
         self.inboxes = inboxes
         self._left = len(client.open)  # requests that have not arrived, or not ended
-        self._coming = iter(client.open) if coming is None else coming
+        self._coming = client.arriving()
         self._due: list[tuple[int, int, RequestSpec]] = []  # the next of `coming`, and requests that follow others
         self._up: RequestSpec | None = None  # the last one of `coming`
         self._wakes_ns = NEVER_NS
@@ -81,14 +76,14 @@ class Front:
     def _arm(self) -> None:
         """Wake when the next request is to be sent, unless that is planned already."""
         if self._due:
-            at_ns = max(self._due[0][0] - self._ahead_ns, int(self._env.now))
+            at_ns = max(self._due[0][0], int(self._env.now))
             if at_ns < self._wakes_ns:
                 self._wakes_ns = at_ns
                 at(self._env, at_ns, self._wake)
 
     def _wake(self, _: simpy.Event) -> None:
         now_ns = int(self._env.now)
-        while self._due and self._due[0][0] - self._ahead_ns <= now_ns:
+        while self._due and self._due[0][0] <= now_ns:
             spec = heappop(self._due)[2]
             if spec is self._up:
                 self._come_up()
@@ -187,9 +182,10 @@ class Choice:
     """A router's choice among servers, with its books and what it is told. All samples of a request are one to it."""
 
     def __init__(
-        self, env: simpy.Environment, router: Router, machines: Sequence[Machine], metrics_ns: int, events_ns: int
+        self, router: Router, env: simpy.Environment, front: Front, machines: Sequence[Machine], signals: Signals
     ) -> None:
-        self._env, self._router, self._metrics_ns = env, router, metrics_ns
+        self._env, self._router, self._front, self._metrics_ns = env, router, front, round(signals.metrics_s * NS)
+        events_ns = round(signals.events_s * NS)
         self.views = [ServerView(machine, events_ns) for machine in machines]
         self._server: dict[RequestSpec, int] = {}  # of requests in flight
         self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
@@ -199,17 +195,16 @@ class Choice:
         self._sample: tuple[RequestSpec, int] | None = None  # the last request and its server
         for machine in machines:
             machine.on_applied = self._applied
+        front.choose, front.ended = self, self.ended
+        at(env, 0, self._scrape)
 
-    def scrape_while(self, front: Front) -> None:
-        """Take the metrics of all servers at every interval from now on, as long as the front is open."""
-        at(self._env, int(self._env.now), partial(self._scrape, front))
-
-    def _scrape(self, front: Front, _: simpy.Event) -> None:
+    def _scrape(self, _: simpy.Event) -> None:
+        """Take the metrics of all servers, now and at every interval as long as the front is open."""
         now_ns = int(self._env.now)
         for view in self.views:
             view.scrape(now_ns)
-        if front.is_open():
-            at(self._env, now_ns + self._metrics_ns, partial(self._scrape, front))
+        if self._front.is_open():
+            at(self._env, now_ns + self._metrics_ns, self._scrape)
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:
         """Return the index of the server that gets a request now; samples of a request go where it went."""

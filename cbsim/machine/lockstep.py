@@ -128,7 +128,8 @@ class Rank(Device):
 
 
 class Balance:
-    """The choice of a server for each request, by the load of all when it arrives.
+    """The choice of a server for each request and sample, by the load of all when it arrives. It is part of a server,
+    and no router: it knows the schedulers themselves.
 
     waiting first     least 4 x waiting + running (vLLM 0.19)
     fewest by turns   fewest requests, of which waiting ones count up to four times beside a cache that is more than

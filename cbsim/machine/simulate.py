@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -19,11 +19,10 @@ from cbsim.machine.separate import Separate
 from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
 from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
-from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import copies, cost_model, router, scheduler
-from cbsim.runs.inbox import NEVER_NS, Client, Inbox, no_collections
+from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
@@ -78,19 +77,16 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
 
 class Fleet:
     """Several servers on one clock, and the client that shares its requests among them: `together`, in lockstep, or
-    each at its own pace. `choose`, if given, returns the server of a request that is sent at a time.
+    each at its own pace. Their load decides who gets a request, unless the front has another choice.
     """
 
     def __init__(
         self,
         servers: Sequence[Scenario],
-        client: Client,
+        client: Workload,
         *,
         together: bool = True,
         cost: Cost | None = None,
-        choose: Callable[[RequestSpec, int], int] | None = None,
-        ahead_ns: int = 0,
-        coming: Iterator[RequestSpec] | None = None,
     ) -> None:
         self.env, scenario = simpy.Environment(), servers[0]
         cost = cost or (cost_model(scenario) if together else None)
@@ -101,7 +97,7 @@ class Fleet:
             mixed = scenario.graph_padding == "vllm"
             ranks = Lockstep(self.env, cast("WaveCost", cost), len(servers), mixed=mixed).ranks
         inboxes = list[Inbox]()
-        self.front = Front(self.env, client, inboxes, ahead_ns, coming)
+        self.front = Front(self.env, client, inboxes)
         self.machines = machines(servers, [self.front] * len(servers), cost, ranks)
         for server in self.machines:
             server.inbox.news = self.env.event()
@@ -114,7 +110,7 @@ class Fleet:
                 server.scheduler.waves = waves = Waves(gate)
                 server.on_plan = partial(_number_next, waves, rank)
         rule = scenario.kind.balance(scenario.scheduler) or "waiting first"
-        self.front.choose = choose or Balance(rule, inboxes, schedulers)
+        self.front.choose = Balance(rule, inboxes, schedulers)
         self.record = Records([server.record for server in self.machines])
 
     @property
@@ -159,17 +155,10 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     assert fleet is not None
     servers = scenario.servers
     made, blind = router(scenario)
-    if blind:
-        choose = Blind(made, len(servers))
-        if workload.follow is None:
-            return Separate(servers, workload, choose, alone, run, jobs)
-        return Fleet(servers, workload, together=False, choose=choose)
-    several = Fleet(servers, workload, together=False, coming=workload.arriving())
-    signals = fleet.signals
-    ages = round(signals.metrics_s * NS), round(signals.events_s * NS)
-    choice = Choice(several.env, made, several.machines, *ages)
-    several.front.choose, several.front.ended = choice, choice.ended
-    choice.scrape_while(several.front)
+    if blind and workload.follow is None:
+        return Separate(servers, workload, Blind(made, len(servers)), alone, run, jobs)
+    several = Fleet(servers, workload, together=False)
+    Choice(made, several.env, several.front, several.machines, fleet.signals)
     return several
 
 

@@ -1,10 +1,11 @@
-"""Routers that know no prompts: in turns, at random, by requests in flight, and by a hash of the session."""
+"""Routers that know no prompts: in turns, at random, by requests in flight, by session, and by connection."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from random import Random
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import Router, RouterBase, RouterKind, View
+from cbsim.routers.base import S_IN_NS, Router, RouterBase, RouterKind, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,14 @@ class SessionSettings(Settings):
     """The settings of the hash of sessions."""
 
     virtual_nodes: Annotated[int, AtLeast(1)] = 160  #: Places on the ring that each server has.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings(Settings):
+    """The settings of a Kubernetes service and the connections to it."""
+
+    keep_alive_s: Annotated[float, AtLeast(0)] = 5.0
+    """Seconds until an idle connection is closed: httpx's keepalive_expiry and vLLM's timeout_keep_alive are 5."""
 
 
 class RoundRobin(RouterBase):
@@ -86,6 +95,34 @@ class SessionHash(RouterBase):
         return self._servers[at % len(self._servers)]
 
 
+class KubernetesService(RouterBase):
+    """The rule of a Kubernetes service, which assigns a new connection to a server drawn, and sees no requests.
+
+    A client like httpx keeps connections. A request takes the oldest idle one `ahead_ns` before it arrives, or opens
+    one if there is none.
+    """
+
+    def __init__(self, draw: Callable[[], int], settings: ServiceSettings, ahead_ns: int = 0) -> None:
+        self._draw, self._keep_alive_ns, self._ahead_ns = draw, settings.keep_alive_s * S_IN_NS, ahead_ns
+        self._opened = 0
+        self._idle: dict[tuple[int, int], int] = {}  # connections, as (number, server): since when
+        self._busy: dict[RequestSpec, tuple[int, int]] = {}
+
+    def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
+        sent_ns = now_ns - self._ahead_ns
+        self._idle = {each: since for each, since in self._idle.items() if sent_ns - since < self._keep_alive_ns}
+        taken = min((each for each, since in self._idle.items() if since <= sent_ns), default=None)
+        if taken is None:
+            taken = self._opened, self._draw()
+            self._opened += 1
+        self._idle.pop(taken, None)
+        self._busy[request] = taken
+        return taken[1]
+
+    def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
+        self._idle[self._busy.pop(request)] = now_ns
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -103,10 +140,17 @@ SESSION_HASH = RouterKind(
     make=lambda settings, servers, _: SessionHash(servers, settings.virtual_nodes),
     blind=True,
 )
+SERVICE = RouterKind(
+    name="kubernetes_service",
+    about="a random server for each connection of the client",
+    settings=ServiceSettings,
+    make=lambda settings, servers, seed: KubernetesService(partial(Random(seed).randrange, servers), settings),
+)
 SIMPLE: tuple[RouterKind[Any], ...] = (
     _plain("round_robin", "one server after the other", lambda *_: RoundRobin(), blind=True),
     _plain("random", "any server, all equally likely", lambda _, __, seed: Uniform(seed), blind=True),
     _plain("least_in_flight", "the server with the fewest requests in flight", lambda *_: LeastInFlight()),
     _plain("power_of_two", "the one with fewer requests in flight of two drawn", lambda _, __, seed: PowerOfTwo(seed)),
     SESSION_HASH,
+    SERVICE,
 )

@@ -91,8 +91,8 @@ def test_servers_of_a_blind_router_are_simulated_one_by_one_with_the_same_tables
         scenario = of({"pools": [{"count": 3}], "router": {"name": router}})
         alone, processes = (Simulation(scenario, "async", generators.build(scenario), jobs=n)._fleet for n in (1, 2))
         assert isinstance(alone, Separate)
-        choose = Blind(assemble.router(scenario)[0], 3)
-        beside = Fleet(scenario.servers, generators.build(scenario), together=False, choose=choose)
+        beside = Fleet(scenario.servers, generators.build(scenario), together=False)
+        beside.front.choose = Blind(assemble.router(scenario)[0], 3)
         ran = [alone, beside, processes] if router == "random" else [alone, beside]
         for each in ran:
             each.run()

@@ -1,4 +1,4 @@
-"""Request logs: what their prompts share, where a client's connections lead, and what `score` says of them."""
+"""Request logs: what their prompts share, and what `score` says of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from support.scoring import numbers
 from cbsim.measured.request_logs import log, replay
 from cbsim.measured.request_logs.log import Key, Log, Start
 from cbsim.measured.request_logs.replay import BUILT, CALIBRATED, missing
-from cbsim.policy.request import RequestSpec
 
-S = 1_000_000_000
 BLOCK = log.BLOCK_TOKENS
 
 
@@ -34,10 +32,6 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
     same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert not set(one[same:]) & set(other[same:])
     return same
-
-
-def spec(index: int, arrival_ns: int = 0) -> RequestSpec:
-    return RequestSpec(index, str(index), arrival_ns, 1, 1, 1)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -67,47 +61,6 @@ def test_a_users_next_prompt_has_all_that_was_said() -> None:
     greeting = log.GREETING_TOKENS // BLOCK
     assert in_common(first, second) == in_common(first, also) == in_common(second, again) == greeting
     assert in_common(first, again) == in_common(second, also) == 96 // BLOCK
-
-
-# -- connections ------------------------------------------------------------------------------------------------------
-
-
-def test_requests_that_do_not_overlap_keep_one_connection() -> None:
-    """A second after the last one ended: the connection is idle, and leads where it led. It is random where that is."""
-    reached = set()
-    for seed in range(20):
-        client = replay.Connections(2, seed)
-        servers = set()
-        for number in range(50):
-            servers.add(client.server(spec(number), 2 * number * S))
-            client.on_finish(spec(number), (2 * number + 1) * S)
-        assert len(servers) == 1
-        reached |= servers
-    assert reached == {0, 1}
-
-
-def test_a_connection_that_was_idle_for_long_is_closed() -> None:
-    """Each request opens its own: servers are drawn anew. Of 400, 200 to either within four standard deviations, 40."""
-    client = replay.Connections(2, seed=1)
-    servers = []
-    for number in range(400):
-        servers.append(client.server(spec(number), number * 10 * S))
-        client.on_finish(spec(number), number * 10 * S + S)
-    assert abs(sum(servers) - 200) < 40
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=40), st.integers(0, 9))
-def test_no_connection_carries_two_requests(rows: list[tuple[int, int]], seed: int) -> None:
-    """As many connections as requests at a time at the most, and never two requests on one."""
-    client, now, ends = replay.Connections(3, seed), 0, dict[int, int]()
-    for number, (gap, lasts) in enumerate(rows):
-        now += gap
-        for ended in [other for other, end in ends.items() if end <= now]:
-            client.on_finish(spec(ended), ends.pop(ended))
-        client.server(spec(number), now)
-        ends[number] = now + lasts
-        assert set(client._busy) == set(ends)
-        assert len({id(each) for each in client._busy.values()}) == len(ends)
 
 
 # -- score ------------------------------------------------------------------------------------------------------------

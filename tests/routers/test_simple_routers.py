@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import Counter
 from hashlib import blake2b
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -15,9 +16,9 @@ from support.routed import Counting, Seen, Texts
 
 from cbsim.policy.kind import Settings
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import Guarded, RouterBase, RouterError, RouterKind, blocks, shared_blocks
+from cbsim.routers.base import S_IN_NS, Guarded, RouterBase, RouterError, RouterKind, blocks, shared_blocks
 from cbsim.routers.registry import GROUP, OURS, ROUTERS
-from cbsim.routers.simple import PlainSettings
+from cbsim.routers.simple import KubernetesService, PlainSettings, ServiceSettings
 from cbsim.schedulers.registry import KindError
 
 LOADS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
@@ -96,6 +97,49 @@ def test_a_session_stays_on_the_server_of_the_next_place_on_the_ring(
         session = f"session {name[:-1]}" if name else f"block {prefix[0]}" if prefix else f"request {index}"
         behind = [place for place in places if place[0] > hashed(session)] or places
         assert router.choose(request, views([0] * servers), 0) == min(behind)[1]
+
+
+def test_requests_that_do_not_overlap_keep_one_connection() -> None:
+    """A second after the last one ended: the connection is idle, and leads where it led. It is random where that is."""
+    reached = set()
+    for seed in range(20):
+        fleet, servers = Counting(made("kubernetes_service", 2, seed), 2), set()
+        for number in range(50):
+            servers.add(fleet.send(one(number), 2 * number * S_IN_NS))
+            fleet.end(str(number), (2 * number + 1) * S_IN_NS)
+        assert len(servers) == 1
+        reached |= servers
+    assert reached == {0, 1}
+
+
+def test_a_connection_that_was_idle_for_long_is_closed() -> None:
+    """Each request opens its own: servers are drawn anew. Of 400, 200 to either within four standard deviations, 40."""
+    fleet, servers = Counting(made("kubernetes_service", 2, 1), 2), []
+    for number in range(400):
+        servers.append(fleet.send(one(number), number * 10 * S_IN_NS))
+        fleet.end(str(number), (number * 10 + 1) * S_IN_NS)
+    assert abs(sum(servers) - 200) < 40
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=40), st.integers(0, 4))
+def test_a_request_takes_the_oldest_connection_that_is_idle(rows: list[tuple[int, int]], ahead: int) -> None:
+    """Recounted: connections are opened in turns here, and a request takes one `ahead` before it comes."""
+    opened, turns = list[list[int]](), count()
+    settings = ServiceSettings(name="", keep_alive_s=5 / S_IN_NS)
+    fleet, now = Counting(KubernetesService(lambda: next(turns), settings, ahead), 40), 0
+    ends = list[tuple[int, int]]()
+    for number, (gap, lasts) in enumerate(rows):
+        now += gap
+        for at, ended in [each for each in ends if each[0] <= now]:
+            ends.remove((at, ended))
+            fleet.end(str(ended), at)
+        sent = now - ahead
+        usable = [at for at, until in enumerate(opened) if until[0] <= sent < until[0] + 5]
+        opened += [] if usable else [[0]]
+        expected = usable[0] if usable else len(opened) - 1
+        assert fleet.send(one(number), now) == expected
+        opened[expected][0] = now + lasts
+        ends.append((now + lasts, number))
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -11,13 +11,10 @@ runs named in `CALIBRATED`, and on no other. The A100 needs no `layer_s` and `re
 on it, whose small kernels are slow enough to include the gaps between them. For the H100 the runs determine only the
 sum of `layer_s` and `reduce_s`.
 
-The servers are behind a Kubernetes service; a request is sent to the server of its connection.
-
-The service assigns a new connection to a random server and does not see requests. The client (openai's, on httpx)
-keeps connections: a request takes the oldest idle one, or opens one if there is none. A connection that was idle for
-KEPT_S is closed. So load is uneven for the lifetime of connections, not only of a request. The logs show it: at 2 to 3
-short requests a second the recorded median TTFT is that of one server or that of two, never between, as it would be if
-every request were routed anew.
+The servers are behind a Kubernetes service (`kubernetes_service` of cbsim/routers/simple.py), the client is openai's,
+on httpx. The logs show that load is uneven for the lifetime of connections, not only of a request: at 2 to 3 short
+requests a second the recorded median TTFT is that of one server or that of two, never between, as it would be if every
+request were routed anew.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cbsim.machine.front import Choice
 from cbsim.machine.simulate import Fleet
 from cbsim.measured.recorded.case import CPU
 from cbsim.measured.recorded.score import MetricScore, Replayed, Served, check_loop, run_fleet, scores
@@ -40,8 +38,11 @@ from cbsim.measured.request_logs.log import REQUESTS, Key, Log, Start, specs
 from cbsim.measured.tables import TABLES
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
+from cbsim.routers.simple import KubernetesService, ServiceSettings
 from cbsim.scenario import scenario
+from cbsim.scenario.fleet import Signals
 from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
 
 SCENARIOS = ("sharegpt", "short_input")
 
@@ -222,46 +223,12 @@ def _together(draws: Sequence[Sequence[MetricScore]]) -> list[Ranged]:
     return numbers
 
 
-KEPT_S = 5.0  # after which an idle connection is closed: httpx's keepalive_expiry, and vLLM's timeout_keep_alive
-
-
-@dataclass(slots=True)
-class _Connection:
-    """A connection to `server`; `idle_ns` is when it became idle, None while a request uses it."""
-
-    server: int
-    idle_ns: int | None = None
-
-
-class Connections:
-    """The client of all servers. It sends no follow-up requests and cancels none."""
-
-    def __init__(self, servers: int, seed: int, specs: Sequence[RequestSpec] = ()) -> None:
-        self.open = specs
-        self.cancels: list[tuple[int, RequestSpec]] = []
-        self._servers, self._random = servers, np.random.default_rng(seed)
-        self._pool: list[_Connection] = []  # oldest first
-        self._busy: dict[int, _Connection] = {}  # index of the request -> its connection
-
-    def server(self, spec: RequestSpec, now_ns: int) -> int:
-        """Return the index of the server that receives a request sent now."""
-        self._pool = [each for each in self._pool if each.idle_ns is None or now_ns - each.idle_ns < KEPT_S * NS]
-        connection = next((each for each in self._pool if each.idle_ns is not None and each.idle_ns <= now_ns), None)
-        if connection is None:
-            connection = _Connection(int(self._random.integers(self._servers)))
-            self._pool.append(connection)
-        connection.idle_ns = None
-        self._busy[spec.index] = connection
-        return connection.server
-
-    def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        self._busy.pop(spec.index).idle_ns = now_ns
-        return []
-
-
 def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_s: float, seed: int) -> Replayed:
     """Serve requests, which take a connection `front_s` before they arrive. Raises ScenarioError if one is rejected."""
     check_loop(scenario)
-    client = Connections(servers, seed, specs)
-    options: Any = {"together": False, "choose": client.server, "ahead_ns": round(front_s * NS)}
-    return run_fleet(Fleet([scenario] * servers, client, **options))
+    fleet, draws = Fleet([scenario] * servers, Workload(specs, len(specs)), together=False), np.random.default_rng(seed)
+    router = KubernetesService(
+        lambda: int(draws.integers(servers)), ServiceSettings(name="kubernetes_service"), round(front_s * NS)
+    )
+    Choice(router, fleet.env, fleet.front, fleet.machines, Signals(metrics_s=60))  # nobody looks at metrics
+    return run_fleet(fleet)
