@@ -88,14 +88,21 @@ def step_table(steps: bytes | bytearray) -> Ints:
 
 
 class RequestTable(Sequence[RequestRow]):
-    """The requests in order of index. `lengths` are the counts of numbers in `runs` that are a request's token runs."""
+    """The requests in order of index. `lengths` are the counts of numbers in `runs` that are a request's token runs;
+    `several` says that they are those of several servers.
+    """
 
     def __init__(
-        self, numbers: Callable[[str], Ints], texts: Callable[[str], pa.Array], lengths: Ints, runs: Ints
+        self,
+        numbers: Callable[[str], Ints],
+        texts: Callable[[str], pa.Array],
+        lengths: Ints,
+        runs: Ints,
+        several: bool = False,
     ) -> None:
         """Take `numbers` and `texts`, functions from a name in NUMBERS or TEXTS to its column."""
         self.numbers, self.texts = numbers, texts
-        self.lengths, self.runs = lengths, runs
+        self.lengths, self.runs, self.several = lengths, runs, several
 
     @classmethod
     def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
@@ -109,12 +116,8 @@ class RequestTable(Sequence[RequestRow]):
             {name: parquet.text_array(values[name]) for name in TEXTS}.__getitem__,
             np.array([len(numbers) for numbers in runs], dtype=np.int64),
             np.fromiter(chain.from_iterable(runs), dtype=np.int64),
+            any(values["server"]),
         )
-
-    @property
-    def several(self) -> bool:
-        """Whether several servers had them."""
-        return bool(self.numbers("server").any())
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
         """Return the mask of requests that have one of these statuses."""
@@ -132,6 +135,7 @@ class RequestTable(Sequence[RequestRow]):
             {name: self.texts(name).take(indices) for name in TEXTS}.__getitem__,
             lengths,
             self.runs[np.repeat(starts, lengths) + inside],
+            self.several,
         )
 
     def __len__(self) -> int:
@@ -178,7 +182,7 @@ def joined_requests(tables: Sequence[RequestTable], firsts: Sequence[int]) -> Re
     lengths = np.concatenate([table.lengths for table in tables])
     runs = np.concatenate([table.runs for table in tables])
     runs[::2] += np.repeat(shift, lengths // 2)
-    joined = RequestTable(numbers.__getitem__, texts.__getitem__, lengths, runs)
+    joined = RequestTable(numbers.__getitem__, texts.__getitem__, lengths, runs, several=True)
     return joined.rows(np.argsort(numbers["index"], kind="stable"))
 
 
@@ -317,9 +321,10 @@ class StepsOnDisk(Steps):
 
 def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:
     """Return a request table in memory; if `lazy` only its token runs are, and other columns are read on access."""
+    several = "server" in (table if isinstance(table, TableFiles) else table.column_names)
 
     def numbers(name: str) -> Ints:
-        alone = name == "server" and name not in (table if isinstance(table, TableFiles) else table.column_names)
+        alone = name == "server" and not several
         values: Ints = np.zeros(len(table), dtype=np.int64) if alone else table[name].to_numpy()
         return values
 
@@ -328,9 +333,9 @@ def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> Reques
 
     lists = table.lists(RUNS) if isinstance(table, TableFiles) else parquet.list_items(RUNS, table[RUNS])
     if lazy:
-        return RequestTable(numbers, strings, *lists)
+        return RequestTable(numbers, strings, *lists, several)
     values, labels = {name: numbers(name) for name in NUMBERS}, {name: strings(name) for name in TEXTS}
-    return RequestTable(values.__getitem__, labels.__getitem__, *lists)
+    return RequestTable(values.__getitem__, labels.__getitem__, *lists, several)
 
 
 def read_steps(file: Path, *, check: bool = False) -> Steps:

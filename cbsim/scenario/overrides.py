@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -55,10 +55,21 @@ def union_at(part: type[Frozen], path: PathParts) -> By | None:
     members: list[type[BaseModel]] = [part]
     union: By | None = None
     for name in path[:-1]:
+        if isinstance(name, int):  # an entry of a list: the members are those of all entries
+            continue
         field = next((member.model_fields[name] for member in members if name in member.model_fields), None)
         union = next((mark for mark in field.metadata if isinstance(mark, By)), None) if field else None
-        members = list(union.members.values()) if union else []
+        members = list(union.members.values()) if union else _models(field.annotation, part) if field else []
     return union if union is not None and union.field == path[-1] else None
+
+
+def _models(hint: Any, part: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the models that an annotation names; plain fields are those of a `part` (fleet.Pool.server)."""
+    if hint == dict[str, Any]:
+        return [part]
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return [hint]
+    return [model for each in get_args(hint) for model in _models(each, part)]
 
 
 def written(changes: Changes) -> list[str]:
@@ -115,7 +126,8 @@ def assign(data: Any, usual: Callable[[PathParts], Any], path: PathParts, value:
 
 def _at(values: Any, path: PathParts) -> Any:
     for step in path:
-        values = values.get(step) if isinstance(values, dict) else None
+        entry = isinstance(values, list) and isinstance(step, int) and step < len(values)
+        values = values[step] if entry else values.get(step) if isinstance(values, dict) else None
     return values
 
 

@@ -66,23 +66,21 @@ def with_fleet(scenario: Scenario, router: str, *pools: Mapping[str, Any]) -> Sc
 # -- one server --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("router", ["round_robin", "least_in_flight"])
+@pytest.mark.parametrize("seed", [20, 21])
 @NAMES
-def test_one_server_in_a_fleet_writes_the_tables_of_that_server_alone(name: str, router: str, tmp_path: Path) -> None:
+def test_one_server_in_a_fleet_writes_the_tables_of_that_server_alone(name: str, seed: int, tmp_path: Path) -> None:
     """Byte for byte, whether it is simulated by itself or beside a router with books."""
-    for seed in range(20, 23):
-        (folder := tmp_path / str(seed)).mkdir()
-        alone = any_scenario(name, random.Random(f"{name} {seed}"), folder)
-        runs = list[dict[str, bytes]]()
-        for scenario in (alone, with_fleet(alone, router, {"count": 1})):
-            try:
-                path = run(scenario).save(folder / str(len(runs)))
-            except DeadlockError:
-                runs.append({})
-                continue
-            tables = {file.name: file.read_bytes() for file in path.glob("*.parquet")}
-            runs.append(tables | {"timeline": (path / "timeline.json.gz").read_bytes()})
-        assert runs[0] == runs[1], seed
+    alone, runs = any_scenario(name, random.Random(f"{name} {seed}"), tmp_path), list[dict[str, bytes]]()
+    routers = "round_robin", "least_in_flight"
+    for scenario in (alone, *(with_fleet(alone, router, {"count": 1}) for router in routers)):
+        try:
+            path = run(scenario).save(tmp_path / str(len(runs)))
+        except DeadlockError:
+            runs.append({})
+            continue
+        tables = {file.name: file.read_bytes() for file in path.glob("*.parquet")}
+        runs.append(tables | {"timeline": (path / "timeline.json.gz").read_bytes()})
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_servers_of_a_blind_router_are_simulated_one_by_one_with_the_same_tables() -> None:
@@ -243,6 +241,13 @@ def test_events_of_the_cache_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
         known_ns = int(part["schedule_start_ns"][0]) + round(delay_s * 1e9)
         for now_ns, *_, cached in spy.seen:
             assert cached == (192 if now_ns > known_ns else 0)
+
+
+def test_tables_name_the_server_even_if_the_first_gets_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those that were written and read again."""
+    result, _ = spied(monkeypatch)
+    for each in (result, cbsim.read(result.save(tmp_path / "run"))):
+        assert {*each.requests["server"].to_pylist()} == {*each.steps["server"].to_pylist()} == {0}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

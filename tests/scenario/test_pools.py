@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cbsim.errors import ScenarioError
+from cbsim.routers.registry import OURS
 from cbsim.runs import served
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import shapes
@@ -72,6 +73,23 @@ def test_overrides_reach_pools_and_what_they_leave_open() -> None:
     assert [server.options("sync").limits.slots for server in changed.servers] == [8, 8, 8]
     again = scenarios.scenario_of(scenario, {"scheduler.max_num_seqs": 8}).servers[0]
     assert (again.options("sync").limits.slots, again.options("sync").limits.tokens) == (8, 64)
+
+
+def test_another_kind_drops_the_settings_of_the_old_one() -> None:
+    """As a scheduler's does: of the fleet's router, and of a part in a pool."""
+    server = {"scheduler": {"max_num_batched_tokens": 64}, "cost": {"kind": "roofline", "tensor_parallel": 2}}
+    router = {"name": "sglang_cache_aware", "cache_threshold": 0.5}
+    document = BASE | {"fleet": {"pools": [{}, {"server": server}], "router": router}}
+    changes = ["fleet.router.name=dynamo", "fleet.router.router_temperature=0.5"]
+    changes += [
+        f"fleet.pools.1.server.{each}" for each in ("scheduler.name=sglang", "cost.kind=constant", "cost.step_s=1")
+    ]
+    changed = parse(document, "fleet", changes)
+    assert changed.fleet is not None
+    assert changed.fleet.router == OURS["dynamo"].settings(name="dynamo", router_temperature=0.5)
+    assert changed.servers[1].scheduler == parse(BASE | {"scheduler": {"name": "sglang"}}, "alone").scheduler
+    assert changed.servers[1].cost.kind == "constant"
+    assert changed.servers[0] == parse(BASE, "alone")
 
 
 def test_the_price_is_that_of_all_gpus() -> None:
