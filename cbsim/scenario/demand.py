@@ -174,6 +174,7 @@ class Synthetic(Frozen):
     arrivals: Arrivals = AtOnce(kind="at_once")  #: When they arrive.
     shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
     """All prompts begin with the same so many tokens (a system prompt)."""
+    shared_prefixes: Number = 1  #: So many different ones of that length; a request has any, all equally likely.
     stop_early: bool = False  #: The end is a stop token, a surprise to the scheduler, which knows `max_tokens` only.
     max_tokens: Number | None = None
     """No output is longer; with stop_early also the limit that the scheduler knows (null: the longest drawn)."""

@@ -148,6 +148,7 @@ def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Work
     most = form.max_tokens or int(outputs.max())
     outputs = np.minimum(outputs, most)
     priorities = streams.priorities.choice(form.priorities, count) if form.priorities else np.zeros(count, np.int64)
+    prefixes = streams.prefixes.integers(form.shared_prefixes, size=count) + count + 1
     drawn = Drawn(
         arrival_ns=np.repeat(arrival_times(form.arrivals, count, streams.arrivals), samples),
         prompt_tokens=prompts,
@@ -155,6 +156,7 @@ def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Work
         max_tokens=np.full(count * samples, most) if form.stop_early else outputs,
         priority=np.repeat(priorities, samples),
         shared_tokens=form.shared_prefix_tokens,
+        prefix=np.repeat(prefixes if form.shared_prefixes > 1 else 0 * prefixes, samples),
         samples=samples,
     )
     made, longest = _arriving(drawn, form.arrivals, streams.users, samples), int(prompts.max())

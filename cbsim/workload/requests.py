@@ -30,10 +30,11 @@ class Streams(NamedTuple):
     priorities: np.random.Generator
     spread: np.random.Generator
     users: np.random.Generator  # spawns one for each user
+    prefixes: np.random.Generator
 
     @classmethod
     def of(cls, seed: int) -> Streams:
-        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(6)))
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(cls._fields))))
 
 
 @dataclass
@@ -104,7 +105,8 @@ class Drawn(Sequence[RequestSpec]):
     output_tokens: Ints
     max_tokens: Ints
     priority: Ints
-    shared_tokens: int  # the prefix that all prompts have in common
+    shared_tokens: int  # the prefix that prompts have in common
+    prefix: Ints  # its id: 0 if there is one, else more than there are requests
     samples: int = 1  # consecutive requests with the same prompt
 
     def __post_init__(self) -> None:
@@ -139,16 +141,17 @@ class Drawn(Sequence[RequestSpec]):
     def _made(self, index: int, at_ns: int, prompt: int, output: int, most: int, priority: int) -> RequestSpec:
         if not (shared := self.shared_tokens):
             return RequestSpec(index, str(index), at_ns, prompt, output, most, priority)
-        return RequestSpec(index, str(index), at_ns, prompt, output, most, priority, (0,), shared, min(shared, prompt))
+        ids, name = (int(self.prefix[index]),), str(index)
+        return RequestSpec(index, name, at_ns, prompt, output, most, priority, ids, shared, min(shared, prompt))
 
     def _sample(
         self, index: int, first: RequestSpec | None, at_ns: int, prompt: int, output: int, most: int, priority: int
     ) -> RequestSpec:
-        """Return one of several samples. Its prompt has ids in whole: the prefix shared by all, then the request's."""
+        """Return one of several samples. Its prompt has ids in whole: a shared prefix, then the request's."""
         number, sample = divmod(index, self.samples)
         shared = self.shared_tokens or prompt
         own = number + 1
-        ids = (0 if self.shared_tokens else own, *[own] * (-(-prompt // shared) - 1))
+        ids = (int(self.prefix[index]) if self.shared_tokens else own, *[own] * (-(-prompt // shared) - 1))
         name = f"{sample}_{number}"
         return RequestSpec(index, name, at_ns, prompt, output, most, priority, ids, shared, prompt, first)
 

@@ -1,6 +1,8 @@
 """Workloads: reproducible, with shared random numbers, and distributed as they and the data behind them say."""
 
 import re
+from collections import Counter
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,23 @@ def test_shared_prefix_is_shared_block_by_block() -> None:
     assert [a.block_key(i, 16) == b.block_key(i, 16) for i in range(3)] == [True, True, False]
     (short,) = made({"shared_prefix_tokens": 40, "prompt_tokens": 17, "requests": 1}).open
     assert short.shared_blocks(16) == 1
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_several_shared_prefixes(samples: int) -> None:
+    """Three prefixes of 32 tokens, each of a third of 900 requests within five standard deviations; nothing else is
+    shared, but by samples of one request, and all other numbers are those of a single prefix.
+    """
+    one = {"shared_prefix_tokens": 32, "prompt_tokens": 64, "requests": 900, "samples": samples}
+    single, several = made(one).open[::samples], made(one | {"shared_prefixes": 3}).open[::samples]
+    begins = Counter(tuple(spec.block_key(at, 16) for at in range(2)) for spec in several)
+    assert len(begins) == 3
+    assert max(abs(count - 300) for count in begins.values()) < 5 * sqrt(900 * 1 / 3 * 2 / 3)
+    assert len({spec.block_key(2, 16) for spec in several}) == 900
+    for a, b in zip(single, several, strict=True):
+        assert (a.id, a.arrival_ns, a.prompt_tokens, a.output_tokens, a.prefix_tokens) == (
+            (b.id, b.arrival_ns, b.prompt_tokens, b.output_tokens, b.prefix_tokens)
+        )
 
 
 @pytest.mark.parametrize("shared", [0, 24, 1000])
