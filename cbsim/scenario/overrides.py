@@ -37,8 +37,9 @@ def apply(
         return None if any(path[: len(kind)] == kind for kind in changed) else copy.deepcopy(_at(make(), path))
 
     for path, value, override in written:
-        if len(path) > 1 and path[0] in shapes.NAMED:
-            _spell_out(data, str(path[0]), base)
+        for at, name in enumerate(path[:-1]):
+            if name in shapes.NAMED and path[:at][-1:] in ((), ("server",)):
+                _spell_out(_at(data, path[:at]), str(name), base)
         union, present = union_at(part, path), _at(data, path)
         if union and value != (usual(path) if present is None else present):
             changed.append(path[:-1])
@@ -131,9 +132,9 @@ def _at(values: Any, path: PathParts) -> Any:
     return values
 
 
-def _spell_out(data: dict[str, Any], field: str, base: Path) -> None:
+def _spell_out(data: Any, field: str, base: Path) -> None:
     """Replace a model's or GPU's name by its fields, so that one of them can be overridden."""
-    name = data.get(field)
+    name = _at(data, (field,))
     if isinstance(name, str):
         try:
             data[field] = shapes.NAMED[field](name, base).model_dump(mode="json")

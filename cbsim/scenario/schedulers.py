@@ -101,9 +101,9 @@ class ByName(By):
         raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
     def model_of(self, kind: Any) -> type[Frozen]:
-        """Return the pydantic model that checks the settings of a kind; kinds with the same settings share it."""
-        ours = [name for name, other in self._ours.items() if other.settings is kind.settings]
-        return _model(kind.settings, tuple(ours))
+        """Return the pydantic model that checks the settings of a kind; kinds of ours with the same ones share it."""
+        alike = [name for name, other in self._ours.items() if other.settings is kind.settings]
+        return _model(kind.settings, tuple(alike) if kind in self._ours.values() else ())
 
 
 def plain(value: Settings) -> dict[str, Any]:

@@ -139,9 +139,10 @@ def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
             if name.startswith("slo.") and slo.ttft_s is slo.tpot_s is slo.e2e_s is None:
                 bound = "needs a limit for requests, such as --set slo.ttft_s=2"
                 raise ScenarioError(f"{name}: {scenario.name} has no slo, {bound}", field="slo", bound=bound)
-            if name.startswith("cost.") and scenario.hardware.price_usd_hour is None:
-                bound = "needs --set hardware.price_usd_hour"
-                raise ScenarioError(f"{name}: {scenario.hardware.name} has no price, {bound}", field="hardware")
+            for within, server in scenario.pools if name.startswith("cost.") else ():
+                if server.hardware.price_usd_hour is None:
+                    bound = f"needs --set {within}hardware.price_usd_hour"
+                    raise ScenarioError(f"{name}: {server.hardware.name} has no price, {bound}", field="hardware")
 
 
 def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:

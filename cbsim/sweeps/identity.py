@@ -7,13 +7,27 @@ import json
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
+from cbsim.routers import registry as routers
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
 from cbsim.workload import generators
 
-ROOMS = ("policy", "kv", "schedulers", "scenario", "workload", "cost", "machine", "runs", "record", "metrics")
+ROOMS = (
+    "policy",
+    "kv",
+    "schedulers",
+    "routers",
+    "scenario",
+    "workload",
+    "cost",
+    "machine",
+    "runs",
+    "record",
+    "metrics",
+)
 """The packages that determine a run's numbers; drawing, measurements and command lines do not affect them."""
 LABELS = ("name", "question")
 """Fields of a scenario that do not affect any number."""
@@ -32,7 +46,9 @@ def code() -> str:
 def key(scenario: Scenario, warmup: float = 0.0) -> str:
     """Return the key of a run of one loop; it is equal if all inputs of its numbers are. `warmup` is that of Task."""
     fields = scenario.model_dump(mode="json", exclude=set(LABELS))
-    files = {field: _content(field, path) for field, path in generators.files(fields)}
+    servers = [(within, server.model_dump(mode="json")) for within, server in scenario.pools]
+    named = [(within, *each) for within, server in servers for each in generators.files(server)]
+    files = {f"{within}{field}": _content(field, path) for within, field, path in named}
     parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
 
@@ -59,11 +75,14 @@ def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
 
 
 def _policy(scenario: Scenario) -> str | None:
-    """Return a hash of the modules that define a scheduler of the user; None for one of this project."""
-    if scenario.scheduler.name in registry.OURS:
+    """Return a hash of the modules that define schedulers or a router of the user; None without any."""
+    kinds: list[Any] = [server.kind for _, server in scenario.pools if server.scheduler.name not in registry.OURS]
+    if scenario.fleet is not None and scenario.fleet.router.name not in routers.OURS:
+        kinds.append(routers.ROUTERS.find(scenario.fleet.router.name))
+    if not kinds:
         return None
-    kind = scenario.kind
-    modules = {getattr(part, "__module__", "") for part in (kind.settings, kind.resolve, kind.make)}
+    parts = [getattr(kind, part, None) for kind in kinds for part in ("settings", "resolve", "make")]
+    modules = {getattr(part, "__module__", "") for part in parts}
     files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
     digest = hashlib.sha256()
     for file in sorted(filter(None, files)):

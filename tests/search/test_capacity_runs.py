@@ -59,6 +59,17 @@ def test_runs_are_kept_and_found_again(tmp_path: Path) -> None:
     assert found.holds <= exact <= found.fails
 
 
+def test_a_fleet_holds_what_its_servers_hold_together(tmp_path: Path) -> None:
+    """In turns with one that is twice as fast and never waits: the slow one's request k waits k (0.2 s - 2 / rate), and
+    its last 9 of 10 count, beside as many that take 0.1 s."""
+    fast = {"server": {"cost": {"step_s": 0.025}}}
+    scenario = scenarios.parse({**SLOW, "fleet": {"pools": [{}, fast], "router": {"name": "round_robin"}}}, "slow")
+    wanted = terms.terms(scenario, ["e2e.mean<=250ms"], None, replicates=4, width=0.1)
+    found = capacity.search(scenario, RATE, wanted, here(tmp_path))
+    assert found.holds is not None and found.fails is not None
+    assert found.holds <= 12.5 <= found.fails  # 0.2 + 5 (0.2 - 2 / rate) and 0.1 have a mean of 0.25
+
+
 def _interrupt(_: object) -> None:
     raise KeyboardInterrupt
 

@@ -135,6 +135,20 @@ def test_a_condition_takes_the_best_away(constant: Path, tmp_path: Path) -> None
     assert {trial.why for trial in found.outcome.trials[:2]} == {"ttft.max<=15ms"}
 
 
+def test_a_fleet_is_tuned_by_servers_and_router(constant: Path, tmp_path: Path) -> None:
+    """Of one seat each more servers do more, most of it in turns; a GPU without a price is named with its pool."""
+    constant.write_text(f"{CONSTANT}fleet: {{pools: [{{name: a}}, {{}}], router: {{name: session_hash}}}}\n")
+    knobs, most = tune.parse_knobs(["fleet.pools.0.count=1,3", "fleet.router.name=session_hash,round_robin"]), goal()
+    of = tune.candidates(constant, ["scheduler.max_num_seqs=1"], knobs, most)
+    found = tune.tune(of, most, tmp_path / "store", Here())
+    assert found.best == {"fleet.pools.0.count": 3, "fleet.router.name": "round_robin"}
+    knobs = tune.parse_knobs(["fleet.router.virtual_nodes=1,160"])
+    assert len(tune.candidates(constant, [], knobs, most)) == 2
+    unpriced = ["fleet.pools.1.server.hardware=l40s", "fleet.pools.1.server.hardware.price_usd_hour=null"]
+    with pytest.raises(ScenarioError, match=r"needs --set fleet.pools.1.server.hardware.price_usd_hour"):
+        tune.candidates(constant, unpriced, knobs, goal("cost.usd_per_million_tokens"))
+
+
 def test_loops_are_candidates(constant: Path, tmp_path: Path) -> None:
     """A scenario with both loops is tuned over them; where the CPU costs nothing they are the same."""
     of = tune.candidates(constant, ["loop.mode=both"], tune.parse_knobs(["scheduler.max_num_seqs=12"]), goal())

@@ -24,6 +24,19 @@ from cbsim.sweeps.store import PART, STALE_S, Store
 from cbsim.sweeps.sweep import Shard, Sweep
 from cbsim.sweeps.work import Here, Made
 
+ROUTER = """\
+from cbsim.routers.base import RouterBase, RouterKind
+from cbsim.routers.simple import PlainSettings
+
+
+class First(RouterBase):
+    def choose(self, request, views, now_ns):
+        return 0
+
+
+KIND = RouterKind(name="keyed", about="", settings=PlainSettings, make=lambda *_: First())
+"""
+
 
 def a_sweep(path: Path, store: Path, shard: Shard = (1, 1)) -> Sweep:
     return Sweep(*sweep_file.read(path), store, shard)
@@ -48,6 +61,26 @@ def test_a_row_says_what_the_run_says(sweep: Path, tmp_path: Path) -> None:
         assert row["output_tokens_per_s_per_user"] == 1 / found["tpot_s.mean"]
         assert (row["status"], row["reason"], row["seed"], row["replicate"]) == ("done", None, 0, 0)
         assert json.loads((tmp_path / "store" / "runs" / identity.code() / row["key"] / "summary.json").read_text())
+
+
+def test_a_fleet_has_the_gpus_and_the_price_of_all(small: Path, tmp_path: Path) -> None:
+    """Over the size of a pool and the router; the second server has two GPUs of another price."""
+    price = {"price_usd_hour": 7.0}
+    pools = [{}, {"server": {"hardware": price, "cost": {"tensor_parallel": 2}}}]
+    fleet = json.dumps({"pools": pools, "router": {"name": "session_hash", "virtual_nodes": 9}})
+    file = small.with_name("fleet.yaml")
+    file.write_text(
+        f"scenario: small.yaml\nset: {{fleet: {fleet}}}\naxes:\n  fleet.pools.0.count: [1, 2]\n"
+        "  fleet.router.name: [round_robin, least_in_flight]\n"
+    )
+    rows = pq.read_table(a_sweep(file, tmp_path / "store").run(Here()).path).to_pylist()
+    one = cbsim.load(small).hardware.price_usd_hour
+    assert [row["fleet.router.name"] for row in rows] == ["round_robin", "least_in_flight"] * 2
+    for row in rows:
+        count = row["fleet.pools.0.count"]
+        price_usd_hour = row["cost.usd_per_million_output_tokens"] / 1e6 * row["output_tokens_per_s"] * 3600
+        assert price_usd_hour == pytest.approx(14 + count * one)
+        assert row["output_tokens_per_s_per_gpu"] == pytest.approx(row["output_tokens_per_s"] / (2 + count))
 
 
 def test_a_table_says_what_its_step_times_rest_on(sweep: Path, tmp_path: Path) -> None:
@@ -163,6 +196,22 @@ def test_a_key_names_what_numbers_follow_from(small: Path) -> None:
         trace.write_text(text)
         keys.append(identity.key(load(small, workload)))
     assert len({same, *keys}) == 3
+
+
+def test_a_key_names_a_fleets_routers_and_the_files_of_its_servers(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module of a router of the user's own, and the tables of a pool."""
+    keys, tables = set[str](), small.with_name("tables")
+    monkeypatch.setattr(identity, "_content", lambda field, path: (field, path, tables.read_text()))
+    monkeypatch.syspath_prepend(str(small.parent))
+    for code, table in (("1", "a"), ("2", "a"), ("2", "b")):
+        small.with_name("keyed.py").write_text(f"{ROUTER}# {code}\n")
+        tables.write_text(table)
+        cost = {"kind": "table", "path": str(tables), "engine": "vllm"}
+        fleet = {"pools": [{"server": {"cost": cost}}], "router": {"name": "keyed:KIND"}}
+        keys.add(identity.key(cbsim.load(small, {"fleet": fleet})))
+    assert len(keys) == 3
 
 
 def test_runs_of_other_code_stay_apart(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
