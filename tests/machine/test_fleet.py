@@ -5,29 +5,39 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.calls import call, refused
 from support.random_scenarios import any_scenario, checks_of
 
 import cbsim
 from cbsim.errors import DeadlockError
+from cbsim.machine import simulate
 from cbsim.machine.front import Blind
 from cbsim.machine.separate import Separate
 from cbsim.machine.simulate import Fleet, Simulation
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory, invariants
+from cbsim.record.record import RequestRow
 from cbsim.routers.base import RouterBase, RouterKind, View
 from cbsim.routers.registry import OURS as ROUTERS
 from cbsim.routers.simple import PlainSettings
 from cbsim.runs import assemble, reading, replan, running
 from cbsim.runs.result import Result
-from cbsim.scenario.scenario import Scenario, parse
+from cbsim.scenario.scenario import Scenario, dump, parse
 from cbsim.schedulers import registry
 from cbsim.workload import generators
+from cbsim.workload.requests import Workload
 
 NAMES = pytest.mark.parametrize("name", registry.OURS)
 SERVED = ("length", "stop", "aborted", "refused")
@@ -102,13 +112,41 @@ def test_servers_of_a_blind_router_are_simulated_one_by_one_with_the_same_tables
             assert rows == its
 
 
+def test_processes_write_the_same_tables(tmp_path: Path) -> None:
+    """Of servers of several schedulers, whose clients leave at any moment."""
+    drawn = (any_scenario("tgi", random.Random(seed), tmp_path) for seed in count())
+    base = next(each for each in drawn if len(generators.build(each).cancels) > 9)
+    scenario = with_fleet(base, "random", {"count": 2}, {"server": {"scheduler": {"name": "static"}}})
+    runs = list[tuple[Any, ...]]()
+    for jobs in (1, 2):
+        made = Simulation(scenario, base.loop.mode, generators.build(scenario), jobs=jobs)
+        made.run(lambda _: None)
+        rows, steps = directory.contents(made.record)
+        runs.append((list(rows), steps.table.tolist(), steps.server.tolist()))
+    assert runs[0] == runs[1]
+    assert "aborted" in {row.status for row in runs[0][0]}
+
+
 # -- several -----------------------------------------------------------------------------------------------------------
 
 
-def check_one_fleet(name: str, seed: int, folder: Path) -> None:
+def alone_again(scenario: Scenario, server: Scenario, rows: Sequence[RequestRow], loop: str) -> bytes:
+    """The steps of a server that nothing is beside, with these requests at the times they came at."""
+    load, specs = generators.build(scenario), dict[int, RequestSpec]()
+    for row in rows:
+        spec = load.find(row.index)
+        assert spec is not None
+        first = None if spec.sample_of is None else specs[spec.sample_of.index]
+        specs[row.index] = replace(spec, arrival_ns=row.arrival_ns, sample_of=first)
+    cancels = [(at_ns, specs[spec.index]) for at_ns, spec in load.cancels if spec.index in specs]
+    machine = simulate.machine(server, loop, Workload([*specs.values()], len(specs), cancels))
+    simulate.run(machine)
+    return bytes(machine.record.steps)
+
+
+def check_one_fleet(name: str, router: str, seed: int, folder: Path) -> None:
     dice = random.Random(f"fleet {name} {seed}")
     base = any_scenario(name, dice, folder)
-    router = dice.choice([each for each in ROUTERS if each != "preble"])
     pools = [{"count": dice.choice([1, 2])}, {"count": dice.choice([1, 3]), "server": {"loop": {"streams": True}}}]
     scenario = with_fleet(base, router, *pools)
     made = list[Simulation]()
@@ -145,6 +183,11 @@ def check_one_fleet(name: str, seed: int, folder: Path) -> None:
     each = first.summary["per_server"]
     assert sum(server["requests"] for server in each) == total
     assert sum(server["output_tokens"] for server in each) == first.summary["output_tokens"]
+    follows, any_refused = generators.build(scenario).follow, any(row.status == "refused" for row in first.request_rows)
+    for number, (server, record) in enumerate(zip(scenario.servers, made[0].record.records, strict=True)):
+        if not (follows and any_refused):  # what follows a refusal comes after the poll of the same time
+            rows = [row for row in first.request_rows if row.server == number]
+            assert alone_again(scenario, server, rows, base.loop.mode) == bytes(record.steps)
     path = first.save(folder / "run")
     reading.check_run(reading.load(path), base.loop.mode)
     assert replan.rederive(path).difference is None
@@ -153,11 +196,16 @@ def check_one_fleet(name: str, seed: int, folder: Path) -> None:
 
 @NAMES
 def test_random_fleets_lose_nothing_and_can_be_read(name: str, tmp_path: Path) -> None:
-    """Any router, tiny caches, clients that leave: every token once, all blocks free at the end, plans that follow from
-    each server's polls, the same tables again."""
-    for seed in range(3):
-        (folder := tmp_path / str(seed)).mkdir()
-        check_one_fleet(name, seed, folder)
+    """Any router, tiny caches, clients that leave, requests that follow others: every token once, all blocks free at
+    the end, the same tables again, and of each server those that it writes alone with its requests; plans that follow
+    from its polls."""
+
+    @given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
+    @settings(max_examples=4)
+    def check(router: str, seed: int) -> None:
+        check_one_fleet(name, router, seed, Path(mkdtemp(dir=tmp_path)))
+
+    check()
 
 
 # -- what a router knows -----------------------------------------------------------------------------------------------
@@ -284,6 +332,29 @@ def test_lanes_and_timeline_show_several_servers(tmp_path: Path) -> None:
     events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == [f"fleet async server {at}" for at in range(8)]
+
+
+WORDS = [("7", "got 7, expected 0 to 1"), ("True", "got True, expected 0 to 1"), ("1 // 0", "ZeroDivisionError")]
+
+
+@pytest.mark.parametrize(("answer", "problem"), WORDS)
+@pytest.mark.parametrize("blind", [True, False])
+def test_a_users_router_that_fails_is_one_line(
+    answer: str, problem: str, blind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 1, as of a user's scheduler; whether its servers are simulated together or not."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    (tmp_path / "failing.py").write_text(
+        "from cbsim.routers.base import RouterBase, RouterKind\n"
+        "from cbsim.routers.simple import PlainSettings\n"
+        f"class First(RouterBase):\n    choose = lambda *_: {answer}\n"
+        f"KIND = RouterKind(name='f', about='', settings=PlainSettings, make=lambda *_: First(), blind={blind})\n"
+    )
+    fleet = json.dumps({"pools": [{"count": 2}], "router": {"name": "failing:KIND"}})
+    (tmp_path / "fleet.yaml").write_text(dump(of()))
+    told = call("run", tmp_path / "fleet.yaml", "--set", f"fleet={fleet}", "--out", tmp_path / "runs")
+    refused(told, 1, f"router failing:KIND, choose, request 0: {problem}")
 
 
 def test_signals_older_than_the_run_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,11 @@ def test_the_price_is_that_of_all_gpus() -> None:
         ({"pools": []}, "fleet.pools: got \\[\\], needs at least 1"),
         ({"pools": [{"count": 0}]}, "fleet.pools.0.count: got 0, must be >= 1"),
         ({"pools": [{}], "router": {"name": "fastest"}}, "fleet.router.name: got 'fastest', expected one of"),
+        ({"pools": [{}], "router": {"name": "least_inflight"}}, "got 'least_inflight'.* did you mean least_in_flight"),
+        (
+            {"pools": [{}], "router": {"name": "sglang_cache_aware", "cache_threshold": -1}},
+            "fleet.router.cache_threshold: got -1, must be >= 0",
+        ),
         ({"pools": [{}], "router": {}}, "fleet.router.name: is required"),
         ({"pools": [{}], "router": {"name": "nowhere:AT_ALL"}}, "fleet.router.name: .*cannot be loaded"),
         ({"pools": [{}], "signals": {"metrics_s": 0}}, "fleet.signals.metrics_s: got 0, must be >= 0.001"),
