@@ -115,12 +115,8 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
     if load.total != len(case.arrivals):
         raise ScenarioError(f"workload: got {load.total} requests, the recorded run has {len(case.arrivals)}")
     check_loop(scenario)
-    if (ranks := max(case.ranks, scenario.ranks)) > 1:
-        together = scenario.model.experts > 0
-        return run_fleet(simulate.Fleet([scenario] * ranks, load, together=together))
-    server = simulate.machine(scenario, scenario.loop.mode, load)
-    simulate.run(server)
-    return _replayed([server.record])
+    ranks = max(case.ranks, scenario.ranks)
+    return run_fleet(simulate.Fleet([scenario] * ranks, load, together=ranks > 1 and scenario.model.experts > 0))
 
 
 def run_fleet(fleet: simulate.Fleet) -> Replayed:
