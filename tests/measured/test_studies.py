@@ -34,6 +34,7 @@ from reports.fidelity.fragmentation import make as fragmentation
 from reports.fidelity.hopper import make as hopper
 from reports.fidelity.landscape import make as landscape
 from reports.fidelity.landscape.make import AGENTS, CONTENDERS, MIXED, Ran
+from reports.fidelity.routers import make as routers
 from reports.fidelity.schedulers_by_load import make as by_load
 from reports.fidelity.swap_or_recompute import make as swapping
 from reports.fidelity.swap_or_recompute.make import BOTH_WAYS, GB, GPUS, MODELS, ONE_WAY, Terms
@@ -404,3 +405,27 @@ def test_the_default_is_within_its_bars() -> None:
     now = default.recorded("RTX4090__Llama-3.1-8B")
     published = made["recorded"]["RTX4090__Llama-3.1-8B"]
     assert {" ".join(key): error for key, error in now.items()} == pytest.approx(published, abs=1e-9)
+
+
+# -- fleets -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_study_of_routers_is_what_runs() -> None:
+    """One of its points, now, and every point that the script names once."""
+    runs = facts("routers")["runs"]
+    known = {routers.Point(*(run[name] for name in routers.Point._fields)): run for run in runs}
+    assert list(known) == routers.points()
+    point = routers.Point("llmd", routers.NEAR, 0.95, 0)
+    assert routers.served(point)._asdict() == {name: known[point][name] for name in routers.Served._fields}
+
+
+def test_short_lived_prefixes_are_used_ten_times_within_their_lives() -> None:
+    """Of each prefix ten requests, none more than 20 s after another, seven of its eight blocks shared."""
+    lines = [json.loads(line) for line in routers.short_lived(40.0, 1).splitlines()]
+    uses: dict[tuple[int, ...], list[float]] = {}
+    for line in lines:
+        assert line["input_length"] == 512 * len(line["hash_ids"]) == routers.PROMPT
+        uses.setdefault(tuple(line["hash_ids"][:7]), []).append(line["timestamp"] / 1e3)
+    assert {len(times) for times in uses.values()} == {routers.USES}
+    assert max(max(times) - min(times) for times in uses.values()) <= routers.LIFE_S
+    assert len({line["hash_ids"][7] for line in lines}) == len(lines)
