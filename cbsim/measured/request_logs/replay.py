@@ -227,8 +227,7 @@ def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_
     """Serve requests, which take a connection `front_s` before they arrive. Raises ScenarioError if one is rejected."""
     check_loop(scenario)
     fleet, draws = Fleet([scenario] * servers, Workload(specs, len(specs)), together=False), np.random.default_rng(seed)
-    router = KubernetesService(
-        lambda: int(draws.integers(servers)), ServiceSettings(name="kubernetes_service"), round(front_s * NS)
-    )
-    Choice(router, fleet.env, fleet.front, fleet.machines, Signals(metrics_s=60))  # nobody looks at metrics
+    settings, draw = ServiceSettings(name="kubernetes_service"), lambda: int(draws.integers(servers))
+    router = KubernetesService(draw, settings, round(front_s * NS))
+    Choice(router, fleet.env, fleet.front, fleet.machines, Signals(metrics_s=60))  # it reads no metrics
     return run_fleet(fleet)
