@@ -473,6 +473,12 @@ def curve_table() -> Table:
     return Table("", ("capacity, tokens", "whole blocks", "paper", "next block shared"), rows)
 
 
+def layout_table() -> Table:
+    """A row a layout of eight GPUs: requests/s a GPU and $ a million output tokens, at a strict and a loose bound."""
+    rows = [tuple(each["cells"]) for each in facts("replicas_or_tp")["layouts"]]
+    return Table("", facts("replicas_or_tp")["header"], rows)
+
+
 def tuned_table() -> Table:
     rows = []
     for each in facts("schedulers_by_load")["best"]:
@@ -499,6 +505,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
         "curve": curve_table,
         "fragmentation": fragmentation_table,
         "assumptions": assumption_table,
+        "layouts": layout_table,
     },
     "docs/landscape.md": {"tuned": tuned_table},
     "docs/models.md": {"models": model_table},

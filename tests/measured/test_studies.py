@@ -34,6 +34,7 @@ from reports.fidelity.fragmentation import make as fragmentation
 from reports.fidelity.hopper import make as hopper
 from reports.fidelity.landscape import make as landscape
 from reports.fidelity.landscape.make import AGENTS, CONTENDERS, MIXED, Ran
+from reports.fidelity.replicas_or_tp import make as layouts
 from reports.fidelity.routers import make as routers
 from reports.fidelity.schedulers_by_load import make as by_load
 from reports.fidelity.swap_or_recompute import make as swapping
@@ -429,3 +430,19 @@ def test_short_lived_prefixes_are_used_ten_times_within_their_lives() -> None:
     assert {len(times) for times in uses.values()} == {routers.USES}
     assert max(max(times) - min(times) for times in uses.values()) <= routers.LIFE_S
     assert len({line["hash_ids"][7] for line in lines}) == len(lines)
+
+
+def test_the_study_of_layouts_is_what_runs() -> None:
+    """The first rung of a layout with one seed, now; a rung's score is that of its 99th percentile."""
+    data(f"{layouts.TABLES['path']}/system.yaml")
+    model, gpus = "llama-3.1-70b", 8
+    (known,) = (
+        each for each in facts("replicas_or_tp")["layouts"] if (each["model"], each["tensor_parallel"]) == (model, gpus)
+    )
+    result: Any = cbsim.run(layouts.scenario(model, gpus, layouts.START[model], 0))
+    rung = layouts.Rung(layouts.START[model], [layouts.latencies(result.requests)], 1.0)
+    scores = [rung.score(bound_s) for bound_s in layouts.bounds_of(model)]
+    assert scores == pytest.approx([of[0] for of in known["rungs"][0]["scores"]], rel=1e-9)
+    ttft, tpot = rung.latencies[0]
+    met = (ttft <= scores[0] * layouts.TTFT_S) & (tpot <= scores[0] * layouts.STRICT[model])
+    assert met.mean() >= layouts.SHARE > (met.sum() - 1) / len(met)
