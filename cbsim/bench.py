@@ -175,7 +175,7 @@ def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tup
     """A server that has run, and the seconds that running took."""
     server = simulate.machine(scenario, "sync", generators.build(scenario))
     if pieces:
-        server.record.hand_to(pieces, directory.PIECE)
+        server.record.hand_to(pieces.take, directory.PIECE)
     begun = time.perf_counter()
     simulate.run(server)
     return server, time.perf_counter() - begun

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from cbsim.cost.base import Cost
 from cbsim.machine.driver import Machine
 from cbsim.policy.request import RequestSpec
@@ -34,16 +36,9 @@ class Separate:
         run: Run,
         jobs: int = 1,
     ) -> None:
-        self._parts: list[list[RequestSpec]] = [[] for _ in servers]
-        self._cancels: list[list[tuple[int, RequestSpec]]] = [[] for _ in servers]
-        server_of: dict[RequestSpec, int] = {}
-        for spec in workload.open if workload.cancels else workload.arriving():
-            server = choose(spec, spec.arrival_ns)
-            self._parts[server].append(spec)
-            if workload.cancels:
-                server_of[spec] = server
-        for at_ns, spec in workload.cancels:
-            self._cancels[server_of[spec]].append((at_ns, spec))
+        chosen = (choose(spec, spec.arrival_ns) for spec in workload.arriving())
+        self._chosen = np.fromiter(chosen, dtype=np.int32, count=len(workload.open))
+        self._workload = workload
         self._servers, self._build, self._run, self._jobs = servers, build, run, jobs
         self.schedulers: list[Any] = []  # of servers that are over, in this process
         self.now_ns = 0
@@ -57,24 +52,29 @@ class Separate:
             return
         costs: dict[int, Cost] = {}
         for number, one in enumerate(self._servers):
-            part, self._parts[number] = self._parts[number], []
-            server = self._build(one, Workload(part, len(part), self._cancels[number]), costs)
-            self.record.records[number] = server.record
+            server = self._build(one, self._part(number), costs)
+            self.record.put(number, server.record)
             self._run(server, on_step)
-            self.record.records[number] = Kept.of(server.record)
+            self.record.put(number, Kept.of(server.record))
             self.now_ns = max(self.now_ns, server.now_ns)
             self.schedulers.append(server.scheduler)
 
+    def _part(self, number: int) -> Workload:
+        """Return the requests of a server, which exist while it runs."""
+        return self._workload.part(np.flatnonzero(self._chosen == number))
+
+    def _task(self, number: int) -> tuple[Any, ...]:
+        part = self._part(number)
+        cancels = [(at_ns, spec.index) for at_ns, spec in part.cancels]
+        return self._servers[number], [*map(_fields, part.arriving())], cancels, self._build, self._run
+
     def _run_in_processes(self, on_step: Callable[[int], None] | None) -> None:
         spawned = multiprocessing.get_context("spawn")
-        tasks = [
-            (one, [*map(_fields, part)], [(at_ns, spec.index) for at_ns, spec in cancels], self._build, self._run)
-            for one, part, cancels in zip(self._servers, self._parts, self._cancels, strict=True)
-        ]
+        tasks = [*map(self._task, range(len(self._servers)))]
         with ProcessPoolExecutor(min(self._jobs, len(tasks)), spawned) as pool:
             try:
                 for number, (kept, now_ns) in enumerate(pool.map(_served, tasks)):
-                    self.record.records[number] = kept
+                    self.record.put(number, kept)
                     self.now_ns = max(self.now_ns, now_ns)
                     if on_step:
                         on_step(self.now_ns)

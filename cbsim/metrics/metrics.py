@@ -18,7 +18,7 @@ import numpy as np
 
 from cbsim.record.columns import NS
 from cbsim.record.record import PHASES, STATUSES, RequestRow
-from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
+from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, times, token_times
 
 PERCENTILE_METHOD = "linear"
 QUANTILES = (50, 90, 95, 99)
@@ -108,10 +108,11 @@ def _per_server(
 ) -> list[dict[str, Any]]:
     """Return the numbers of each server: shares are of the span of all."""
     numbers, low = list[dict[str, Any]](), 0
-    for server, (facts, high) in enumerate(zip(fleet, steps.ends(len(fleet)), strict=True)):
-        mine, within = (
-            token_times(table.rows(table.numbers("server") == server), steps) for table in (requests.rows, counted.rows)
-        )
+    started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
+    every = _by_server(requests.rows, len(fleet))
+    tables = zip(every, every if counted is requests else _by_server(counted.rows, len(fleet)), strict=True)
+    for server, (facts, both, high) in enumerate(zip(fleet, tables, steps.ends(len(fleet)), strict=True)):
+        mine, within = (times(table, started, ended) for table in both)
         part = steps if len(fleet) == 1 else Steps(steps.window(low, high).table)
         low = high
         latency, waste = latencies(within), _waste(mine, part)
@@ -128,6 +129,14 @@ def _per_server(
             }
         )
     return numbers
+
+
+def _by_server(table: RequestTable, servers: int) -> list[RequestTable]:
+    """Return the requests of each server."""
+    order = np.argsort(table.numbers("server"), kind="stable")
+    ends = np.searchsorted(table.numbers("server")[order], np.arange(servers), "right").tolist()
+    table = table.rows(order)  # in memory
+    return [table[low:high] for low, high in pairwise([0, *ends])]
 
 
 def _imbalance(servers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -221,14 +230,15 @@ def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int]]) -> d
     """
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    servers, parts = len(shapes), steps.parts()
-    all_ns, gpus = span_ns * servers, [gpus for _, gpus in shapes]
-    phases = {name: int(steps.lane(name).sum()) / all_ns for name in PHASES}
-    compute, ran = steps.lane("compute"), steps["rows"] > 0
+    servers, gpus = len(shapes), [gpus for _, gpus in shapes]
+    parts = [*map(slice, [0, *(ends := steps.ends(servers))], ends)]
+    phases = {name: int(steps.lane(name).sum()) / (span_ns * servers) for name in PHASES}
+    start, end, ran = steps["compute_start_ns"], steps["compute_end_ns"], steps["rows"] > 0
+    compute = end - start
     return {
-        "gpu_active": sum(int(part.lane("compute").sum()) * gpus[number] for part, number in _numbered(parts))
+        "gpu_active": sum(int(compute[part].sum()) * count for part, count in zip(parts, gpus, strict=True))
         / (span_ns * sum(gpus)),
-        "bubble_s": sum(_idle_ns(part, np.flatnonzero(part["rows"] > 0)) for part in parts) / servers / NS,
+        "bubble_s": sum(_idle_ns(start[part], end[part], ran[part]) for part in parts) / servers / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
         "step_time_s": distribution(compute[ran] / NS),
@@ -238,25 +248,20 @@ def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int]]) -> d
     }
 
 
-def _numbered(parts: Sequence[Steps]) -> list[tuple[Steps, int]]:
-    """Return the steps of each server with its number."""
-    return [(part, 0 if part.server is None else int(part.server[0])) for part in parts]
-
-
-def _lasted_ns(steps: Steps) -> Ints:
-    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
-    lasted: Ints = np.minimum(np.append(starts[1:], ends[-1]), ends) - starts
+def _lasted_ns(starts: Ints, ends: Ints) -> Ints:
+    lasted: Ints = np.minimum(np.append(starts[1:], ends[-1:]), ends) - starts
     return lasted
 
 
-def _held(steps: Steps, parts: Sequence[Steps], span_ns: int, blocks: Sequence[int]) -> dict[str, Any]:
+def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[int]) -> dict[str, Any]:
     """Return time averages of what lasts from one plan of a server to the next: blocks in use, the mean over servers,
     and waiting requests of all.
     """
-    lasted = np.concatenate([_lasted_ns(part) for part in parts])
+    starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
+    lasted = np.concatenate([_lasted_ns(starts[part], ends[part]) for part in parts])
     total: Any = max(blocks[0], 1)
     if len(set(blocks)) > 1:
-        total = np.concatenate([np.full(len(part), blocks[number]) for part, number in _numbered(parts)])
+        total = np.repeat(blocks, [part.stop - part.start for part in parts])
     used = steps["used_blocks"] / total
     return {
         "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * len(blocks)), "max": float(used.max())},
@@ -264,12 +269,15 @@ def _held(steps: Steps, parts: Sequence[Steps], span_ns: int, blocks: Sequence[i
     }
 
 
-def _idle_ns(steps: Steps, ran: Ints) -> int:
-    """Return the idle ns of the compute lane from the first to the last of `ran`; an empty step between is busy."""
-    if not len(ran):
+def _idle_ns(start: Ints, end: Ints, ran: Mask) -> int:
+    """Return the idle ns of the compute lane, busy so, from the first to the last step that `ran`; an empty step
+    between is busy.
+    """
+    at = np.flatnonzero(ran)
+    if not len(at):
         return 0
-    reach = np.ptp(np.append(steps["compute_end_ns"][ran], steps["compute_start_ns"][ran]))
-    return int(reach - steps.lane("compute")[ran[0] : ran[-1] + 1].sum())
+    reach = np.ptp(np.append(end[at], start[at]))
+    return int(reach - (end - start)[at[0] : at[-1] + 1].sum())
 
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -41,6 +41,7 @@ from cbsim.record.tables import (
     read_requests,
     read_steps,
     request_table,
+    shifted,
     step_table,
     times,
 )
@@ -129,7 +130,7 @@ class RunWriter:
             written = thread.submit(self.steps, steps)
             try:
                 values = requests()
-                declared, made = request_declared(values.rows), request_columns(values)
+                declared, made = request_declared(steps.server is not None), request_columns(values)
                 self.file("requests.parquet", parquet.encoded(declared, made, self.group))
                 yield
             finally:
@@ -205,8 +206,8 @@ def recorded_columns(requests: RequestTable) -> dict[str, Any]:
     return values | {RUNS: parquet.list_array(requests.lengths, requests.runs)}
 
 
-def request_declared(table: RequestTable) -> Sequence[Column]:
-    return (*columns.REQUESTS, columns.SERVER) if table.several else columns.REQUESTS
+def request_declared(several: bool) -> Sequence[Column]:
+    return (*columns.REQUESTS, columns.SERVER) if several else columns.REQUESTS
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
@@ -225,40 +226,44 @@ class Pieces:
     """A sink that takes the tables of a long run while it is under way, and joins them when it is over. Each piece is a
     whole file, steps/000000.parquet with columns.STEPS and requests/000000.parquet with columns.RECORDED: requests as
     they were after these steps, of which the last row of an index counts. So a run that is killed can be read up to its
-    last piece. A run with fewer steps than a piece has no such files. `terms` are the inputs of the summary besides the
-    tables (pieces.json). `early`, if given, is called after each piece with the number of steps so far; it writes files
-    that can be written before the end.
+    last piece. Pieces of several servers have a column `server`, the number of a server's own step, and names that
+    begin with the server: steps/00003-000000.parquet. A run with fewer steps than a piece has no such files. `terms`
+    are the inputs of the summary besides the tables (pieces.json). `early`, if given, is called after each piece with
+    the number of steps so far; it writes files that can be written before the end.
     """
 
     def __init__(self, writer: RunWriter, terms: Mapping[str, Any], early: OnSteps | None = None) -> None:
         self._writer, self._terms, self._early = writer, terms, early
         self._count = self._steps = 0
 
-    def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
+    def take(self, steps: bytearray, rows: Sequence[RequestRow], server: int | None = None) -> None:
         """Write a piece. Raises RunError if it cannot be written."""
-        writer, name = self._writer, name_of(self._count)
+        writer, name, table = self._writer, name_of(self._count), Steps(step_table(steps))
+        declared, values = columns.RECORDED, recorded_columns(RequestTable.of(rows))
+        if server is not None:
+            table.server, name = np.full(len(table), server), f"{server:05}-{name}"
+            declared, values = (*declared, columns.SERVER), values | {"server": np.full(len(rows), server)}
         if not self._count:
             writer.json(TERMS, self._terms)
         if steps:
-            table = Steps(step_table(steps))
             writer.steps(table, f"{STEP_PIECES}/{name}")
             self._steps += len(table)
-        values = recorded_columns(RequestTable.of(rows))
-        writer.file(f"{REQUEST_PIECES}/{name}", parquet.encoded(columns.RECORDED, values, len(rows) or 1))
+        writer.file(f"{REQUEST_PIECES}/{name}", parquet.encoded(declared, values, len(rows) or 1))
         self._count += 1
         if self._early is not None:
             self._early(self._steps)
 
     def tables(self, record: Record | Records) -> tuple[RequestTable, Steps]:
         """Return both tables of a finished record. Pieces, if there are any, are joined to files first."""
-        if not self._count or isinstance(record, Records):
+        if not self._count:
             return contents(record)
         record.hand_over()
         path = self._writer.path
-        files = step_pieces(path)
-        self._join("steps.parquet", columns.STEPS, files.rows(0, len(files)), **COUNTERS)
+        self._writer.steps(steps_so_far(path))
         steps = read_steps(path / "steps.parquet")
-        self._join("requests.parquet", columns.REQUESTS, self._requests(steps))
+        declared, groups = request_declared(steps.server is not None), self._requests(steps)
+        write = partial(parquet.write_groups, columns=declared, groups=groups)
+        self._writer.file("requests.parquet", write)
         self._writer.joined = True
         return read_requests(path / "requests.parquet"), steps
 
@@ -266,13 +271,10 @@ class Pieces:
         """Yield the request table in groups in order of index, with the times that follow from the steps."""
         started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
         files, group = request_pieces(self._writer.path), self._writer.group
-        last = last_rows(files)
+        last, declared = last_rows(files), request_declared(steps.server is not None)
         for low in range(0, len(last), group):
-            requests = times(_picked(files, last[low : low + group]), started, ended)
-            yield parquet.table(columns.REQUESTS, request_columns(requests))
-
-    def _join(self, name: str, declared: Sequence[Column], groups: Iterable[pa.Table], **options: Any) -> None:
-        self._writer.file(name, partial(parquet.write_groups, columns=declared, groups=groups, **options))
+            requests = times(_joined(_picked(files, last[low : low + group]), steps), started, ended)
+            yield parquet.table(declared, request_columns(requests))
 
 
 def _picked(files: TableFiles, at: Ints) -> RequestTable:
@@ -292,18 +294,25 @@ def name_of(number: int) -> str:
 
 
 def any_piece(path: Path) -> bool:
-    return (path / REQUEST_PIECES / name_of(0)).exists()
+    return any((path / REQUEST_PIECES).glob("[0-9]*.parquet"))
 
 
 def step_pieces(path: Path) -> TableFiles:
     """Return the pieces of a step table for which the pieces of requests exist as well."""
-    last = max(file.name for file in (path / REQUEST_PIECES).glob("*.parquet"))
     files = sorted((path / STEP_PIECES).glob("[0-9]*.parquet"))
-    return TableFiles([file for file in files if file.name <= last], columns.STEPS)
+    both = [file for file in files if (path / REQUEST_PIECES / file.name).exists()]
+    return TableFiles(both, columns.STEPS, columns.SERVER)
 
 
 def request_pieces(path: Path) -> TableFiles:
-    return TableFiles(sorted((path / REQUEST_PIECES).glob("[0-9]*.parquet")), columns.RECORDED)
+    return TableFiles(sorted((path / REQUEST_PIECES).glob("[0-9]*.parquet")), columns.RECORDED, columns.SERVER)
+
+
+def _joined(table: RequestTable, steps: Steps) -> RequestTable:
+    """Return requests of pieces as they are beside the joined steps."""
+    if steps.server is None:
+        return table
+    return shifted(table, [0, *steps.ends(1 + int(table.numbers("server").max(initial=0)))])
 
 
 def last_rows(files: TableFiles) -> Ints:
@@ -321,4 +330,4 @@ def steps_so_far(path: Path) -> Steps:
 def requests_so_far(path: Path) -> RequestTable:
     """Return the requests of a run that is under way, as they were after `steps_so_far`."""
     files = request_pieces(path)
-    return request_table(files).rows(last_rows(files))
+    return _joined(request_table(files).rows(last_rows(files)), steps_so_far(path))

@@ -101,17 +101,17 @@ class TableFiles:
         lengths, items = zip(*parts, strict=True)
         return np.concatenate(lengths), np.concatenate(items)
 
-    def rows(self, low: int, high: int) -> Iterator[pa.Table]:
-        """Yield rows low:high with every declared column, file by file."""
+    def rows(self, low: int, high: int, names: Sequence[str] = ()) -> Iterator[pa.Table]:
+        """Yield rows low:high with these columns, every declared one by default, file by file."""
         for number, count in enumerate(self.counts):
             if low < count and high > 0:
-                yield self.file(number, max(low, 0), min(high, count))
+                yield self.file(number, max(low, 0), min(high, count), names)
             low, high = low - count, high - count
 
-    def file(self, number: int, low: int = 0, high: int | None = None) -> pa.Table:
-        """Return rows low:high of one of the files, all by default, with every declared column."""
+    def file(self, number: int, low: int = 0, high: int | None = None, names: Sequence[str] = ()) -> pa.Table:
+        """Return rows low:high of one of the files, all by default, with these columns or every declared one."""
         end = self.counts[number] if high is None else high
-        return self._read(self._files[number], lambda table: self._rows(table, low, end))
+        return self._read(self._files[number], lambda table: self._rows(table, low, end, names or [*self._columns]))
 
     def _read(self, source: Path | bytes, make: Callable[[pq.ParquetFile], T]) -> T:
         path = source if isinstance(source, Path) else "a table in memory"
@@ -136,12 +136,12 @@ class TableFiles:
             raise TableError(f"column {name} has {least}, expected 0 or more {column.unit}")
         return values
 
-    def _rows(self, table: pq.ParquetFile, low: int, high: int) -> pa.Table:
+    def _rows(self, table: pq.ParquetFile, low: int, high: int, names: Sequence[str]) -> pa.Table:
         """Return rows low:high; only the row groups that contain them are read."""
         sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
         ends = np.cumsum(sizes)
         groups = np.flatnonzero((ends > low) & (ends - sizes < high))
-        read = table.read_row_groups(groups.tolist(), columns=list(self._columns))
+        read = table.read_row_groups(groups.tolist(), columns=list(names))
         before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
         return read.slice(low - before, high - low)
 

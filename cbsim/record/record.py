@@ -9,7 +9,8 @@ it then keeps only the running and waiting requests, and the steps since the las
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
@@ -100,14 +101,11 @@ class TransferLog:
                 self.rows[at] = step
 
 
-class Sink(Protocol):
-    """A receiver of the tables of a long run while it is under way (directory.Pieces)."""
-
-    def take(self, steps: bytearray, rows: list[RequestRow]) -> None:
-        """Take the next steps, and requests as they are after them. A later row of a request replaces earlier ones."""
-
-
+Take = Callable[[bytearray, Sequence[RequestRow]], None]
+"""A sink of a long run's tables while it is under way (directory.Pieces.take): it takes the next steps, and requests as
+they are after them. A later row of a request replaces earlier ones."""
 NEVER_BYTES = 1 << 60
+LEAST_PIECE = 1 << 12  # steps that one of several servers has before its sink takes them
 STEP_BYTES = 8 * len(STEP_COLUMNS)
 
 
@@ -127,7 +125,7 @@ class Record:
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
         self._first_step: dict[RequestSpec, int] = {}
         self._requests: dict[RequestSpec, Request] = {}
-        self._sink: Sink | None = None
+        self._take: Take | None = None
         self._full_bytes = NEVER_BYTES  # size of steps at which the sink takes them
         self._taken_steps = 0  # steps that the sink has taken
         self._forgotten = 0  # finished requests that were dropped
@@ -145,13 +143,13 @@ class Record:
     def request(self, spec: RequestSpec) -> Request:
         return self._requests[spec]
 
-    def hand_to(self, sink: Sink, steps: int) -> None:
-        """Let `sink` from now on take the finished parts whenever there are `steps` steps."""
-        self._sink, self._full_bytes = sink, steps * STEP_BYTES
+    def hand_to(self, take: Take, steps: int) -> None:
+        """Let `take` from now on have the finished parts whenever there are `steps` steps."""
+        self._take, self._full_bytes = take, steps * STEP_BYTES
 
     def hand_over(self) -> None:
         """Pass the sink the steps, and a row of every request that may have changed; drop finished requests."""
-        assert self._sink is not None
+        assert self._take is not None
         rows: list[RequestRow] = []
         for spec, (poll, _) in list(self._queued.items()):
             over, admitted = self._over(spec), spec in self._requests
@@ -161,7 +159,7 @@ class Record:
                 self._forget(spec)
         self._taken_steps, self._passed_polls = self.step_count, self.polls
         steps, self.steps = self.steps, bytearray()
-        self._sink.take(steps, rows)
+        self._take(steps, rows)
 
     def _over(self, spec: RequestSpec) -> bool:
         """True if the row of a request can no longer change. Called between steps."""
@@ -309,6 +307,8 @@ class Part(Protocol):
     def finished_count(self) -> int: ...
     @property
     def sampled_tokens(self) -> int: ...
+    def hand_to(self, take: Take, steps: int) -> None: ...
+    def hand_over(self) -> None: ...
 
 
 class Records:
@@ -319,6 +319,25 @@ class Records:
     def __init__(self, records: Sequence[Part]) -> None:
         self.records = list(records)
         self.total_blocks = max([record.total_blocks for record in records])
+        self._take: Callable[..., None] | None = None
+        self._piece_steps = 0
+
+    def hand_to(self, take: Callable[..., None], steps: int) -> None:
+        """Let `take` from now on have the finished parts of each `server`, when all together have about `steps`."""
+        self._take, self._piece_steps = take, max(steps // len(self.records), min(steps, LEAST_PIECE))
+        for server, record in enumerate(self.records):
+            self.put(server, record)
+
+    def put(self, server: int, record: Part) -> None:
+        """Set the record of a server."""
+        self.records[server] = record
+        if self._take is not None:
+            take = partial(self._take, server=server) if len(self.records) > 1 else self._take
+            record.hand_to(take, self._piece_steps)
+
+    def hand_over(self) -> None:
+        for record in self.records:
+            record.hand_over()
 
     @property
     def firsts(self) -> list[int]:

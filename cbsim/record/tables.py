@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -23,7 +24,7 @@ import pyarrow.compute as pc
 from cbsim.errors import RunError
 from cbsim.record import columns, parquet
 from cbsim.record.parquet import TableError, TableFiles
-from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, TransferLog
+from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, Take, TransferLog
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -75,7 +76,11 @@ class Steps:
         if self.server is None:
             return [self]
         ends = sorted(set(self.ends(int(self.server.max(initial=0)) + 1)))
-        return [self.window(low, high) for low, high in pairwise([0, *ends]) if high > low] or [self]
+        return [self.part(low, high) for low, high in pairwise([0, *ends]) if high > low] or [self]
+
+    def part(self, low: int, high: int) -> Steps:
+        """Return steps low:high as they are held: those on disk are not read."""
+        return self.window(low, high)
 
     def lane(self, name: str) -> Ints:
         """Return the busy nanoseconds of a lane or phase, step by step."""
@@ -88,21 +93,14 @@ def step_table(steps: bytes | bytearray) -> Ints:
 
 
 class RequestTable(Sequence[RequestRow]):
-    """The requests in order of index. `lengths` are the counts of numbers in `runs` that are a request's token runs;
-    `several` says that they are those of several servers.
-    """
+    """The requests in order of index. `lengths` are the counts of numbers in `runs` that are a request's token runs."""
 
     def __init__(
-        self,
-        numbers: Callable[[str], Ints],
-        texts: Callable[[str], pa.Array],
-        lengths: Ints,
-        runs: Ints,
-        several: bool = False,
+        self, numbers: Callable[[str], Ints], texts: Callable[[str], pa.Array], lengths: Ints, runs: Ints
     ) -> None:
         """Take `numbers` and `texts`, functions from a name in NUMBERS or TEXTS to its column."""
         self.numbers, self.texts = numbers, texts
-        self.lengths, self.runs, self.several = lengths, runs, several
+        self.lengths, self.runs = lengths, runs
 
     @classmethod
     def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
@@ -116,7 +114,6 @@ class RequestTable(Sequence[RequestRow]):
             {name: parquet.text_array(values[name]) for name in TEXTS}.__getitem__,
             np.array([len(numbers) for numbers in runs], dtype=np.int64),
             np.fromiter(chain.from_iterable(runs), dtype=np.int64),
-            any(values["server"]),
         )
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
@@ -135,7 +132,6 @@ class RequestTable(Sequence[RequestRow]):
             {name: self.texts(name).take(indices) for name in TEXTS}.__getitem__,
             lengths,
             self.runs[np.repeat(starts, lengths) + inside],
-            self.several,
         )
 
     def __len__(self) -> int:
@@ -176,36 +172,50 @@ def joined_requests(tables: Sequence[RequestTable], firsts: Sequence[int]) -> Re
     """
     numbers = {name: np.concatenate([table.numbers(name) for table in tables]) for name in NUMBERS}
     numbers["server"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    shift = np.asarray(firsts)[numbers["server"]]
-    numbers["first_step"] += np.where(numbers["first_step"] >= 0, shift, 0)
     texts = {name: pa.concat_arrays([table.texts(name) for table in tables]) for name in TEXTS}
     lengths = np.concatenate([table.lengths for table in tables])
     runs = np.concatenate([table.runs for table in tables])
-    runs[::2] += np.repeat(shift, lengths // 2)
-    joined = RequestTable(numbers.__getitem__, texts.__getitem__, lengths, runs, several=True)
+    joined = shifted(RequestTable(numbers.__getitem__, texts.__getitem__, lengths, runs), firsts)
     return joined.rows(np.argsort(numbers["index"], kind="stable"))
 
 
-@dataclass(frozen=True)
+def shifted(table: RequestTable, firsts: Sequence[int]) -> RequestTable:
+    """Return requests whose servers number their own steps, with the numbers of the joined step table."""
+    shift, own = np.asarray(firsts)[table.numbers("server")], table.numbers("first_step")
+    numbers = {name: table.numbers(name) for name in NUMBERS} | {"first_step": own + np.where(own >= 0, shift, 0)}
+    runs = table.runs.copy()
+    runs[::2] += np.repeat(shift, table.lengths // 2)
+    return RequestTable(numbers.__getitem__, table.texts, table.lengths, runs)
+
+
+@dataclass
 class Kept:
-    """The record of a server that is over, as its tables, which take less memory."""
+    """The record of a server that is over, as its tables, which take less memory: those that no sink has taken."""
 
     total_blocks: int
     steps: bytearray
     requests: RequestTable
     moves: array[int]
     parents: array[int]
+    step_count: int
     finished_count: int
     sampled_tokens: int
+    _take: Take | None = None
 
     @classmethod
     def of(cls, record: Record) -> Kept:
         tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
-        return cls(record.total_blocks, *tables, record.finished_count, record.sampled_tokens)
+        return cls(record.total_blocks, *tables, record.step_count, record.finished_count, record.sampled_tokens)
 
-    @property
-    def step_count(self) -> int:
-        return len(self.steps) // STEP_BYTES
+    def hand_to(self, take: Take, steps: int) -> None:
+        self._take = take
+        if len(self.steps) >= steps * STEP_BYTES:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        assert self._take is not None
+        self._take(self.steps, self.requests)
+        self.steps, self.requests = bytearray(), RequestTable.of(())
 
     @property
     def transfers(self) -> TransferLog:
@@ -291,11 +301,19 @@ LARGE = 1 << 19  # rows of a table, beyond which columns are read on access
 
 
 class StepsOnDisk(Steps):
-    """The step table of a long run, in one file or in pieces that follow one another: each column is read on access."""
+    """The step table of a long run, in one file or in pieces that follow one another, or a part of it: each column is
+    read on access. Pieces of several servers have the numbers of each server's own steps, which count for nothing.
+    """
 
     def __init__(self, files: TableFiles) -> None:
-        self._files = files
+        self._files, self._low, self._high = files, 0, len(files)
         self.server = files["server"].to_numpy() if "server" in files else None
+
+    def part(self, low: int, high: int) -> Steps:
+        part = copy(self)
+        part._low, part._high = self._low + low, self._low + high
+        part.server = None if self.server is None else self.server[low:high]
+        return part
 
     @property
     def table(self) -> Ints:
@@ -305,26 +323,32 @@ class StepsOnDisk(Steps):
         return values
 
     def __getitem__(self, column: str) -> Ints:
-        values: Ints = self._files[column].to_numpy()
-        return values
+        if column == "step" and self.server is not None:
+            return np.arange(self._low, self._high)
+        if len(self) == len(self._files):
+            return self._files[column].to_numpy()  # type: ignore[no-any-return]
+        parts = [table[column].to_numpy() for table in self._files.rows(self._low, self._high, [column])]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def __len__(self) -> int:
-        return len(self._files)
+        return self._high - self._low
 
     def window(self, low: int, high: int) -> Steps:
         low, high, _ = slice(low, high).indices(len(self))
         server = None if self.server is None else self.server[low:high]
-        tables = list(self._files.rows(low, high))
+        tables = list(self._files.rows(self._low + low, self._low + high))
         parts = [np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1) for table in tables]
-        return Steps(np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts]), server)
+        steps = np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts])
+        if server is not None:
+            steps[:, STEP_COLUMNS.index("step")] = self._low + np.arange(low, high)
+        return Steps(steps, server)
 
 
 def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:
     """Return a request table in memory; if `lazy` only its token runs are, and other columns are read on access."""
-    several = "server" in (table if isinstance(table, TableFiles) else table.column_names)
 
     def numbers(name: str) -> Ints:
-        alone = name == "server" and not several
+        alone = name == "server" and name not in (table if isinstance(table, TableFiles) else table.column_names)
         values: Ints = np.zeros(len(table), dtype=np.int64) if alone else table[name].to_numpy()
         return values
 
@@ -333,9 +357,9 @@ def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> Reques
 
     lists = table.lists(RUNS) if isinstance(table, TableFiles) else parquet.list_items(RUNS, table[RUNS])
     if lazy:
-        return RequestTable(numbers, strings, *lists, several)
+        return RequestTable(numbers, strings, *lists)
     values, labels = {name: numbers(name) for name in NUMBERS}, {name: strings(name) for name in TEXTS}
-    return RequestTable(values.__getitem__, labels.__getitem__, *lists, several)
+    return RequestTable(values.__getitem__, labels.__getitem__, *lists)
 
 
 def read_steps(file: Path, *, check: bool = False) -> Steps:

@@ -49,11 +49,12 @@ class Run:
         return self.path if self.files is None else self.files
 
 
-def servers(run: Run, count: int) -> list[Run]:
-    """Return the run of each of `count` servers by itself, as if it had been alone."""
+def servers(run: Run, count: int) -> Iterator[Run]:
+    """Yield the run of each of `count` servers by itself, as if it had been alone."""
     if count == 1:
-        return [run]
-    numbers, parts, low = RequestTable.of(run.requests), list[Run](), 0
+        yield run
+        return
+    numbers, low = RequestTable.of(run.requests), 0
     of = numbers.numbers("server")
     for server, high in enumerate(run.steps.ends(count)):
         steps = run.steps.window(low, high)
@@ -61,9 +62,8 @@ def servers(run: Run, count: int) -> list[Run]:
             row._replace(token_runs=[number - low * (at % 2 == 0) for at, number in enumerate(row.token_runs)])
             for row in numbers.rows(of == server)
         ]
-        parts.append(replace(run, steps=Steps(steps.table), requests=RequestTable.of(rows)))
+        yield replace(run, steps=Steps(steps.table), requests=RequestTable.of(rows))
         low = high
-    return parts
 
 
 def load(path: Path, *, whole: bool = True) -> Run:

@@ -108,14 +108,14 @@ class Session:
 
     def write_to(self, writer: RunWriter, early: OnSteps | None = None) -> None:
         """Write the tables with `writer` piece by piece if the run becomes a long one. A measured run is written when
-        it is over, so that nothing takes CPU time from it, and so are several servers.
+        it is over, so that nothing takes CPU time from it.
         """
         if not self.server.measured:
             counted = self._counted | {"window_s": metrics.named_window(self._terms.window_s)}
             record = self.server.record
+            early = early if isinstance(record, Record) else None
             self._pieces = Pieces(writer, {"about": self._about(complete=False), "counted": counted}, early)
-            if isinstance(record, Record):
-                record.hand_to(self._pieces, writer.group)
+            record.hand_to(self._pieces.take, writer.group)
 
     @property
     def _counted(self) -> dict[str, Any]:

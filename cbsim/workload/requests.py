@@ -62,6 +62,13 @@ class Workload:
         """Yield the requests of `open` one by one, for a run that keeps none of them longer than it has to."""
         return self.open.once() if isinstance(self.open, Drawn) else iter(self.open)
 
+    def part(self, at: Ints) -> Workload:
+        """Return the requests of `open` at these positions, in order, with their cancellations."""
+        if isinstance(self.open, Drawn) and not self.cancels:
+            return Workload(self.open.part(at), len(at))
+        chosen = dict.fromkeys([self.open[number] for number in at.tolist()])
+        return Workload([*chosen], len(at), [(at_ns, spec) for at_ns, spec in self.cancels if spec in chosen])
+
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         """Return the requests that follow `spec`, which ended at `now_ns`. It must be called once for every request
         that ends, for whatever reason, rejection included.
@@ -108,24 +115,31 @@ class Drawn(Sequence[RequestSpec]):
     shared_tokens: int  # the prefix that prompts have in common
     prefix: Ints  # its id: 0 if there is one, else more than there are requests
     samples: int = 1  # consecutive requests with the same prompt
+    numbers: Ints | None = None  # the index of each request, of a part of such a sequence
 
     def __post_init__(self) -> None:
         assert (np.diff(self.arrival_ns) >= 0).all()
+
+    def part(self, at: Ints) -> Drawn:
+        """Return the requests at these positions, all samples of each or none, for `once` and nothing else."""
+        names = ("arrival_ns", "prompt_tokens", "output_tokens", "max_tokens", "priority")
+        return replace(self, **{name: getattr(self, name)[at] for name in names}, numbers=at)
 
     def once(self) -> Iterator[RequestSpec]:
         """Yield each request once: the kept objects if there are any, else requests made one by one and not kept."""
         if "specs" in self.__dict__:
             yield from self.specs
             return
-        columns = (self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
+        numbers = np.arange(len(self)) if self.numbers is None else self.numbers
+        columns = (numbers, self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
         first: RequestSpec | None = None
         for low in range(0, len(self), AT_ONCE):
             parts = (column[low : low + AT_ONCE].tolist() for column in columns)
-            for index, numbers in enumerate(zip(*parts, strict=True), low):
+            for index, *values in zip(*parts, strict=True):
                 if self.samples == 1:
-                    yield self._made(index, *numbers)
+                    yield self._made(index, *values)
                     continue
-                spec = self._sample(index, first if index % self.samples else None, *numbers)
+                spec = self._sample(index, first if index % self.samples else None, *values)
                 first = spec.sample_of or spec
                 yield spec
 
