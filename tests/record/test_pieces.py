@@ -32,6 +32,10 @@ CALLS: Mapping[str, Any] = {  # preemptions and refusals; a closed loop that sta
     "closed": {"workload": CLOSED},
     "static": {"scheduler": {"name": "static", "batch_size": 5}},
 }
+FLEETS: Mapping[str, Any] = {  # servers on one clock; one after the other; in a fleet alone
+    router: {"fleet": {"pools": [{"count": count}], "router": {"name": router}}}
+    for router, count in (("least_in_flight", 3), ("round_robin", 3), ("power_of_two", 1))
+}
 
 
 def run(
@@ -61,11 +65,11 @@ def run(
 
 
 @pytest.mark.parametrize("loop", ["sync", "async"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *FLEETS])
 @pytest.mark.parametrize("group", [1, 5, 7, 64, 10_000])
 def test_pieces_of_any_size_make_the_same_files(name: str, loop: str, group: int, tmp_path: Path) -> None:
     """Byte by byte: both tables, the summary, the timeline. Nothing of the pieces is left."""
-    asked = scenario(**CALLS[name] | (FEW if group == 1 else {}))
+    asked = scenario(**(CALLS | FLEETS)[name] | (FEW if group == 1 else {}), loop={"mode": loop})
     whole, joined = (run(asked, loop, tmp_path / str(way), group, way) for way in (False, True))
     assert whole.joined is False and joined.joined is (group < 10_000)
     for file in TABLES:
@@ -102,6 +106,34 @@ def test_a_killed_run_reads_as_one_that_was_interrupted_at_its_last_piece(
     assert (steps["plan_hash"] == expected.step_numbers["plan_hash"]).all()
     latest = requests.drop_duplicates("index", keep="last").sort_values("index")
     assert latest["status"].tolist() == [row.status for row in expected.request_rows]
+
+
+@pytest.mark.parametrize("name", ["least_in_flight", "round_robin"])
+def test_a_killed_fleet_reads_as_what_its_servers_had_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each server up to its last piece, its steps behind those of the server before, and requests beside them."""
+    asked, group = scenario(**FLEETS[name], loop={"mode": "sync"}), 7
+    whole = run(asked, "sync", tmp_path / "whole", 10_000, pieces=True).path
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, "sync", tmp_path / "killed", group, pieces=True, until=150)
+    for largest in (tables.LARGE, 3):
+        monkeypatch.setattr(tables, "LARGE", largest)
+        killed, complete = reading.load(tmp_path / "killed"), reading.load(whole)
+        assert 100 < len(killed.steps) < 150 and killed.summary["steps"] == len(killed.steps)
+        assert killed.steps["step"].tolist() == [*range(len(killed.steps))]
+        for part, own in zip(reading.servers(killed, 3), reading.servers(complete, 3), strict=True):
+            count, of = len(part.steps), {row.index: row for row in own.requests}
+            assert (part.steps.table[:, 1:] == own.steps.table[:count, 1:]).all()
+            for row in part.requests:
+                assert row[:5] == of[row.index][:5]
+                assert delivering(row) == [step for step in delivering(of[row.index]) if step < count]
+
+
+def delivering(row: RequestRow) -> list[int]:
+    """The steps that delivered a request's tokens."""
+    runs = zip(row.token_runs[::2], row.token_runs[1::2], strict=True)
+    return [step for first, count in runs for step in range(first, first + count)]
 
 
 @pytest.mark.parametrize(
