@@ -75,9 +75,7 @@ class Machine:
                     yield completion
                 completed_ns = self._completed_ns(effect)
                 if env.peek() <= completed_ns:
-                    if self.inbox.news is not None and self._waits(effect):
-                        completed_ns = yield from self._until_news(env, effect, completed_ns)
-                    yield env.timeout(max(0, completed_ns - env.now))
+                    completed_ns = yield from self._until_completed(env, effect, completed_ns)
                 answer = self._await(effect, completed_ns)
             elif isinstance(effect, Applied):
                 self._applied(effect)
@@ -159,12 +157,17 @@ class Machine:
             return completed_ns
         return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
 
-    def _until_news(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
-        """Let a step without rows complete when transfers do, or when a request arrives that was not known before;
-        returns that time.
+    def _until_completed(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
+        """Let the environment's clock catch up; returns the time of completion. An arrival that was not known before
+        may end the wait of a step without rows.
         """
-        yield env.timeout(max(0, completed_ns - env.now)) | self.inbox.news
-        return self._completed_ns(effect)
+        until = env.timeout(max(0, completed_ns - env.now))
+        if self.inbox.news is not None and self._waits(effect):
+            yield until | self.inbox.news
+            completed_ns = self._completed_ns(effect)
+            until = env.timeout(max(0, completed_ns - env.now))
+        yield until
+        return completed_ns
 
     def _waits(self, effect: Await) -> bool:
         """True if a step computes nothing while transfers are under way."""
