@@ -141,7 +141,7 @@ def machines(
     devices: Sequence[Device] = (),
 ) -> list[Machine]:
     """Build a server of each scenario, with a cost model for each different one or the one that is given."""
-    costs = {id(each): cost for each in servers} if cost else {id(each): cost_model(each) for each in servers}
+    costs = {key: cost or cost_model(each) for key, each in {id(each): each for each in servers}.items()}
     on = [*devices, *[None] * (len(servers) - len(devices))]
     each = zip(servers, clients, on, strict=True)
     return [machine(one, one.loop.mode, client, costs[id(one)], device) for one, client, device in each]
@@ -197,7 +197,7 @@ class Simulation:
     def now_ns(self) -> int:
         return self._fleet.now_ns if self._fleet else self.machine.now_ns
 
-    def run(self, on_step: Callable[[int], None]) -> None:
+    def run(self, on_step: Callable[[int], None] | None = None) -> None:
         if self._fleet:
             self._fleet.run(on_step)
         else:
