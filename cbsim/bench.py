@@ -2,7 +2,8 @@
 
 A case is timed from its scenario to its run directory: reading or drawing the workload, simulating, computing every
 metric, writing every table and the timeline. Only the picture and the interpreter's start are left out.
-`million` takes minutes and is run only by its name, after the cases that it is compared with.
+`million` takes minutes and is run only by its name, after the cases that it is compared with. `fleet` is requests over
+64 servers behind a router that looks at none and behind one with books, and the cost of a step with 1, 8 and 64.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cbsim.errors import OK, RunError, ScenarioError
 from cbsim.machine import simulate
-from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
+from cbsim.policy.request import RequestSpec
 from cbsim.policy.value import running
 from cbsim.record import directory, timeline
 from cbsim.record.directory import Pieces
 from cbsim.record.tables import token_times
+from cbsim.runs.running import counted
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import near
@@ -83,6 +86,14 @@ def decode(running: int) -> dict[str, Any]:
     return {**about, **SERVER, "kv_cache": cache, "workload": workload, "scheduler": settings}
 
 
+def fleet(case: str, servers: int, requests: int, seed: int = 0) -> dict[str, Any]:
+    """Return a fleet of servers of `chat` with its rate each, behind the router of a case."""
+    workload, router = chat_like(requests), {"name": ROUTERS[case]}
+    workload["arrivals"]["rate_per_s"] *= servers
+    several = {"pools": [{"count": servers}], "router": router}
+    return {**chat(), "name": case, "seed": seed, "workload": workload, "fleet": several}
+
+
 Cases = dict[str, Callable[[], dict[str, Any]]]
 LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
 CASES: Cases = {SHORT: chat, f"decode_{SMALL}": lambda: decode(SMALL), f"decode_{LARGE}": lambda: decode(LARGE)}
@@ -90,17 +101,22 @@ EXTRA: Cases = {  # on the same server at the same rate: as SHORT where the trac
     LIKE: lambda: {**chat(), "name": LIKE, "workload": chat_like()},
     LONG: lambda: {**chat(), "name": LONG, "workload": chat_like(1_000_000)},
 }
-ALL = {**CASES, **EXTRA}
+FLEET, SERVERS, EACH = "fleet", (1, 8, 64), 100  # requests of each server where the cost of a step is measured
+ROUTERS = {"fleet_blind": "round_robin", "fleet_books": "least_in_flight"}
+FLEETS: Cases = {name: partial(fleet, name, SERVERS[-1], 20_000) for name in ROUTERS}
+MILLIONS: Cases = {f"{name}_{LONG}": partial(fleet, name, SERVERS[-1], 1_000_000) for name in ROUTERS}
+ALL = {**CASES, **EXTRA, **FLEETS, **MILLIONS}
 MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of SHORT, peak memory
 
 
 def bench(arguments: argparse.Namespace) -> int:
     names = arguments.cases
+    known = (*ALL, FLEET)
     for name in names:
-        if name not in ALL:
-            raise ScenarioError(f"unknown case {name!r}{near(name, ALL)} (known: {', '.join(ALL)})")
+        if name not in known:
+            raise ScenarioError(f"unknown case {name!r}{near(name, known)} (known: {', '.join(known)})")
     results = {}
-    chosen = names or CASES
+    chosen = [case for name in names for case in (FLEETS if name == FLEET else [name])] or CASES
     for name in dict.fromkeys((SHORT, LIKE, *chosen) if LONG in chosen else chosen):
         results[name] = _in_fresh_process(name)
         if not arguments.json:
@@ -120,6 +136,13 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
         like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
         took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"
         print(f"{LONG} takes {took}; peak {results[LONG]['peak_mb']:,.0f} MB (goal {MOST_MB:,})")
+    for name, result in results.items():
+        if costs := result.get("servers"):
+            (_, one), *more = costs["us_per_step"].items()
+            ratios = ", ".join(f"{us / one:.2f}x with {servers}" for servers, us in more)
+            print(
+                f"{name}: a step costs {one:.1f} us with 1 server, {ratios}; the router {costs['us_per_choice']:.1f} us"
+            )
 
 
 def _in_fresh_process(name: str) -> Any:
@@ -151,8 +174,10 @@ def measure(name: str) -> dict[str, Any]:
         simulated = min(simulated, *warm_up) if warm_up else simulated
         rows, steps = pieces.tables(server.record)
         with writer.writing(steps, lambda: token_times(rows, steps)):
-            writer.file("timeline.json.gz", timeline.chrome_trace([steps], (0, 2000), name))
-            summary = metrics.summarise(rows, steps, total_blocks=server.record.total_blocks)
+            writer.file("timeline.json.gz", timeline.chrome_trace(steps.parts(), (0, 2000), name))
+            record = server.record
+            blocks = [part.total_blocks for part in getattr(record, "records", ())]  # of several servers
+            summary = metrics.summarise(rows, steps, **counted(scenario, record.total_blocks, None, blocks))
         writer.json("summary.json", summary)
         writer.drop_pieces()
         writer.complete()
@@ -168,17 +193,45 @@ def measure(name: str) -> dict[str, Any]:
         "us_per_step": simulated / len(steps) * 1e6,
         "workload": fields["workload"]["kind"],
         "core": running(),
+        **({"servers": step_costs(name)} if name in ROUTERS else {}),
     }
 
 
-def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tuple[Machine, float]:
+def _simulate(scenario: scenarios.Scenario, pieces: Pieces | None = None) -> tuple[simulate.Simulation, float]:
     """A server that has run, and the seconds that running took."""
-    server = simulate.machine(scenario, "sync", generators.build(scenario))
+    server = simulate.Simulation(scenario, "sync", generators.build(scenario))
     if pieces:
         server.record.hand_to(pieces.take, directory.PIECE)
     begun = time.perf_counter()
-    simulate.run(server)
+    server.run()
     return server, time.perf_counter() - begun
+
+
+def step_costs(case: str) -> dict[str, Any]:
+    """Return us of CPU a step with each number of servers, of the same load each and as many simulated of each number;
+    and us a request that the router of the most takes beside the steps, 0 for one that chooses before them.
+    """
+    costs, choosing = dict[int, float](), list[float]()
+    for servers in SERVERS:
+        steps, ran_s = 0, 0.0
+        for seed in range(SERVERS[-1] // servers):
+            scenario = scenarios.Scenario.model_validate(fleet(case, servers, EACH * servers, seed))
+            several, choosing = simulate.routed(scenario, generators.build(scenario)), []
+            if isinstance(several, simulate.Fleet):
+                several.front.choose = partial(_timed, several.front.choose, choosing)
+            begun = time.process_time()
+            several.run()
+            ran_s += time.process_time() - begun - sum(choosing)
+            steps += several.record.step_count
+        costs[servers] = ran_s / steps * 1e6
+    return {"us_per_step": costs, "us_per_choice": sum(choosing) / (EACH * SERVERS[-1]) * 1e6}
+
+
+def _timed(choose: Any, took_s: list[float], spec: RequestSpec, now_ns: int) -> int:
+    begun = time.process_time()
+    server: int = choose(spec, now_ns)
+    took_s.append(time.process_time() - begun)
+    return server
 
 
 def _line(name: str, result: dict[str, Any]) -> str:

@@ -115,26 +115,19 @@ def at(env: simpy.Environment, at_ns: int, act: Callable[[simpy.Event], None]) -
     env.schedule(event, URGENT, at_ns - int(env.now))
 
 
-class Clock:
-    """The time at which a router looks at its views."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-
 class ServerView:
-    """What a router sees of a server (routers.base.View)."""
+    """What a router sees of a server (routers.base.View) when it looks, which `choice` says."""
 
-    def __init__(self, server: Machine, clock: Clock, delay_ns: int) -> None:
+    def __init__(self, server: Machine, choice: Choice, delay_ns: int) -> None:
         self.in_flight = self.sent = self.waiting = self.running = 0
         self.kv_use = 0.0
         self._scraped_ns = 0
-        self._server, self._clock, self._delay_ns = server, clock, delay_ns
+        self._server, self._choice, self._delay_ns = server, choice, delay_ns
         self._cache: CacheEvents | None = None
 
     @property
     def age_ns(self) -> int:
-        return self._clock.now_ns - self._scraped_ns
+        return self._choice.now_ns - self._scraped_ns
 
     def scrape(self, now_ns: int) -> None:
         """Take the server's metrics as they are."""
@@ -145,7 +138,7 @@ class ServerView:
     def cached_tokens(self, request: RequestSpec) -> int:
         if self._cache is None:  # nobody has asked before, so nothing was noted
             self._cache = CacheEvents(self._server, self._delay_ns)
-        return self._cache.tokens(request, self._clock.now_ns)
+        return self._cache.tokens(request, self._choice.now_ns)
 
 
 class CacheEvents:
@@ -192,8 +185,8 @@ class Choice:
         self, router: Router, env: simpy.Environment, front: Front, machines: Sequence[Machine], signals: Signals
     ) -> None:
         self._env, self._router, self._front, self._metrics_ns = env, router, front, round(signals.metrics_s * NS)
-        self._clock, events_ns = Clock(), round(signals.events_s * NS)
-        self.views = [ServerView(machine, self._clock, events_ns) for machine in machines]
+        self.now_ns, events_ns = 0, round(signals.events_s * NS)
+        self.views = [ServerView(machine, self, events_ns) for machine in machines]
         self._server: dict[RequestSpec, int] = {}  # of requests in flight
         self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
         self._samples: dict[RequestSpec, int] = {}  # of these, the samples that have not ended, itself included
@@ -219,7 +212,7 @@ class Choice:
             self._samples[self._sample[0]] += 1
             return self._sample[1]
         self._tell(now_ns)
-        self._clock.now_ns = now_ns
+        self.now_ns = now_ns
         server = self._router.choose(spec, self.views, now_ns)
         self._sample, self._samples[spec] = (spec, server), 1
         self._server[spec], self._silent[spec] = server, None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from support.calls import process
@@ -80,6 +82,28 @@ def test_the_long_case_comes_by_its_name_only(
     )
     like, long = (bench.EXTRA[name]()["workload"] for name in ("splitwise_like", "million"))
     assert like == bench.chat_like() and long == like | {"requests": 1_000_000}
+
+
+def test_a_fleet_is_measured_behind_both_kinds_of_router(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench fleet` prints what a step costs beside others and what its router does, and seconds, requests/s and MB of
+    requests over all servers: here of a few. Servers of one count have the load of those of another."""
+    monkeypatch.setattr(bench, "SERVERS", (1, 2))
+    monkeypatch.setattr(bench, "EACH", 3)
+    small = {name: partial(bench.fleet, name, 2, 6) for name in bench.ROUTERS}
+    monkeypatch.setattr(bench, "ALL", bench.ALL | small)
+    monkeypatch.setattr(bench, "_in_fresh_process", bench.measure)
+    assert main(["bench", "fleet"]) == 0
+    *lines, blind, books = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["fleet_blind", "fleet_books"]
+    assert all("6 requests, " in line and "requests/s; peak " in line for line in lines)
+    for line in (blind, books):
+        assert re.search(r"a step costs [\d.]+ us with 1 server, [\d.]+x with 2; the router [\d.]+ us", line)
+    assert blind.endswith("router 0.0 us") and not books.endswith("router 0.0 us")
+    one, many = (bench.fleet("fleet_blind", count, 100 * count)["workload"] for count in (1, 64))
+    assert many["arrivals"]["rate_per_s"] == 64 * one["arrivals"]["rate_per_s"]
+    assert bench.MILLIONS["fleet_books_million"]()["workload"]["requests"] == 1_000_000
 
 
 def test_a_case_that_fails_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

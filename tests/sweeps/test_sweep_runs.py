@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from itertools import product
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.calls import call, refused
+from support.calls import SMALL, call, refused
 from support.sweeping import SWEEP, seats
 
 import cbsim
@@ -22,7 +23,7 @@ from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
 from cbsim.sweeps.store import PART, STALE_S, Store
 from cbsim.sweeps.sweep import Shard, Sweep
-from cbsim.sweeps.work import Here, Made
+from cbsim.sweeps.work import Here, Made, Processes
 
 ROUTER = """\
 from cbsim.routers.base import RouterBase, RouterKind
@@ -81,6 +82,27 @@ def test_a_fleet_has_the_gpus_and_the_price_of_all(small: Path, tmp_path: Path) 
         price_usd_hour = row["cost.usd_per_million_output_tokens"] / 1e6 * row["output_tokens_per_s"] * 3600
         assert price_usd_hour == pytest.approx(14 + count * one)
         assert row["output_tokens_per_s_per_gpu"] == pytest.approx(row["output_tokens_per_s"] / (2 + count))
+
+
+def test_a_point_may_be_a_fleet(tmp_path: Path) -> None:
+    """Its servers and its router are fields like others; a point is the run of that scenario, in whatever process."""
+    fleet = {"pools": [{"count": 1}], "router": {"name": "round_robin"}}
+    (tmp_path / "fleet.yaml").write_text(f"{SMALL}fleet: {json.dumps(fleet)}\n")
+    axes = {"fleet.pools.0.count": [1, 2], "fleet.router.name": ["round_robin", "least_in_flight"]}
+    (tmp_path / "sweep.yaml").write_text(json.dumps({"scenario": "fleet.yaml", "axes": axes}))
+    rows, again = (
+        pq.read_table(a_sweep(tmp_path / "sweep.yaml", tmp_path / str(number)).run(who).path).to_pylist()
+        for number, who in enumerate((Here(), Processes(2)))
+    )
+    assert [(row["fleet.pools.0.count"], row["fleet.router.name"]) for row in rows] == [*product(*axes.values())]
+    assert rows == again
+    for row in rows:
+        alone = cbsim.run(cbsim.load(tmp_path / "fleet.yaml", *(f"{field}={row[field]}" for field in axes)))
+        assert isinstance(alone, cbsim.Result)
+        found = catalogue.quantities(alone.summary)
+        assert {name: row[name] for name in found} == found
+        assert alone.summary.get("servers", 1) == row["fleet.pools.0.count"]
+    assert len({row["imbalance.tokens"] for row in rows if row["fleet.pools.0.count"] == 1}) == 1
 
 
 def test_a_table_says_what_its_step_times_rest_on(sweep: Path, tmp_path: Path) -> None:
