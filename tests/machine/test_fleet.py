@@ -31,7 +31,7 @@ from cbsim.record import directory, invariants
 from cbsim.record.record import RequestRow
 from cbsim.routers.base import RouterBase, RouterKind, View
 from cbsim.routers.registry import OURS as ROUTERS
-from cbsim.routers.simple import PlainSettings
+from cbsim.routers.simple import PlainSettings, RoundRobin
 from cbsim.runs import assemble, reading, replan, running
 from cbsim.runs.result import Result
 from cbsim.scenario.scenario import Scenario, dump, parse
@@ -296,6 +296,33 @@ def test_tables_name_the_server_even_if_the_first_gets_all(monkeypatch: pytest.M
     result, _ = spied(monkeypatch)
     for each in (result, cbsim.read(result.save(tmp_path / "run"))):
         assert {*each.requests["server"].to_pylist()} == {*each.steps["server"].to_pylist()} == {0}
+
+
+def test_a_step_beside_many_servers_does_what_it_does_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of Python a step, of servers with the same requests each: no loop over servers in a step or a request, but
+    those of routers that look at all."""
+    turns = RouterKind(name="turns", about="", settings=PlainSettings, make=lambda *_: RoundRobin())
+    monkeypatch.setitem(ROUTERS, "turns", turns)
+
+    def lines_a_step(servers: int) -> float:
+        load = {**LOAD, "requests": 3 * servers, "prompt_tokens": 300, "output_tokens": 9}
+        fleet = {"pools": [{"count": servers}], "router": {"name": "turns"}}
+        scenario, count = of(fleet, workload=load), 0
+        several = Simulation(scenario, "async", generators.build(scenario))
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            several.run()
+        finally:
+            sys.settrace(None)
+        return count / several.record.step_count
+
+    assert lines_a_step(250) < 1.1 * lines_a_step(1)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
