@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,14 @@ FLEETS: Mapping[str, Any] = {  # servers on one clock; one after the other; in a
 
 
 def run(
-    asked: Scenario, loop: str, path: Path, group: int, pieces: bool, until: int | None = None, window_s: Any = None
+    asked: Scenario,
+    loop: str,
+    path: Path,
+    group: int,
+    pieces: bool,
+    until: int | None = None,
+    window_s: Any = None,
+    serve: running.Maker = Simulation,
 ) -> RunWriter:
     """A run directory made as the command makes it. `until`: killed when there are so many steps."""
     writer = RunWriter.at(path)
@@ -59,7 +67,7 @@ def run(
 
         yield on_step
 
-    made = running.one_loop(asked, loop, Simulation, Terms("none", window_s), watch)
+    made = running.one_loop(asked, loop, serve, Terms("none", window_s), watch)
     made.write(writer, (3, 40))
     return writer
 
@@ -75,6 +83,17 @@ def test_pieces_of_any_size_make_the_same_files(name: str, loop: str, group: int
     for file in TABLES:
         assert (whole.path / file).read_bytes() == (joined.path / file).read_bytes(), file
     assert not LEFT_BEHIND & {file.name for file in joined.path.iterdir()}
+
+
+def test_pieces_of_servers_in_processes_make_the_same_files(tmp_path: Path) -> None:
+    """They are written by this one, as soon as a server is over; a server whose steps are fewer waits for the end."""
+    asked, group = scenario(**FLEETS["round_robin"], loop={"mode": "sync"}), 200
+    whole = run(asked, "sync", tmp_path / "whole", group, pieces=False)
+    joined = run(asked, "sync", tmp_path / "joined", group, pieces=True, serve=partial(Simulation, jobs=2))
+    counts = [server["steps"] for server in result.read(whole.path).summary["per_server"]]
+    assert joined.joined and min(counts) < group < max(counts)
+    for file in TABLES:
+        assert (whole.path / file).read_bytes() == (joined.path / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("name", CALLS)
