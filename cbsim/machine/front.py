@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
+from typing import cast
 
 import simpy
 from simpy.events import URGENT
@@ -19,7 +20,7 @@ from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
-from cbsim.routers.base import Router
+from cbsim.routers.base import Router, View
 from cbsim.runs.inbox import NEVER_NS, Inbox
 from cbsim.scenario.fleet import Signals
 from cbsim.workload.requests import Workload
@@ -257,25 +258,13 @@ class Choice:
             self._router.ended(spec, server, at_ns)
 
 
-class Blank:
-    """A view of a server by a router that does not look."""
-
-    def __init__(self) -> None:
-        self.in_flight = self.sent = self.waiting = self.running = self.age_ns = 0
-        self.kv_use = 0.0
-
-    def cached_tokens(self, request: RequestSpec) -> int:
-        del request
-        return 0
-
-
 class Blind:
-    """The choice of a blind router: it sees blank views, and is told of nothing that a server does, so that its choices
-    follow from the requests and their order alone.
+    """The choice of a blind router: it gets no view of a server, and is told of nothing that one does, so that its
+    choices follow from the requests and their order alone.
     """
 
     def __init__(self, router: Router, servers: int) -> None:
-        self._router, self._views = router, [Blank() for _ in range(servers)]
+        self._router, self._views = router, cast("Sequence[View]", [None] * servers)
         self._sample: tuple[RequestSpec, int] | None = None
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:

@@ -103,7 +103,7 @@ def test_a_fleet_is_measured_behind_both_kinds_of_router(
     assert blind.endswith("router 0.0 us") and not books.endswith("router 0.0 us")
     one, many = (bench.fleet("fleet_blind", count, 100 * count)["workload"] for count in (1, 64))
     assert many["arrivals"]["rate_per_s"] == 64 * one["arrivals"]["rate_per_s"]
-    assert bench.MILLIONS["fleet_books_million"]()["workload"]["requests"] == 1_000_000
+    assert bench.FLEETS["fleet_books_million"]()["workload"]["requests"] == 1_000_000
 
 
 def test_a_case_that_fails_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
