@@ -61,7 +61,8 @@ class LeastInFlight(RouterBase):
     """The rule of the fewest requests in flight, the first of several."""
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        return min(range(len(views)), key=lambda server: views[server].in_flight)
+        in_flight = [view.in_flight for view in views]
+        return in_flight.index(min(in_flight))
 
 
 class PowerOfTwo(RouterBase):
