@@ -488,6 +488,12 @@ def tuned_table() -> Table:
     return Table("", ("scheduler", "default", "tuned", "gain", "settings"), rows)
 
 
+def fleet_table() -> Table:
+    """How many of the numbers of llm-d's fleets are within the bars, as their report has it."""
+    header, *rows = facts("fleets")["summary"]
+    return Table("", header, rows)
+
+
 # -- the pages --------------------------------------------------------------------------------------------------------
 
 PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
@@ -497,6 +503,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
         "built": built_table,
         "coverage": coverage_table,
         "logs": log_table,
+        "fleets": fleet_table,
         "scores": score_table,
     },
     "docs/studies.md": {
