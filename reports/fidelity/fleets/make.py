@@ -29,7 +29,7 @@ from reports.fidelity.fleets import ladder
 from reports.fidelity.fleets.ladder import Arm, Stage
 
 DATA = "public_measured/routed_servers"
-DRAWS = 3  # of the order of prompts, of arrivals, of connections and of ties between servers
+DRAWS = 2  # of the order of prompts, of arrivals, of connections and of ties between servers
 PEAK, TTFT, RATIO = 0.10, 0.25, 0.20  # the bars
 SATURATED = 5.0  # no bar for a TTFT of so many times that at the arm's lowest rate, or more
 WITHIN, BEYOND, CHOSEN = "within", "**beyond**", "chosen"
@@ -122,7 +122,7 @@ def ratios(found: Sequence[Climbed]) -> Table:
         shared = [(n, stage.rate) for n, stage in of.arm.stages.items() if n and stage.rate in at]
         pairs = [(f"{rate:g}/s", of.output(n), base.output(at[rate])) for n, rate in shared]
         for name, mine, other in [*pairs, ("peak", of.peak(), base.peak())]:
-            drawn = [a / b for a, b in zip(mine.draws, other.draws, strict=True)]
+            drawn = [a / b for a, b in zip(mine.draws, other.draws, strict=False)]
             ratio = Number(mine.measured / other.measured, drawn)
             rows.append((f"{of.arm}, {name}", *ratio.cells(".2f"), WITHIN if abs(ratio.error) <= RATIO else BEYOND))
     return Table("Ratio to the Service", ("arm", "published", "simulated", "error", f"{RATIO:.0%}"), rows)
@@ -186,17 +186,30 @@ def chart(found: Sequence[Climbed]) -> Chart:
     panels = []
     for group in dict.fromkeys(of.arm.set for of in found):
         marks: tuple[list[Line | Points], list[Line | Points]] = ([], [])
-        for index, of in enumerate(of for of in found if of.arm.set == group):
+        part_of = [of for of in found if of.arm.set == group]
+        for of in part_of:
+            service = of.arm.arm == "service"
+            name, style = "Kubernetes Service" if service else "llm-d's router", series(0 if service else 1)
             rates = {number: stage.rate for number, stage in of.arm.stages.items() if number}
             known = {number: ttft[1] for number in rates if (ttft := of.ttft(number))}
             for part, values in zip(marks, ({number: of.output(number) for number in rates}, known), strict=True):
-                x, style = np.array([rates[number] for number in values]), series(index)
-                part.append(Line(f"{of.arm}, simulated", x, np.array([v.simulated for v in values.values()]), style))
-                part.append(Points(f"{of.arm}, published", x, np.array([v.measured for v in values.values()]), style))
-        panels.append(Panel(marks[0], x="requests/s", y="output tokens/s", title=f"{group}: throughput"))
-        panels.append(Panel(marks[1], x="requests/s", y="TTFT, s", title=f"{group}: TTFT", y_log=True))
+                x = np.array([rates[number] for number in values])
+                part.append(Line(f"{name}, simulated", x, np.array([v.simulated for v in values.values()]), style))
+                part.append(Points(f"{name}, published", x, np.array([v.measured for v in values.values()]), style))
+        panels.append(
+            Panel(
+                marks[0], x="requests/s", y="output tokens/s", title=f"{group}. {part_of[0].arm.about.get('title', '')}"
+            )
+        )
+        panels.append(Panel(marks[1], x="requests/s", y="TTFT, s", title=f"{group}. TTFT", y_log=True))
     caption = "Points are published, of one run each; lines are simulated, means of draws."
-    return Chart("ladders", "llm-d's fleets by rate, published and simulated", caption, panels, columns=2)
+    return Chart(
+        "ladders",
+        "Eight (a4: sixteen) servers behind a Service or a router: published points, simulated lines",
+        caption,
+        panels,
+        columns=2,
+    )
 
 
 def write(found: Sequence[Climbed]) -> None:
