@@ -103,7 +103,7 @@ EXTRA: Cases = {  # on the same server at the same rate: as SHORT where the trac
 }
 FLEET, SERVERS, EACH = "fleet", (1, 8, 64), 100  # requests of each server where the cost of a step is measured
 ROUTERS = {"fleet_blind": "round_robin", "fleet_books": "least_in_flight"}
-FLEETS: Cases = {name: partial(fleet, name, SERVERS[-1], 20_000) for name in ROUTERS}
+FLEETS: Cases = {name: partial(fleet, name, SERVERS[-1], 10_000) for name in ROUTERS}
 FLEETS |= {f"{name}_{LONG}": partial(fleet, name, SERVERS[-1], 1_000_000) for name in ROUTERS}
 ALL = {**CASES, **EXTRA, **FLEETS}
 MOST_TIMES, MOST_MB = 55, 1000  # goals of the long case: times the seconds of SHORT, peak memory
