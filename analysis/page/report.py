@@ -19,7 +19,7 @@ from cbsim.draw.report import Report, Source, Table, Tile
 from cbsim.metrics.catalogue import METRICS, servers
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
-from cbsim.record.tables import Requests, token_times
+from cbsim.record.tables import Requests, Steps, token_times
 from cbsim.scenario import documents
 
 MOST_IN_DETAIL = 4  # runs whose steps and requests are drawn; figures of more would be unreadable
@@ -167,9 +167,21 @@ def _counted(run: LoadedRun) -> Requests:
     return token_times(run.times.rows.rows(inside), run.table)
 
 
+def _total_blocks(run: LoadedRun, steps: Steps) -> int | None:
+    """Return the blocks of the server of these steps."""
+    fleet = run.summary.get("per_server")
+    facts = fleet[steps.server[0]] if fleet and steps.server is not None and len(steps) else run.summary
+    return facts.get("total_blocks")
+
+
 def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     """Draw the steps and requests of runs few enough to be compared side by side."""
-    frames = {run.label: run.table.parts()[0] for run in runs}
+    firsts = [run.table.parts()[0] for run in runs]
+    labels = [
+        run.label if first.server is None else f"{run.label}, server {first.server[0]}"
+        for run, first in zip(runs, firsts, strict=True)
+    ]
+    frames = dict(zip(labels, firsts, strict=True))
     parts = runs[0].table.parts()
     several = lane_chart.of_servers(parts) if len(runs) == 1 and len(parts) > 1 else {}
     summaries = {run.label: run.summary for run in runs}
@@ -177,9 +189,9 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
         latencies(runs),
         lane_chart.lanes(several, at_one_time=True) if several else lane_chart.lanes(frames),
         *([] if always_active(runs) else [steps.gpu_active(frames)]),
-        steps.tokens(frames, {run.label: steps.budget(run.scenario) for run in runs}),
+        steps.tokens(frames, {label: steps.budget(run.scenario) for label, run in zip(labels, runs, strict=True)}),
         steps.queues(frames),
-        steps.blocks(frames, {run.label: run.summary.get("total_blocks") for run in runs}),
+        steps.blocks(frames, dict(zip(labels, map(_total_blocks, runs, firsts), strict=True))),
         *([steps.preemptions(frames)] if any(run.summary["preemptions"] for run in runs) else []),
         requests.timeline({run.label: run.requests for run in runs}),
         steps.step_time(frames),

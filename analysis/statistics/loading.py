@@ -108,7 +108,7 @@ def _read(path: Path) -> LoadedRun:
     whole = (path / "steps.parquet").exists() or not (path / VERDICT).exists()
     raw = reading.load(path, whole=whole)
     scenario = reading.fields(raw)
-    reading.check_run(raw, scenario["loop"]["mode"], whole=whole)
+    reading.check_run(raw, scenario["loop"]["mode"], fleet=scenario.get("fleet") is not None, whole=whole)
     times = token_times(raw.requests, raw.steps)
     documents_read = (scenario, raw.environment, raw.summary, raw.incomplete)
     return LoadedRun(path, path.name, *documents_read, request_frame(times), raw.steps, times)

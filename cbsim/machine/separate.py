@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,14 @@ from cbsim.machine.driver import Machine
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import Kept
+from cbsim.runs import processes
 from cbsim.runs.assemble import scheduler
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
 Build = Callable[[Scenario, Workload, dict[int, Cost]], Machine]
 Run = Callable[[Machine, Callable[[int], None] | None], None]
+LOOKS_EVERY_S = 0.2  # at whether the run is to end
 
 
 class Separate:
@@ -69,18 +70,19 @@ class Separate:
         return self._servers[number], [*map(_fields, part.arriving())], cancels, self._build, self._run
 
     def _run_in_processes(self, on_step: Callable[[int], None] | None) -> None:
-        spawned = multiprocessing.get_context("spawn")
-        tasks = [*map(self._task, range(len(self._servers)))]
-        with ProcessPoolExecutor(min(self._jobs, len(tasks)), spawned) as pool:
-            try:
-                for number, (kept, now_ns) in enumerate(pool.map(_served, tasks)):
-                    self.record.put(number, kept)
+        pool = processes.pool(min(self._jobs, len(self._servers)))
+        try:
+            left = {processes.submit(pool, _served, self._task(number)): number for number in range(len(self._servers))}
+            while left:
+                done, _ = wait(left, LOOKS_EVERY_S, FIRST_COMPLETED)
+                for future in done:
+                    kept, now_ns = future.result()
+                    self.record.put(left.pop(future), kept)
                     self.now_ns = max(self.now_ns, now_ns)
-                    if on_step:
-                        on_step(self.now_ns)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+                if on_step:
+                    on_step(self.now_ns)
+        finally:
+            processes.end(pool)
 
 
 def _fields(spec: RequestSpec) -> tuple[Any, ...]:

@@ -134,7 +134,7 @@ class Guarded:
         self._router = self._safe("make", make)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        server = self._told("choose", request, views, now_ns)
+        server = self._told("choose", request, tuple(views), now_ns)
         if type(server) is not int or not 0 <= server < len(views):
             place = f"router {self._name}, choose, request {request.id}"
             raise RouterError(f"{place}: got {server!r}, expected 0 to {len(views) - 1}")

@@ -50,7 +50,10 @@ class Run:
 
 
 def servers(run: Run, count: int) -> Iterator[Run]:
-    """Yield the run of each of `count` servers by itself, as if it had been alone."""
+    """Yield the run of each of `count` servers by itself, as if it had been alone. Raises RunError if the tables are
+    those of others.
+    """
+    _check_servers(run, count)
     if count == 1:
         yield run
         return
@@ -64,6 +67,24 @@ def servers(run: Run, count: int) -> Iterator[Run]:
         ]
         yield replace(run, steps=Steps(steps.table), requests=RequestTable.of(rows))
         low = high
+
+
+def _check_servers(run: Run, count: int) -> None:
+    """Raise RunError unless the tables are those of so many servers, the steps of one behind those of another."""
+    file, of_steps = run.path / "steps.parquet", run.steps.server
+    if (of_steps is None) != (count == 1):
+        raise RunError(f"{file}: server: must be a column of the runs of several servers, and of no others", file=file)
+    after = np.zeros(0, np.int64) if of_steps is None else of_steps
+    of_requests = RequestTable.of(run.requests).numbers("server")
+    for name, numbers, least in (
+        ("steps", after, np.maximum.accumulate(np.maximum(after, 0))),
+        ("requests", of_requests, np.zeros_like(of_requests)),
+    ):
+        wrong = np.flatnonzero((numbers < least) | (numbers >= count))
+        if len(wrong):
+            row, file = int(wrong[0]), run.path / f"{name}.parquet"
+            bound = f"expected {least[row]} to {count - 1}"
+            raise RunError(f"{file}: server: row {row}: got {numbers[row]}, {bound}", file=file)
 
 
 def load(path: Path, *, whole: bool = True) -> Run:
@@ -132,16 +153,22 @@ def _check_numbers(file: Path, run: Run) -> None:
         "slo": bounds,
         "price_usd_hour": price,
     }
-    derived = quantities(metrics.summarise(run.requests, run.steps, **counted | _window(summary.get("window_s"))))
-    for name, value in derived.items():
-        found = lookup(summary, name)
-        if found is None or not isclose(found, value, rel_tol=1e-9, abs_tol=1e-12):
-            raise RunError(f"{file}: {name} is {shown(found)}, that of the tables beside it is {value:.12g}", file=file)
+    derived = metrics.summarise(run.requests, run.steps, **counted | _window(summary.get("window_s")))
+    pairs = [("", summary, derived)]
+    for number, server in enumerate(derived.get("per_server", ())):
+        pairs.append((f"per_server.{number}.", summary["per_server"][number], server))
+    for where, written, right in pairs:
+        for name, value in quantities(right).items():
+            is_now = lookup(written, name)
+            if not isinstance(is_now, int | float) or not isclose(is_now, value, rel_tol=1e-9, abs_tol=1e-12):
+                problem = f"{where}{name} is {shown(is_now)}, that of the tables beside it is {value:.12g}"
+                raise RunError(f"{file}: {problem}", file=file)
 
 
-def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
+def check_run(run: Run, loop: str, *, fleet: bool = False, whole: bool = True) -> None:
     """Raise RunError if env.json or summary.json lack keys that are read, if the summary is not that of a scenario with
-    this loop and, if `whole`, of the tables beside it, or if no server, on whatever clock, can have run these steps.
+    this loop, with or without a `fleet`, and, if `whole`, of the tables beside it, or if no server, on whatever clock,
+    can have run these steps.
     """
     file = run.path / "summary.json"
     check(run.path / "env.json", run.environment, ENVIRONMENT)
@@ -150,6 +177,12 @@ def check_run(run: Run, loop: str, *, whole: bool = True) -> None:
     for key, value, other in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
         if run.summary[key] != value:
             raise RunError(f"{file}: {key} is {run.summary[key]}, that of {other} is {value}")
+    per_server = run.summary.get("per_server")
+    if (per_server is not None) != fleet:
+        raise RunError(f"{file}: per_server: must be there if the scenario has a fleet, and only then", file=file)
+    count = run.summary.get("servers", 1) if per_server is None else len(per_server)
+    if whole:
+        _check_servers(run, count)
     try:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     except AssertionError as error:

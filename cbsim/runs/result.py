@@ -300,7 +300,7 @@ def read(path: Path | str) -> Result:
     """Read the result of a run directory. Raises RunError, ScenarioError."""
     run = reading.load(Path(path))
     scenario = scenarios.load(run.path / "scenario.resolved.yaml")
-    reading.check_run(run, scenario.loop.mode)
+    reading.check_run(run, scenario.loop.mode, fleet=scenario.fleet is not None)
     return Result(
         scenario=scenario,
         environment=run.environment,
@@ -355,7 +355,12 @@ def _below(result: Result) -> dict[str, Sequence[str]]:
     tokens = used * server.options(server.loop.mode).block_size
     size = f": {tokens:,} tokens, {tokens * gpus * model.kv_token_bytes(gpus) / 1e9:,.3g} GB" if model.sees_all else ""
     held = f"at most {used:,} of {total:,} blocks in use at once{size}"
-    return {"KV": [held], "load": [*filter(None, [result.overload])], "binds": result.binding}
+    of = "" if steps.server is None else f"server {steps.server[0]}: "
+    return {
+        "KV": [f"{of}{held}"],
+        "load": [*filter(None, [result.overload])],
+        "binds": [f"{of}{sentence}" for sentence in result.binding],
+    }
 
 
 # Times are shares of the run from its first plan to its last result. A step stands for the time until the next one is

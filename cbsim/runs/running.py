@@ -177,8 +177,8 @@ def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
     if fleet is None or routers.ROUTERS.find(fleet.router.name).blind:
         return
     for name, age_s in fleet.signals.model_dump().items():
-        if age_s > makespan_s:
-            yield f"fleet.signals.{name}: got {age_s:g}, the run took {makespan_s:.3g} s: the router saw none in time"
+        if age_s > makespan_s > 0:
+            yield f"fleet.signals.{name}: got {age_s:g}, the run took {makespan_s:.3g} s: the router saw none"
 
 
 def counted(

@@ -114,7 +114,7 @@ def _child(node: Node | None, part: str | int) -> tuple[Node, Node] | None:
 
 def path_of(entry: dict[str, Any]) -> PathParts:
     """Return the path of an entry of a ValidationError in the document."""
-    found = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>", str(part)))
+    found = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>|\[key\]", str(part)))
     field = entry.get("ctx", {}).get("field")
     return (*found, *split(field)) if field else found
 

@@ -49,7 +49,7 @@ from cbsim.scenario.fields import (
     one_of,
     shown,
 )
-from cbsim.scenario.fleet import Fleet, Pool, resolved, with_fields
+from cbsim.scenario.fleet import MOST_SERVERS, Fleet, Pool, resolved, with_fields
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.shapes import FRACTION, Hardware, ModelShape, NamedHardware, NamedModel, Place
@@ -216,7 +216,10 @@ class Scenario(Frozen):
         if isinstance(data, Scenario) or (fleet := scenario.fleet) is None:
             return scenario
         if len(set(fleet.labels)) < len(fleet.labels):
-            raise complaint(f"got {', '.join(fleet.labels)}, must have names of their own", "fleet.pools")
+            bound = "must differ (a pool without a name has its number, from 0)"
+            raise complaint(f"got the names {', '.join(fleet.labels)}, {bound}", "fleet.pools")
+        if fleet.count > MOST_SERVERS:
+            raise complaint(f"got {fleet.count:,} servers, must be <= {MOST_SERVERS:,} in all", "fleet.pools")
         base, pools = scenario.model_dump(mode="json", exclude={"fleet"}), list[Pool]()
         for at, pool in enumerate(fleet.pools):
             try:

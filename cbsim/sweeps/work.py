@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
-import signal
 import tempfile
-import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -24,7 +20,6 @@ from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
 from itertools import islice
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +31,7 @@ from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
 from cbsim.record.columns import NS
-from cbsim.runs import running
+from cbsim.runs import processes, running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
@@ -229,10 +224,9 @@ class Processes(Executor):
     def give(self, task: Task) -> None:
         """Submit a task, starting the pool if there is none."""
         if self._pool is None:
-            spawned = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._jobs, spawned, initializer=_begin)
+            self._pool = processes.pool(self._jobs)
         try:
-            future = self._pool.submit(work, task)
+            future = processes.submit(self._pool, work, task)
         except BrokenProcessPool as error:
             future = Future()
             future.set_exception(error)
@@ -254,15 +248,4 @@ class Processes(Executor):
         """Terminate the processes without waiting for their tasks."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            working = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in working:
-                process.terminate()
-
-
-def _begin() -> None:
-    """Initialise a worker process: it ignores SIGINT, which its parent handles, and exits when the parent exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (wait_for([parent.sentinel]), os._exit(1)), daemon=True).start()
+            processes.end(pool)

@@ -6,7 +6,7 @@ import gzip
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from support.calls import call, refused
 from support.random_scenarios import any_scenario, checks_of
 
 import cbsim
-from cbsim.errors import DeadlockError
+from cbsim.errors import DeadlockError, RunError
 from cbsim.machine import simulate
 from cbsim.machine.front import Blind
 from cbsim.machine.separate import Separate
@@ -189,7 +189,7 @@ def check_one_fleet(name: str, router: str, seed: int, folder: Path) -> None:
             rows = [row for row in first.request_rows if row.server == number]
             assert alone_again(scenario, server, rows, base.loop.mode) == bytes(record.steps)
     path = first.save(folder / "run")
-    reading.check_run(reading.load(path), base.loop.mode)
+    reading.check_run(reading.load(path), base.loop.mode, fleet=True)
     assert replan.rederive(path).difference is None
     invariants.check_read(first.step_numbers, first.summary["total_blocks"])
 
@@ -388,3 +388,33 @@ def test_signals_older_than_the_run_are_said(monkeypatch: pytest.MonkeyPatch) ->
     result, _ = spied(monkeypatch, metrics_s=90, events_s=0.01)
     (line,) = [line for line in result.notices if line.startswith("fleet.signals")]
     assert line.startswith("fleet.signals.metrics_s: got 90, the run took")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda numbers: numbers["per_server"].pop(), "server: row .*: got 1, expected . to 0|must be a column"),
+        (lambda numbers: numbers.pop("per_server"), "per_server: must be there if the scenario has a fleet"),
+        (lambda numbers: numbers["per_server"][1].update(gpu_active=7.0), "per_server.1.gpu_active is 7.0, that of"),
+        (lambda numbers: numbers["per_server"][0].update(requests="x"), "per_server.0.requests is 'x', that of"),
+    ],
+)
+def test_numbers_of_a_server_that_are_not_of_the_tables_are_refused(
+    damage: Callable[[dict[str, Any]], object], expected: str, tmp_path: Path
+) -> None:
+    """A summary is read only if the tables beside it say the same of every server."""
+    path = run(of({"pools": [{"count": 2}], "router": {"name": "round_robin"}})).save(tmp_path / "run")
+    assert cbsim.read(path).summary["servers"] == 2
+    numbers = json.loads((path / "summary.json").read_text())
+    damage(numbers)
+    (path / "summary.json").write_text(json.dumps(numbers))
+    with pytest.raises(RunError, match=expected):
+        cbsim.read(path)
+
+
+def test_plans_of_another_number_of_servers_are_not_derived(tmp_path: Path) -> None:
+    """Those of the servers that the scenario lacks would be left out."""
+    path = run(of({"pools": [{"count": 3}], "router": {"name": "round_robin"}})).save(tmp_path / "run")
+    file = path / "scenario.resolved.yaml"
+    file.write_text(file.read_text().replace("count: 3", "count: 2"))
+    refused(call("replan", path), 2, "steps.parquet: server: row", "got 2, expected", "to 1")
