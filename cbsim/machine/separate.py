@@ -13,7 +13,7 @@ from cbsim.machine.driver import Machine
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import Kept
-from cbsim.runs import processes
+from cbsim.runs import progress
 from cbsim.runs.assemble import scheduler
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
@@ -70,9 +70,11 @@ class Separate:
         return self._servers[number], [*map(_fields, part.arriving())], cancels, self._build, self._run
 
     def _run_in_processes(self, on_step: Callable[[int], None] | None) -> None:
-        pool = processes.pool(min(self._jobs, len(self._servers)))
+        pool = progress.worker_pool(min(self._jobs, len(self._servers)))
         try:
-            left = {processes.submit(pool, _served, self._task(number)): number for number in range(len(self._servers))}
+            left = {
+                progress.submitted(pool, _served, self._task(number)): number for number in range(len(self._servers))
+            }
             while left:
                 done, _ = wait(left, LOOKS_EVERY_S, FIRST_COMPLETED)
                 for future in done:
@@ -82,7 +84,7 @@ class Separate:
                 if on_step:
                     on_step(self.now_ns)
         finally:
-            processes.end(pool)
+            progress.end_pool(pool)
 
 
 def _fields(spec: RequestSpec) -> tuple[Any, ...]:

@@ -1,12 +1,18 @@
-"""Progress of work, a line on stderr, and the interruption of a run."""
+"""Progress of work, a line on stderr, and its interruption: of a run, and of worker processes, by their parent."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
 
 from cbsim.runs.running import Session
 
@@ -94,3 +100,35 @@ def roughly(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def worker_pool(jobs: int) -> ProcessPoolExecutor:
+    """Return a pool of so many processes, which start with the first task and exit when the parent does."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+
+
+def submitted(to: ProcessPoolExecutor, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Submit a task. Processes that start with it ignore SIGINT from the first moment, while they import, too."""
+    if threading.current_thread() is not threading.main_thread():
+        return to.submit(act, *arguments)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return to.submit(act, *arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_pool(of: ProcessPoolExecutor) -> None:
+    """Terminate the processes without waiting for their tasks."""
+    working = list((of._processes or {}).values())
+    of.shutdown(wait=False, cancel_futures=True)
+    for process in working:
+        process.terminate()
+
+
+def _begin_worker() -> None:
+    """Initialise a worker process: it ignores SIGINT, and exits when the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

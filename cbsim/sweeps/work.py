@@ -31,7 +31,7 @@ from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
 from cbsim.record import environment
 from cbsim.record.columns import NS
-from cbsim.runs import processes, running
+from cbsim.runs import progress, running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
@@ -224,9 +224,9 @@ class Processes(Executor):
     def give(self, task: Task) -> None:
         """Submit a task, starting the pool if there is none."""
         if self._pool is None:
-            self._pool = processes.pool(self._jobs)
+            self._pool = progress.worker_pool(self._jobs)
         try:
-            future = processes.submit(self._pool, work, task)
+            future = progress.submitted(self._pool, work, task)
         except BrokenProcessPool as error:
             future = Future()
             future.set_exception(error)
@@ -248,4 +248,4 @@ class Processes(Executor):
         """Terminate the processes without waiting for their tasks."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            processes.end(pool)
+            progress.end_pool(pool)
