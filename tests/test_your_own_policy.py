@@ -320,7 +320,7 @@ def test_a_broken_package_is_named_and_disturbs_nobody(
     module.with_name("unchecked.py").write_text(TEXT.replace("seats: Count", "seats: list[Missing]"))
     broken = {"gone": "nowhere:KIND", "exits": "exits:KIND", "odd": "shortest:Shortest", "bad": "unchecked:SHORTEST"}
     entries = [importlib.metadata.EntryPoint(name, value, registry.GROUP) for name, value in broken.items()]
-    found = lambda group, name=None: [entry for entry in entries if name in (None, entry.name)]  # noqa: E731
+    found = lambda group, name=None: [each for each in entries if group == each.group and name in (None, each.name)]  # noqa: E731
     monkeypatch.setattr(registry, "entry_points", found)
     listed = call("list").out
     for name, error in {
