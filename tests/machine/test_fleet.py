@@ -26,6 +26,7 @@ from cbsim.machine import simulate
 from cbsim.machine.front import Blind
 from cbsim.machine.separate import Separate
 from cbsim.machine.simulate import Fleet, Simulation
+from cbsim.policy import value
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory, invariants
 from cbsim.record.record import RequestRow
@@ -298,6 +299,7 @@ def test_tables_name_the_server_even_if_the_first_gets_all(monkeypatch: pytest.M
         assert {*each.requests["server"].to_pylist()} == {*each.steps["server"].to_pylist()} == {0}
 
 
+@pytest.mark.skipif(value.running() == "compiled", reason="compiled code has no lines that can be counted")
 def test_a_step_beside_many_servers_does_what_it_does_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of Python a step, of servers with the same requests each: no loop over servers in a step or a request, but
     those of routers that look at all."""
