@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockPool", "CachedLast", "FreeList", "FreeQueue", "Replaced"]
 
 Replaced = tuple[RequestSpec, int, int]  # a request, an index in its table, the block that is there now
-Heard = Callable[[int, bool], None]  # called with a content key, and whether it can be found now or no longer
+OnCache = Callable[[int, bool], None]  # called with a content key, and whether it can be found now or no longer
 
 
 class Lookup:
@@ -63,7 +63,7 @@ class BlockPool:
         self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other block in use has one owner
         self._read: dict[int, None] = {}  # blocks with a key that a transfer reads
         self._last = NEVER_ASKED
-        self._hears: Heard | None = None
+        self._on_cache: OnCache | None = None
 
     @property
     def free(self) -> int:
@@ -351,8 +351,8 @@ class BlockPool:
             self._last = NEVER_ASKED
         self._key_of[block] = key
         self._refs.setdefault(block, 1)
-        if self._hears is not None and key not in self._index:
-            self._hears(key, True)
+        if self._on_cache is not None and key not in self._index:
+            self._on_cache(key, True)
         entry = self._index.setdefault(key, block)
         if isinstance(entry, dict):
             entry[block] = None
@@ -371,8 +371,8 @@ class BlockPool:
             del entry[block]
         else:
             del self._index[key]
-            if self._hears is not None:
-                self._hears(key, False)
+            if self._on_cache is not None:
+                self._on_cache(key, False)
 
     def _acquire(self, block: int) -> None:
         if not self._refs[block]:
@@ -393,11 +393,11 @@ class BlockPool:
         self._last.idle += block in self._last.blocks
         return True
 
-    def watch(self, hears: Heard) -> None:
-        """Let `hears` know of every content key that can be found, now and from now on."""
+    def watch(self, on_cache: OnCache) -> None:
+        """Call `on_cache` with every content key that can be found now, and with each change from now on."""
         for key in self._index:
-            hears(key, True)
-        self._hears = hears
+            on_cache(key, True)
+        self._on_cache = on_cache
 
     def free_order(self) -> list[int]:
         """Return the free blocks in the order of their list, for checks against a trace."""

@@ -30,7 +30,7 @@ class RadixTree:
         self.page_size = page_size
         self.root = Node(None, RadixKey(RequestSpec(0, "root", 0, 1, 1, 1)), 0, [])
         self.evictable = self.protected = 0
-        self.hears: Callable[[Node, bool], None] | None = None  # called with nodes that are new, or evicted
+        self.on_cache: Callable[[Node, bool], None] | None = None  # called with nodes that are new, or evicted
         self._clock = 0
         self._leaves = Leaves(strategy)
 
@@ -90,8 +90,8 @@ class RadixTree:
             node.children[key.page(matched, size)] = node = leaf
             self.evictable += pages - matched
             self._leaves.add(leaf)
-            if self.hears is not None:
-                self.hears(leaf, True)
+            if self.on_cache is not None:
+                self.on_cache(leaf, True)
         return Inserted(node, duplicates, shared)
 
     def path(self, node: Node) -> list[int]:
@@ -140,8 +140,8 @@ class RadixTree:
         self.evictable -= len(node.pages)
         if parent.evictable:
             self._leaves.add(parent)
-        if self.hears is not None:
-            self.hears(node, False)
+        if self.on_cache is not None:
+            self.on_cache(node, False)
         return node.pages
 
     def _new(self, parent: Node, key: RadixKey, start: int, pages: list[int]) -> Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from cbsim.kv.blocks import BlockPool, Heard
+from cbsim.kv.blocks import BlockPool, OnCache
 from cbsim.kv.free_lists import PageQueue
 from cbsim.kv.radix import Node, RadixKey, RadixTree
 from cbsim.policy.observer import NULL_OBSERVER, Observer
@@ -153,16 +153,16 @@ class RadixPool(BlockPool):
         self._observer.released(request, table)
         return count
 
-    def watch(self, hears: Heard) -> None:
+    def watch(self, on_cache: OnCache) -> None:
         for node in self.tree.nodes():
-            self._tell(hears, node, True)
-        self.tree.hears = partial(self._tell, hears)
+            self._report(on_cache, node, True)
+        self.tree.on_cache = partial(self._report, on_cache)
 
-    def _tell(self, hears: Heard, node: Node, cached: bool) -> None:
+    def _report(self, on_cache: OnCache, node: Node, cached: bool) -> None:
         for page in range(node.start, node.end):
             content = node.key.page(page, self.block_size)
             if content >= 0:  # else no other request has it
-                hears((content << 24) + page, cached)
+                on_cache((content << 24) + page, cached)
 
     def collect(self) -> None:
         """Collect freed blocks until `put_back`, while a result is processed."""

@@ -1,8 +1,8 @@
 """What stands before several servers on one clock: the client that sends each request to one of them, and what a router
 knows of them when it chooses.
 
-A server's CPU may be ahead of the environment's clock by the phase it is in. So what a router is told, that a request
-was answered or has ended, waits here until its time has come.
+A server's CPU may be ahead of the environment's clock by the phase it is in. So the news for a router, that a request
+was answered or has ended, wait here until their time has come.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ServerView:
         self.kv_use = 1 - scheduler.pool.free / scheduler.pool.num_blocks
 
     def cached_tokens(self, request: RequestSpec) -> int:
-        if self._cache is None:  # nobody has asked before, so nothing was noted
+        if self._cache is None:  # events count from the first lookup, which begins with what is cached
             self._cache = CacheEvents(self._server, self._delay_ns)
         return self._cache.tokens(request, self._choice.now_ns)
 
@@ -180,7 +180,7 @@ class CacheEvents:
 
 
 class Choice:
-    """A router's choice among servers, with its books and what it is told. All samples of a request are one to it."""
+    """A router's choice among servers, with its books and news of servers. All samples of a request are one to it."""
 
     def __init__(
         self, router: Router, env: simpy.Environment, front: Front, machines: Sequence[Machine], signals: Signals
@@ -212,7 +212,7 @@ class Choice:
         if self._sample is not None and spec.sample_of is self._sample[0]:
             self._samples[self._sample[0]] += 1
             return self._sample[1]
-        self._tell(now_ns)
+        self._deliver(now_ns)
         self.now_ns = now_ns
         server = self._router.choose(spec, self.views, now_ns)
         self._sample, self._samples[spec] = (spec, server), 1
@@ -245,8 +245,8 @@ class Choice:
         self._number += 1
         heappush(self._news, (at_ns, self._number, ended, spec))
 
-    def _tell(self, now_ns: int) -> None:
-        """Tell the router what has happened until now."""
+    def _deliver(self, now_ns: int) -> None:
+        """Call the router with what has happened until now."""
         news = self._news
         while news and news[0][0] <= now_ns:
             at_ns, _, ended, spec = heappop(news)
@@ -259,7 +259,7 @@ class Choice:
 
 
 class Blind:
-    """The choice of a blind router: it gets no view of a server, and is told of nothing that one does, so that its
+    """The choice of a blind router: it gets no view of a server, and no news of one, so that its
     choices follow from the requests and their order alone.
     """
 

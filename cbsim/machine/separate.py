@@ -12,7 +12,7 @@ from cbsim.cost.base import Cost
 from cbsim.machine.driver import Machine
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import Record, Records
-from cbsim.record.tables import Kept
+from cbsim.record.tables import FinishedRecord
 from cbsim.runs import progress
 from cbsim.runs.assemble import scheduler
 from cbsim.scenario.scenario import Scenario
@@ -56,7 +56,7 @@ class Separate:
             server = self._build(one, self._part(number), costs)
             self.record.put(number, server.record)
             self._run(server, on_step)
-            self.record.put(number, Kept.of(server.record))
+            self.record.put(number, FinishedRecord.of(server.record))
             self.now_ns = max(self.now_ns, server.now_ns)
             self.schedulers.append(server.scheduler)
 
@@ -103,11 +103,11 @@ def _requests(rows: Iterable[tuple[Any, ...]]) -> dict[int, RequestSpec]:
     return specs
 
 
-def _served(task: tuple[Any, ...]) -> tuple[Kept, int]:
+def _served(task: tuple[Any, ...]) -> tuple[FinishedRecord, int]:
     """Run one server in this process; return its tables and the time of its end."""
-    scenario, rows, given_up, build, run = task
+    scenario, rows, cancelled, build, run = task
     specs = _requests(rows)
-    cancels = [(at_ns, specs[index]) for at_ns, index in given_up]
+    cancels = [(at_ns, specs[index]) for at_ns, index in cancelled]
     server = build(scenario, Workload([*specs.values()], len(specs), cancels), {})
     run(server, None)
-    return Kept.of(server.record), server.now_ns
+    return FinishedRecord.of(server.record), server.now_ns

@@ -31,8 +31,8 @@ from cbsim.record.tables import (
     NUMBERS,
     RUNS,
     TEXTS,
+    FinishedRecord,
     Ints,
-    Kept,
     Requests,
     RequestTable,
     Steps,
@@ -181,7 +181,9 @@ def contents(record: Record | Records) -> tuple[RequestTable, Steps]:
     """
     if isinstance(record, Record):
         return RequestTable.of(record.requests()), Steps(step_table(record.steps))
-    parts = [each if isinstance(each, Kept) else Kept.of(cast("Record", each)) for each in record.records]
+    parts = [
+        each if isinstance(each, FinishedRecord) else FinishedRecord.of(cast("Record", each)) for each in record.records
+    ]
     tables = [step_table(part.steps) for part in parts]
     if len(parts) == 1:
         return parts[0].requests, Steps(tables[0])

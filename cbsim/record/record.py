@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
@@ -291,7 +292,7 @@ class Record:
 
 
 class Part(Protocol):
-    """What a server of several leaves behind: its record, or its tables once it is over (tables.Kept)."""
+    """What a server of several leaves behind: its record, or its tables once it is over (tables.FinishedRecord)."""
 
     total_blocks: int
     steps: bytearray
@@ -340,29 +341,29 @@ class Records:
     def firsts(self) -> list[int]:
         """The number of each server's first step."""
         counts = [record.step_count for record in self.records]
-        return [sum(counts[:server]) for server in range(len(counts))]
+        return list(accumulate(counts[:-1], initial=0))
 
     @property
     def transfers(self) -> TransferLog:
         """The transfers of all, with their steps as joined."""
-        joined = TransferLog()
-        for record, first in zip(self.records, self.firsts, strict=True):
-            rows = array("q", record.transfers.rows)
-            for at in range(0, len(rows), len(columns.MOVES)):
-                rows[at] += first
-                if rows[at + len(columns.MOVES) - 1] != UNREPORTED:
-                    rows[at + len(columns.MOVES) - 1] += first
-            joined.rows.extend(rows)
-        return joined
+        log, width = TransferLog(), len(columns.MOVES)
+        log.rows = self._joined([record.transfers.rows for record in self.records], width, (0, width - 1))
+        return log
 
     @property
     def parents(self) -> array[int]:
         """The beams of all, with their steps as joined."""
+        return self._joined([record.parents for record in self.records], len(columns.PARENTS), (0,))
+
+    def _joined(self, tables: Sequence[array[int]], width: int, steps_at: Sequence[int]) -> array[int]:
+        """Return the rows of all servers, of `width` numbers each, of which those at `steps_at` are steps."""
         joined = array("q")
-        for record, first in zip(self.records, self.firsts, strict=True):
-            rows = array("q", record.parents)
-            for at in range(0, len(rows), len(columns.PARENTS)):
-                rows[at] += first
+        for own, first in zip(tables, self.firsts, strict=True):
+            rows = array("q", own)
+            for low in range(0, len(rows), width):
+                for at in steps_at:
+                    if rows[low + at] != UNREPORTED:
+                        rows[low + at] += first
             joined.extend(rows)
         return joined
 

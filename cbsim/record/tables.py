@@ -189,7 +189,7 @@ def shifted(table: RequestTable, firsts: Sequence[int]) -> RequestTable:
 
 
 @dataclass
-class Kept:
+class FinishedRecord:
     """The record of a server that is over, as its tables, which take less memory: those that no sink has taken."""
 
     total_blocks: int
@@ -203,7 +203,7 @@ class Kept:
     _take: Take | None = None
 
     @classmethod
-    def of(cls, record: Record) -> Kept:
+    def of(cls, record: Record) -> FinishedRecord:
         tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
         return cls(record.total_blocks, *tables, record.step_count, record.finished_count, record.sampled_tokens)
 

@@ -1,4 +1,4 @@
-"""The seam of routers: what a router is asked and told, what it sees of a server, and how one comes from its settings.
+"""The seam of routers: how a router is called, what it sees of a server, and how one comes from its settings.
 
 Originals compare prompts as characters or tokens. Requests have no text: a router sees a prompt as the content keys of
 its full blocks of `block_tokens` tokens. Equal keys mean equal content up to and including the block, so trees and
@@ -43,7 +43,7 @@ class View(Protocol):
 
 
 class Router(Protocol):
-    """A rule that chooses a server for each request. `choose` is asked once when a request arrives, with a view of
+    """A rule that chooses a server for each request. `choose` is called once when a request arrives, with a view of
     every server; the calls after it tell what became of the request.
     """
 
@@ -134,22 +134,22 @@ class Guarded:
         self._router = self._safe("make", make)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        server = self._told("choose", request, tuple(views), now_ns)
+        server = self._called("choose", request, tuple(views), now_ns)
         if type(server) is not int or not 0 <= server < len(views):
             place = f"router {self._name}, choose, request {request.id}"
             raise RouterError(f"{place}: got {server!r}, expected 0 to {len(views) - 1}")
         return server
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._told("sent", request, server, now_ns)
+        self._called("sent", request, server, now_ns)
 
     def answered(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._told("answered", request, server, now_ns)
+        self._called("answered", request, server, now_ns)
 
     def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._told("ended", request, server, now_ns)
+        self._called("ended", request, server, now_ns)
 
-    def _told(self, act: str, request: RequestSpec, *arguments: Any) -> Any:
+    def _called(self, act: str, request: RequestSpec, *arguments: Any) -> Any:
         return self._safe(f"{act}, request {request.id}", lambda: getattr(self._router, act)(request, *arguments))
 
     def _safe(self, what: str, call: Callable[[], Any]) -> Any:
