@@ -80,18 +80,23 @@ def calibrate(arguments: argparse.Namespace) -> int:
 def predict(arguments: argparse.Namespace) -> int:
     """Compare simulated and measured runs; return 3 if a bar is missed. With --again nothing is measured."""
     if arguments.again is not None:
-        if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick:
-            raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device or --quick")
+        if arguments.set or arguments.repeat > 1 or arguments.device or arguments.quick or arguments.later:
+            raise UsageError("--again: measures nothing, and takes no --set, --repeat, --device, --quick or --later")
         shared_cores = arguments.again.resolve().name == provenance.slug("process")
         cases = predicting.again(arguments.cases, arguments.again, progress)
         return _print_scores(cases, absurd_only=shared_cores)
     device = arguments.device or build.default_device()
-    session = predicting.Session(device, arguments.out, arguments.set, arguments.repeat, arguments.quick, progress)
+    options = arguments.out, arguments.set, arguments.repeat, arguments.quick, progress, arguments.later
+    session = predicting.Session(device, *options)
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here")
     # A shared CPU for a few seconds is too noisy for the bars.
     rough = device == "process" or (arguments.quick and device != "cuda")
-    return _print_scores(session.predict(arguments.cases), absurd_only=rough)
+    scored = session.predict(arguments.cases)
+    if arguments.later:
+        print(f"predict   {shlex.join(['python', '-m', 'cbengine', 'predict', '--again', str(session.folder)])}")
+        return OK
+    return _print_scores(scored, absurd_only=rough)
 
 
 def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) -> int:

@@ -86,6 +86,8 @@ def _predict_arguments(predict: argparse.ArgumentParser) -> None:
     option(predict, "--set", help="override a field of every case (repeatable)")
     predict.add_argument("--repeat", type=COUNT, default=1, metavar="N", help="measure each loop N times (1)")
     predict.add_argument("--quick", action="store_true", help="calibrate with shorter outputs, less precise")
+    about = "measure only, where a GPU is rented by the minute: --again predicts, on any machine"
+    predict.add_argument("--later", action="store_true", help=about)
     about = "measure nothing: fit and predict again what was measured into this folder"
     predict.add_argument("--again", type=a_path, metavar="DIR", help=about)
     out = Path("reports/hardware")

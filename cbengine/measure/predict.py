@@ -150,6 +150,7 @@ class Session:
     repeat: int
     quick: bool
     progress: Progress
+    later: bool = False  # only measure: `again` predicts
     fitted: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -185,6 +186,8 @@ class Session:
         described = CaseFile(**facts, model=ready.model.name, scheduler=ready.scheduler.name, rate_per_s=rate)
         _write_case(folder, described.model_copy(update={"predicted": known.predicted if known else {}}))
         self._measure(case, ready, folder / "measured")
+        if self.later:
+            return []
         return _predict(folder, described, ready, coefficients, self.progress)
 
     def _arriving(self, case: SuiteCase, rate: float) -> tuple[SuiteCase, Scenario]:

@@ -1,6 +1,6 @@
-"""Measurements on a GPU, in three calls of about eight minutes for a machine that is available for minutes.
+"""Measurements on a GPU, in two calls of minutes for a machine that is available for a quarter of an hour.
 
-    python reports/hardware/campaign.py first|second|third|PART ... [--minutes 8] [--device cuda] [--out DIR]
+    python reports/hardware/campaign.py first|second|rest|PART ... [--minutes 8] [--device cuda] [--out DIR]
 
     OUT/<gpu>/provenance.json    device, driver, versions, commit, and every command with its time and exit status
     OUT/<gpu>/<part>/log.txt     what the commands printed
@@ -36,9 +36,9 @@ from cbsim.record.environment import code_version
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CALLS = {
-    "first": ("right", "async", "kernels"),
-    "second": ("speed", "sync", "wait", "graphs"),
-    "third": ("predict-cpu", "predict-load", "predict-1b", "peer"),
+    "first": ("right", "kernels", "peer", "speed", "tests"),
+    "second": ("predict-reference", "predict-load", "predict-cpu"),
+    "rest": ("wait", "graphs", "predict-1b"),
 }
 LIMIT_S = 570.0  # of a command, where there is no other
 LEAST_S = 10.0  # no command is begun with less time than this
@@ -66,48 +66,44 @@ def parts(device: str, folder: Path) -> dict[str, list[Command]]:
         )
 
     def predict(*cases: str) -> Command:
-        return ["-m", "cbengine", "predict", *cases, "--device", device, "--out", str(folder.parent), *quick]
+        return ["-m", "cbengine", "predict", *cases, "--device", device, "--out", str(folder.parent), *rough]
 
-    quick = [] if gpu else ["--quick"]
+    rough = ["--later"] if gpu else ["--quick"]
     tests = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=600"]
     at_4k = ["workload.prompt_tokens=4096", "workload.output_tokens=96", "scheduler.max_batch_tokens=8192"]
     profiled = [word for change in at_4k for word in ("--set", change)] + ["--profile", "32"] if gpu else []
     eager = ["--no-cuda-graphs"] if gpu else []
     spin = ["--wait", "spin"] if gpu else []
-    cpu_cases = ["cpu"] if gpu else ["cpu-0", "cpu-5"]
     folders = ["tests/cbengine/model", "tests/cbengine/device", "tests/cbengine/test_tokens.py"]
     marked = [*tests, "-m", "gpu", *folders]  # a CPU finds them all, and runs none
     beside = [*marked, "-n", "8", "--dist", "worksteal", "-k", "not memory"]  # those have the whole GPU to themselves
     where = "cuda" if gpu else "cpu"
     return {
-        "right": [
-            [*tests, "-n", "0", "tests/gpu"],
-            *([beside, [*marked, "-k", "memory"]] if gpu else [[*marked, "--collect-only"]]),
-        ],
-        "async": [replay("async", "--set", "loop.mode=async")],
+        "right": [[*tests, "-n", "0", "tests/gpu"]],
         "kernels": [
             replay("kernels", *profiled, "--set", "loop.mode=async"),
             replay("kernels", *profiled, "--set", "loop.mode=async", *eager),
         ],
         "speed": [
-            script("speed.py", *names, "--device", where, "--out", str(folder / "speed"), *quick)
-            for names in (SPEED if gpu else SPEED[:2])
+            script("speed.py", *names, "--quick", "--device", where, "--out", str(folder / "speed"))
+            for names in (SPEED if gpu else SPEED[:1])
         ],
-        "sync": [replay("sync", "--set", "loop.mode=sync")],
+        "tests": [beside, [*marked, "-k", "memory"]] if gpu else [[*marked, "--collect-only"]],
         "wait": [short("wait", "sync"), short("wait", "sync", *spin), short("wait", "async", *spin)],
         "graphs": [short("graphs", "async", *eager)],
-        "predict-cpu": [predict(*cpu_cases)],
-        "predict-load": [predict("load" if gpu else "load-85")],
+        "predict-reference": [predict("8k_b32" if device != "process" else "long-b16")],
+        "predict-load": [predict("load-85")],
+        "predict-cpu": [predict(name) for name in (("cpu-0", "cpu-5", "cpu-2", "cpu-10") if gpu else ("cpu-0",))],
         "predict-1b": [predict("1b")] if device != "process" else [],
         "peer": [
             script("peer.py", "--loop", loop, "--device", where, "--out", str(folder / "peer"))
             for loop in ("sync", "async")
         ],
-        "predict-shapes": [predict("chunk", "memory", "prefix", "batch")] if gpu else [],
+        "predict-shapes": [predict("load", "chunk", "memory", "prefix", "batch")] if gpu else [],
     }
 
 
-SPEED = (("copies", "gemms"), ("attention",), ("tiles",))
+SPEED = (("copies", "gemms", "attention"), ("tiles",))
 
 
 class Ledger:

@@ -56,11 +56,11 @@ def test_tests_that_measure_memory_have_the_gpu_to_themselves(tmp_path: Path) ->
     """All others that need a GPU run beside each other. A CPU collects the same ones: a module that is missing there
     would keep every one of them from being run on a GPU.
     """
-    whole, beside, alone = campaign.parts("cuda", tmp_path)["right"]
-    assert whole[-3:] == ["-n", "0", "tests/gpu"] and "-n" in beside and "-n" not in alone
+    beside, alone = campaign.parts("cuda", tmp_path)["tests"]
+    assert "-n" in beside and "-n" not in alone
     assert (beside[-1], alone[-1]) == ("not memory", "memory")
-    rehearsed = campaign.parts("process", tmp_path)["right"]
-    assert rehearsed == [whole, [*beside[: beside.index("-n")], "--collect-only"]]
+    rehearsed = campaign.parts("process", tmp_path)["tests"]
+    assert rehearsed == [[*beside[: beside.index("-n")], "--collect-only"]]
 
 
 class Stream:

@@ -205,7 +205,7 @@ def test_from_probes_to_scores_and_on_from_there(
     small: None, whole: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every workload is measured and simulated under both loops and told; a second call measures nothing again, and one
-    that asks for a second measurement adds it.
+    that asks for a second measurement adds it. With `--later` nothing is simulated.
     """
     assert whole.status in (0, 3)
     place = copied(whole, tmp_path, *CASES)
@@ -238,6 +238,10 @@ def test_from_probes_to_scores_and_on_from_there(
     now = content(place)
     assert kept.items() <= now.items()
     assert len(list((place / "validation" / "busy" / "measured").iterdir())) == 4
+    shutil.rmtree(place / "validation" / "busy" / "simulated")
+    assert call(tmp_path, "busy", "--repeat", "2", "--later") == 0
+    assert capsys.readouterr().out == f"predict   python -m cbengine predict --again {place}\n"
+    assert not (place / "validation" / "busy" / "simulated").exists()
 
 
 def test_without_a_device_what_was_measured_is_predicted_again(
