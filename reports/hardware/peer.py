@@ -40,7 +40,8 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 
 FLASH, SDPA = "paged|flash_attention_2", "paged|sdpa"
-OPTIONS = ("max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request")
+OPTIONS = ("max_requests_per_batch", "max_blocks_per_request")
+SHORT = ["workload.output_tokens=512", "kv_cache.num_blocks=160"]  # masks of the library take memory, too
 SMALL = ["workload.output_tokens=16", "scheduler={name: transformers_fifo, max_batch_tokens: 64}"]
 LIMIT_S = 480.0  # the longest wait for an answer
 Texts = dict[int, list[int]]  # by the request's index
@@ -66,6 +67,7 @@ def peer(scenario: Scenario, loop: str, setup: Setup, attention: str) -> tuple[f
     config = ContinuousBatchingConfig(
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
+        max_batch_tokens=plan.capacity.tokens,  # all that the requests need: a mask has as many rows
         use_async_batching=loop == "async",
         use_cuda_graph=attention == FLASH,
         **{name: value for name in OPTIONS if (value := getattr(scenario.scheduler, name, None)) is not None},
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("skipped: transformers batches asynchronously on a GPU with a flash_attn package only")
         return 0
     torch.set_num_threads(1)  # on a CPU, as the engine's own devices
-    short = ["workload.output_tokens=512"] if gpu else SMALL
+    short = SHORT if gpu else SMALL
     short = [] if args.scenario else short
     name = args.scenario or ("8k_b32" if gpu else "tiny_cpu")
     setup = Setup(device="cuda" if gpu else "inline")

@@ -7,6 +7,7 @@ a near tie. Sampled text is compared with that of a server with one seat.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from support.engine.served import (
     Run,
     cases,
     check_texts,
+    drawn_weights,
     server,
     shared,
     spec,
@@ -126,7 +128,11 @@ def test_contiguous_reservations(reserve: str, placement: str, loop: str) -> Non
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-CUDA = Setup(device="cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return drawn_weights(tmp_path_factory.mktemp("weights"))
 
 
 def mixed(scheduler: str, dtype: str) -> Case:
@@ -141,11 +147,11 @@ def mixed(scheduler: str, dtype: str) -> Case:
 @GPU
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_text_on_a_gpu_in_bfloat16(scheduler: str, loop: str) -> None:
+def test_text_on_a_gpu_in_bfloat16(scheduler: str, loop: str, folder: Path) -> None:
     """In bfloat16 every token is one that float32 finds nearly the likeliest after the same text: its logit is below
     the largest by at most 3e-2 of the largest magnitude. (Texts themselves drift apart after the first near tie.)
     """
-    run = mixed(scheduler, "bfloat16").run(loop, CUDA, tick_ns=0)
+    run = mixed(scheduler, "bfloat16").run(loop, Setup(device="cuda", weights=folder), tick_ns=0)
     model = transformers_model(torch.bfloat16)
     for text in run.engine.sequences.values():
         ids = torch.tensor([[*text.prompt.tolist(), *text.outputs]])

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 from support.engine.peer_model import to_transformers
-from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, steps
+from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, drawn_weights, spec, steps
 from support.engine.tiny_runs import MIXED, SAMPLED, WAYS, tiny_load, tiny_run, tiny_server
 from test_group_tables import MIXES
 from test_group_tables import case as windowed_case
@@ -38,11 +38,7 @@ each_loop = pytest.mark.parametrize("loop", LOOPS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights that every engine on a CPU draws: on a GPU a seed means others."""
-    plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
-    path = tmp_path_factory.mktemp("weights")
-    to_transformers(plan.architecture, plan.tensors()).save_pretrained(path)
-    return path
+    return drawn_weights(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,7 @@ def test_texts_of_layers_with_windows_are_those_of_the_cpu(name: str, loop: str,
     of = windowed_case(*MIXES[name])
     plan = build.executor_plan(of.scenario, "sync", [], INLINE)
     to_transformers(plan.architecture, plan.tensors()).save_pretrained(tmp_path)
-    gpu = Run(build.adapted(of.scenario, on(tmp_path, graphs)), loop, of.load, on(tmp_path, graphs))
+    gpu = Run(of.scenario, loop, of.load, on(tmp_path, graphs))
     cpu = windowed_case(*MIXES[name]).run(loop)
     assert bool(gpu.device.facts["captured_batches"]) == graphs
     assert gpu.texts == cpu.texts
@@ -198,17 +194,19 @@ WIDE = ("model.intermediate=16384", "model.hidden=256", "scheduler.max_num_batch
 @GPU
 @each_graphs
 def test_a_step_too_large_for_the_memory_is_found_at_the_start(graphs: bool, fraction: Any) -> None:
-    """Its 4,096 tokens need half a gigabyte; the next run, with memory, finds nothing left of the attempt."""
+    """Its 4,096 tokens need 0.8 gigabytes, a prompt half of that; the next run, with memory, finds nothing left of the
+    attempt.
+    """
     setup, wide = Setup(device="cuda", cuda_graphs=graphs), tiny_server("vllm", *WIDE)
     specs = [spec(i, 2000, 3) for i in range(6)]
     wide = wide.model_copy(update={"kv_cache": wide.kv_cache.model_copy(update={"num_blocks": 4000})})
     Run(wide, "async", Workload(list(specs), 6), setup=setup)
     before = taken()
-    fraction((torch.cuda.memory_reserved() + 400e6) / torch.cuda.mem_get_info()[1])
+    fraction((torch.cuda.memory_reserved() + 600e6) / torch.cuda.mem_get_info()[1])
     with pytest.raises(
         DeviceError, match=r"no memory for a step of 4096 query tokens in 6 rows: .+ asked for, .+ free"
     ):
-        build.engine(wide, "async", Workload(list(specs), 6), setup)
+        build.engine(build.adapted(wide, setup), "async", Workload(list(specs), 6), setup)
     fraction(1.0)
     assert taken() == before
     assert Run(wide, "async", Workload(list(specs), 6), setup=setup).statuses == {"length": 6}

@@ -174,12 +174,12 @@ def test_a_row_without_cached_tokens_gives_zeros():
 
 
 @given(programs=st.integers(1, 5000), multiprocessors=st.integers(1, 200))
-def test_splits_are_the_least_power_of_two_that_fills_the_device(programs, multiprocessors):
+def test_splits_bring_programs_nearest_to_two_a_multiprocessor(programs, multiprocessors):
     """So that scratch of twice the wanted programs always suffices, whatever batch a graph is captured for."""
-    wanted, splits = 6 * multiprocessors, TritonOps(multiprocessors)._splits(programs)
+    wanted, splits = 2 * multiprocessors, TritonOps(multiprocessors)._splits(programs)
     assert splits.bit_count() == 1
-    assert splits * programs >= wanted or splits == MOST_SPLITS
-    assert splits == 1 or splits * programs < 2 * wanted
+    assert splits * programs * 1.42 >= wanted or splits == MOST_SPLITS
+    assert splits == 1 or splits * programs <= 1.42 * wanted
 
 
 def test_other_tiles_and_splits_give_the_same_answers():

@@ -116,6 +116,7 @@ class Run:
         met: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         self.replaced = 0
+        asked = build.adapted(asked, setup) if setup.device == "cuda" else asked
         self.scenario = asked.model_copy(update={"loop": asked.loop.model_copy(update={"mode": loop})})
         self.load = load
         clock = Ticks(tick_ns) if tick_ns else None
@@ -314,6 +315,12 @@ def transformers_model(dtype: torch.dtype = torch.float32) -> Any:
     plan = build.executor_plan(asked("vllm"), "sync", [], INLINE)
     tensors = {name: tensor.to(dtype).float() for name, tensor in plan.tensors().items()}
     return to_transformers(plan.architecture, tensors).eval()
+
+
+def drawn_weights(folder: Path) -> Path:
+    """The weights that every engine on a CPU draws, in this folder: on a GPU a seed means others."""
+    transformers_model().save_pretrained(folder)
+    return folder
 
 
 @cache

@@ -67,7 +67,8 @@ LIMITS = {
     "sarathi": ("chunk_size", "max_num_seqs"),
     "simple_chunking": ("chunk_size", "max_num_seqs"),
     "vllm_v0": (None, "max_num_seqs"),
-    "trtllm": ("max_num_tokens", "max_batch_size"),
+    "trtllm": (None, "max_batch_size"),  # which refuses a prompt beyond the budget
+    "sglang": ("chunked_prefill_size", "max_running_requests"),
 }
 
 
