@@ -82,7 +82,10 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
         raise UsageError(f"calibrate: {few}: give a larger --rows or --longest")
     coefficients, kernels = _kernels(table)
     alone = table.alone()
-    coefficients |= {f"{lane}_s": _rounded(float(np.median(alone.column(lane)))) for lane in ("h2d", "d2h")}
+    replayed = alone.column("eager") == 0
+    begins_ns = float(np.median(alone.column("h2d")[replayed if replayed.any() else ~replayed]))
+    coefficients |= {"launch_overlap_s": _rounded(max(0.0, -begins_ns)), "h2d_s": _rounded(max(0.0, begins_ns))}
+    coefficients["wake_s"] = _rounded(float(np.median(alone.column("d2h"))))
     coefficients["gap_s"] = float(f"{table.gap_s:.6g}")
     eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}

@@ -88,7 +88,7 @@ class ProbeStep(NamedTuple):
     prepare: int
     launch: int
     update: int
-    h2d: int  # from the end of the launch to the start of the kernels
+    h2d: int  # from the end of the launch to the start of the kernels, which may be earlier
     compute: int
     d2h: int  # from the end of the kernels until the CPU has the result
     ahead: bool = False  # launched while the step before it computed: only its kernels' time is used
@@ -142,7 +142,7 @@ class ProbeTable:
         columns = [table.column(name).to_pylist() for name in names]
         for name, values in zip(names, columns, strict=True):
             numbers = np.array(values, dtype=np.float64)
-            least = 1 if name in ("tokens", "compute") else 0
+            least = 1 if name in ("tokens", "compute") else -LARGEST_WHOLE if name == "h2d" else 0
             if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
                 raise ValueError(f"{name}: expected numbers from {least} to {LARGEST_WHOLE:,}")
         return cls([ProbeStep(*values) for values in zip(*columns, strict=True)])
@@ -179,7 +179,7 @@ def _line(plan: StepPlan, at: dict[str, int], sizes: Sequence[int]) -> ProbeStep
         eager=eager,
         bound=eager and at["compute_end_ns"] - at["launch_end_ns"] < 0.05 * compute,
         **{phase: at[f"{phase}_end_ns"] - at[f"{phase}_start_ns"] for phase in PHASES},
-        h2d=max(0, at["compute_start_ns"] - at["launch_end_ns"]),
+        h2d=at["compute_start_ns"] - at["launch_end_ns"],
         compute=compute,
         d2h=at["await_end_ns"] - at["compute_end_ns"],
         ahead=False,

@@ -24,10 +24,12 @@ from cbsim.runs.inbox import NEVER_NS
 
 
 class Device:
-    """The device that runs steps. It fills in the `times` of its lanes. Its `mover`, if any, makes KV transfers."""
+    """The device that runs steps. It fills in the `times` of its lanes. Its `mover`, if any, makes KV transfers. A CPU
+    that waits for it goes on `wake_ns` after results are on the host.
+    """
 
-    def __init__(self, mover: Mover | None) -> None:
-        self.mover = mover
+    def __init__(self, mover: Mover | None, wake_ns: int = 0) -> None:
+        self.mover, self.wake_ns = mover, wake_ns
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         """Queue the copies and kernels of a step whose CPU phases are over."""
@@ -45,8 +47,9 @@ class Device:
 class OneGpu(Device):
     """A GPU on its own: the completion time of a step is known at launch. It has `depth` I/O slots, whose pinned
     buffers are reused only after the last step's outputs are copied; `overlap` runs copies beside kernels, else all
-    share one in-order stream; `gap_ns` is the least time between the kernels of two steps. Plans with KV transfers need
-    a `mover`, which is made on the lanes from and to the host.
+    share one in-order stream; `gap_ns` is the least time between the kernels of two steps; those of a replayed one may
+    begin `early_ns` before its launch ends. Plans with KV transfers need a `mover`, which is made on the lanes from and
+    to the host.
     """
 
     def __init__(
@@ -56,19 +59,22 @@ class OneGpu(Device):
         depth: int,
         overlap: bool,
         gap_ns: int = 0,
+        early_ns: int = 0,
+        wake_ns: int = 0,
         mover: Callable[[Lane, Lane], Mover] | None = None,
     ) -> None:
-        self._cost, self._gap_ns = cost, gap_ns
+        self._cost, self._gap_ns, self._early_ns = cost, gap_ns, early_ns
         self._ready_ns = 0  # earliest start of kernels after those of the last step
         lanes = [Lane() for _ in range(5)] if overlap else [Lane()] * 5
         self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes
-        super().__init__(None if mover is None else mover(kv_in, kv_out))
+        super().__init__(None if mover is None else mover(kv_in, kv_out), wake_ns)
         self._slots_ns = [0] * depth  # the time from which the slot of a step may be written, by its number
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         h2d_ns, compute_ns, d2h_ns = self._cost.gpu_ns(plan, shape.tokens)
         launched, slot = times.launch_end_ns, plan.step % len(self._slots_ns)
-        ready = max(times.launch_start_ns if shape.eager else launched, self._slots_ns[slot])
+        early_ns = launched if shape.eager else self._early_ns  # kernels run while the CPU launches them one by one
+        ready = max(times.launch_start_ns, launched - early_ns, self._slots_ns[slot])
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
         ready = max(times.h2d_end_ns, self._ready_ns)
         mover = self.mover
@@ -78,7 +84,7 @@ class OneGpu(Device):
         else:
             assert not plan.transfers, (plan.step, "moves KV, which this device does not")
             mover = None
-        if shape.eager:  # kernels run while the CPU launches them one by one, the last not before it is launched
+        if early_ns:  # the last kernel does not end before it is launched
             compute_ns = max(compute_ns, launched - max(ready, self._compute.free_ns))
         times.compute_start_ns, times.compute_end_ns = self._compute.book(ready, compute_ns)
         self._ready_ns = times.compute_end_ns + self._gap_ns

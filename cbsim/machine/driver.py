@@ -4,7 +4,7 @@ The CPU is the process itself: it does one thing at a time. It keeps its own clo
 when it polls and before it applies a result, if anything else is due by then: only another process could see the
 difference, so phases and steps in between cost no event. Launching books the step's copies and kernels on the lanes of
 the device: the H2D copy waits for its lane and slot, compute for the copy and for the step before, the D2H copy for
-compute; awaiting blocks the CPU until that copy has ended.
+compute; awaiting blocks the CPU until that copy has ended, and for the time it takes to wake up.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Machine:
         then it waits for the first of them to end, or for a request.
         """
         times: StepTimes = effect.ticket
-        completed_ns = max(self.now_ns, times.d2h_end_ns)
+        waits = times.d2h_end_ns > self.now_ns
+        completed_ns = times.d2h_end_ns + self._device.wake_ns if waits else self.now_ns
         if self._mover is None or not self._waits(effect):
             return completed_ns
         return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))

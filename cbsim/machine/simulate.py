@@ -28,6 +28,7 @@ from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
+LATENCIES = {"gap_ns": "gap_s", "early_ns": "launch_overlap_s", "wake_ns": "wake_s"}  # of a device: fields of its cost
 VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM does
 
 
@@ -38,9 +39,9 @@ def machine(
     policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     if device is None:
-        gap_ns = round(getattr(scenario.cost, "gap_s", 0.0) * NS)
+        latencies = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
         mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
-        device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, gap_ns=gap_ns, mover=mover)
+        device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, mover=mover, **latencies)
     inbox = Inbox(workload, record, workload.arriving())
     return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
 

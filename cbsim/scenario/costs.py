@@ -205,8 +205,11 @@ class Coefficients(Frozen):
     per_cached_token_s: Seconds = 0.0  #: Seconds a token in the cache before a prefill's chunk.
     per_decode_row_s: Seconds = 0.0  #: Seconds a decoding request, those that pad a CUDA graph included.
     per_context_token_s: Seconds = 0.0  #: Seconds a cached token read by a decoding request.
+    launch_overlap_s: Seconds = 0.0
+    """Seconds by which the kernels of a replayed step begin before the CPU has launched it, on an idle device."""
     h2d_s: Seconds = 0.0  #: Seconds from the launch of a step to the start of its kernels on an idle device.
-    d2h_s: Seconds = 0.0  #: Seconds from the end of its kernels until the CPU has the result.
+    d2h_s: Seconds = 0.0  #: Seconds from the end of its kernels until its results are on the host.
+    wake_s: Seconds = 0.0  #: Seconds until a CPU that waits for results goes on. One that comes later does not wait.
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.

@@ -76,7 +76,8 @@ def parts(device: str, folder: Path) -> dict[str, list[Command]]:
     spin = ["--wait", "spin"] if gpu else []
     folders = ["tests/cbengine/model", "tests/cbengine/device", "tests/cbengine/test_tokens.py"]
     marked = [*tests, "-m", "gpu", *folders]  # a CPU finds them all, and runs none
-    beside = [*marked, "-n", "8", "--dist", "worksteal", "-k", "not memory"]  # those have the whole GPU to themselves
+    alone = "memory or step_table"  # those have the whole GPU to themselves
+    beside = [*marked, "-n", "8", "--dist", "worksteal", "-k", f"not ({alone})"]
     where = "cuda" if gpu else "cpu"
     return {
         "right": [[*tests, "-n", "0", "tests/gpu"]],
@@ -88,7 +89,7 @@ def parts(device: str, folder: Path) -> dict[str, list[Command]]:
             script("speed.py", *names, "--quick", "--device", where, "--out", str(folder / "speed"))
             for names in (SPEED if gpu else SPEED[:1])
         ],
-        "tests": [beside, [*marked, "-k", "memory"]] if gpu else [[*marked, "--collect-only"]],
+        "tests": [beside, [*marked, "-k", alone]] if gpu else [[*marked, "--collect-only"]],
         "wait": [short("wait", "sync"), short("wait", "sync", *spin), short("wait", "async", *spin)],
         "graphs": [short("graphs", "async", *eager)],
         "predict-reference": [predict("8k_b32" if device != "process" else "long-b16")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,26 @@ def test_kernels_of_two_steps_keep_a_gap() -> None:
             steps = table(machine.record)
             between = steps["compute_start_ns"][1:] - steps["compute_end_ns"][:-1]
             assert (between[3:-3] == wanted).all(), (depth, gap_ns, between)
+
+
+@pytest.mark.parametrize(("cpu_ns", "compute_ns", "periods"), [(10, 50, (67, 50)), (60, 50, (117, 60))])
+def test_only_a_cpu_that_waits_has_to_wake_up(cpu_ns: int, compute_ns: int, periods: tuple[int, int]) -> None:
+    """Synchronous, every step waits, and waking takes 7. Asynchronous, it does not delay a GPU that has work, nor a CPU
+    that comes later than the results.
+    """
+    cost = Fixed((0, cpu_ns, 0, 0), (0, compute_ns, 0), 0)
+    for depth, period in zip((1, 2), periods, strict=True):
+        steps = run(server(load(spec(0, 4, 40)), cost, depth=depth, wake_ns=7))
+        assert (np.diff(steps["compute_start_ns"])[5:-5] == period).all(), depth
+
+
+@pytest.mark.parametrize(("compute_ns", "period"), [(50, 65), (3, 30)])
+def test_kernels_may_begin_before_their_launch_ends(compute_ns: int, period: int) -> None:
+    """10 to prepare, 20 to launch; kernels begin 15 before the end of that, and do not end before it."""
+    cost = Fixed((0, 10, 20, 0), (0, compute_ns, 0), 0)
+    steps = run(server(load(spec(0, 4, 40)), cost, early_ns=15))
+    assert (np.diff(steps["compute_start_ns"]) == period).all()
+    assert (steps["launch_end_ns"] - steps["compute_start_ns"] == 15).all()
 
 
 @pytest.mark.parametrize("cost", ["kind: roofline", "kind: table, engine: vllm_0.1.0, path: {folder}"])

@@ -102,15 +102,17 @@ def server(
     depth: int = 1,
     overlap: bool = True,
     graphs: Graphs | None = None,
-    gap_ns: int = 0,
     copies: Copies | None = None,
+    **latencies: int,
 ) -> Machine:
-    """A server that has not run yet; graphs without padding or capture cost unless given; with `copies`, KV moves."""
+    """A server that has not run yet; graphs without padding or capture cost unless given; with `copies`, KV moves.
+    `latencies`: of the device.
+    """
     policy = OURS[name.partition(" ")[0]].make(options or OPTIONS[name])
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
     mover = partial(Mover, copies, record.transfers, policy.pool.block_size) if copies else None
-    device = OneGpu(cost, depth=depth, overlap=overlap, gap_ns=gap_ns, mover=mover)
+    device = OneGpu(cost, depth=depth, overlap=overlap, mover=mover, **latencies)
     return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
 
 
