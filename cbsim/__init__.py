@@ -108,6 +108,7 @@ def capacity(
     width: float = 0.05,
     replicates: int = 32,
     warmup: float = 0.1,
+    draws: int = 0,
     progress: Callable[[Probe], object] = lambda _: None,
     store: str | Path = "sweeps",
     jobs: int = 1,
@@ -116,7 +117,7 @@ def capacity(
     """Find the load that a server of one loop sustains within conditions such as `ttft.p99<=2s`, and with a `goodput`
     such as `99%` of the requests within the scenario's slo. `over` is a number of the workload, by default its rate,
     that of a trace too. `progress` is called with each load as it is made: `print` shows a line. `confidence` to
-    `warmup` are as in the command, `changes` those of `run`; `store`, `jobs` and `ray` are those of `sweep`. Raises
+    `draws` are as in the command, `changes` those of `run`; `store`, `jobs` and `ray` are those of `sweep`. Raises
     ScenarioError, CheckError, RunError.
     """
     from contextlib import closing
@@ -127,7 +128,7 @@ def capacity(
     from cbsim.sweeps.sweep import executor
 
     loaded = scenario_of(scenario, changes)
-    precision = {"confidence": confidence, "width": width, "replicates": replicates, "warmup": warmup}
+    precision = {"confidence": confidence, "width": width, "replicates": replicates, "warmup": warmup, "draws": draws}
     required = probe.terms(loaded, slo, goodput, **precision)
     with closing(executor(jobs, ray)) as workers:
         return capacity.search(loaded, over, required, Runs(Store(Path(store)), workers), progress)
@@ -142,6 +143,7 @@ def tune(
     changes: Changes = (),
     replicates: int = 20,
     confidence: float = 0.95,
+    draws: int = 0,
     store: str | Path = "sweeps",
     jobs: int = 1,
     ray: str | None = None,
@@ -158,7 +160,7 @@ def tune(
 
     check_strings("slo", slo)
     conditions = [checks.parse(condition, "slo", sweep=True) for condition in slo]
-    goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates)
+    goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates, draws)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
     return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from analysis.clients import files
 from analysis.page import capacity_report, client_report, sweep_report, webpage
 from analysis.page import report as reports
 from analysis.page.webpage import Explorer
@@ -22,6 +21,7 @@ from analysis.validation import report as predictions
 from cbsim.cli.arguments import check_out
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import CHECK_FAILED, OK, UserError
+from cbsim.measured.own import clients as files
 from cbsim.metrics.terminal import aligned
 
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from analysis.clients.files import checked
 from analysis.figures.axis import spread
 from cbsim.draw import chart
 from cbsim.draw.chart import Area, Chart, Level, Line, Mark, Panel, Points, Style, Whiskers, scale_of
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
 from cbsim.files import read_json
+from cbsim.measured.own.clients import checked
 from cbsim.metrics import catalogue, checks
 from cbsim.metrics.checks import Check
 from cbsim.metrics.terminal import shown

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.clients.files import MEASURES, STATISTICS, Client, Distribution, Measured, distribution
 from analysis.figures.axis import Ints, cdf, spread
 from analysis.page import report as reports
 from analysis.statistics.compare import Incomparable
@@ -26,6 +25,7 @@ from analysis.statistics.loading import LoadedRun
 from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
+from cbsim.measured.own.clients import MEASURES, STATISTICS, Client, Distribution, Measured, distribution
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import shown
 from cbsim.record.columns import NS

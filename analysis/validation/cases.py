@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from analysis.clients.files import checked
 from analysis.statistics import compare, loading, pairing
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.statistics.pairing import ReplayOutcome
 from cbsim.draw.report import Caveat
 from cbsim.errors import RunError
 from cbsim.files import read_json
+from cbsim.measured.own.clients import checked
 from cbsim.metrics import bars
 from cbsim.metrics.bars import Score
 from cbsim.record.directory import MARKER

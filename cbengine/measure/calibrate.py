@@ -80,13 +80,14 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
     if len(table.lines) < ENOUGH:
         few = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
         raise UsageError(f"calibrate: {few}: give a larger --rows or --longest")
-    coefficients, kernels = _kernels(table)
+    shares = table.contention()
+    coefficients, kernels = _kernels(table, shares["gpu"])
     alone = table.alone()
     replayed = alone.column("eager") == 0
     begins_ns = float(np.median(alone.column("h2d")[replayed if replayed.any() else ~replayed]))
     coefficients |= {"launch_overlap_s": _rounded(max(0.0, -begins_ns)), "h2d_s": _rounded(max(0.0, begins_ns))}
     coefficients["wake_s"] = _rounded(float(np.median(alone.column("d2h"))))
-    coefficients["gap_s"] = float(f"{table.gap_s:.6g}")
+    coefficients |= {"gap_s": float(f"{table.gap_s:.6g}"), "contention": shares}
     eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
@@ -99,22 +100,25 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
     return Calibration(coefficients | {"cpu": cpu}, fits, table)
 
 
-def _kernels(table: ProbeTable) -> tuple[dict[str, Any], Fit]:
-    """Fit the kernels' time. Steps whose kernels waited for their launches are left out. The wait of a step replayed
-    with none before it is subtracted: it is the time by which equal steps launched ahead are shorter. That of steps
-    launched kernel by kernel with none before them is fitted beside the terms, where others were launched ahead.
+def _kernels(table: ProbeTable, contention: float) -> tuple[dict[str, Any], Fit]:
+    """Fit the kernels' time; those launched ahead are longer by `contention`. Steps whose kernels waited for their
+    launches are left out. The wait of a step replayed with none before it is subtracted: it is the time by which equal
+    steps launched ahead are shorter. That of steps launched kernel by kernel with none before them is fitted beside the
+    terms, where others were launched ahead.
     """
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
     curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
     columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
     free = table.column("bound") == 0
-    waited = 1e9 * max(0.0, table.equal.difference_s) if table.equal else 0.0
     eager, idle = table.column("eager"), 1 - table.column("ahead")
+    waited, part = 0.0, contention / (1 + contention)
+    if table.equal:
+        waited = 1e9 * max(0.0, table.equal.difference_s + part * table.equal.async_s)
     if (eager > idle).any():
         columns = np.column_stack([columns, eager * idle])
     alone = (1 - eager) * idle
-    compute = np.maximum(table.column("compute") - waited * alone, 1.0)
+    compute = np.maximum(table.column("compute") * (1 - part * table.column("ahead")) - waited * alone, 1.0)
     if np.median(compute[free]) <= 1:
         short = f"kernels of {np.median(table.column('compute')[free]) / 1e3:,.1f} us"
         reason = f"{short} cannot be told from the {waited / 1e3:,.1f} us that they wait for their launch"

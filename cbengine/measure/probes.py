@@ -35,11 +35,12 @@ from cbsim.scenario.schedulers import plain
 from cbsim.workload import generators
 
 SETTLING = 3  # first steps of a run, left out because caches are cold
-KEYS = ("padded_tokens", "rows", "context_tokens")  # steps that are equal in these columns are of one kind
 SHORTEST = 8  # the least number of tokens of the longest sequence and of the largest step
 SPREAD = 1.2  # sigma of the lognormal prompt lengths: many short ones and some as long as allowed
 Ints = npt.NDArray[np.int64]
-Kinds = dict[tuple[int, ...], list[int]]
+Floats = npt.NDArray[np.float64]
+Kinds = dict[tuple[int, ...], list[tuple[int, int]]]
+FEWEST = 8  # kinds of equal steps that contention can be told from
 
 
 class Reach(NamedTuple):
@@ -134,6 +135,38 @@ class ProbeTable:
         """Return the table of the synchronous loop's steps, to which the CPU's times are fitted."""
         return ProbeTable([line for line in self.lines if not line.ahead])
 
+    def _medians(self) -> Floats:
+        """Return the median nanoseconds of CPU phases up to the launch and of kernels, of decode steps that both loops
+        ran: [loop, kind, lane]. Of the asynchronous loop there are only steps that were launched ahead.
+        """
+        known: tuple[Kinds, Kinds] = {}, {}
+        for step in self.lines:
+            if not (step.chunks or step.eager):
+                took = known[step.ahead].setdefault((step.tokens, step.requests, step.read), [])
+                took.append((step.schedule + step.prepare + step.launch, step.compute))
+        both = sorted(known[0].keys() & known[1].keys())
+        return np.array([[np.median(kinds[key], axis=0) for key in both] for kinds in known]).reshape(2, -1, 2)
+
+    def equal_steps(self) -> EqualStepTimes | None:
+        """Compare the kernels of both loops; None if they have no decode step in common."""
+        sync_s, async_s = self._medians()[:, :, 1] / 1e9
+        if not len(sync_s):
+            return None
+        return EqualStepTimes(len(sync_s), *(float(np.median(of)) for of in (sync_s, async_s, sync_s - async_s)))
+
+    def contention(self) -> dict[str, float]:
+        """Return by what shares CPU phases up to the launch and kernels of equal decode steps take longer in the
+        asynchronous loop, in the median; 0 of what is not longer by twice its standard error, or where fewer than
+        FEWEST kinds of steps are known. Of kernels it is the least: synchronous ones also wait for their launch.
+        """
+        alone, beside = self._medians()
+        if len(alone) < FEWEST:
+            return {"cpu": 0.0, "gpu": 0.0}
+        ratios = beside / np.maximum(alone, 1) - 1
+        middle, error = np.median(ratios, axis=0), 1.25 * ratios.std(axis=0, ddof=1) / len(ratios) ** 0.5
+        cpu, gpu = (float(f"{share:.3g}") for share in np.where(middle > 2 * error, middle, 0.0))
+        return {"cpu": cpu, "gpu": gpu}
+
     @classmethod
     def of(cls, table: pa.Table) -> ProbeTable:
         """Read what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
@@ -209,7 +242,6 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
 def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Callable[[str], None]) -> ProbeTable:
     """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
     table, gaps = ProbeTable(), []
-    equal: list[tuple[Steps, Steps]] = []
     for number, probe in enumerate(runs, start=1):
         progress(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
         ready = build.adapted(_scenario(base, probe), setup)
@@ -223,10 +255,9 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Calla
             plans, ahead, _ = _run(ready, "async", setup)
             table.add_ahead(plans, ahead, sizes)
             gaps.append(_gaps(ahead))
-            equal.append((steps, ahead))
     followed = np.concatenate([*gaps, np.zeros(0)])
     table.gap_s = float(np.median(followed)) / 1e9 if len(followed) else 0.0
-    table.equal = equal_steps(equal)
+    table.equal = table.equal_steps()
     if table.equal:
         progress(str(table.equal))
     return table
@@ -274,32 +305,8 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     return ready
 
 
-def equal_steps(runs: Sequence[tuple[Steps, Steps]]) -> EqualStepTimes | None:
-    """Compare runs of the same scenarios, (synchronous, asynchronous); None if they have no decode step in common."""
-    of_sync: Kinds = {}
-    of_async: Kinds = {}
-    for synchronous, asynchronous in runs:
-        _add_decodes(of_sync, synchronous, np.ones(len(synchronous), dtype=bool))
-        _add_decodes(of_async, asynchronous, launched_ahead(asynchronous))
-    both = sorted(of_sync.keys() & of_async.keys())
-    if not both:
-        return None
-    times = np.array([(np.median(of_sync[key]), np.median(of_async[key])) for key in both]) / 1e9
-    sync_s, async_s = np.median(times, axis=0)
-    return EqualStepTimes(len(both), float(sync_s), float(async_s), float(np.median(times[:, 0] - times[:, 1])))
-
-
 def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:
     """Return which steps had been launched as a whole before the kernels of the one before them ended."""
     ahead = np.zeros(len(steps), dtype=bool)
     ahead[1:] = steps["launch_end_ns"][1:] < steps["compute_end_ns"][:-1]
     return ahead
-
-
-def _add_decodes(kinds: Kinds, steps: Steps, which: npt.NDArray[np.bool_]) -> None:
-    """Add the nanoseconds of decode steps' kernels, by the steps' content."""
-    decodes = (steps["prefill_tokens"] == 0) & (steps["rows"] > 0) & (np.arange(len(steps)) >= SETTLING)
-    chosen = decodes & which
-    keys = zip(*(steps[name][chosen].tolist() for name in KEYS), strict=True)
-    for key, took in zip(keys, steps.lane("compute")[chosen].tolist(), strict=True):
-        kinds.setdefault(key, []).append(took)

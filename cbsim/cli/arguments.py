@@ -32,8 +32,9 @@ EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers"), "serve"),
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
     "ray": "ray",
+    "openai": "measure",
 }
-READERS = ("replan", "occupancy")  # commands to which a run that cannot be read is a mistake of their arguments
+READERS = ("replan", "occupancy", "fit")  # commands to which a run that cannot be read is a mistake of their arguments
 
 
 class Verb(NamedTuple):
@@ -235,6 +236,12 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change pa
     },
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
     "--check-policy": {"action": "store_true", "help": "check everything of a scheduler of your own in every step"},
+    "--with-terms": {"action": "store_true", "help": "the answer's interval counts those of the calibrated terms"},
+    "--draws": {
+        "type": whole(2, 1000),
+        "metavar": "N",
+        "help": "of terms, each of which is answered (--with-terms: 8)",
+    },
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
     "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
 }

@@ -27,6 +27,10 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ray", type=_cluster, metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT or ray://HOST:PORT")
 
 
+def draws(arguments: argparse.Namespace) -> int:
+    return arguments.draws or (8 if arguments.with_terms else 0)
+
+
 def executor(arguments: argparse.Namespace) -> Executor:
     """Return the executor of runs: never this process, which a run may kill. Raises ScenarioError without a cluster."""
     from cbsim.sweeps import sweep
@@ -124,6 +128,7 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     number = whole(2, 10_000)
     parser.add_argument("--replicates", type=number, default=20, metavar="N", help="of a candidate, at most (20)")
     option(parser, "--confidence", type=a_confidence, help="of what is said of the best (95%%)")
+    common_options(parser, "--with-terms", "--draws")
     store_arguments(parser)
     common_options(parser, "--out", "--json")
 
@@ -146,6 +151,7 @@ def capacity_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicates", type=whole(2, 10_000), default=32, metavar="N", help="runs of a load at most (32)")
     warmup = "of the requests, the first ones, do not count (10%%)"
     add("--warmup", type=shares(0, 0.9), default=0.1, metavar="P", help=warmup)
+    common_options(parser, "--with-terms", "--draws")
     store_arguments(parser)
     option(parser, "--json", help="print one object: the interval, and every probe")
 
@@ -191,7 +197,8 @@ def tune(arguments: argparse.Namespace) -> int:
     if metric is None:
         metric, option, sign = arguments.minimise, "--minimise", -1
     slo = [checks.parse(each, sweep=True) for each in arguments.check]
-    goal = Goal(checks.objective(metric, f"{option} {metric}", sign), slo, arguments.confidence, arguments.replicates)
+    objective = checks.objective(metric, f"{option} {metric}", sign)
+    goal = Goal(objective, slo, arguments.confidence, arguments.replicates, draws(arguments))
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)
     workers = executor(arguments)
     if not arguments.json:
@@ -213,6 +220,6 @@ def capacity(arguments: argparse.Namespace) -> int:
 
     scenario = scenarios.load(arguments.scenario, arguments.set)
     precision = {name: getattr(arguments, name) for name in ("confidence", "width", "replicates", "warmup")}
-    terms = probe.terms(scenario, arguments.check, arguments.goodput, **precision)
+    terms = probe.terms(scenario, arguments.check, arguments.goodput, **precision, draws=draws(arguments))
     workers, as_json = executor(arguments), arguments.json
     return searching.run(scenario, arguments.over, terms, arguments.store, workers, as_json=as_json)

@@ -1,23 +1,57 @@
-"""The commands about measurements: `score`, `score-points`, `calibrate-terms` and `fetch-tables`."""
+"""The commands about measurements: `measure`, `score`, `score-points`, `calibrate-terms` and `fetch-tables`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, real, verb
 from cbsim.cli.many_runs import executor, jobs, store_arguments
-from cbsim.errors import ERROR, OK, Interrupted, ScenarioError
+from cbsim.errors import CHECK_FAILED, ERROR, OK, Interrupted, ScenarioError
 
 TERMS = (
     *("vllm-dense", "vllm-dense-b200", "trtllm-dense", "trtllm-dense-b200", "vllm-experts", "vllm-experts-b200"),
     *("vllm-ranks", "sglang-latent", "sglang-linear", "sglang-sparse", "trtllm-latent", "vllm-latent"),
     *("vllm-windows", "trtllm-windows"),
 )
+
+
+BUDGET = {"seconds": 600.0, "tokens": 1_000_000, "users": 64}
+LEAST = {"seconds": 10, "tokens": 10_000, "users": 1}  # what learns about the server fits into it
+
+
+@verb(
+    "measure",
+    "measure a running OpenAI-compatible server by a short campaign",
+    "http://127.0.0.1:8000 --out mine",
+    act="cbsim.measured.own.campaign:measure",
+)
+def measure_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="its address; nothing is sent anywhere else")
+    option(parser, "--out", default=Path("measured"), help="a new folder for what is measured (measured)")
+    parser.add_argument("--model", default="", metavar="NAME", help="of several that it serves")
+    most = ",".join(f"{name}={value:.0f}" for name, value in BUDGET.items())
+    parser.add_argument(
+        "--budget", type=_budget, default=BUDGET, metavar="NAME=N,...", help=f"never more than ({most})"
+    )
+    parser.add_argument("--log", type=a_path, metavar="FILE", help="the log of the server's start, for its flags")
+    parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="a file with a key; also CBSIM_API_KEY")
+    parser.add_argument("--yes", action="store_true", help="begin without asking")
+
+
+def _budget(argument: str) -> dict[str, float]:
+    budget = {name: real(value.replace("_", "")) for name, value in _values(argument).items()}
+    for name, value in budget.items():
+        if not LEAST.get(name, math.inf) <= value <= 1e9 or (name == "users" and not value.is_integer()):
+            least = ", ".join(f"{name} >= {bound:,}" for name, bound in LEAST.items())
+            raise argparse.ArgumentTypeError(f"{argument!r}: expected {least}")
+    return BUDGET | budget
 
 
 @verb(
@@ -65,6 +99,25 @@ def tables_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", default="", help="URL or folder of aiconfigurator's `systems` (github.com)")
 
 
+@verb(
+    "fit",
+    "fit the terms of a scenario to what was measured of your own server, and predict what was left out",
+    "measured --scenario server.yaml --out terms.yaml",
+)
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "directory of `cbsim measure`, or a file of vllm bench, GuideLLM, aiperf, inference-perf, or CSV"
+    parser.add_argument("paths", nargs="+", type=a_path, metavar="MEASURED", help=about)
+    parser.add_argument("--scenario", required=True, help="the server: model, card, scheduler, cost; a file or a name")
+    option(parser, "--set")
+    where_argument(parser, "of a CSV file: only rows whose columns have these values")
+    parser.add_argument("--hold-out", action="append", default=[], metavar="LOAD", help="predict it only (every 4th)")
+    about = "another measurement: has the server changed? (exit status 3)"
+    parser.add_argument("--against", action="append", default=[], type=a_path, metavar="MEASURED", help=about)
+    option(parser, "--out", required=True, metavar="FILE", help="the terms, for cost.terms of a scenario")
+    option(parser, "--out", "--report", metavar="DIR", dest="report", help="also write report.md and report.json")
+    common_options(parser, "--json")
+
+
 def _data_argument(parser: argparse.ArgumentParser) -> None:
     about = "folder of measured.csv[.gz] (aiconfigurator_silicon of the data)"
     parser.add_argument("--data", type=a_path, metavar="DIR", help=about)
@@ -91,6 +144,26 @@ def _values(argument: str) -> dict[str, str]:
             raise argparse.ArgumentTypeError(f"{argument!r}: expected FIELD=VALUE,FIELD=VALUE, each field once")
         values[field] = value
     return values
+
+
+def fit(arguments: argparse.Namespace) -> int:
+    """Fit terms to what was measured of a server, write them, and print how near they are."""
+    from cbsim.draw import folder
+    from cbsim.measured.own.study import study
+    from cbsim.scenario import terms
+
+    check_out(arguments.report)
+    if arguments.out.is_dir():
+        raise ScenarioError(f"--out: {arguments.out} is a folder, expected the name of a file")
+    folder.write(arguments.out.parent, {})  # before the work, not after it
+    chosen = {name: getattr(arguments, name) for name in ("where", "hold_out", "against")}
+    report = partial(print, file=sys.stderr)
+    made = study(arguments.paths, arguments.scenario, arguments.set, name=arguments.out.stem, **chosen, report=report)
+    folder.write(arguments.out.parent, {arguments.out.name: terms.dump(made.terms).encode()})
+    answer(made.report, argparse.Namespace(**{**vars(arguments), "out": arguments.report}), "fitted to a server")
+    if not arguments.json:
+        print(f"\nterms     {arguments.out}: for cost.terms, without the fields of cost that it stands for")
+    return CHECK_FAILED if made.changed else OK
 
 
 def score(arguments: argparse.Namespace) -> int:

@@ -101,7 +101,8 @@ def nanoseconds(settings: object, *terms: str) -> list[float]:
 
 def cpu_cost(settings: CpuSettings) -> CpuCost:
     """Return CPU coefficients in nanoseconds."""
-    return CpuCost({name: PhaseCost(*nanoseconds(getattr(settings, name), *PhaseCost._fields)) for name in PHASES})
+    phases = {name: nanoseconds(getattr(settings, name), *PhaseCost._fields) for name in PHASES}
+    return CpuCost({name: PhaseCost(*[settings.factor * ns for ns in terms]) for name, terms in phases.items()})
 
 
 def nearest(number: float) -> int:

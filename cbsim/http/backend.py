@@ -151,7 +151,8 @@ class Load:
     def of(cls, scheduler: Scheduler) -> Load:
         pool = scheduler.pool
         running, waiting = len(scheduler.running), len(scheduler.waiting)
-        return cls(running, waiting, 1 - pool.free / pool.num_blocks, pool.block_size, pool.num_blocks)
+        blocks = getattr(getattr(scheduler, "options", None), "num_blocks", pool.num_blocks)  # with vLLM's null block
+        return cls(running, waiting, 1 - pool.free / pool.num_blocks, pool.block_size, blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,13 @@ VARIABLE = "CBSIM_API_KEY"
 
 
 def read_keys(file: Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
-    """Return digests of the keys in a file, one a line, and of that in the environment. Raises EndpointError if the
-    file cannot be read or has no key, or a key cannot be sent: the message has the key's place, not the key.
+    """Return digests of the keys that `plain_keys` returns."""
+    return tuple(sha256(key.encode()).digest() for key in plain_keys(file, environment))
+
+
+def plain_keys(file: Path | None = None, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the keys in a file, one a line, and that in the environment. Raises EndpointError if the file cannot be
+    read or has no key, or a key cannot be sent: the message has the key's place, not the key.
     """
     keys = []
     if file is not None:
@@ -52,7 +57,7 @@ def read_keys(file: Path | None = None, environment: Mapping[str, str] = os.envi
             raise EndpointError(f"{file}: has no API key", file=file)
     if VARIABLE in environment:
         keys.append(_checked(environment[VARIABLE], f"the variable {VARIABLE}"))
-    return tuple(sha256(key.encode()).digest() for key in keys)
+    return keys
 
 
 def _checked(key: str, source: str, file: Path | None = None, line: int | None = None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import simpy
 
-from cbsim.cost.base import Copies, Cost
+from cbsim.cost.base import Copies, Cost, nearest
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import StepPlan, Underway
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
@@ -30,6 +30,16 @@ class Device:
 
     def __init__(self, mover: Mover | None, wake_ns: int = 0) -> None:
         self.mover, self.wake_ns = mover, wake_ns
+        self.kernels_end_ns = 0  # of the steps launched so far
+        self.cpu_share = self.gpu_share = 0.0  # by which CPU phases and kernels take longer beside each other
+
+    def beside(self, begin_ns: int, cpu_ns: int) -> int:
+        """Return the time of a CPU phase, longer if it begins while kernels run."""
+        return cpu_ns + nearest(self.cpu_share * cpu_ns) if begin_ns < self.kernels_end_ns else cpu_ns
+
+    def ahead(self, launched_ns: int, kernels_ns: int) -> int:
+        """Return the time of kernels, longer if they are launched while others run."""
+        return kernels_ns + nearest(self.gpu_share * kernels_ns) if launched_ns < self.kernels_end_ns else kernels_ns
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         """Queue the copies and kernels of a step whose CPU phases are over."""
@@ -73,6 +83,8 @@ class OneGpu(Device):
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         h2d_ns, compute_ns, d2h_ns = self._cost.gpu_ns(plan, shape.tokens)
         launched, slot = times.launch_end_ns, plan.step % len(self._slots_ns)
+        if self.gpu_share:
+            compute_ns = self.ahead(launched, compute_ns)
         early_ns = launched if shape.eager else self._early_ns  # kernels run while the CPU launches them one by one
         ready = max(times.launch_start_ns, launched - early_ns, self._slots_ns[slot])
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
@@ -87,6 +99,7 @@ class OneGpu(Device):
         if early_ns:  # the last kernel does not end before it is launched
             compute_ns = max(compute_ns, launched - max(ready, self._compute.free_ns))
         times.compute_start_ns, times.compute_end_ns = self._compute.book(ready, compute_ns)
+        self.kernels_end_ns = times.compute_end_ns
         self._ready_ns = times.compute_end_ns + self._gap_ns
         if mover is not None:
             mover.after(plan, times.compute_start_ns, times.compute_end_ns)

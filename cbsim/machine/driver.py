@@ -112,14 +112,18 @@ class Machine:
         if plan.work.chunks:
             note_admissions(self.record, self.scheduler, plan)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
-        shape = self._graphs.shape(plan)
-        times.padded_tokens = shape.tokens
-        times.schedule_end_ns = times.prepare_start_ns = self.now_ns + schedule_ns
-        times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
+        shape, device, now = self._graphs.shape(plan), self._device, self.now_ns
         if shape.eager:
             launch_ns += cost.launch_ns
+        if device.cpu_share:
+            schedule_ns = device.beside(now, schedule_ns)
+            prepare_ns = device.beside(now + schedule_ns, prepare_ns)
+            launch_ns = device.beside(now + schedule_ns + prepare_ns, launch_ns)
+        times.padded_tokens = shape.tokens
+        times.schedule_end_ns = times.prepare_start_ns = now + schedule_ns
+        times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         self.now_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
-        self._device.launch(plan, shape, times)
+        device.launch(plan, shape, times)
         if self.on_plan is not None:
             self.on_plan(plan)
         return times
@@ -176,6 +180,8 @@ class Machine:
 
     def _applied(self, effect: Applied) -> None:
         times = self._completion
+        if self._device.cpu_share:
+            times.update_ns = self._device.beside(self.now_ns, times.update_ns)
         times.update_start_ns = self.now_ns
         times.update_end_ns = self.now_ns = self.now_ns + times.update_ns
         if self.now_ns > LONGEST_NS:

@@ -64,8 +64,11 @@ class Lockstep:
     def _wave(self, steps: Sequence[_Launched]) -> None:
         self.waves += 1
         start = max(self._free_ns, *(step.ready_ns for step in steps))
-        end = start + self._cost.lockstep_ns([step.plan for step in steps], self._tokens(steps))
+        took = self._cost.lockstep_ns([step.plan for step in steps], self._tokens(steps))
+        end = start + self.ranks[0].ahead(max([step.times.launch_end_ns for step in steps]), took)
         self._free_ns = end = max(end, *(step.times.launch_end_ns for step in steps))  # the last kernel is launched
+        for rank in self.ranks:
+            rank.kernels_end_ns = end
         for step in steps:
             _fill(step.times, start, end)
             step.event.succeed()

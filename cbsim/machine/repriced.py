@@ -67,6 +67,7 @@ class Repriced(Simulation):
 
     def __init__(self, scenario: Scenario, loop: str, workload: Workload, others: Sequence[Scenario]) -> None:
         self._prices = Prices([cost_model(each) for each in (scenario, *others)])
+        self._share = scenario.cost.contention.gpu
         super().__init__(scenario, loop, workload, self._prices)
 
     def files(self) -> Mapping[str, bytes]:
@@ -92,9 +93,11 @@ class Repriced(Simulation):
         launched kernel by kernel may end with its last launch.
         """
         prices, starts, ends = self._prices, steps["compute_start_ns"], steps["compute_end_ns"]
-        launched = ends - starts > np.array(prices.own_ns)
+        took, own = ends - starts, np.array(prices.own_ns)
+        launched = took > own * (1 + self._share) + 0.5
         waited = launched | (starts > np.append(0, ends[:-1]))
         more = np.array(prices.more_ns, float).reshape(len(starts), -1)
+        more *= (took / np.maximum(own, 1))[:, None]  # contention
         more[launched] = prices.more_launch_ns
         moved = np.zeros_like(more)
         at = 0

@@ -42,6 +42,8 @@ def machine(
         latencies = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
         mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
         device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, mover=mover, **latencies)
+    share = scenario.cost.contention
+    device.cpu_share, device.gpu_share = share.cpu, share.gpu
     inbox = Inbox(workload, record, workload.arriving())
     return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
 

@@ -20,6 +20,7 @@ from cbsim.scenario import terms
 from cbsim.scenario.costs import (
     CalibratedTerms,
     ComputeEfficiency,
+    Cost,
     FittedSettings,
     MemoryEfficiency,
     RooflineSettings,
@@ -38,17 +39,9 @@ def basis(scenario: Scenario, steps: Steps | None = None) -> str:
     """Return what the step times of simulated runs rest on and how far off they are known to be: for `steps` by size,
     the sizes that take most of the GPU's time first, or for any steps.
     """
-    cost, gpu = scenario.cost, scenario.hardware
+    cost = scenario.cost
     if isinstance(cost, RooflineSettings):
-        known = [] if cost.compute_efficiency or cost.memory_efficiency else curves.sources(gpu)
-        if known:
-            return _curves(known, scenario, steps)
-        compute, memory = cost.efficiencies
-        shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
-        shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
-        usual = cost.efficiencies == (ComputeEfficiency(), MemoryEfficiency()) and curves.sources(gpu)
-        error = _servers("constant") if usual else UNKNOWN
-        return f"data sheet of {gpu.name} and constant shares of it ({shares}): {error}"
+        return _roofline(cost, scenario, steps)
     if isinstance(cost, TableSettings):
         whose = f"{cost.engine} in " if cost.engine else ""
         added = f"terms {cost.terms}" if cost.terms else f"terms as given or its defaults: {UNKNOWN}"
@@ -60,12 +53,27 @@ def basis(scenario: Scenario, steps: Steps | None = None) -> str:
     return f"a fixed time a step and linear terms: {UNKNOWN}"
 
 
+def _roofline(cost: RooflineSettings, scenario: Scenario, steps: Steps | None) -> str:
+    gpu = scenario.hardware
+    if cost.calibrated and cost.calibrated.own:
+        return f"data sheet of {gpu.name} and terms {cost.terms}, {_own(cost.calibrated.own)}"
+    known = [] if cost.compute_efficiency or cost.memory_efficiency else curves.sources(gpu)
+    if known:
+        return _curves(known, scenario, steps)
+    compute, memory = cost.efficiencies
+    shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
+    shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
+    usual = cost.efficiencies == (ComputeEfficiency(), MemoryEfficiency()) and curves.sources(gpu)
+    error = _servers("constant") if usual else UNKNOWN
+    return f"data sheet of {gpu.name} and constant shares of it ({shares}): {error}"
+
+
 STEP_TIMES = b"step_times"  # metadata of a sweep's table: what its runs rest on, a line each
 
 
 def bases(scenarios: Iterable[Scenario]) -> list[str]:
     """Return what the step times of several scenarios rest on, each once."""
-    parts = {(each.cost, each.hardware, each.model): each for each in scenarios}
+    parts = {repr((each.cost, each.hardware, each.model)): each for each in scenarios}
     return list(dict.fromkeys(f"step times by {basis(each)}" for each in parts.values()))
 
 
@@ -122,25 +130,25 @@ def warnings(scenario: Mapping[str, Any], steps: Steps) -> list[str]:
     calibrated = scenario["cost"].get("calibrated")
     if not calibrated:
         return _large(steps) if scenario["cost"]["kind"] == "roofline" else []
-    if scenario["cost"]["kind"] == "table":
-        return _unlike(scenario)
+    if scenario["cost"]["kind"] in ("table", "roofline"):
+        return [*_unlike(scenario), *(_beyond(steps, own) if (own := calibrated.get("own")) else ())]
     model = scenario["model"]
     types = {"dtype": model["dtype"], "weights": model.get("weights_dtype"), "KV cache": model.get("kv_dtype")}
     dtype = ", ".join(f"{kind} of {name}" if name != "dtype" else kind for name, kind in types.items() if kind)
     subject = {"model": model["name"], "dtype": dtype, "scheduler": scenario["scheduler"]["name"]}
     changed = [(name, is_now) for name, is_now in subject.items() if calibrated[name] != is_now]
     unlike = "the coefficients were measured with {} {}, the scenario has {}"
-    beyond = (_beyond(steps, column, noun, calibrated[column]) for column, noun in RANGE)
-    return [*(unlike.format(name, calibrated[name], is_now) for name, is_now in changed), *filter(None, beyond)]
+    return [*(unlike.format(name, calibrated[name], now) for name, now in changed), *_beyond(steps, calibrated)]
 
 
-def _beyond(steps: Steps, column: str, noun: str, most: int) -> str:
-    values = steps[column]
-    count = int((values > most).sum())
-    if not count:
-        return ""
-    largest = int(values.max())
-    return f"{count:,} of {len(values):,} steps have more than the {most:,} {noun} measured, up to {largest:,}"
+def _beyond(steps: Steps, most: Mapping[str, Any]) -> list[str]:
+    """Return how steps exceed the largest that were measured."""
+    lines = []
+    for column, noun in RANGE:
+        over, bound = steps[column][steps[column] > most[column]], f"the {most[column]:,} {noun} measured"
+        if len(over):
+            lines.append(f"{len(over):,} of {len(steps):,} steps have more than {bound}, up to {over.max():,}")
+    return lines
 
 
 def _large(steps: Steps) -> list[str]:
@@ -152,19 +160,21 @@ def _large(steps: Steps) -> list[str]:
     return [f"{share:.0%} of the GPU's time are steps of more than the {LARGEST:,} tokens that were checked"]
 
 
-def sureness(cost: TableSettings) -> list[str]:
+def sureness(cost: Cost) -> list[str]:
     """Return the known errors of predictions with calibrated terms: the terms with their intervals, and the range of
-    measured over predicted values of left-out servers.
+    measured over predicted values of left-out servers, or of left-out loads of one's own.
     """
-    calibrated = cost.calibrated
-    if calibrated is None:
+    if not isinstance(cost, RooflineSettings | TableSettings) or (calibrated := cost.calibrated) is None:
         return []
-    unchanged = [field for field in calibrated.values if field not in _changed(cost, calibrated)]
+    unchanged = [field for field in calibrated.values if field not in calibrated.changed(cost)]
     ends = [(field, calibrated.values[field], *calibrated.intervals[field]) for field in unchanged]
     values = [f"{field} {value:.3g} ({low:.3g} to {high:.3g})" for field, value, low, high in ends]
-    sentences = [f"tables of {cost.engine} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
+    of = f"tables of {cost.engine}" if isinstance(cost, TableSettings) else "the data sheet"
+    sentences = [f"{of} and terms {cost.terms}, with 80 % intervals: {', '.join(values)}"]
     if terms.FRONT in unchanged:
         sentences[0] += f"; {terms.FRONT} is the client's and not in the times below"
+    if calibrated.own:
+        return [*sentences, _own(calibrated.own)]
     known = [(name, sure) for name, sure in (("TTFT", calibrated.ttft), ("TPOT", calibrated.tpot)) if sure]
     if known:
         spans = ", ".join(f"{name} {sure.low:+.1%} to {sure.high:+.1%}" for name, sure in known)
@@ -173,29 +183,37 @@ def sureness(cost: TableSettings) -> list[str]:
     return sentences
 
 
-def _changed(cost: TableSettings, calibrated: CalibratedTerms) -> dict[str, float]:
-    """Return the calibrated values of the terms that the scenario overrides."""
-    return {field: value for field, value in calibrated.values.items() if getattr(cost, field, value) != value}
+def _own(own: terms.Own) -> str:
+    """Return what terms of one's own server rest on, and how far off they are on loads that were left out."""
+    count, known = len(own.residuals), f"no load left out: {UNKNOWN}"
+    if count:
+        errors = ", ".join(f"{metric.upper()} error {own.error(metric):.1%}" for metric in ("tpot", "ttft"))
+        known = f"{errors} on {count} load{'s' * (count > 1)} left out"
+    undetermined = f"; not determined: {', '.join(own.undetermined)}" if own.undetermined else ""
+    return f"calibrated on {own.requests:,} requests of this server: {known}{undetermined}"
 
 
 def _unlike(scenario: Mapping[str, Any]) -> list[str]:
     """Return the differences of the server from those that the terms were calibrated on. Nothing is validated: a run of
     other code may have more fields.
     """
-    cost = TableSettings.model_construct(**scenario["cost"])
-    calibrated = CalibratedTerms.model_construct(**scenario["cost"]["calibrated"])
-    model, engine = scenario["model"], scenario["scheduler"]["name"].partition("_")[0]
-    system, weights = PurePath(cost.path).name, model["weights_dtype"] or model["dtype"]
+    cost, model, own = scenario["cost"], scenario["model"], scenario["cost"]["calibrated"].get("own")
+    known = {**cost["calibrated"], "own": own and terms.Own.model_construct(**own)}
+    calibrated = CalibratedTerms.model_construct(**known)
+    backend, tensor = scenario["scheduler"]["name"].partition("_")[0], cost.get("tensor_parallel", 1)
+    system = PurePath(cost["path"]).name if "path" in cost else scenario["hardware"]["name"]
     users = (scenario["workload"].get("arrivals") or {}).get("users")
-    differences = calibrated.outside(engine, system, model["name"], cost.tensor_parallel, users)
+    engine, weights = cost.get("engine"), model["weights_dtype"] or model["dtype"]
+    fastest, routing = cost.get("fastest", calibrated.fastest), cost.get("routing", calibrated.routing)
     server = {
-        f"tables of {cost.engine}": cost.engine != calibrated.tables.get(system, cost.engine),
-        f"fastest {str(cost.fastest).lower()}": cost.fastest != calibrated.fastest,
-        f"routing {cost.routing}": model["experts"] and cost.routing != calibrated.routing,
+        f"tables of {engine}": engine != calibrated.tables.get(system, engine),
+        f"fastest {str(fastest).lower()}": fastest != calibrated.fastest,
+        f"routing {routing}": model["experts"] and routing != calibrated.routing,
         f"weights in {weights}": weights not in calibrated.weights,
-        "a synchronous loop": scenario["loop"]["mode"] != "async",
+        "a synchronous loop": scenario["loop"]["mode"] != "async" and not own,
     }
+    differences = calibrated.outside(backend, system, model["name"], tensor, users)
     differences += [name for name, differs in server.items() if differs]
-    changed = _changed(cost, calibrated)
-    differences += [f"{field} {getattr(cost, field):g} in place of {value:g}" for field, value in changed.items()]
-    return [f"{difference}, unlike what the terms {cost.terms} were calibrated on" for difference in differences]
+    changed = calibrated.changed(cost).items()
+    differences += [f"{field} {value:g} in place of {calibrated.values[field]:g}" for field, value in changed]
+    return [f"{each}, unlike what the terms {cost.get('terms')} were calibrated on" for each in differences]

@@ -24,7 +24,6 @@ from cbsim.record.tables import RequestTable
 from cbsim.routers import registry as routers
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
-from cbsim.scenario.costs import TableSettings
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_requests, generators
 from cbsim.workload.requests import Workload
@@ -150,7 +149,7 @@ class Session:
         basis = coverage.basis(self.scenario.servers[0], steps)
         environment["step_times"] = "measured" if self.server.measured else basis
         cost, told = self.scenario.servers[0].cost, environment.get("notices", ())
-        sureness = coverage.sureness(cost) if isinstance(cost, TableSettings) and not self.server.measured else ()
+        sureness = () if self.server.measured else coverage.sureness(cost)
         old = _old_signals(self.scenario, numbers["makespan_s"])
         notices = *self.notices, *old, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved

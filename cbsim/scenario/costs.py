@@ -26,7 +26,11 @@ from cbsim.scenario.fields import (
     Whole,
     complaint,
 )
-from cbsim.scenario.terms import Ends, Range
+from cbsim.scenario.fleet import with_fields
+from cbsim.scenario.terms import Ends, Range, TermsFile
+
+Efficiency = Annotated[Real, Field(gt=0, le=1)]
+Share = Annotated[Real, Field(ge=0)]
 
 # -- CPU time of the loop ----------------------------------------------------------------------------------------------
 
@@ -46,6 +50,7 @@ class PhaseSettings(Frozen):
 class CpuSettings(Frozen):
     """CPU time of the loop's phases; nothing by default."""
 
+    factor: Positive = 1.0  #: All phases take so many times what they say.
     schedule: PhaseSettings = PhaseSettings()  #: Planning a step.
     prepare: PhaseSettings = PhaseSettings()  #: Building its input tensors.
     launch: PhaseSettings = PhaseSettings()  #: Queueing its copies and its graph or kernels.
@@ -63,7 +68,14 @@ class MeasuredCpuSettings(CpuSettings):
     update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
 
 
-Efficiency = Annotated[Real, Field(gt=0, le=1)]
+class Contention(Frozen):
+    """How much longer CPU and GPU take beside each other, as shares. Whether a whole CPU phase is longer is decided
+    when it begins, and of a step's kernels when its launch ends: so a step's times are known at its launch, and these
+    are the shares by which equal steps differ in the two loops. In the synchronous one neither works beside the other.
+    """
+
+    cpu: Share = 0.0  #: Of a CPU phase that begins before the kernels of all launched steps have ended.
+    gpu: Share = 0.0  #: Of the kernels of a step whose launch ends before those of the steps before it.
 
 
 class ConstantSettings(Frozen):
@@ -80,6 +92,7 @@ class ConstantSettings(Frozen):
     per_context_token_s: Seconds = 0.0
     """Seconds a token of context after the step: those in the cache and the row's own."""
     cpu: CpuSettings = CpuSettings()  #: CPU time of the loop.
+    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
 
 
 class ComputeEfficiency(Frozen):
@@ -94,6 +107,82 @@ class MemoryEfficiency(Frozen):
 
     weights: Efficiency = 0.85  #: Reading weights and activations.
     kv: Efficiency = 0.7  #: Reading the KV cache.
+
+
+class Sureness(Frozen):
+    """80 % of left-out measurements lay between these shares of what was predicted, less 1."""
+
+    low: Real  #: From.
+    high: Real  #: To.
+    points: Whole  #: Measurements that it rests on.
+
+
+class CalibratedTerms(Range):
+    """Where terms come from, what they were calibrated on, and how sure predictions with them are."""
+
+    ttft: Sureness | None = None  #: Of mean TTFT.
+    tpot: Sureness | None = None  #: Of mean TPOT.
+    values: dict[str, Real]
+    """The terms that hold for these GPUs, this card and version; front_s is no field of a scenario."""
+    intervals: dict[str, Ends]  #: 80 % intervals of the terms.
+
+    def changed(self, cost: Any) -> dict[str, float]:
+        """Return the values in a cost of those terms that it overrides; those that are no number of it are left out."""
+        now: dict[str, Any] = {}
+        for name in self.values:
+            now[name] = cost
+            for part in name.split("."):
+                now[name] = now[name].get(part) if isinstance(now[name], Mapping) else getattr(now[name], part, None)
+        return {name: at for name, at in now.items() if isinstance(at, int | float) and at != self.values[name]}
+
+
+def _with_terms(data: Any, info: ValidationInfo) -> Any:
+    """Return the fields of a cost with the calibrated terms of the name, or in the file, that `terms` says, where it
+    gives none; else with what usually stands for those of its engine.
+    """
+    part = data if isinstance(data, dict) else {}
+    name, engine = part.get("terms"), part.get("engine")
+    if not isinstance(name, str) or part.get("calibrated") is not None:
+        return {**untabulated(engine), **data} if isinstance(engine, str) else data
+    try:
+        file = terms.load(name, (info.context or {}).get("base"))
+    except ScenarioError as error:
+        raise complaint(str(error).removeprefix("cost.terms: "), "terms") from None
+    if file.kind != data.get("kind"):
+        raise complaint(f"{name}: are terms of cost.kind {file.kind}, this one is {data.get('kind')}", "terms")
+    calibrated = _terms(file, data)
+    return with_fields(calibrated, data) | {field: calibrated[field] for field in ("engine",) if field in calibrated}
+
+
+def _fields(values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields of a cost that terms stand for."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, field = name.rpartition(".")
+        fields |= {part: fields.get(part, {}) | {field: value}} if part else {field: value}
+    fields.pop(terms.FRONT, None)
+    return fields
+
+
+def _terms(file: TermsFile, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that calibrated terms give a cost: their values for its GPUs, card and version."""
+    system = Path(str(data.get("path", ""))).name
+    engine, tensor = data.get("engine"), data.get("tensor_parallel", 1)
+    if engine == file.backend:
+        engine = file.tables.get(system, engine)  # without a version: the tables that they add to
+    version = engine.partition("_")[2] if isinstance(engine, str) else ""
+    resolved = terms.resolve(file.terms, tensor if isinstance(tensor, int) else 1, system, version)
+    values = {field: term.value for field, term in resolved.items()}
+    sure = {
+        metric: {"low": factor.low - 1, "high": factor.high - 1, "points": factor.residuals}
+        for metric in ("ttft", "tpot")
+        if (factor := terms.interval(file, metric))
+    }
+    about = {field: getattr(file, field) for field in terms.Range.model_fields}
+    ends = {field: (term.low, term.high) for field, term in resolved.items()}
+    tabled = {"fastest": file.fastest, "routing": file.routing, "engine": engine} if file.kind == "table" else {}
+    calibrated = {**about, **sure, "values": values, "intervals": ends}
+    return {**_fields(values), **tabled, "calibrated": calibrated}
 
 
 class RooflineSettings(Frozen):
@@ -118,6 +207,12 @@ class RooflineSettings(Frozen):
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
+    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
+    terms: str | None = None
+    """File of terms that `cbsim fit` calibrated on a server: they stand for those that are not given here."""
+    calibrated: CalibratedTerms | None = None  #: What the terms were calibrated on; filled in when they are read.
+
+    _fill_from_terms = model_validator(mode="before")(_with_terms)
 
     @property
     def efficiencies(self) -> tuple[ComputeEfficiency, MemoryEfficiency]:
@@ -213,6 +308,7 @@ class Coefficients(Frozen):
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
+    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
 
 
 class FittedSettings(Coefficients):
@@ -298,24 +394,6 @@ class LinkSettings(Frozen):
     bytes_s: Positive  #: Bytes a second in each direction.
 
 
-class Sureness(Frozen):
-    """80 % of left-out measurements lay between these shares of what was predicted, less 1."""
-
-    low: Real  #: From.
-    high: Real  #: To.
-    points: Whole  #: Measurements that it rests on.
-
-
-class CalibratedTerms(Range):
-    """Where terms come from, what they were calibrated on, and how sure predictions with them are."""
-
-    ttft: Sureness | None = None  #: Of mean TTFT.
-    tpot: Sureness | None = None  #: Of mean TPOT.
-    values: dict[str, Real]
-    """The terms that hold for these GPUs, this card and version; front_s is no field of a scenario."""
-    intervals: dict[str, Ends]  #: 80 % intervals of the terms.
-
-
 ENGINE = "^(vllm|trtllm|sglang)(_[0-9].*)?$"
 
 
@@ -357,7 +435,8 @@ class TableSettings(Frozen):
     large_products: Positive = 1.0  #: With `engine`: those of larger steps.
     experts: Positive = 1.0  #: With `engine`: experts take so many times what the tables say, on top of that.
     terms: str | None = None
-    """With `engine`: calibrated terms of that name (scenarios/terms) stand for those that are not given here."""
+    """With `engine`: calibrated terms of that name (scenarios/terms), or in the file at that path, which `cbsim fit`
+    wrote, stand for those that are not given here."""
     calibrated: CalibratedTerms | None = None  #: What the terms were calibrated on; filled in when they are read.
     fused_all_reduce: bool = False
     """With `engine`: an all-reduce adds the residual and norms the sum (vLLM's fuse_allreduce_rms), whose bytes are
@@ -376,25 +455,15 @@ class TableSettings(Frozen):
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
     cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
+    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_terms(cls, data: Any) -> Any:
-        name = data.get("terms") if isinstance(data, dict) else None
-        if not isinstance(name, str) or data.get("calibrated") is not None:
-            engine = data.get("engine") if isinstance(data, dict) else None
-            return {**untabulated(engine), **data} if isinstance(engine, str) else data
-        try:
-            calibrated = _terms(name, data)
-        except ScenarioError as error:
-            raise complaint(str(error).removeprefix("cost.terms: "), "terms") from None
-        return calibrated | data | {"engine": calibrated["engine"]}
+    _fill_from_terms = model_validator(mode="before")(_with_terms)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> TableSettings:
         if self.all_to_all != "allgather" and self.data_parallel == 1:
             raise complaint(f"got {self.all_to_all}, must be allgather with data_parallel 1", "all_to_all")
-        if self.terms is not None and self.engine is None:
+        if self.terms is not None and self.engine is None and not (self.calibrated and self.calibrated.own):
             raise complaint("needs engine: whose tables they add to, such as vllm", "terms")
         for field in ("tensor_parallel", "data_parallel"):
             if (gpus := getattr(self, field)) > 1 and self.link is None and self.engine is None:
@@ -402,30 +471,24 @@ class TableSettings(Frozen):
         return self
 
 
-def _terms(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that calibrated terms give a table cost: their values for its GPUs, card and version."""
-    file = terms.load(name)
-    system = Path(str(data.get("path", ""))).name
-    engine, tensor = data.get("engine"), data.get("tensor_parallel", 1)
-    if engine == file.backend:
-        engine = file.tables.get(system, engine)  # without a version: the tables that they add to
-    version = engine.partition("_")[2] if isinstance(engine, str) else ""
-    resolved = terms.resolve(file.terms, tensor if isinstance(tensor, int) else 1, system, version)
-    values = {field: term.value for field, term in resolved.items()}
-    sure = {
-        metric: {"low": factor.low - 1, "high": factor.high - 1, "points": factor.residuals}
-        for metric in ("ttft", "tpot")
-        if (factor := terms.interval(file, metric))
-    }
-    about = {field: getattr(file, field) for field in terms.Range.model_fields}
-    ends = {field: (term.low, term.high) for field, term in resolved.items()}
-    return {
-        **{field: value for field, value in values.items() if field != terms.FRONT},
-        "fastest": file.fastest,
-        "routing": file.routing,
-        "engine": engine,
-        "calibrated": {**about, **sure, "values": values, "intervals": ends},
-    }
+def drawn(cost: Cost, count: int, seed: int) -> list[Cost]:
+    """Return the cost with each of `count` draws of its calibrated terms; none without intervals. Terms that the
+    scenario overrides stay as they are.
+    """
+    if not isinstance(cost, RooflineSettings | TableSettings) or cost.calibrated is None:
+        return []
+    known, changed = cost.calibrated, cost.calibrated.changed(cost)
+    columns = []
+    for name, value in known.values.items():
+        drawn = terms.draws(name, value, known.intervals[name], count, seed)
+        columns.append([changed[name]] * count if name in changed else drawn)
+    return [with_terms(cost, dict(zip(known.values, row, strict=True))) for row in zip(*columns, strict=True)]
+
+
+def with_terms(cost: RooflineSettings | TableSettings, values: Mapping[str, float]) -> RooflineSettings | TableSettings:
+    """Return a cost with other values of its terms, the factor of CPU phases included."""
+    plain = {"terms": None, "calibrated": None}
+    return type(cost).model_validate(with_fields(cost.model_dump(), _fields(values) | plain))
 
 
 Cost = Annotated[ConstantSettings | RooflineSettings | FittedSettings | TableSettings, By("kind")]

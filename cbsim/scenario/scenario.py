@@ -30,7 +30,7 @@ from pydantic import (
 from cbsim.errors import ScenarioError, in_line
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
-from cbsim.scenario import catalog, documents
+from cbsim.scenario import catalog, costs, documents
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand
 from cbsim.scenario.documents import Document
@@ -542,3 +542,18 @@ def scenario_of(source: str | Path | Mapping[str, Any] | Scenario, changes: Chan
     if isinstance(source, str | Path):
         return load(source, overrides)
     raise ScenarioError(f"scenario: got {shown(source)}, expected a name, a path or fields", value=source)
+
+
+def drawn(scenario: Scenario, count: int) -> list[Scenario]:
+    """Return the scenario with each of `count` draws of the calibrated terms of its servers, by its seed. Raises
+    ScenarioError if none of them has intervals, or for a single draw, which shows no spread.
+    """
+    if count == 1:
+        raise ScenarioError("draws: got 1, must be >= 2", field="draws", value=1, bound=">= 2")
+    made = {f"{where}cost": costs.drawn(server.cost, count, scenario.seed) for where, server in scenario.pools}
+    if count and not any(made.values()):
+        bound = "draws need terms with intervals, of cbsim fit or scenarios/terms: --set cost.terms=FILE"
+        message = f"cost.terms: got {shown(getattr(scenario.cost, 'terms', None))}, {bound}"
+        raise ScenarioError(message, field="cost.terms", bound=bound)
+    each = [{field: of[at].model_dump(mode="json") for field, of in made.items() if of} for at in range(count)]
+    return [scenario_of(scenario, changes) for changes in each]

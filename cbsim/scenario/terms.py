@@ -1,4 +1,5 @@
-"""Calibrated terms of the `table` cost model: scenarios/terms/<name>.yaml, made by `cbsim calibrate-terms`.
+"""Calibrated terms of a cost model: scenarios/terms/<name>.yaml, made by `cbsim calibrate-terms` for tables, and files
+of a user's own server, made by `cbsim fit` for tables and rooflines.
 
 A term is named by its field of the scenario's cost, or by the field and its scope: `reduce_s@4` holds for 4 GPUs,
 `large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is the time that
@@ -17,8 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import exp, log
+from math import exp, inf, log
 from operator import ge
+from pathlib import Path
+from random import Random
+from statistics import NormalDist, fmean
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -33,6 +37,11 @@ FIELDS = (
     *("step_s", "layer_s", "row_s", "reduce_s", "elementwise", "decode_attention", "products", "large_products"),
     *("experts", "launch_s_per_layer", FRONT),
 )
+EFFICIENCIES = (
+    *("compute_efficiency.prefill", "compute_efficiency.decode", "memory_efficiency.weights", "memory_efficiency.kv"),
+)
+CPU = "cpu.factor"
+ROOFLINE = (*EFFICIENCIES, "step_overhead_s", "launch_s_per_layer", CPU, FRONT)
 FOLDER = "terms"
 Family = Literal["dense", "experts", "windows", "latent", "sparse", "linear", "ranks"]
 Ends = Annotated[tuple[Real, Real], BeforeValidator(as_tuple)]
@@ -65,6 +74,23 @@ class Curve(Frozen):
     residuals: Many[Residual]  #: Of the predictions by them.
 
 
+class Own(Frozen):
+    """What terms of a user's own server were fitted to, and how well they predict what was left out."""
+
+    requests: Whole  #: Requests of the loads that were fitted.
+    rows: Whole  #: Requests of the largest step of the simulated loads.
+    tokens: Whole  #: Query tokens of the largest step.
+    context_tokens: Whole  #: KV tokens read by the step that read most.
+    open_arrivals: bool  #: Did some loads arrive whatever the server did?
+    residuals: Many[Residual]  #: Of loads that were left out.
+    undetermined: Many[str]  #: Terms that the data do not determine; they keep their prior.
+    joint: dict[str, Ends]  #: Intervals of the other terms, within which all of them lie at once with 95 %.
+
+    def error(self, metric: str) -> float:
+        """Return the mean absolute error of a metric's predictions of loads that were left out, of which there are."""
+        return fmean(abs(exp(-getattr(each, metric)) - 1) for each in self.residuals)
+
+
 class Range(Frozen):
     """The range of the points that terms were calibrated on."""
 
@@ -78,6 +104,7 @@ class Range(Frozen):
     routing: str  #: How unevenly tokens were taken to choose experts.
     fastest: bool
     """Do products take what the fastest of the card's engines takes? Else what the engine's own tables say."""
+    own: Own | None = None  #: Of a user's own server: what they were fitted to.
 
     def outside(self, backend: str, system: str, model: str, tensor: int, users: int | None) -> list[str]:
         """Return the differences of a server from the calibrated ones. `users`: None without a closed loop."""
@@ -86,7 +113,7 @@ class Range(Frozen):
             f"card {system}": system in self.systems,
             f"model {model}": model in self.models,
             f"{tensor} GPUs": tensor in self.tensor_parallel,
-            "arrivals that are no closed loop": users is not None,
+            "arrivals that are no closed loop": users is not None or (self.own is not None and self.own.open_arrivals),
             f"{users or 0:,} users": users is None or self.users[0] <= users <= self.users[1],
         }
         return [difference for difference, within in known.items() if not within]
@@ -97,7 +124,9 @@ class TermsFile(Range):
 
     name: str  #: What the file is called.
     about: str  #: Which servers, and where the points come from.
-    family: Family  #: Of dense models, mixtures; with windows, latents, sparse ones, states; of ranks in lock-step.
+    kind: Literal["table", "roofline"] = "table"  #: The kind of the cost whose terms they are.
+    family: Family | None = None
+    """Of dense models, mixtures; with windows, latents, sparse ones, states; of ranks in lock-step; null: one's own."""
     calibrated: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]  #: When.
     terms: dict[str, Term]  #: The terms.
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.
@@ -105,9 +134,10 @@ class TermsFile(Range):
     @model_validator(mode="after")
     def _whole(self) -> TermsFile:
         """Check that every term is known and within its interval, and that every curve has the same terms."""
+        fields = FIELDS if self.kind == "table" else ROOFLINE
         for name, term in self.terms.items():
-            if name.partition("@")[0] not in FIELDS:
-                raise complaint(f"got {name}, expected one of {', '.join(FIELDS)}{near(name, FIELDS)}", "terms")
+            if name.partition("@")[0] not in fields:
+                raise complaint(f"got {name}, expected one of {', '.join(fields)}{near(name, fields)}", "terms")
             if not 0 <= term.low <= term.value <= term.high:
                 got = f"got {term.low} to {term.high} for {term.value}"
                 raise complaint(f"{name}: {got}, which must lie between", "terms")
@@ -137,11 +167,15 @@ def resolve(terms: Mapping[str, T], tensor: int, system: str, version: str) -> d
     return last | fits
 
 
-def load(name: str) -> TermsFile:
-    """Load the terms of that name. Raises ScenarioError."""
+def load(name: str, base: Path | None = None) -> TermsFile:
+    """Load the terms of that name, or in the file at that path from the folder `base` or the current one. Raises
+    ScenarioError.
+    """
     known = catalog.names(FOLDER)
+    if name not in known and name.endswith((".yaml", ".yml")):
+        return documents.read(catalog.shape(FOLDER, name, base)).checked(TermsFile)
     if name not in known:
-        bound = f"one of {', '.join(known) or 'none'}"
+        bound = f"one of {', '.join(known) or 'none'}, or the path of a file that cbsim fit wrote"
         raise ScenarioError(f"cost.terms: got {name!r}, expected {bound}", field="cost.terms", value=name, bound=bound)
     document = documents.read(catalog.SCENARIOS / FOLDER / f"{name}.yaml")
     file = document.checked(TermsFile)
@@ -165,6 +199,22 @@ TAIL = 0.1  # share beyond each end of an 80 % interval
 ENOUGH = 15  # residuals that an interval of like points needs
 SERVERS = 5  # and servers, as those of one server are alike
 WIDEST = 2.0  # the largest factor between the ends of an interval that says anything
+
+
+def draws(field: str, value: float, ends: tuple[float, float], count: int, seed: int) -> list[float]:
+    """Return `count` draws of a term, one from each of as many parts of its distribution, in an order by seed and
+    field. Its median is `value`, and TAIL of it lie beyond each end of its interval: log-normal on each side, or normal
+    beside an end of 0; never below a hundredth of the value, and no efficiency above 1.
+    """
+    parts, unit, most = list(range(count)), NormalDist(), 1.0 if field in EFFICIENCIES else inf
+    Random(f"{seed} {field}").shuffle(parts)
+    made = []
+    for part in parts:
+        far = unit.inv_cdf((part + 0.5) / count) / unit.inv_cdf(1 - TAIL)
+        end, size = ends[far > 0], abs(far)
+        drawn = value * (end / value) ** size if ends[0] > 0 else value + size * (end - value)
+        made.append(min(most, max(value / 100, drawn)))
+    return made
 
 
 class Interval(NamedTuple):

@@ -27,7 +27,7 @@ from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue, coverage
 from cbsim.metrics.checks import OPERATORS
 from cbsim.metrics.metrics import SAMPLES_NEEDED
-from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.scenario import Scenario, drawn
 from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
 from cbsim.stats import intervals
 from cbsim.sweeps.store import Progress, Runs, Store
@@ -44,6 +44,17 @@ class Limit(NamedTuple):
 
     word: str
     sentences: tuple[str, ...]
+
+
+class Drawn(NamedTuple):
+    """The ends of the answers with draws of calibrated terms, and with the terms' own values; and what part of the
+    squared width is the terms', None where an end is missing.
+    """
+
+    draws: tuple[tuple[Value | None, Value | None], ...]
+    fitted: tuple[Value | None, Value | None]
+    seed: int
+    share: float | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,6 +81,8 @@ class Capacity:
     """Pairs of loads of which the larger does better than the smaller: then there is no single capacity."""
     notices: tuple[str, ...]
     """Reasons why the answer is less than what was requested, and percentiles that runs are too short for."""
+    drawn: Drawn | None = None
+    """With draws of the terms, which the interval then counts: `probes` are those with the terms' own values."""
 
     @property
     def replicates(self) -> int:
@@ -91,6 +104,7 @@ class Capacity:
             "binds": self.binds and self.binds._asdict(),
             "monotone": not self.disorder,
             "notices": [*self.disorder, *self.notices],
+            **({"terms": self.drawn._asdict()} if self.drawn else {}),
             "probes": [each.numbers() for each in self.probes],
         }
 
@@ -100,6 +114,13 @@ class Capacity:
         if self.width is not None:
             sure = "each load run once" if self.terms.still else f"{100 * self.terms.confidence:g} % confidence"
             lines.append(f"between   {self.width:.1%} apart, {sure}; {total}")
+        if self.drawn is not None:
+            low, high = (f"{end:g}" if end else "none" for end in self.drawn.fitted)
+            part = None if self.drawn.share is None else f"make {self.drawn.share:.0%} of the squared width"
+            draws = (
+                f"{len(self.drawn.draws)} draws by seed {self.drawn.seed} {part or 'lack an end: this is their range'}"
+            )
+            lines.append(f"terms     {draws}; with the terms' own values {low} to {high} {self.unit}")
         if self.binds is not None:
             lines += [f"binds     {self.binds.word}", *(f"          {sentence}" for sentence in self.binds.sentences)]
         lines += [f"WARNING   not monotone: {pair}" for pair in self.disorder]
@@ -314,10 +335,40 @@ def _crossing(low: Probe, high: Probe, least: float) -> float:
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
-    """Return the capacity of a scenario of one loop. `hear` is called with each probe. Raises ScenarioError, CheckError
-    if the field or a condition is unfit for a search, RunError if a run fails.
+    """Return the capacity of a scenario of one loop; draws of its terms are searched, too. `hear` is called with each
+    probe of its own. Raises ScenarioError, CheckError if the field or a condition is unfit for a search, RunError
+    if a run fails.
     """
     over = Over(scenario, field)
+    draws = drawn(scenario, terms.draws)
+    answer = _search(scenario, over, terms, runs, hear)
+    made = [_search(each, Over(each, field), terms, runs, lambda _: None) for each in draws]
+    return _joint(answer, made, over, scenario.seed) if made else answer
+
+
+def _joint(answer: Capacity, draws: Sequence[Capacity], over: Over, seed: int) -> Capacity:
+    """Return the answer with the joint interval of runs and draws, by the ratio of loads."""
+    ends, holds, fails, share = tuple((each.holds, each.fails) for each in draws), None, None, None
+    known = [sorted(math.log(end) for end in each if end) for each in ends]
+    holding, failing = zip(*ends, strict=True)
+    if min(map(len, known)) == 2:
+        (_, low, high), share = intervals.joint([(low, high) for low, high in known], answer.terms.confidence)
+        outer = over.rounded(math.exp(low), math.floor), over.rounded(math.exp(high), math.ceil)
+        holds, fails = sorted(outer, key=over.load)
+    else:
+        holds = None if None in holding else min(holding, key=over.load)
+        fails = None if None in failing else max(failing, key=over.load)
+    return replace(
+        answer,
+        terms=replace(answer.terms, still=False),
+        holds=holds,
+        fails=fails,
+        width=over.ratio(holds, fails) - 1 if holds and fails else None,
+        drawn=Drawn(ends, (answer.holds, answer.fails), seed, share),
+    )
+
+
+def _search(scenario: Scenario, over: Over, terms: Terms, runs: Runs, hear: Hear) -> Capacity:
     terms = replace(terms, still=over.still)
     steps = Search(over, terms, runs, hear)
     if not steps.impossible():
@@ -354,7 +405,8 @@ def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list
     light = probes[0].intervals if all(each.excess <= 0 for each in probes) else ()
     held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
     doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]
-    return [intervals.STILL if terms.still else intervals.COVERS, *rest, *few, *doubts]
+    covers = intervals.COVERS_TERMS if terms.draws else intervals.STILL if terms.still else intervals.COVERS
+    return [covers, *rest, *few, *doubts]
 
 
 def run(scenario: Scenario, field: str, terms: Terms, store: Path, executor: Executor, *, as_json: bool) -> int:

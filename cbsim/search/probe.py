@@ -20,7 +20,7 @@ from cbsim.metrics.terminal import flat
 from cbsim.record.record import FAILED
 from cbsim.scenario import demand
 from cbsim.scenario.fields import cut, near, shown
-from cbsim.scenario.scenario import Scenario, scenario_of
+from cbsim.scenario.scenario import Scenario, drawn, scenario_of
 from cbsim.stats import intervals
 from cbsim.stats.intervals import Interval, doublings
 from cbsim.sweeps.store import Run, Runs
@@ -36,8 +36,8 @@ SHARE = "slo.attainment"
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The conditions and the precision of a search. `replicates` is the limit per load; `width` is the largest ratio,
-    less 1, of the load that fails to the one that holds; `warmup` is that of Task. `still`: the seed changes nothing,
-    so a load has one run, which decides it. Raises ScenarioError.
+    less 1, of the load that fails to the one that holds; `warmup` is that of Task; `draws` of calibrated terms are each
+    searched, too. `still`: the seed changes nothing, so a load has one run, which decides it. Raises ScenarioError.
     """
 
     conditions: tuple[Check, ...]
@@ -45,6 +45,7 @@ class Terms:
     width: float = 0.05
     replicates: int = 32
     warmup: float = 0.1
+    draws: int = 0
     still: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precisi
     if scenario.loop.mode == "both":
         bound = "a capacity is that of one loop, sync or async"
         raise ScenarioError(f"loop.mode: got both; {bound}", field="loop.mode", value="both", bound=bound)
+    drawn(scenario, precision.get("draws", 0))  # there are terms to draw
     return Terms(tuple(checks), **precision)
 
 
@@ -186,7 +188,7 @@ class Over:
         there is none that a scenario can have.
         """
         exact = value / factor if self.falls else value * factor
-        scaled = self._rounded(exact, (math.ceil if exact > value else math.floor) if self.whole else round)
+        scaled = self.rounded(exact, (math.ceil if exact > value else math.floor) if self.whole else round)
         if scaled <= 0 or scaled == value:
             raise ScenarioError("there is none", field=self.field, value=scaled)
         self.scenario(scaled, 0)
@@ -194,15 +196,16 @@ class Over:
 
     def between(self, low: Value, high: Value, part: float) -> Value | None:
         """Return the value this part of the way from one to the other, by ratio; None if no value lies between."""
-        middle = self._rounded(low * (high / low) ** part)
+        middle = self.rounded(low * (high / low) ** part)
         return middle if min(low, high) < middle < max(low, high) else None
 
     def around(self, low: Value, high: Value) -> list[Value]:
         """Return values from one to the other and as far again beyond both, in order of their load."""
-        values = {self._rounded(low * (high / low) ** (part / PARTS)) for part in range(-PARTS, 2 * PARTS + 1)}
+        values = {self.rounded(low * (high / low) ** (part / PARTS)) for part in range(-PARTS, 2 * PARTS + 1)}
         return sorted(values - {0}, key=self.load)
 
-    def _rounded(self, value: float, by: Callable[[float], int] = round) -> Value:
+    def rounded(self, value: float, by: Callable[[float], int] = round) -> Value:
+        """Return a value with as many digits as a load has, a whole one if the field holds these."""
         unit = 10.0 ** (math.floor(math.log10(value)) - DIGITS + 1)
         return by(value) if self.whole else float(f"{by(value / unit) * unit:.{DIGITS}g}")
 

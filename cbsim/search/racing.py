@@ -13,7 +13,7 @@ rounds. These are L (K - 1 + K C) intervals, whichever candidate leads, so each 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.stats import intervals
-from cbsim.stats.intervals import Paired
+from cbsim.stats.intervals import Interval, Paired
 
 FIRST = 5
 IN, WORSE, BREAKS, FAILED = "in", "worse", "breaks", "failed"
@@ -31,12 +31,15 @@ Measure = Callable[[Sequence[int], range], Mapping[int, Sequence[Numbers | str]]
 
 
 class Goal(NamedTuple):
-    """The objective, the conditions, the confidence of the answer, and the largest number of replicates (2 or more)."""
+    """The objective, the conditions, the confidence of the answer, the largest number of replicates (2 or more), and
+    the number of draws of calibrated terms.
+    """
 
     metric: Metric
     slo: Sequence[Check]
     confidence: float
     most: int
+    draws: int = 0
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -85,6 +88,8 @@ class Outcome:
     best: int | None
     sure: bool
     confidence: float
+    draws: Sequence[Outcome] = ()
+    """Of the same search with draws of terms: differences then count these, and a candidate is left that one leaves."""
 
     @property
     def left(self) -> list[int]:
@@ -108,8 +113,26 @@ class Outcome:
 
     def against(self, other: int) -> Paired:
         """Compare the best one with another, over the replicates that both have."""
+        at, over = self._difference(self.trials, other), self.joint(other)
+        return at._replace(**over[0]._asdict()) if over else at
+
+    def joint(self, other: int) -> tuple[Interval, float] | None:
+        """Return the difference to another by all draws of terms, and the terms' part of it; None unless both ran."""
+        ran = [of.trials for of in self.draws if of.trials[other].runs and of.trials[self.best or 0].runs]
+        ends = [self._difference(trials, other)[4:6] for trials in ran]
+        return intervals.joint(ends, self.confidence) if len(ends) > 1 else None
+
+    def _difference(self, trials: Sequence[Trial], other: int) -> Paired:
         assert self.best is not None
-        return difference(self.trials[self.best], self.trials[other], self.goal.metric.name, self.confidence)
+        return difference(trials[self.best], trials[other], self.goal.metric.name, self.confidence)
+
+
+def with_draws(fitted: Outcome, draws: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a search that counts those with draws of the terms."""
+    every = list(zip(*(each.trials for each in (fitted, *draws)), strict=True))
+    trials = [replace(of[0], verdict=IN, why="") if IN in {each.verdict for each in of} else of[0] for of in every]
+    sure = all(each.sure for each in (fitted, *draws))
+    return replace(fitted, trials=trials, sure=sure, draws=draws)
 
 
 def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:

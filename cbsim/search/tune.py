@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from cbsim.scenario import documents
 from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import cut
 from cbsim.scenario.overrides import Changes, fields_of
-from cbsim.scenario.scenario import Scenario
-from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search
-from cbsim.stats.intervals import COVERS, STILL
+from cbsim.scenario.scenario import Scenario, drawn
+from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search, with_draws
+from cbsim.stats.intervals import COVERS, COVERS_TERMS, STILL
 from cbsim.stats.replicated import label
-from cbsim.sweeps import sweep, sweep_file
+from cbsim.sweeps import identity, sweep, sweep_file
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
@@ -56,7 +57,7 @@ class Tuned:
     @cached_property
     def still(self) -> bool:
         """True if the seed changes nothing, so that all replicates of a candidate are one run."""
-        return generators.still(self.candidates[0].scenario)
+        return generators.still(self.candidates[0].scenario) and not self.outcome.draws
 
     @property
     def won(self) -> bool:
@@ -133,6 +134,8 @@ def candidates(
 
 
 def _check(goal: Goal, scenarios: Sequence[Scenario]) -> None:
+    for scenario in scenarios:
+        drawn(scenario, goal.draws)  # there are terms to draw
     for name in (goal.metric.name, *(check.metric for check in goal.slo)):
         for scenario in scenarios:
             slo = scenario.slo
@@ -166,12 +169,15 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
 
 def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress | None = None) -> Tuned:
     """Search for the best of the points. `progress` shows the runs of each round. Raises RunError, Interrupted."""
+    servers = zip(*(drawn(point.scenario, goal.draws) for point in of), strict=True)  # of each draw
+    pairs = [zip(of, row, strict=True) for row in servers]
+    draws = [[replace(point, scenario=each, key=identity.key(each)) for point, each in row] for row in pairs]
     with closing(executor):
         runs = Runs(Store(store), executor, progress)
-        outcome = search(len(of), measure(of, runs), goal)
+        outcome, *made = [search(len(of), measure(each, runs), goal) for each in (of, *draws)]
     loops = ["loop.mode"] if len({point.loop for point in of}) > 1 else []
     fields = dict.fromkeys([*(name for point in of for name in point.settings), *loops])
-    return Tuned(of[0].scenario.name, list(fields), of, outcome)
+    return Tuned(of[0].scenario.name, list(fields), of, with_draws(outcome, made) if made else outcome)
 
 
 def study(tuned: Tuned) -> Report:
@@ -206,9 +212,8 @@ def _findings(tuned: Tuned) -> list[str]:
     outcome, goal = tuned.outcome, tuned.outcome.goal
     intervals = f"all its intervals, each with {outcome.confidence:.6g}, hold at once with {goal.confidence:g}"
     rest = coverage.bases(point.scenario for point in tuned.candidates)
-    covers = f"{COVERS[0].upper()}{COVERS[1:]}: {'; '.join(rest)}."
-    if tuned.still:
-        covers = f"{STILL[0].upper()}{STILL[1:]}; {'; '.join(rest)}."
+    covers = COVERS_TERMS if outcome.draws else STILL if tuned.still else COVERS
+    covers = f"{covers[0].upper()}{covers[1:]}{';' if tuned.still else ':'} {'; '.join(rest)}."
     method = f"Means over a candidate's replicates; behind: paired differences to the best; {intervals} (Bonferroni)."
     if outcome.best is None:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
@@ -225,7 +230,17 @@ def _findings(tuned: Tuned) -> list[str]:
             f"from {_relative(ahead.low, ahead.second)} to {_relative(ahead.high, ahead.second)}, "
             f"by {ahead.pairs} pairs of replicates."
         )
-    return [*findings, method, covers]
+    return [*findings, *_terms(tuned), method, covers]
+
+
+def _terms(tuned: Tuned) -> list[str]:
+    """Return which settings are the best with draws of the terms, and what part of an interval is theirs."""
+    outcome, seed = tuned.outcome, tuned.candidates[0].scenario.seed
+    best = Counter("none" if each.best is None else tuned.called(each.best) for each in outcome.draws)
+    counts = ", ".join(f"{name} in {count}" for name, count in best.most_common())
+    over = None if outcome.second is None else outcome.joint(outcome.second)
+    part = f"; {over[1]:.0%} of the squared width of the difference to the second is theirs" if over else ""
+    return [f"Best with {len(outcome.draws)} draws of the terms by seed {seed}: {counts}{part}."] if best else []
 
 
 def _verdict(tuned: Tuned) -> str:

@@ -28,6 +28,9 @@ STILL = (
 )
 COVERS = "the confidence covers the draw of the requests, not the error of the cost model"
 """What an interval over replicates says, and what it does not."""
+COVERS_TERMS = (
+    "the confidence covers the draw of the terms, and of the requests if the seed draws any, not the cost model's form"
+)
 
 
 class Interval(NamedTuple):
@@ -51,6 +54,17 @@ def t_interval(values: Sequence[float], confidence: float) -> Interval:
         return Interval(mean, -math.inf, math.inf)
     half = half_width(stdev(values), len(values), confidence)
     return Interval(mean, mean - half, mean + half)
+
+
+def joint(answers: Sequence[tuple[float, float]], confidence: float) -> tuple[Interval, float]:
+    """Return the interval of an answer that rests on uncertain terms, by those of the answers with draws of the terms;
+    and the part of its squared width that is the terms'. It is Student's for one more draw, with the half-widths of the
+    draws' own, added as independent errors are.
+    """
+    middles, own = [(low + high) / 2 for low, high in answers], fmean(((high - low) / 2) ** 2 for low, high in answers)
+    spread = half_width(stdev(middles), len(middles), confidence) ** 2 * (len(middles) + 1)
+    mean, half = fmean(middles), math.sqrt(spread + own)
+    return Interval(mean, mean - half, mean + half), spread / (spread + own) if half else 0.0
 
 
 def shown_interval(values: Sequence[float], confidence: float) -> Interval:

@@ -20,7 +20,6 @@ from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.device import profile
 from cbengine.driver import Engine
-from cbengine.measure.probes import equal_steps
 from cbengine.sampling import Sampling
 from cbsim.metrics.metrics import Steps
 from cbsim.scenario import scenario as scenarios
@@ -86,7 +85,7 @@ def test_sampling_draws_what_a_cpu_draws(device: str, tiny: Path) -> None:
 
 @pytest.mark.parametrize("overrides", [ONE_LAYER, WHOLE], ids=["one layer", "8B"])
 def test_both_loops_say_the_same(device: str, overrides: list[str]) -> None:
-    """The 8B shape, captured and replayed. Prints a step's time, GPU-active and how equal steps compare."""
+    """The 8B shape, captured and replayed. Prints a step's time and GPU-active."""
     if device == "cpu" and overrides is WHOLE:
         pytest.skip("no CUDA device: the model is too large for a CPU")
     scenario = scenarios.load("8k_b32", [*overrides, *(SMALL if device == "cpu" else [])])
@@ -96,7 +95,6 @@ def test_both_loops_say_the_same(device: str, overrides: list[str]) -> None:
         span = int(steps["compute_end_ns"].max() - steps["compute_start_ns"].min())
         active = steps.lane("compute").sum() / span
         print(f"{engine.now_ns / 1e6 / len(steps):.3f} ms a step, device active {active:.2%}")
-    print(equal_steps([(tables[0], tables[1])]) or "no step was launched ahead")
     assert list(outputs(runs[0])) == list(outputs(runs[1]))
 
 

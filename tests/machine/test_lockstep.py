@@ -72,11 +72,13 @@ def serve(
     options: Any = None,
     graphs: Graphs = CAPTURED,
     devices: Sequence[Device] | None = None,
+    shares: tuple[float, float] = (0.0, 0.0),
 ) -> list[Machine]:
     """The servers after they have served `specs`, which their client balances, in step unless `devices` are given."""
     env, machines, inboxes = simpy.Environment(), list[Machine](), list[Inbox]()
     router = Front(env, load(*sorted(specs, key=lambda one: (one.arrival_ns, one.index))), inboxes)
     for device in devices or Lockstep(env, cost, ranks).ranks:
+        device.cpu_share, device.gpu_share = shares
         policy = VllmScheduler(options or vllm_options())
         record = Record(policy.pool.num_blocks)
         inbox = Inbox(router, record)
@@ -123,6 +125,18 @@ def test_a_wave_takes_what_the_slowest_takes() -> None:
     first, second = tables(machines)
     assert busy(first) == [(0, 200), (200, 310)]
     assert busy(second) == [(0, 200), (200, 310), (310, 420)]
+
+
+def test_a_wave_that_all_launched_ahead_contends() -> None:
+    """The first wave of both ranks finds idle GPUs; of the others all kernels are launched while the last ones run, and
+    CPU phases begin then.
+    """
+    cost, specs = Waves(cpu=(4, 0, 0, 4)), [spec(0, 1, 5), spec(1, 1, 5)]
+    first, _ = tables(serve(specs, cost, 2, depth=2, shares=(0.5, 0.25)))
+    assert busy(first) == [(4, 104), (104, 229), (229, 354), (354, 479), (479, 604)]
+    assert first.lane("schedule").tolist()[:5] == [4, 6, 6, 6, 6]
+    alone = tables(serve(specs, cost, 2, shares=(0.5, 0.25)))[0]
+    assert busy(alone) == [(108 * i + 4, 108 * i + 104) for i in range(5)]
 
 
 def test_a_wave_starts_when_the_last_has_launched() -> None:

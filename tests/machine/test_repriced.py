@@ -14,7 +14,7 @@ from cbsim.sweeps.work import Task, work
 TERMS = {"step_overhead_s": 1e-5, "launch_s_per_layer": 1e-6}
 
 
-def closed_loop(users: int, **cost: float) -> Scenario:
+def closed_loop(users: int, **cost: Any) -> Scenario:
     fields: dict[str, Any] = {
         "name": "closed",
         "question": "How far do latencies move?",
@@ -40,10 +40,15 @@ def means(made: Scenario) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("users", [1, 8])
-@pytest.mark.parametrize("launch_s", [1e-5, 1e-3], ids=["device-bound", "launch-bound"])
-def test_latencies_move_as_in_another_run(users: int, launch_s: float) -> None:
+@pytest.mark.parametrize(
+    ("launch_s", "contention"),
+    [(1e-5, 0.0), (1e-3, 0.0), (1e-5, 0.2)],
+    ids=["device-bound", "launch-bound", "contended"],
+)
+def test_latencies_move_as_in_another_run(users: int, launch_s: float, contention: float) -> None:
     """Prefills have no graph here: their kernels are launched one by one, and may have to wait for that."""
-    base = closed_loop(users, step_overhead_s=1e-4, launch_s_per_layer=launch_s)
+    shares = {"gpu": contention}
+    base = closed_loop(users, step_overhead_s=1e-4, launch_s_per_layer=launch_s, contention=shares)
     others = [
         base.model_copy(update={"cost": base.cost.model_copy(update={name: getattr(base.cost, name) + more})})
         for name, more in TERMS.items()

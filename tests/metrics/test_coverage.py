@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cbsim
 from cbsim.cli import parser
 from cbsim.metrics import coverage
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
+from cbsim.scenario.costs import RooflineSettings
+from cbsim.scenario.scenario import Scenario
 
 CALIBRATED = {"model": "Tiny", "dtype": "float32", "scheduler": "vllm", "rows": 8, "tokens": 128, "context_tokens": 900}
 
@@ -68,3 +72,64 @@ def test_a_simulation_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1] for line in said] == [" sync", " async"]
     assert "beyond the calibration: " in said[0] and "more than the 3 rows measured, up to 4" in said[0]
+
+
+OWN = {"requests": 1234, "rows": 8, "tokens": 128, "context_tokens": 900, "open_arrivals": False, "joint": {}}
+TERMS: dict[str, Any] = {
+    "backend": "vllm",
+    "systems": ["NVIDIA L4 24GB"],
+    "models": ["Llama-3.2-1B"],
+    "tensor_parallel": [1],
+    "users": [1, 16],
+    "tables": {},
+    "weights": ["bfloat16"],
+    "routing": "balanced",
+    "fastest": True,
+    "values": {"step_overhead_s": 1e-3, "memory_efficiency.kv": 0.5, "front_s": 0.01},
+    "intervals": {"step_overhead_s": [5e-4, 2e-3], "memory_efficiency.kv": [0.4, 0.6], "front_s": [0.0, 0.02]},
+}
+LEFT_OUT = [{"users": 4, "ttft": math.log(1.04), "tpot": math.log(0.98)}, {"users": 8, "ttft": 0.0, "tpot": 0.0}]
+
+
+def own_server(left_out: int, **changes: Any) -> Scenario:
+    """A server with terms that were fitted to it, as a run has it; so many loads were left out."""
+    own = OWN | {"residuals": LEFT_OUT[:left_out], "undetermined": ["cpu.factor"]}
+    cost = {"kind": "roofline", "terms": "own.yaml", "calibrated": TERMS | {"own": own}, "step_overhead_s": 1e-3}
+    cost["memory_efficiency"] = {"weights": 0.8, "kv": 0.5}
+    base = {"question": "How near?", "model": "llama-3.2-1b", "hardware": "l4", "scheduler": {"name": "vllm"}}
+    users = {"arrivals": {"kind": "closed_loop", "users": 4}}
+    load = {"kind": "synthetic", "requests": 4, "prompt_tokens": 8, "output_tokens": 2, **users}
+    return cbsim.load({**base, "workload": load, "cost": cost, "loop": {"mode": "async"}}, changes)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        (2, "TPOT error 1.0%, TTFT error 1.9% on 2 loads left out"),
+        (1, "TPOT error 2.0%, TTFT error 3.8% on 1 load left out"),
+        (0, "no load left out: their error is not known"),
+    ],
+)
+def test_terms_of_ones_own_server_say_how_far_off_they_are(left_out: int, says: str) -> None:
+    server = own_server(left_out)
+    assert isinstance(server.cost, RooflineSettings)
+    line = f"calibrated on 1,234 requests of this server: {says}; not determined: cpu.factor"
+    values, last = coverage.sureness(server.cost)
+    assert last == line and coverage.basis(server).endswith(f"terms own.yaml, {line}")
+    assert "step_overhead_s 0.001 (0.0005 to 0.002), memory_efficiency.kv 0.5 (0.4 to 0.6), front_s" in values
+
+
+def test_a_run_unlike_ones_own_server_says_so() -> None:
+    """By its resolved scenario and its steps; in a run of either loop, as the server's own was measured."""
+    within = steps(rows=[8, 1, 1], tokens=[128, 1, 1], context_tokens=[900, 0, 0])
+    for loop in ("sync", "async"):
+        assert coverage.warnings(own_server(2, **{"loop.mode": loop}).model_dump(mode="json"), within) == []
+    changes = {"hardware": "l40s", "cost.memory_efficiency.kv": 0.25, "workload.arrivals": {"kind": "at_once"}}
+    beyond = coverage.warnings(own_server(2, **changes).model_dump(mode="json"), steps(rows=[9, 1, 1]))
+    for what in (
+        "card NVIDIA L40S 48GB",
+        "arrivals that are no closed loop",
+        "memory_efficiency.kv 0.25 in place of 0.5",
+    ):
+        assert f"{what}, unlike what the terms own.yaml were calibrated on" in beyond
+    assert beyond[-1] == "1 of 3 steps have more than the 8 rows measured, up to 9" and len(beyond) == 4

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cbsim
-from analysis.clients.files import Measured
+from cbsim.measured.own.clients import Measured
 
-FILES = Path(__file__).parents[1] / "analysis/clients/files"
+FILES = Path(__file__).parents[1] / "measured/own/files"
 STEP_S = 0.01
 BASE = cbsim.load("tiny_cpu", "loop.mode=sync", f"cost={{kind: constant, step_s: {STEP_S}}}")
 

@@ -272,13 +272,15 @@ class Solution(NamedTuple):
     slopes: Floats
 
 
-def solve(priors: Mapping[str, Prior], evaluate: Evaluate, rounds: Sequence[int] = ROUNDS) -> Solution:
+def solve(
+    priors: Mapping[str, Prior], evaluate: Evaluate, rounds: Sequence[int] = ROUNDS, huber: float = HUBER
+) -> Solution:
     """Solve for the terms, starting at the priors, in rounds of so many requests a user."""
     terms = {name: prior.value for name, prior in priors.items()}
     for requests in rounds:
         at = terms
         errors, slopes = evaluate(at, requests)
-        terms = step(at, priors, errors, slopes)
+        terms = step(at, priors, errors, slopes, huber=huber)
     return Solution(terms, at, errors, slopes)
 
 
@@ -288,6 +290,7 @@ def step(
     errors: Floats,
     slopes: Floats,
     chosen: npt.NDArray[np.bool_] | None = None,
+    huber: float = HUBER,
 ) -> dict[str, float]:
     """Return improved terms by the chosen points (default all): least squares with the priors and lower bounds."""
     use = np.ones(len(errors), bool) if chosen is None else chosen
@@ -303,7 +306,7 @@ def step(
     for _ in range(5):
         offsets = _bounded(matrix * weights[:, None], target * weights, (least - at) / widths)
         left = np.abs(target - matrix @ offsets)
-        weights[: len(sides)] = np.sqrt(np.minimum(1.0, HUBER / np.maximum(left[: len(sides)], 1e-12)))
+        weights[: len(sides)] = np.sqrt(np.minimum(1.0, huber / np.maximum(left[: len(sides)], 1e-12)))
     return dict(zip(names, np.maximum(at + offsets * widths, least).tolist(), strict=True))
 
 
@@ -464,7 +467,7 @@ def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dic
         values = np.array([each[name] for each in curves.values()])
         spread = TAIL * float(np.sqrt((len(values) - 1) * values.var()))
         low, high = max(0.0, value - spread), value + spread
-        terms[name] = Term(value=_short(value), low=_short(low), high=_short(high))
+        terms[name] = Term(value=short(value), low=short(low), high=short(high))
     return terms
 
 
@@ -481,18 +484,18 @@ def _curves(
             Residual(users=point.concurrency, ttft=round(-float(error[0]), 4), tpot=round(-float(error[1]), 4))
             for point, _, error in members
         )
-        short = {name: _short(value) for name, value in without[server].items()}
+        fitted = {name: short(value) for name, value in without[server].items()}
         curves[hash_] = Curve(
             system=first.system,
             server=server,
             prompt=first.prompt,
             output=first.output,
-            terms=short,
+            terms=fitted,
             residuals=residuals,
         )
     return curves
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Round to five digits, so that the simulated value is the written one."""
     return float(f"{value:.5g}")

@@ -18,9 +18,9 @@ from support.sessions import FILES, STEP_S, session
 from support.validations import edited as changed
 
 from analysis.cli.parser import main
-from analysis.clients import files
-from analysis.clients.files import Measured
 from analysis.statistics import loading
+from cbsim.measured.own import clients as files
+from cbsim.measured.own.clients import Measured
 
 AIPERF, VLLM, GUIDELLM = "aiperf.jsonl", "vllm_bench_detailed.json", "guidellm.json"
 

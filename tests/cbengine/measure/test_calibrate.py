@@ -27,7 +27,7 @@ from cbengine.cli import parser
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes
 from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
-from cbengine.measure.probes import EqualStepTimes, Probe, ProbeTable, Reach, equal_steps
+from cbengine.measure.probes import EqualStepTimes, Probe, ProbeTable, Reach
 from cbsim.cli import parser as simulator
 from cbsim.cost.base import PHASES
 from cbsim.cost.fitted import Curve
@@ -299,24 +299,62 @@ def test_of_the_asynchronous_loop_count_kernels_that_did_not_wait() -> None:
 
 
 def test_equal_steps_of_both_loops_are_compared() -> None:
-    """By what they computed. Kernels that waited for their launch are longer, and only synchronous ones may wait: of
-    the asynchronous loop only steps that were launched ahead count.
-    """
-    n = 12
-    start = np.arange(n) * 1000
-    context = np.arange(n) // 2 * 16
-    same = {"rows": [4] * n, "padded_tokens": [8] * n, "context_tokens": context, "compute_start_ns": start}
-    alone = steps_of(**same, launch_end_ns=start + 20, compute_end_ns=start + 530)
-    ahead = steps_of(**same, launch_end_ns=start - 600, compute_end_ns=start + 500)
-    found = equal_steps([(alone, ahead)])
+    """By what they computed. Kernels that waited for their launch are longer, and only synchronous ones may wait."""
+    lines = [line._replace(compute=530 - 30 * line.ahead) for line in both_loops(0, 0.0, 0.0, 0.0).lines]
+    found = ProbeTable(lines[:5] + lines[60:66]).equal_steps()
     assert found is not None
     assert (found.steps, found.sync_s, found.async_s) == pytest.approx((5, 530e-9, 500e-9))
     assert found.difference_s == pytest.approx(30e-9)
     assert str(found) == (
         "kernels of 5 equal steps: 0.5 us synchronous, 0.5 us asynchronous, difference +0.0 us (+6.00%)"
     )
-    assert equal_steps([(alone, alone)]) is None, "nothing was launched ahead"
-    assert equal_steps([]) is None
+    assert ProbeTable(lines[:60]).equal_steps() is None, "nothing was launched ahead"
+    assert ProbeTable().equal_steps() is None
+
+
+def both_loops(seed: int, cpu: float, gpu: float, noise: float) -> ProbeTable:
+    """Decode steps with kernels of 0.3 to 0.9 ms, of both loops. Synchronous kernels wait 0.3 us for their launch; the
+    others contend."""
+    random, table = np.random.default_rng(seed), made_up(900, 1, 0.0)
+    like = next(line for line in table.lines if not (line.chunks or line.eager))
+    made = []
+    for ahead in (False, True):
+        for read in range(60):
+            wobble = 1 + noise * random.standard_normal(2)
+            kernels = (300_000 + 10_000 * read) * (1 + gpu * ahead) * wobble[0] + 300 * (not ahead)
+            took = {"compute": round(kernels), "launch": round(200_000 * (1 + cpu * ahead) * wobble[1])}
+            made.append(like._replace(read=read, ahead=ahead, schedule=0, prepare=0, **took))
+    return ProbeTable(made)
+
+
+def test_contention_is_what_equal_steps_take_longer() -> None:
+    """In the median, so that a few kinds of steps do not matter; none within the noise, or of few kinds of steps."""
+    lines = both_loops(0, 0.1, 0.02, 0.0).lines
+    assert ProbeTable(lines).contention() == pytest.approx({"cpu": 0.1, "gpu": 0.02}, rel=0.05)
+    odd = [line._replace(compute=round(line.compute * (1 + 0.1 * (line.ahead and line.read < 15)))) for line in lines]
+    assert ProbeTable(odd).contention()["gpu"] == pytest.approx(0.02, rel=0.05)
+    found = [both_loops(seed, 0.1, 0.02, 0.01).contention() for seed in range(40)]
+    assert np.mean([each["gpu"] for each in found]) == pytest.approx(0.02, abs=0.003)
+    assert np.mean([each["cpu"] for each in found]) == pytest.approx(0.1, abs=0.003)
+    none = [both_loops(seed, 0, 0, 0.01).contention() for seed in range(40)]
+    assert sum(each["gpu"] > 0 for each in none) <= 4 and sum(each["cpu"] > 0 for each in none) <= 4
+    assert ProbeTable(lines[:7] + lines[60:67]).contention() == {"cpu": 0, "gpu": 0}
+    assert ProbeTable(lines[:60]).contention() == {"cpu": 0, "gpu": 0}, "nothing was launched ahead"
+
+
+def test_kernels_are_fitted_without_contention() -> None:
+    """Those of steps launched ahead are longer by it, alone ones by their wait: the terms are those of neither."""
+    clean, waited_ns = made_up(900, 1, 0.0), 1000
+    late = [line._replace(compute=line.compute + waited_ns * (not line.eager)) for line in clean.lines]
+    slow = [line._replace(compute=round(line.compute * 1.25), ahead=True) for line in clean.lines if not line.eager]
+    kernels_s = float(np.median([line.compute for line in slow])) / 1e9
+    equal = EqualStepTimes(9, 1.0, kernels_s, waited_ns / 1e9 - 0.2 * kernels_s)
+    found, right = (
+        calibrate.calibration(one, LAYERS).coefficients for one in (ProbeTable([*late, *slow], equal=equal), clean)
+    )
+    assert found["contention"]["gpu"] == pytest.approx(0.25, rel=0.02)
+    for curve in ("query_tokens", "context_tokens"):
+        assert [p["s"] for p in found[curve]] == pytest.approx([p["s"] for p in right[curve]], rel=0.02, abs=1e-8)
 
 
 def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.sessions import FILES
 
-from analysis.clients import files
-from analysis.clients.files import MEASURES, STATISTICS
 from cbsim.errors import RunError
+from cbsim.measured.own import clients as files
+from cbsim.measured.own.clients import MEASURES, STATISTICS
 
 WRITTEN = {
     "aiperf.jsonl": ("aiperf", 295),
@@ -123,17 +123,17 @@ BAD = {
     ),
     "ttfts[2]: got nan, expected a finite number": changed("vllm_bench_detailed.json", "ttfts", 2, value=float("nan")),
     "input_lens: got 1 entries, expected 6": changed("vllm_bench_detailed.json", "input_lens", value=[1]),
-    "benchmarks[0].requests.successful[1].request_latency: got nothing, expected a number": changed(
+    "benchmarks[0].requests.successful[1].request_latency: is required": changed(
         "guidellm.json", "benchmarks", 0, "requests", "successful", 1, "request_latency", value=None
     ),
-    "benchmarks: got nothing, expected a list": changed("guidellm.json", "benchmarks", value=None),
+    "benchmarks: is required": changed("guidellm.json", "benchmarks", value=None),
     "no request in it has succeeded": changed("guidellm.json", "benchmarks", value=[]),
     "holds several results, must be 1": "\n".join([changed("vllm_bench.json", "label", value="a")] * 2),
     "it is none of these": '{"ttft": 1}',
     "time_to_first_token.p99: got 'soon', expected a number": changed(
         "aiperf.json", "time_to_first_token", "p99", value="soon"
     ),
-    "request_count: got nothing, expected fields": changed("aiperf.json", "request_count", value=None),
+    "request_count.avg: is required": changed("aiperf.json", "request_count", value=None),
 }
 
 
