@@ -200,8 +200,11 @@ def to_predict(loads: Sequence[Load], named: Sequence[str]) -> set[str]:
     for name in named:
         if name not in names:
             raise ScenarioError(f"--hold-out: got {name!r}, expected a load: {', '.join(names)}", value=name)
-    if named:
-        return {*named}
+    return {*named} if named else {names[at] for at in _spared(loads)}
+
+
+def _spared(loads: Sequence[Load]) -> set[int]:
+    """Return the positions of one load of EVERY, spread over all, without which the others reach as far."""
     users, prompts = [_in_flight(load) for load in loads], [load.prompt_tokens.mean() for load in loads]
     outputs = [load.output_tokens.mean() for load in loads]
     tokens = [n * (prompt + output) for n, prompt, output in zip(users, prompts, outputs, strict=True)]
@@ -212,7 +215,7 @@ def to_predict(loads: Sequence[Load], named: Sequence[str]) -> set[str]:
         rest = [each for each in left if each != at]
         if len(loads) - len(rest) <= count and (np.ptp(sizes[:, rest], axis=1) == np.ptp(sizes, axis=1)).all():
             left = rest
-    return {name for at, name in enumerate(names) if at not in left}
+    return {*range(len(loads))} - {*left}
 
 
 def _in_flight(load: Load) -> float:
