@@ -99,7 +99,7 @@ def test_of_a_hundred_drawn_servers(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"loads left out: within 3 % of {within} servers, at most {max(errors):.1%}")
     assert sum(joint) >= 90
     assert within >= 95
-    assert max(errors) < 0.05
+    assert max(errors) < 0.08
 
 
 def tabled(folder: Path) -> Scenario:
