@@ -23,6 +23,7 @@ TERMS = (
 
 
 BUDGET = {"seconds": 600.0, "tokens": 1_000_000, "users": 64}
+MOST = {"seconds": 86_400, "tokens": 1_000_000_000, "users": 4096}
 LEAST = {"seconds": 10, "tokens": 10_000, "users": 1}  # what learns about the server fits into it
 
 
@@ -48,9 +49,9 @@ def measure_arguments(parser: argparse.ArgumentParser) -> None:
 def _budget(argument: str) -> dict[str, float]:
     budget = {name: real(value.replace("_", "")) for name, value in _values(argument).items()}
     for name, value in budget.items():
-        if not LEAST.get(name, math.inf) <= value <= 1e9 or (name == "users" and not value.is_integer()):
-            least = ", ".join(f"{name} >= {bound:,}" for name, bound in LEAST.items())
-            raise argparse.ArgumentTypeError(f"{argument!r}: expected {least}")
+        if not LEAST.get(name, math.inf) <= value <= MOST.get(name, 0) or not (name == "seconds" or value.is_integer()):
+            bounds = ", ".join(f"{each} from {LEAST[each]:,} to {MOST[each]:,}" for each in BUDGET)
+            raise argparse.ArgumentTypeError(f"{argument!r}: got {name}={value:g}, expected {bounds}, whole numbers")
     return BUDGET | budget
 
 

@@ -72,9 +72,13 @@ STEP_TIMES = b"step_times"  # metadata of a sweep's table: what its runs rest on
 
 
 def bases(scenarios: Iterable[Scenario]) -> list[str]:
-    """Return what the step times of several scenarios rest on, each once."""
+    """Return what step times of scenarios rest on, and what of these their terms were not calibrated on, each once."""
     parts = {repr((each.cost, each.hardware, each.model)): each for each in scenarios}
-    return list(dict.fromkeys(f"step times by {basis(each)}" for each in parts.values()))
+    lines = [f"step times by {basis(each)}" for each in parts.values()]
+    termed = [each for each in parts.values() if isinstance(each.cost, TableSettings | RooflineSettings)]
+    known = [each.model_dump(mode="json") for each in termed]
+    unlike = [line for each in known if each["cost"]["calibrated"] for line in _unlike(each)]
+    return list(dict.fromkeys([*lines, *unlike]))
 
 
 UNKNOWN = "their error is not known"

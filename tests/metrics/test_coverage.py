@@ -133,3 +133,4 @@ def test_a_run_unlike_ones_own_server_says_so() -> None:
     ):
         assert f"{what}, unlike what the terms own.yaml were calibrated on" in beyond
     assert beyond[-1] == "1 of 3 steps have more than the 8 rows measured, up to 9" and len(beyond) == 4
+    assert coverage.bases([own_server(2, **changes)] * 2)[1:] == beyond[:-1], "a search says it, too"

@@ -38,6 +38,7 @@ MEASURES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p99")
 KNOWN = "what aiperf, vllm bench serve, GuideLLM or inference-perf writes, a CSV of requests, or vLLM's iterations"
 MOST_BYTES = 1_000_000_000
+LONGEST = 1_000_000_000  # tokens of a prompt or an output
 MOST = 1e19  # the limit of any number: nanoseconds since 1970 stay below it for centuries
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}
 
@@ -189,12 +190,14 @@ def _check_times(path: Path, requests: Sequence[Measured] | None) -> None:
     names = ("start_s", "ttft_s", "e2e_s", "prompt_tokens", "output_tokens")
     known = {name: np.array([getattr(each, name) for each in requests], dtype=np.float64) for name in names}
     start, ttft, e2e, _, tokens = known.values()
+    counts = {name: known[name] for name in names[3:]}
     rules = [(name, np.isfinite(values), "known") for name, values in known.items()]
     rules += [
         ("ttft_s", ttft > 0, "> 0"),
         ("e2e_s", e2e >= ttft * (1 - 1e-9), "at least ttft_s: times of two clocks or units"),
     ]
-    rules += [(name, (known[name] >= 1) & (known[name] % 1 == 0), "a whole number >= 1") for name in names[3:]]
+    whole = f"a whole number from 1 to {LONGEST:,}"
+    rules += [(name, (values >= 1) & (values <= LONGEST) & (values % 1 == 0), whole) for name, values in counts.items()]
     for name, right, bound in rules:
         if (wrong := np.flatnonzero(~right)).size:
             got = f"got {known[name][wrong[0]]:g} of request {requests[wrong[0]].number}"

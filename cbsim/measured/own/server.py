@@ -260,5 +260,8 @@ def _logged(log: Path) -> dict[str, Any]:
     if cache := CACHE.search(content):
         flags[CACHE_TOKENS] = int(cache[1].replace(",", ""))
     if not flags:
-        raise ScenarioError(f"{log}: has none of {', '.join(STARTS)}KV cache size: lines of a server's start")
+        known = ", ".join(repr(start.strip(" =:")) for start in STARTS)
+        raise ScenarioError(
+            f"{log}: has no line of vLLM's or SGLang's start ({known}); without --log flags are assumed"
+        )
     return flags

@@ -15,7 +15,7 @@ from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.own.fit import Compared, Fit, Simulated, compare, fit, priors, terms_file, to_predict
 from cbsim.measured.own.loads import measurement
-from cbsim.measured.own.measurement import Facts, Floats, Measurement
+from cbsim.measured.own.measurement import Facts, Floats, Load, Measurement
 from cbsim.metrics.terminal import lookup
 from cbsim.scenario import catalog, documents, scenario
 from cbsim.scenario.fields import bare
@@ -24,6 +24,7 @@ from cbsim.scenario.terms import TermsFile
 
 METRICS = ("TTFT", "TPOT", "E2E")
 SIZES = ("num_blocks", "block_size")
+UNLIKE = 0.5  # mean error of fitted loads, a logarithm, from which on a scenario is of another server
 CHANGED = 3.0  # in units of noise: from which on a server has changed
 OPPOSITE = {True: False, False: True}
 FLAGS: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
@@ -62,6 +63,7 @@ def study(
     server, assumed = settings(source, overrides, of.facts)
     for line in assumed:
         report(line)
+    _check_lengths([*of.usable, *(other.usable if other else ())], server)
     known = priors(server)
     predict = Simulated(server, known)
     made = fit(of.usable, known, predict, to_predict(of.usable, hold_out), report)
@@ -81,6 +83,18 @@ def study(
         "How near are predictions of this server?",
     )
     return Study(file, Report(title, question, findings, tables, [chart(made)], data), changed)
+
+
+def _check_lengths(loads: Sequence[Load], server: Scenario) -> None:
+    """Raise ScenarioError for a request that is longer than the model's context."""
+    most = server.model.max_position
+    for load in loads:
+        longest = int((load.prompt_tokens + load.output_tokens).max())
+        if longest > most:
+            got = (
+                f"load {load.name}: a request has {longest:,} tokens, the model's context (model.max_position) {most:,}"
+            )
+            raise ScenarioError(got, field="model.max_position", value=most, bound=f">= {longest}")
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -139,6 +153,10 @@ def _findings(made: Fit, of: Measurement) -> list[str]:
     if made.unseen:
         noise = _shares(np.array([each.noise for each in made.unseen]))
         lines.append(f"{len(made.unseen)} loads left out: {errors(made.unseen)}; noise of these measurements {noise}.")
+    if float(np.abs([each.errors[:2] for each in made.fitted]).mean()) > UNLIKE:
+        lines.insert(
+            0, "THESE LOADS DO NOT FIT: are model, card and scheduler of the scenario those that were measured?"
+        )
     if made.undetermined:
         lines.append(f"Not determined by these loads, left at their priors: {', '.join(made.undetermined)}.")
     lines += [f"Load {load.name} is not used: {load.left_out}." for load in of.loads if load.left_out]
@@ -227,5 +245,7 @@ def _verdict(before: Sequence[Compared], later: Sequence[Compared]) -> tuple[boo
         units, most = float(sizes.sum()) / sqrt(len(sizes)), float(np.abs(sizes).max())
         changed = changed or abs(units) > CHANGED or most > CHANGED + 1
         mean = expm1(fmean(shift for shift, _ in known))
-        lines.append(f"{name} {mean:+.1%} ({units:+.1f} times the noise, of one load up to {most:.1f})")
+        lines.append(
+            f"{name} {mean:+.1%} of what the terms predict ({units:+.1f} times the noise, of one load up to {most:.1f})"
+        )
     return changed, f"The server {'HAS CHANGED' if changed else 'has not changed'}: {', '.join(lines)}."

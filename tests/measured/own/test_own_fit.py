@@ -208,6 +208,17 @@ def test_the_command_writes_terms_that_a_run_takes(place: Path, monkeypatch: pyt
     )
 
 
+def test_a_scenario_of_another_server_is_no_fit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of which these times cannot be, and one whose context is shorter than a request."""
+    monkeypatch.chdir(place)
+    line = ["fit", "first.csv", "--scenario", "server.yaml", "--out", "other.yaml", "--set"]
+    said = call(*line, "model={name: Llama-3.2-1B, layers: 32, hidden: 4096, heads: 32, kv_heads: 8, head_dim: 128, "
+                "intermediate: 14336, vocab: 128256, max_position: 9000}")  # fmt: skip
+    assert said.status == 0 and "THESE LOADS DO NOT FIT" in said.out
+    said = call(*line, "model.max_position=4000")
+    assert said.status == 2 and "load prompt 4000: a request has 4,004 tokens, the model's context" in said.err
+
+
 def test_a_slower_server_has_changed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     line = ["fit", "first.csv", "--scenario", "server.yaml", "--out", "other.yaml", "--against", "slower.csv"]
