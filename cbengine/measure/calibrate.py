@@ -80,14 +80,14 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
     if len(table.lines) < ENOUGH:
         few = f"{len(table.lines)} steps are too few, {ENOUGH} would do"
         raise UsageError(f"calibrate: {few}: give a larger --rows or --longest")
-    shares = table.contention()
-    coefficients, kernels = _kernels(table, shares["gpu"])
+    contention = table.contention()
+    coefficients, kernels = _kernels(table, contention)
     alone = table.alone()
     replayed = alone.column("eager") == 0
     begins_ns = float(np.median(alone.column("h2d")[replayed if replayed.any() else ~replayed]))
     coefficients |= {"launch_overlap_s": _rounded(max(0.0, -begins_ns)), "h2d_s": _rounded(max(0.0, begins_ns))}
     coefficients["wake_s"] = _rounded(float(np.median(alone.column("d2h"))))
-    coefficients |= {"gap_s": float(f"{table.gap_s:.6g}"), "contention": shares}
+    coefficients |= {"gap_s": float(f"{table.gap_s:.6g}"), "contention": {"gpu": contention}}
     eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:

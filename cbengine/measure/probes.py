@@ -39,7 +39,7 @@ SHORTEST = 8  # the least number of tokens of the longest sequence and of the la
 SPREAD = 1.2  # sigma of the lognormal prompt lengths: many short ones and some as long as allowed
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Kinds = dict[tuple[int, ...], list[tuple[int, int]]]
+Kinds = dict[tuple[int, ...], list[int]]
 FEWEST = 8  # kinds of equal steps that contention can be told from
 
 
@@ -136,36 +136,34 @@ class ProbeTable:
         return ProbeTable([line for line in self.lines if not line.ahead])
 
     def _medians(self) -> Floats:
-        """Return the median nanoseconds of CPU phases up to the launch and of kernels, of decode steps that both loops
-        ran: [loop, kind, lane]. Of the asynchronous loop there are only steps that were launched ahead.
+        """Return the median nanoseconds of the kernels of decode steps that both loops ran: [loop, kind]. Of the
+        asynchronous loop there are only steps that were launched ahead.
         """
         known: tuple[Kinds, Kinds] = {}, {}
         for step in self.lines:
             if not (step.chunks or step.eager):
-                took = known[step.ahead].setdefault((step.tokens, step.requests, step.read), [])
-                took.append((step.schedule + step.prepare + step.launch, step.compute))
+                known[step.ahead].setdefault((step.tokens, step.requests, step.read), []).append(step.compute)
         both = sorted(known[0].keys() & known[1].keys())
-        return np.array([[np.median(kinds[key], axis=0) for key in both] for kinds in known]).reshape(2, -1, 2)
+        return np.array([[np.median(kinds[key]) for key in both] for kinds in known])
 
     def equal_steps(self) -> EqualStepTimes | None:
         """Compare the kernels of both loops; None if they have no decode step in common."""
-        sync_s, async_s = self._medians()[:, :, 1] / 1e9
+        sync_s, async_s = self._medians() / 1e9
         if not len(sync_s):
             return None
         return EqualStepTimes(len(sync_s), *(float(np.median(of)) for of in (sync_s, async_s, sync_s - async_s)))
 
-    def contention(self) -> dict[str, float]:
-        """Return by what shares CPU phases up to the launch and kernels of equal decode steps take longer in the
-        asynchronous loop, in the median; 0 of what is not longer by twice its standard error, or where fewer than
-        FEWEST kinds of steps are known. Of kernels it is the least: synchronous ones also wait for their launch.
+    def contention(self) -> float:
+        """Return by what share the kernels of equal decode steps take longer in the asynchronous loop, in the median; 0
+        if that is no more than twice its standard error, or with fewer than FEWEST kinds of steps. It is the least
+        share: synchronous kernels also wait for their launch. CPU phases differ more from run to run than by the loop.
         """
         alone, beside = self._medians()
         if len(alone) < FEWEST:
-            return {"cpu": 0.0, "gpu": 0.0}
+            return 0.0
         ratios = beside / np.maximum(alone, 1) - 1
-        middle, error = np.median(ratios, axis=0), 1.25 * ratios.std(axis=0, ddof=1) / len(ratios) ** 0.5
-        cpu, gpu = (float(f"{share:.3g}") for share in np.where(middle > 2 * error, middle, 0.0))
-        return {"cpu": cpu, "gpu": gpu}
+        share, error = float(np.median(ratios)), 1.25 * float(ratios.std(ddof=1)) / len(ratios) ** 0.5
+        return float(f"{share:.3g}") if share > 2 * error else 0.0
 
     @classmethod
     def of(cls, table: pa.Table) -> ProbeTable:

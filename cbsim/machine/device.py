@@ -33,11 +33,11 @@ class Device:
         self.kernels_end_ns = 0  # of the steps launched so far
         self.cpu_share = self.gpu_share = 0.0  # by which CPU phases and kernels take longer beside each other
 
-    def beside(self, begin_ns: int, cpu_ns: int) -> int:
+    def contended_phase_ns(self, begin_ns: int, cpu_ns: int) -> int:
         """Return the time of a CPU phase, longer if it begins while kernels run."""
         return cpu_ns + nearest(self.cpu_share * cpu_ns) if begin_ns < self.kernels_end_ns else cpu_ns
 
-    def ahead(self, launched_ns: int, kernels_ns: int) -> int:
+    def contended_kernels_ns(self, launched_ns: int, kernels_ns: int) -> int:
         """Return the time of kernels, longer if they are launched while others run."""
         return kernels_ns + nearest(self.gpu_share * kernels_ns) if launched_ns < self.kernels_end_ns else kernels_ns
 
@@ -74,21 +74,22 @@ class OneGpu(Device):
         mover: Callable[[Lane, Lane], Mover] | None = None,
     ) -> None:
         self._cost, self._gap_ns, self._early_ns = cost, gap_ns, early_ns
-        self._ready_ns = 0  # earliest start of kernels after those of the last step
         lanes = [Lane() for _ in range(5)] if overlap else [Lane()] * 5
         self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes
         super().__init__(None if mover is None else mover(kv_in, kv_out), wake_ns)
+        self.kernels_end_ns = -gap_ns  # the first ones wait for none
         self._slots_ns = [0] * depth  # the time from which the slot of a step may be written, by its number
 
     def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
         h2d_ns, compute_ns, d2h_ns = self._cost.gpu_ns(plan, shape.tokens)
         launched, slot = times.launch_end_ns, plan.step % len(self._slots_ns)
         if self.gpu_share:
-            compute_ns = self.ahead(launched, compute_ns)
-        early_ns = launched if shape.eager else self._early_ns  # kernels run while the CPU launches them one by one
-        ready = max(times.launch_start_ns, launched - early_ns, self._slots_ns[slot])
+            compute_ns = self.contended_kernels_ns(launched, compute_ns)
+        begins = launched - self._early_ns  # eager kernels run while the CPU launches them one by one
+        begins = times.launch_start_ns if shape.eager else max(times.launch_start_ns, begins)
+        ready = max(begins, self._slots_ns[slot])
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
-        ready = max(times.h2d_end_ns, self._ready_ns)
+        ready = max(times.h2d_end_ns, self.kernels_end_ns + self._gap_ns)
         mover = self.mover
         if mover is not None and (plan.transfers or plan.awaited or mover.ends):
             ready = mover.before(plan, ready)
@@ -96,11 +97,10 @@ class OneGpu(Device):
         else:
             assert not plan.transfers, (plan.step, "moves KV, which this device does not")
             mover = None
-        if early_ns:  # the last kernel does not end before it is launched
+        if begins < launched:  # the last kernel does not end before it is launched
             compute_ns = max(compute_ns, launched - max(ready, self._compute.free_ns))
         times.compute_start_ns, times.compute_end_ns = self._compute.book(ready, compute_ns)
         self.kernels_end_ns = times.compute_end_ns
-        self._ready_ns = times.compute_end_ns + self._gap_ns
         if mover is not None:
             mover.after(plan, times.compute_start_ns, times.compute_end_ns)
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)

@@ -116,9 +116,9 @@ class Machine:
         if shape.eager:
             launch_ns += cost.launch_ns
         if device.cpu_share:
-            schedule_ns = device.beside(now, schedule_ns)
-            prepare_ns = device.beside(now + schedule_ns, prepare_ns)
-            launch_ns = device.beside(now + schedule_ns + prepare_ns, launch_ns)
+            schedule_ns = device.contended_phase_ns(now, schedule_ns)
+            prepare_ns = device.contended_phase_ns(now + schedule_ns, prepare_ns)
+            launch_ns = device.contended_phase_ns(now + schedule_ns + prepare_ns, launch_ns)
         times.padded_tokens = shape.tokens
         times.schedule_end_ns = times.prepare_start_ns = now + schedule_ns
         times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
@@ -181,7 +181,7 @@ class Machine:
     def _applied(self, effect: Applied) -> None:
         times = self._completion
         if self._device.cpu_share:
-            times.update_ns = self._device.beside(self.now_ns, times.update_ns)
+            times.update_ns = self._device.contended_phase_ns(self.now_ns, times.update_ns)
         times.update_start_ns = self.now_ns
         times.update_end_ns = self.now_ns = self.now_ns + times.update_ns
         if self.now_ns > LONGEST_NS:

@@ -65,7 +65,7 @@ class Lockstep:
         self.waves += 1
         start = max(self._free_ns, *(step.ready_ns for step in steps))
         took = self._cost.lockstep_ns([step.plan for step in steps], self._tokens(steps))
-        end = start + self.ranks[0].ahead(max([step.times.launch_end_ns for step in steps]), took)
+        end = start + self.ranks[0].contended_kernels_ns(max([step.times.launch_end_ns for step in steps]), took)
         self._free_ns = end = max(end, *(step.times.launch_end_ns for step in steps))  # the last kernel is launched
         for rank in self.ranks:
             rank.kernels_end_ns = end

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import csv
 import json
 import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 import openai
@@ -111,12 +112,11 @@ def fitting(every: Sequence[Planned], probes: Sequence[Measured], left: Budget) 
     raise ScenarioError(f"--budget: too small: {needed} and {REPEATS[0] * least.tokens:,} tokens")
 
 
-def line(request: Measured, users: int | None) -> str:
-    """Return a line of requests.csv: nothing for what is not known."""
+def cells(request: Measured, users: int | None) -> list[Any]:
+    """Return a row of requests.csv: nothing for what is not known."""
     numbers = [getattr(request, name) for name in (*measurement.TIMES, *measurement.TOKENS)]
-    cells = ["" if math.isnan(each) else f"{each:.9f}" if isinstance(each, float) else str(each) for each in numbers]
-    failed = '"' + request.failed.replace('"', '""') + '"' if request.failed else ""
-    return ",".join((request.load, str(users or ""), str(request.repeat), *cells, failed))
+    known = ["" if math.isnan(each) else f"{each:.9f}" if isinstance(each, float) else each for each in numbers]
+    return [request.load, users or "", request.repeat, *known, request.failed]
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Campaign:
         self.server.start_ns = time.perf_counter_ns()
         try:
             self._write()
-            self._append(measurement.REQUESTS, [",".join(measurement.COLUMNS)])
+            self._append_rows([measurement.COLUMNS])
             async with asyncio.timeout(self.budget.seconds - self._probed_s):
                 await self._all()
             self.incomplete = ""
@@ -266,8 +266,9 @@ class Campaign:
             name += " left out"
         rows = [replace(row, load=name, repeat=repeat, failed=reason or row.failed) for row in watch.rows]
         self.measured += rows
-        self._append(measurement.REQUESTS, (line(row, load.users) for row in rows))
-        self._append(measurement.METRICS, (json.dumps({"load": name, **each}) for each in watch.readings))
+        self._append_rows(cells(row, load.users) for row in rows)
+        with self._appended(measurement.METRICS) as file:
+            file.writelines(json.dumps({"load": name, **each}) + "\n" for each in watch.readings)
 
     async def _requests(self, load: Planned, watch: Watch) -> None:
         """Send the requests of a load: whenever a user is free, or at random times, within the users of the budget."""
@@ -306,10 +307,15 @@ class Campaign:
         value |= {"provenance": {**self.provenance, "tokens": self.server.tokens}, "incomplete": self.incomplete}
         folder.write(self.out, {measurement.MEASUREMENT: json.dumps(value, indent=2).encode()})
 
-    def _append(self, name: str, lines: Iterable[str]) -> None:
+    def _append_rows(self, rows: Iterable[Sequence[Any]]) -> None:
+        with self._appended(measurement.REQUESTS) as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+
+    @contextmanager
+    def _appended(self, name: str) -> Iterator[TextIO]:
         path = self.out / name
-        with access(path, RunError, "written"), path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with access(path, RunError, "written"), path.open("a", encoding="utf-8", newline="") as file:
+            yield file
 
 
 def measure(arguments: argparse.Namespace) -> int:

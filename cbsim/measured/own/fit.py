@@ -200,10 +200,10 @@ def to_predict(loads: Sequence[Load], named: Sequence[str]) -> set[str]:
     for name in named:
         if name not in names:
             raise ScenarioError(f"--hold-out: got {name!r}, expected a load: {', '.join(names)}", value=name)
-    return {*named} if named else {names[at] for at in _spared(loads)}
+    return {*named} if named else {names[at] for at in _redundant(loads)}
 
 
-def _spared(loads: Sequence[Load]) -> set[int]:
+def _redundant(loads: Sequence[Load]) -> set[int]:
     """Return the positions of one load of EVERY, spread over all, without which the others reach as far."""
     users, prompts = [_in_flight(load) for load in loads], [load.prompt_tokens.mean() for load in loads]
     outputs = [load.output_tokens.mean() for load in loads]
@@ -237,27 +237,27 @@ def fit(
     chosen = [load for load in loads if load.name not in left_out]
     if not chosen:
         raise ScenarioError("--hold-out: leaves out all loads, expected some to fit")
-    known, back, limit, changed = {**known}, list[str](), inf, True
+    known, fixed, limit, changed = {**known}, list[str](), inf, True
     while changed:
-        at = _solved(known, back, partial(_evaluated, chosen, predict), limit)
+        at = _solved(known, fixed, partial(_evaluated, chosen, predict), limit)
         fitted = [compare(load, predict, at) for load in chosen]
         wider = _wider(known, at)
         known |= wider
-        more = [] if wider else _undetermined(_squares(fitted, known), [*known], back)
+        more = [] if wider else _undetermined(_squares(fitted, known), [*known], fixed)
         changed = bool(wider or more) or limit > HUBER
-        back, limit = back + more, inf if wider else HUBER
-        if len(back) == len(known):
+        fixed, limit = fixed + more, inf if wider else HUBER
+        if len(fixed) == len(known):
             raise ScenarioError(f"{len(chosen)} loads determine no term of {', '.join(known)}: measure more of them")
         values = ", ".join(f"{name} {value:.3g}" for name, value in natural(at).items())
-        report(f"{values}; not determined: {', '.join(back) or 'none'}")
+        report(f"{values}; not determined: {', '.join(fixed) or 'none'}")
     unseen = [compare(load, predict, at, slopes=False) for load in loads if load.name in left_out]
-    return Fit(at, *_intervals(fitted, known, at, back), back, fitted, unseen)
+    return Fit(at, *_intervals(fitted, known, at, fixed), fixed, fitted, unseen)
 
 
-def _solved(known: Mapping[str, Prior], back: Sequence[str], evaluate: Evaluate, limit: float) -> dict[str, float]:
+def _solved(known: Mapping[str, Prior], fixed: Sequence[str], evaluate: Evaluate, limit: float) -> dict[str, float]:
     """Return the terms that fit best; those that went back to their priors do not move."""
-    exact = {name: known[name]._replace(width=EXACT * known[name].width) for name in back}
-    return solve({**known, **exact}, evaluate, [0] * ROUNDS, limit).terms | {name: known[name].value for name in back}
+    exact = {name: known[name]._replace(width=EXACT * known[name].width) for name in fixed}
+    return solve({**known, **exact}, evaluate, [0] * ROUNDS, limit).terms | {name: known[name].value for name in fixed}
 
 
 def _wider(known: Mapping[str, Prior], terms: Mapping[str, float]) -> dict[str, Prior]:
@@ -281,10 +281,10 @@ def _squares(fitted: Sequence[Compared], known: Mapping[str, Prior]) -> Floats:
     return np.asarray(matrix @ matrix.T + np.eye(len(widths)))
 
 
-def _undetermined(squares: Floats, names: Sequence[str], back: Sequence[str]) -> list[str]:
+def _undetermined(squares: Floats, names: Sequence[str], fixed: Sequence[str]) -> list[str]:
     """Return further terms to be put back to their priors, the widest one first, until the rest is determined."""
     more = list[str]()
-    while left := [at for at, name in enumerate(names) if name not in (*back, *more)]:
+    while left := [at for at, name in enumerate(names) if name not in (*fixed, *more)]:
         widths = np.sqrt(np.diag(np.linalg.inv(squares[np.ix_(left, left)])))
         if widths.max() <= HALF:
             break
@@ -293,12 +293,12 @@ def _undetermined(squares: Floats, names: Sequence[str], back: Sequence[str]) ->
 
 
 def _intervals(
-    fitted: Sequence[Compared], known: Mapping[str, Prior], terms: Mapping[str, float], back: Sequence[str]
+    fitted: Sequence[Compared], known: Mapping[str, Prior], terms: Mapping[str, float], fixed: Sequence[str]
 ) -> tuple[dict[str, Term], Ends, float]:
     """Return all terms as a cost has them, with 80 % intervals; the joint intervals of those that are determined; and
     residuals in units of the noise, at least 1, large ones counting less.
     """
-    at, squares = np.array([name not in back for name in known]), _squares(fitted, known)
+    at, squares = np.array([name not in fixed for name in known]), _squares(fitted, known)
     inner = np.linalg.inv(squares[np.ix_(at, at)])
     across = inner @ squares[np.ix_(at, ~at)]
     far = np.abs([of.errors[:2] / of.noise[:2] for of in fitted])
@@ -315,9 +315,9 @@ def _intervals(
 
     made, joint = dict[str, Term](), Ends()
     for (name, value), width in zip(natural(terms).items(), widths.tolist(), strict=True):
-        low, high = ends(name, width * (TAIL if name in back else single))
+        low, high = ends(name, width * (TAIL if name in fixed else single))
         made[name] = Term(value=short(value), low=low, high=high)
-        if name not in back:
+        if name not in fixed:
             joint[name] = ends(name, width * together)
     return made, joint, scale
 

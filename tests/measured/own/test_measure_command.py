@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import csv
 import json
 import math
 import signal
@@ -118,9 +119,9 @@ def test_a_log_that_does_not_help(content: str, complaint: str, tmp_path: Path) 
 
 
 ROWS = [
-    Measured("", 0, 2.0, 0.2, math.nan, 1.2, 100, 11, load="a", cached_tokens=0, repeat=1),
-    Measured("", 0, 0.5, load="a", prompt_tokens=100, failed='lost, "x"'),
-    Measured("", 0, 0.0, 0.1, math.nan, 1.1, 100, 11, load="a"),
+    Measured("", 0, 2.0, 0.2, math.nan, 1.2, 100, 11, load="a, b", cached_tokens=0, repeat=1),
+    Measured("", 0, 0.5, load="a, b", prompt_tokens=100, failed='lost, "x"'),
+    Measured("", 0, 0.0, 0.1, math.nan, 1.1, 100, 11, load="a, b"),
 ]
 
 
@@ -131,14 +132,15 @@ def written(folder: Path, rows: list[Measured], **changes: Any) -> Path:
         "facts": {},
     } | changes
     (folder / "measurement.json").write_text(json.dumps(content))
-    lines = [",".join(measurement.COLUMNS), *(campaign.line(row, 2) for row in rows)]
-    (folder / "requests.csv").write_text("\n".join(lines) + "\n")
+    with (folder / "requests.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([measurement.COLUMNS, *(campaign.cells(row, 2) for row in rows)])
     return folder
 
 
 def test_a_directory_is_read_again(tmp_path: Path) -> None:
     """In order of repeat and start; times to the nanosecond, nothing where there is none."""
     (load,) = measurement.read(written(tmp_path, ROWS)).loads
+    assert load.name == "a, b"
     assert load.start_s.tolist() == [0.0, 0.5, 2.0] and load.repeat.tolist() == [0, 0, 1]
     assert load.failed.tolist() == [False, True, False] and load.reasons == ('lost, "x"',)
     assert load.estimate(load.ttft_s) == (pytest.approx(0.15), pytest.approx(0.05))
