@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from cbsim.scenario.scenario import Scenario
     from cbsim.search.capacity import Capacity
     from cbsim.search.probe import Probe
+    from cbsim.search.recommended import Recommended
     from cbsim.search.tune import Tuned
     from cbsim.sweeps.sweep import Swept
 
-__all__ = ["Capacity", "CheckError", "Result", "Results", "RunError", "Scenario", "ScenarioError", "Swept", "Tuned"]
-__all__ += ["UserError", "capacity", "load", "read", "run", "sweep", "tune"]
+__all__ = ["Capacity", "CheckError", "Recommended", "Result", "Results", "RunError", "Scenario", "ScenarioError"]
+__all__ += ["Swept", "Tuned", "UserError", "capacity", "load", "read", "recommend", "run", "sweep", "tune"]
 HOMES = {
     "Capacity": "cbsim.search.capacity",
+    "Recommended": "cbsim.search.recommended",
     "Scenario": "cbsim.scenario.scenario",
     "Swept": "cbsim.sweeps.sweep",
     "Tuned": "cbsim.search.tune",
@@ -163,6 +165,42 @@ def tune(
     goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates, draws)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
     return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))
+
+
+def recommend(
+    model: str,
+    load: str | Path | Mapping[str, Any],
+    slo: Sequence[str],
+    cards: Sequence[str],
+    *,
+    prices: Mapping[str, float] | None = None,
+    tensor: Sequence[int] = (1, 2, 4, 8),
+    knobs: Mapping[str, Sequence[Any]] | None = None,
+    most_gpus: int = 64,
+    changes: Changes = (),
+    confidence: float = 0.95,
+    replicates: int = 20,
+    warmup: float = 0.1,
+    store: str | Path = "sweeps",
+    jobs: int = 1,
+    ray: str | None = None,
+) -> Recommended:
+    """Find which cards, how many, and with which settings serve a load within the conditions of `slo` at the least
+    price. `load` is a scenario, or a workload's fields or their file; `prices` are those of an hour of a card, where
+    its file has none or another. The rest is as in the command and in `tune`. The result prints as a ranked table.
+    Raises ScenarioError, CheckError, RunError.
+    """
+    from cbsim.scenario.fields import check_strings
+    from cbsim.search import recommend as searching
+    from cbsim.search import recommended
+    from cbsim.sweeps.sweep import executor
+
+    check_strings("slo", slo)
+    check_strings("cards", cards)
+    wish = searching.wish(model, load, changes, most_gpus)
+    of = list(searching.candidates(wish, searching.cards(cards, prices or {}), tensor, knobs or {}))
+    precision = {"confidence": confidence, "replicates": replicates, "warmup": warmup}
+    return recommended.recommend(wish, of, slo, precision, Path(store), executor(jobs, ray))
 
 
 def __getattr__(name: str) -> Any:

@@ -305,7 +305,11 @@ def test_python_in_the_documentation_runs(runs: list[Path], monkeypatch: pytest.
     exec(example.replace('Path("runs").glob("*8k_b32*")', 'Path(".").iterdir()'), {})
 
 
-PYTHON = [block for page in ("python.md", "capacity.md", "tune.md", "../README.md") for block in examples(page)]
+PYTHON = [
+    block
+    for page in ("python.md", "capacity.md", "tune.md", "recommend.md", "../README.md")
+    for block in examples(page)
+]
 
 
 @pytest.mark.parametrize("example", PYTHON, ids=lambda text: text.strip().splitlines()[2])

@@ -99,6 +99,7 @@ SEARCHED = (
     many_runs.contrast_arguments,
     many_runs.pareto_arguments,
     many_runs.tune_arguments,
+    many_runs.recommend_arguments,
 )
 RECORDED = (_conformance_arguments, _replan_arguments, _occupancy_arguments, _schema_arguments, LIST(common_options))
 OWN = (measured.measure_arguments, measured.fit_arguments)

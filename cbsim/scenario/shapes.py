@@ -334,6 +334,7 @@ class Hardware(Frozen):
     """GPUs that the link joins, which is the most that can share a model; null: any number."""
     price_usd_hour: Annotated[Real, Field(ge=0)] | None = None
     """Price of one GPU for an hour, USD; an assumption, dated in `source`."""
+    power_w: PerSecond | None = None  #: Power that its data sheet allows the board, watts; energy is estimated from it.
     source: str = ""  #: Where the numbers come from.
 
 

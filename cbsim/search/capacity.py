@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from cbsim.errors import OK, ScenarioError
 from cbsim.metrics import catalogue, coverage
-from cbsim.metrics.checks import OPERATORS
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.scenario.scenario import Scenario, drawn
 from cbsim.search.probe import SHARE, Over, Probe, Prober, Terms, Value
@@ -137,12 +136,11 @@ class Capacity:
         return f"<Capacity {self.name} {self.loop}: {self.field} holds {self.holds}, fails {self.fails}>"
 
 
-def _limit(fails: Probe) -> Limit:
+def limit(fails: Probe) -> Limit:
     if not fails.intervals:
         return Limit("refused", (str(fails.reason), *fails.limits))
-    pairs = zip(fails.conditions, fails.intervals, strict=True)
-    broken = [check.metric for check, at in pairs if not OPERATORS[check.compare](at.mean, check.bound)]
-    stepwise = all(metric.startswith(("tpot", "itl")) for metric in broken)  # which no wait in the queue makes longer
+    broken = fails.broken
+    stepwise = all(check.metric.startswith(("tpot", "itl")) for check in broken)  # no wait in the queue makes it longer
     left_out = ("seats", "tokens", "cache", "batch", "arrivals") if broken and stepwise else ("arrivals",)
     limits = tuple(sentence for sentence in fails.limits if not sentence.startswith(left_out))
     return Limit(CAUSES.get(limits[0].partition(":")[0], "queue") if limits else "queue", limits)
@@ -385,7 +383,7 @@ def _search(scenario: Scenario, over: Over, terms: Terms, runs: Runs, hear: Hear
         steps.reason,
         steps.width,
         steps.probes,
-        None if fails is None or above is None else _limit(above),
+        None if fails is None or above is None else limit(above),
         tuple(_disorder(steps.probes, terms)),
         (*steps.notices, *_notices(steps.probes, terms, coverage.bases([scenario]))),
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
@@ -37,7 +37,8 @@ SHARE = "slo.attainment"
 class Terms:
     """The conditions and the precision of a search. `replicates` is the limit per load; `width` is the largest ratio,
     less 1, of the load that fails to the one that holds; `warmup` is that of Task; `draws` of calibrated terms are each
-    searched, too. `still`: the seed changes nothing, so a load has one run, which decides it. Raises ScenarioError.
+    searched, too. `still`: the seed changes nothing, so a load has one run, which decides it. `parts`: so many answers
+    hold at once with the confidence. Raises ScenarioError.
     """
 
     conditions: tuple[Check, ...]
@@ -47,6 +48,7 @@ class Terms:
     warmup: float = 0.1
     draws: int = 0
     still: bool = False
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if not self.conditions:
@@ -66,7 +68,8 @@ class Terms:
         """Return the probability, on either side, that an interval of this look misses the true mean: half the error,
         shared by looks in proportion to their replicates, and by conditions.
         """
-        return (1 - self.confidence) / 2 * self.looks[look] / sum(self.looks) / len(self.conditions)
+        error = (1 - self.confidence) / self.parts
+        return error / 2 * self.looks[look] / sum(self.looks) / len(self.conditions)
 
 
 BOUNDS = {"confidence": (0.5, 0.9999), "width": (0.001, 1), "replicates": (2, 10_000), "warmup": (0, 0.9)}
@@ -106,6 +109,15 @@ WAVES = 5  # the least requests of a user in a closed loop, of which the first i
 UNITS = {RATE: "requests/s", ANY_RATE: "requests/s", USERS: "users"}
 
 Value = float  # a value of the searched field; an int if the field holds whole numbers
+
+
+class Varied(Protocol):
+    """What a search varies: its unit, and the scenario of a value."""
+
+    @property
+    def unit(self) -> str: ...
+    def scenario(self, value: Value, replicate: int) -> Scenario: ...
+    def alone(self, replicate: int) -> Scenario | None: ...
 
 
 class Over:
@@ -267,6 +279,12 @@ class Probe:
         pairs = zip(self.conditions, self.intervals, strict=False)
         return max((_beyond(check, at) for check, at in pairs), default=math.inf)
 
+    @property
+    def broken(self) -> list[Check]:
+        """The conditions that a mean breaks."""
+        pairs = zip(self.conditions, self.intervals, strict=False)
+        return [check for check, at in pairs if not OPERATORS[check.compare](at.mean, check.bound)]
+
     def cells(self) -> list[str]:
         """Return the metrics' means with their intervals, as text."""
         cells = []
@@ -300,7 +318,7 @@ class Prober:
     fails.
     """
 
-    def __init__(self, over: Over, terms: Terms, runs: Runs) -> None:
+    def __init__(self, over: Varied, terms: Terms, runs: Runs) -> None:
         self._over, self._terms, self._runs = over, terms, runs
         self._known: dict[Value, list[Run]] = {}
 
@@ -331,6 +349,10 @@ class Prober:
             values = [a * (b / a) ** part if a > 0 and b > 0 else a + part * (b - a) for a, b in pairs]
             found.append(_interval(check, values, sum(map(_counted, first)), self._terms.tail(look)))
         return self._verdict(found)
+
+    def known(self, value: Value) -> list[Run]:
+        """Return the runs of a value that were looked at."""
+        return self._known.get(value, [])
 
     def _of(self, value: Value, count: int) -> list[Run]:
         known = self._known.setdefault(value, [])
