@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 EXTRAS = {  # package -> the extra of this project that installs it
-    **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers", "httpx"), "serve"),
+    **dict.fromkeys(("zmq", "msgpack"), "kv-events"),
     **dict.fromkeys(("torch", "transformers", "safetensors", "triton"), "engine"),
     "ray": "ray",
     "openai": "measure",

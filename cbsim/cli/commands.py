@@ -8,10 +8,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from cbsim.cli.arguments import check_out, run_options
 from cbsim.cli.many_runs import executor
-from cbsim.cli.sessions import options_of, scenario_of
+from cbsim.cli.sessions import options_of, scenario_of, servers_of
 from cbsim.errors import ERROR, OK, RunError
 from cbsim.files import access
 from cbsim.machine.simulate import Simulation
@@ -46,12 +47,15 @@ def conformance(arguments: argparse.Namespace) -> int:
 
 def replan(arguments: argparse.Namespace) -> int:
     """Derive recorded plans again; returns 1 if one differs."""
-    from cbsim.runs.replan import rederive
+    from cbsim.runs import replan, routing
 
     status = OK
     for path in arguments.runs:
-        verdict, incomplete = rederive(path), reading.load(path, whole=False).incomplete
-        line = f"{path}: {verdict.matched} of {verdict.steps} plans identical"
+        if (path / routing.FILE).exists():
+            verdict, incomplete, what = routing.rederive(path), None, "choices"
+        else:
+            verdict, incomplete, what = replan.rederive(path), reading.load(path, whole=False).incomplete, "plans"
+        line = f"{path}: {verdict.matched} of {verdict.steps} {what} identical"
         if verdict.difference is not None:
             line, status = f"{line}, then {verdict.difference}", ERROR
         print(f"{line}; the run is incomplete: {incomplete}" if incomplete else line)
@@ -118,9 +122,30 @@ def serve(arguments: argparse.Namespace) -> int:
     from cbsim.virtual.clocks import Clock
     from cbsim.virtual.simulated import SimulatedBackend
 
-    clock, tokenizer = Clock(arguments.clock), open_tokenizer(arguments.tokenizer)
-    backend = SimulatedBackend(scenario_of(arguments), clock, tokenizer, arguments.served_model_name, arguments.line)
-    return asyncio.run(listen.serve(backend, options_of(arguments)))
+    tokenizer, (name, servers) = open_tokenizer(arguments.tokenizer), servers_of(arguments)
+    model = arguments.served_model_name or name
+    options, count = options_of(arguments), len(servers)
+    events: list[Any] = [None] * count
+    if arguments.kv_events:
+        from cbsim.virtual.kv_events import KvEvents
+
+        listen.check_host(options.host, options.settings)
+        ports = range(arguments.kv_events, arguments.kv_events + count)
+        events = [KvEvents(options.host, port, port + count) for port in ports]
+    made = ((each, Clock(arguments.clock), tokenizer, model, arguments.line) for each in servers)
+    backends = [SimulatedBackend(*parts, its) for parts, its in zip(made, events, strict=True)]
+    return asyncio.run(listen.serve(backends, options))
+
+
+def route(arguments: argparse.Namespace) -> int:
+    from cbsim.http import route
+    from cbsim.http.tokenizer import open_tokenizer
+    from cbsim.runs.routing import fleet_of
+
+    fleet = fleet_of(len(arguments.servers), arguments.router, arguments.set)
+    tokenizer, options = open_tokenizer(arguments.tokenizer), options_of(arguments)
+    more = {"block_tokens": arguments.block_tokens, "command": arguments.line}
+    return asyncio.run(route.serve(arguments.servers, fleet, arguments.seed, tokenizer, options, **more))
 
 
 def drive(arguments: argparse.Namespace) -> int:

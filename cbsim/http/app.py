@@ -14,11 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController
-from cbsim.http.asgi import ApiError, read_json, send_error
+from cbsim.http.asgi import GENERATIONS, ApiError, read_json, send_error
 from cbsim.http.backend import UNMETERED, Backend, Meter
+from cbsim.http.failures import Failing, Failures
 from cbsim.http.generating import Generating
 from cbsim.http.requests import (
     ChatRequest,
@@ -36,19 +37,27 @@ LOG = logging.getLogger("cbsim.http")
 
 
 class App:
-    """The ASGI application; `admission` has the requests in progress. It sets the server's meter."""
+    """The ASGI application; `admission` has the requests in progress. It sets the server's meter. With `failures` some
+    requests fail.
+    """
 
-    def __init__(self, backend: Backend, settings: Settings | None = None, meter: Meter = UNMETERED) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: Settings | None = None,
+        meter: Meter = UNMETERED,
+        failures: Failures | None = None,
+    ) -> None:
         backend.meter = meter
         self.backend, self.settings = backend, settings or Settings()
         self.admission = AdmissionController(backend, self.settings)
         self._encoder = Encoder(backend.tokenizer, self.settings.inline_characters)
         self._created = int(time.time())
         self._openapi: dict[str, Any] | None = None
-        self._router = Router(
+        router = Router(
             [
-                Route("/v1/chat/completions", Generating(self.admission, self._encoder, chat=True), methods=["POST"]),
-                Route("/v1/completions", Generating(self.admission, self._encoder, chat=False), methods=["POST"]),
+                Route(GENERATIONS[0], Generating(self.admission, self._encoder, chat=True), methods=["POST"]),
+                Route(GENERATIONS[1], Generating(self.admission, self._encoder, chat=False), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -63,6 +72,7 @@ class App:
             ],
             redirect_slashes=False,
         )
+        self._router: ASGIApp = Failing(router, failures) if failures else router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,6 +95,24 @@ class App:
         except Exception:
             LOG.exception("%s %s failed", scope["method"], scope["path"])
             await send_error(send, ApiError(500, "Internal Server Error"))
+
+    @property
+    def dead(self) -> str | None:
+        return self.backend.dead
+
+    async def run(self) -> None:
+        await self.backend.run()
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self.admission.closing = True
+        self.backend.close()
+
+    def cut(self) -> int:
+        """Cancel the answers under way, and return their number."""
+        count = self.admission.open
+        self.admission.abandon([*self.admission.streams.values()])
+        return count
 
     def _card(self) -> dict[str, Any]:
         backend = self.backend

@@ -18,6 +18,7 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 JSON = "application/json"
+GENERATIONS = ("/v1/chat/completions", "/v1/completions")
 EXTENSION = "cbsim.response_writer"
 """An ASGI extension whose `writer` is the ResponseWriter of this request's answer, once its head was sent."""
 
@@ -93,6 +94,11 @@ async def read_json(request: Request, most_bytes: int) -> bytes:
         raise ApiError(415, "Unsupported Media Type: only 'application/json' is allowed")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "Unsupported Media Type: a body with a Content-Encoding is not taken")
+    return await read_body(request, most_bytes)
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Read a body. Raises ApiError 413 beyond `most_bytes`; ClientDisconnect."""
     too_long = ApiError(413, f"the body is longer than {most_bytes} bytes")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > most_bytes:

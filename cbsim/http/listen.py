@@ -10,12 +10,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -23,6 +24,7 @@ from cbsim.errors import ERROR, OK, EndpointError
 from cbsim.http.app import App
 from cbsim.http.backend import Backend
 from cbsim.http.connection import Connection
+from cbsim.http.failures import Failures
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.settings import VARIABLE, Settings
 from cbsim.runs.served import SessionDirectory
@@ -55,56 +57,92 @@ class Stop:
             self.hurried.set()
 
 
+class Served(Protocol):
+    """An application behind a port, and its work, which ends once it is closed and all answers have ended. `dead` is
+    why it cannot go on, None while it can.
+    """
+
+    settings: Settings
+
+    @property
+    def dead(self) -> str | None: ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+    async def run(self) -> None: ...
+    def close(self) -> None:
+        """Take nothing more in."""
+
+    def cut(self) -> int:
+        """Cancel the answers under way, and return their number."""
+
+
 async def listen(
-    app: App,
+    app: Served | Sequence[Served],
     host: str = "127.0.0.1",
     port: int = 8000,
     *,
     stop: Stop | None = None,
     signals: bool = True,
     bound: Callable[[], None] = lambda: None,
-    ready: Callable[[str, int], None] | None = None,
+    ready: Callable[..., None] | None = None,
 ) -> Ending:
-    """Serve until `stop`, SIGTERM or SIGINT, or the server's own end. `bound` is called once the port is this server's,
-    before the first connection; `ready`, when connections are accepted, with host and port; port 0 is any free one.
-    Raises EndpointError if the host is empty or may not be open to others, or the port is taken.
+    """Serve until `stop`, SIGTERM or SIGINT, or a server's own end. Several applications get the port and those behind
+    it, any free ones if it is 0. `bound` is called once the ports are theirs, before the first connection; `ready`,
+    when connections are accepted, with host and ports. Raises EndpointError if the host is empty or may not be open to
+    others, or a port is taken.
     """
-    check_host(host, app.settings)
-    stop = stop or Stop()
-    door = _Door(app)
-    door_port = await door.open(host, port, bound)
-    work = asyncio.get_running_loop().create_task(app.backend.run())
+    apps = app if isinstance(app, Sequence) else [app]
+    check_host(host, apps[0].settings)
+    stop, doors = stop or Stop(), [_Door(each) for each in apps]
+    try:
+        ports = [await door.open(host, port and port + at) for at, door in enumerate(doors)]
+        bound()
+    except BaseException:
+        for door in doors:
+            door.close()
+        raise
+    for door in doors:
+        await door.start()
+    work = asyncio.get_running_loop().create_task(_run(apps))
     with _signals(stop if signals else None):
         if ready is not None:
-            ready(host, door_port)
+            ready(host, *ports)
         await _first(work, stop.requested)
         if stop.why is None:
-            stop.request("dead" if app.backend.dead is not None else "asked")
-        return await _finish(app, door, work, stop)
+            stop.request("dead" if _dead(apps) else "asked")
+        return await _finish(apps, doors, work, stop)
 
 
-async def _finish(app: App, door: _Door, work: asyncio.Task[None], stop: Stop) -> Ending:
+async def _run(apps: Sequence[Served]) -> None:
+    await asyncio.gather(*(app.run() for app in apps))
+
+
+def _dead(apps: Sequence[Served]) -> str:
+    return next((app.dead for app in apps if app.dead is not None), "")
+
+
+async def _finish(apps: Sequence[Served], doors: Sequence[_Door], work: asyncio.Task[None], stop: Stop) -> Ending:
     """Stop accepting requests; those in progress have `grace_s` seconds to end, or until a second stop."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + app.settings.grace_s
-    app.admission.closing = True
-    app.backend.close()
-    door.close()
-    await _first(work, stop.hurried, app.settings.grace_s)
-    cut = app.admission.open
-    app.admission.abandon([*app.admission.streams.values()])
+    loop, grace_s = asyncio.get_running_loop(), apps[0].settings.grace_s
+    end = loop.time() + grace_s
+    for app, door in zip(apps, doors, strict=True):
+        app.close()
+        door.close()
+    await _first(work, stop.hurried, grace_s)
+    cut = sum([app.cut() for app in apps])
     try:
         await work
     finally:
-        await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
-    return Ending(stop.why or "asked", app.backend.dead or "", cut, stop.hurried.is_set())
+        for door in doors:
+            await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
+    return Ending(stop.why or "asked", _dead(apps), cut, stop.hurried.is_set())
 
 
 class _Door:
     """The listening socket and its connections."""
 
-    def __init__(self, app: App) -> None:
-        self._settings = app.settings
+    def __init__(self, app: Served) -> None:
+        self._settings = settings = app.settings
+        self._server: asyncio.Server | None = None
         self._loop = asyncio.get_running_loop()
         self._state = ServerState()
         # Only uvicorn's protocol is used, not its server, which would check ten times a second whether to stop.
@@ -118,12 +156,12 @@ class _Door:
             log_level="error",  # no log line for every request that is not HTTP
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
+            timeout_keep_alive=settings.idle_s,  # type: ignore[arg-type] # any number of seconds
         )
         self._config.load()
 
-    async def open(self, host: str, port: int, bound: Callable[[], None]) -> int:
-        """Listen, and return the port; `bound` is called in between. Raises EndpointError, and what `bound` raises."""
+    async def open(self, host: str, port: int) -> int:
+        """Take the port, and return it. Raises EndpointError."""
         files_for(self._settings.max_connections)
         connection = partial(Connection, self._config, self._state, self._settings, self._loop)
         try:
@@ -131,17 +169,17 @@ class _Door:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
-        try:
-            bound()
-        except BaseException:
-            self._server.close()
-            raise
-        await self._server.start_serving()
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def start(self) -> None:
+        """Accept connections."""
+        if self._server is not None:
+            await self._server.start_serving()
 
     def close(self) -> None:
         """Accept no more connections; idle ones are closed, the others once they have their answer."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for connection in [*self._state.connections]:
             connection.shutdown()
 
@@ -232,29 +270,40 @@ class ServeOptions:
     out: Path
     settings: Settings
     quiet: bool = False
+    failures: Failures | None = None
 
 
-async def serve(backend: Backend, options: ServeOptions) -> int:
-    """Serve until a signal; return the exit status. The run directory is complete if every answer ended by itself or
-    was cancelled by its client. Raises EndpointError, RunError.
+async def serve(backend: Backend | Sequence[Backend], options: ServeOptions) -> int:
+    """Serve until a signal, each server behind a port and in a run directory of its own; return the exit status. A
+    directory is complete if every answer ended by itself or was cancelled by its client. Raises EndpointError and
+    RunError.
     """
-    made: list[SessionDirectory] = []  # the session's directory, from when the port is its own
+    backends = [backend] if isinstance(backend, Backend) else backend
+    made: list[SessionDirectory] = []  # the sessions' directories, from when the ports are their own
 
     def alarm(problem: str) -> None:
         print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
 
-    def ready(host: str, port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{port}/v1"
-        print(f"serving   {backend.model} at {address}, up to {backend.max_model_len:,} tokens", flush=True)
-        if not options.quiet:
-            print(f"run       {made[0].path}\nend it    with Ctrl-C: answers under way may end", flush=True)
+    def bound() -> None:
+        made.extend(SessionDirectory(each.session, each.log, options.out) for each in backends)
 
-    backend.log.alarm = alarm
-    app = App(backend, options.settings, VllmMeter(backend))
-    make = partial(SessionDirectory, backend.session, backend.log, options.out)
-    ending = await listen(app, options.host, options.port, bound=lambda: made.append(make()), ready=ready)
-    return _close(made[0], backend, ending, options)
+    def ready(host: str, *ports: int) -> None:
+        for each, port in zip(backends, ports, strict=True):
+            said = f"{each.model} at {address(host, port)}/v1, up to {each.max_model_len:,} tokens"
+            print(f"serving   {said}", flush=True)
+        if not options.quiet:
+            runs = "".join(f"run       {each.path}\n" for each in made)
+            print(f"{runs}end it    with Ctrl-C: answers under way may end", flush=True)
+
+    for each in backends:
+        each.log.alarm = alarm
+    apps = [App(each, options.settings, VllmMeter(each), options.failures) for each in backends]
+    ending = await listen(apps, options.host, options.port, bound=bound, ready=ready)
+    return max(_close(*each, ending, options) for each in zip(made, backends, strict=True))
+
+
+def address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _facts(backend: Backend) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     fleet = scenario.fleet
     assert fleet is not None
     servers = scenario.servers
-    made, blind = router(scenario)
+    made, blind = router(fleet, scenario.seed)
     if blind and workload.follow is None:
         return Separate(servers, workload, Blind(made, len(servers)), alone, run, jobs)
     several = Fleet(servers, workload, together=False)

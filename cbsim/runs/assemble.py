@@ -18,6 +18,7 @@ from cbsim.routers import base
 from cbsim.routers import registry as routers
 from cbsim.routers.base import Router
 from cbsim.runs.guard import Guarded
+from cbsim.scenario.fleet import Fleet
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
 
@@ -32,13 +33,11 @@ def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     return cast("Scheduler", Guarded(lambda: kind.make(options), name))
 
 
-def router(scenario: Scenario) -> tuple[Router, bool]:
-    """Build a fresh router of a scenario's fleet, and say whether it is blind. Raises RouterError."""
-    fleet = scenario.fleet
-    assert fleet is not None
+def router(fleet: Fleet, seed: int) -> tuple[Router, bool]:
+    """Build a fresh router of a fleet, and say whether it is blind. Raises RouterError."""
     name = fleet.router.name
     kind = routers.ROUTERS.find(name)
-    make = partial(kind.make, fleet.router, fleet.count, scenario.seed)
+    make = partial(kind.make, fleet.router, fleet.count, seed)
     return make() if name in routers.OURS else base.Guarded(make, name), kind.blind
 
 

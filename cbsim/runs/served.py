@@ -39,7 +39,12 @@ class Contents:
         self.block_tokens = block_tokens
         self._most = max(LEAST_KNOWN, TIMES_THE_POOL * num_blocks)
         self._ids: OrderedDict[tuple[int | str, tuple[int, ...]], int] = OrderedDict()
-        self._last = 0
+        self._blocks: dict[int, tuple[int | str, tuple[int, ...]]] = {}
+        self.last = 0
+
+    def block(self, block: int) -> tuple[int | str, tuple[int, ...]] | None:
+        """Return what precedes a block, an id or a salt, and its tokens; None if it was dropped."""
+        return self._blocks.get(block)
 
     def prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, ...]:
         """Return the ids of a text. Texts of different salts share none."""
@@ -52,25 +57,27 @@ class Contents:
     def forget(self) -> None:
         """Drop all blocks: no later text shares content with earlier ones."""
         self._ids.clear()
+        self._blocks.clear()
 
     def _id(self, key: tuple[int | str, tuple[int, ...]]) -> int:
         known = self._ids.get(key)
         if known is not None:
             self._ids.move_to_end(key)
             return known
-        self._last += 1
-        self._ids[key] = self._last
+        self.last += 1
+        self._ids[key], self._blocks[self.last] = self.last, key
         if len(self._ids) > self._most:
-            self._ids.popitem(last=False)
-        return self._last
+            del self._blocks[self._ids.popitem(last=False)[1]]
+        return self.last
 
 
 class Log:
-    """The log of a session's requests in order of arrival, line by line; also in a file, at once, if there is one. If
+    """The log of a session's requests in order of arrival, line by line `in_memory`, and in a file, at once. If
     the file can no longer be written it ends with a whole line; `alarm` is called with the reason, `problem`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_memory: bool = True) -> None:
+        self._in_memory = in_memory
         self.count = 0
         self.problem: str | None = None
         self.alarm: Callable[[str], None] = lambda _: None
@@ -87,10 +94,10 @@ class Log:
     def came(self, spec: RequestSpec) -> None:
         assert spec.index == self.count, (spec.index, self.count)
         self.count += 1
-        self._add(served.came(spec))
+        self.add(served.came(spec))
 
     def left(self, spec: RequestSpec, at_ns: int) -> None:
-        self._add(served.left(spec, at_ns))
+        self.add(served.left(spec, at_ns))
 
     def content(self) -> str:
         return "".join(self._lines)
@@ -101,8 +108,9 @@ class Log:
                 self._file.close()
             self._file = None
 
-    def _add(self, line: str) -> None:
-        self._lines.append(line)
+    def add(self, line: str) -> None:
+        if self._in_memory:
+            self._lines.append(line)
         if self._file is None:
             return
         data = line.encode()
