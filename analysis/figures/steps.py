@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -221,3 +221,21 @@ def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[st
     if total:
         parts.append(("empty", EMPTY, low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0))))
     return parts
+
+
+def replicas(events: Mapping[str, Sequence[Mapping[str, Any]]], end_s: float) -> Chart:
+    """Draw the servers of each pool that take requests, by what happened to them, from 0 to `end_s`, and deaths."""
+    panels, time = [], unit(end_s)
+    for label, run in events.items():
+        marks = list[Mark]()
+        for at, pool in enumerate(dict.fromkeys(each["pool"] for each in run)):
+            mine = [each for each in run if each["pool"] == pool]
+            x = np.array([*(each["time_s"] for each in mine), end_s]) / time.size
+            ready = np.array([*(each["ready"] for each in mine), mine[-1]["ready"]], dtype=float)
+            marks.append(Line(f"pool {pool}", x, ready, series(at), step=True))
+            died = [number for number, each in enumerate(mine) if each["event"] == "died"]
+            style = Style(series(at).colour, marker="cross")
+            marks += [Points(f"pool {pool}, died", x[died], ready[died], style)] if died else []
+        panels.append(Panel(marks, time.name, "servers", title=label))
+    caption = "Servers of a pool that take requests; those that start or drain are not counted. Crosses: one has died."
+    return Chart("replicas", "Servers over time", caption, panels, share_x=True)

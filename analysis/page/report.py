@@ -197,7 +197,12 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
         steps.step_time(frames),
     ]
     priced = any("cost" in summary for summary in summaries.values())
-    return [*charts, *([side_by_side.cost(summaries)] if priced else [])]
+    return [*charts, *_servers_over_time(summaries), *([side_by_side.cost(summaries)] if priced else [])]
+
+
+def _servers_over_time(summaries: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
+    scaled = {label: each["scaling"]["events"] for label, each in summaries.items() if "scaling" in each}
+    return [steps.replicas(scaled, max(each["makespan_s"] for each in summaries.values()))] if scaled else []
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

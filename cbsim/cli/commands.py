@@ -95,7 +95,7 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def catalogue(_: argparse.Namespace) -> int:
     from cbsim.scenario import catalog, costs, documents
-    from cbsim.scenario.schedulers import ROUTERS, SCHEDULERS
+    from cbsim.scenario.schedulers import ROUTERS, RULES, SCHEDULERS
     from cbsim.schedulers.registry import KindError
 
     broken = "(an installed package's; it cannot be used: {})"
@@ -104,8 +104,9 @@ def catalogue(_: argparse.Namespace) -> int:
         for n, k in SCHEDULERS.kinds().items()
     }
     _section("schedulers [layers that they serve]", found)
-    routers = ROUTERS.kinds().items()
-    _section("routers", {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in routers})
+    for title, of in (("routers", ROUTERS), ("rules of autoscaling", RULES)):
+        kinds = of.kinds().items()
+        _section(title, {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in kinds})
     _section("cost models", costs.models())
     for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
         _section(title, {name: _about(folder, name) for name in catalog.names(folder)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import cast
 
 import simpy
@@ -45,12 +45,26 @@ class Front:
         self._due: list[tuple[int, int, RequestSpec]] = []  # the next of `coming`, and requests that follow others
         self._up: RequestSpec | None = None  # the last one of `coming`
         self._wakes_ns = NEVER_NS
+        self._periodic = 0  # calls at a period
         self._come_up()
         self._arm()
 
     def is_open(self) -> bool:
         """Return whether a request may still be sent, or end."""
         return self._left > 0
+
+    def every(self, period_ns: int, act: Callable[[int], None], first_ns: int = 0) -> None:
+        """Call `act` with the time at every period as long as a request may be sent or end, and anything else is to
+        happen by which one could.
+        """
+        self._periodic += 1
+
+        def again(_: simpy.Event) -> None:
+            act(now_ns := int(self._env.now))
+            if self.is_open() and len(self._env._queue) >= self._periodic:
+                at(self._env, now_ns + period_ns, again)
+
+        at(self._env, first_ns, again)
 
     def arriving(self) -> Iterator[RequestSpec]:
         return iter(self.open)
@@ -59,6 +73,10 @@ class Front:
         """Send the requests that follow one that has ended; none is for the same server without a choice."""
         if self.ended is not None:
             self.ended(spec, now_ns)
+        self._go_on(spec, now_ns)
+        return []
+
+    def _go_on(self, spec: RequestSpec, now_ns: int) -> None:
         following = self._client.on_finish(spec, now_ns)
         self._left += len(following) - 1
         for follower in following:
@@ -67,7 +85,6 @@ class Front:
             self._arm()
         if not self._left:
             self.close()
-        return []
 
     def _come_up(self) -> None:
         self._up = next(self._coming, None)
@@ -95,7 +112,9 @@ class Front:
 
     def _send(self, spec: RequestSpec, now_ns: int) -> None:
         assert self.choose is not None
-        inbox = self.inboxes[self.choose(spec, now_ns)]
+        self._put(self.inboxes[self.choose(spec, now_ns)], spec)
+
+    def _put(self, inbox: Inbox, spec: RequestSpec) -> None:
         inbox.put(spec)
         news, inbox.news = inbox.news, self._env.event()
         news.succeed()
@@ -119,7 +138,8 @@ def at(env: simpy.Environment, at_ns: int, act: Callable[[simpy.Event], None]) -
 class ServerView:
     """What a router sees of a server (routers.base.View) when it looks, which `choice` says."""
 
-    def __init__(self, server: Machine, choice: Choice, delay_ns: int) -> None:
+    def __init__(self, server: Machine | None, choice: Choice, delay_ns: int) -> None:
+        self.ready = server is not None
         self.in_flight = self.sent = self.waiting = self.running = 0
         self.kv_use = 0.0
         self._scraped_ns = 0
@@ -132,11 +152,15 @@ class ServerView:
 
     def scrape(self, now_ns: int) -> None:
         """Take the server's metrics as they are."""
+        if self._server is None:
+            return
         scheduler = self._server.scheduler
         self.waiting, self.running, self._scraped_ns = len(scheduler.waiting), len(scheduler.running), now_ns
         self.kv_use = 1 - scheduler.pool.free / scheduler.pool.num_blocks
 
     def cached_tokens(self, request: RequestSpec) -> int:
+        if self._server is None:
+            return 0
         if self._cache is None:  # events count from the first lookup, which begins with what is cached
             self._cache = CacheEvents(self._server, self._delay_ns)
         return self._cache.tokens(request, self._choice.now_ns)
@@ -182,12 +206,10 @@ class CacheEvents:
 class Choice:
     """A router's choice among servers, with its books and news of servers. All samples of a request are one to it."""
 
-    def __init__(
-        self, router: Router, env: simpy.Environment, front: Front, machines: Sequence[Machine], signals: Signals
-    ) -> None:
-        self._env, self._router, self._front, self._metrics_ns = env, router, front, round(signals.metrics_s * NS)
-        self.now_ns, events_ns = 0, round(signals.events_s * NS)
-        self.views = [ServerView(machine, self, events_ns) for machine in machines]
+    def __init__(self, router: Router, front: Front, machines: Sequence[Machine | None], signals: Signals) -> None:
+        self._router = router
+        self.now_ns, self._events_ns = 0, round(signals.events_s * NS)
+        self.views = [ServerView(machine, self, self._events_ns) for machine in machines]
         self._server: dict[RequestSpec, int] = {}  # of requests in flight
         self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
         self._samples: dict[RequestSpec, int] = {}  # of these, the samples that have not ended, itself included
@@ -195,25 +217,22 @@ class Choice:
         self._number = 0
         self._sample: tuple[RequestSpec, int] | None = None  # the last request and its server
         for machine in machines:
-            machine.on_applied = self._applied
+            if machine is not None:
+                machine.on_applied = self._applied
         front.choose, front.ended = self, self.ended
-        at(env, 0, self._scrape)
+        front.every(round(signals.metrics_s * NS), self._scrape)
 
-    def _scrape(self, _: simpy.Event) -> None:
-        """Take the metrics of all servers, now and at every interval as long as the front is open."""
-        now_ns = int(self._env.now)
+    def _scrape(self, now_ns: int) -> None:
+        """Take the metrics of all servers."""
         for view in self.views:
             view.scrape(now_ns)
-        if self._front.is_open():
-            at(self._env, now_ns + self._metrics_ns, self._scrape)
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:
         """Return the index of the server that gets a request now; samples of a request go where it went."""
         if self._sample is not None and spec.sample_of is self._sample[0]:
             self._samples[self._sample[0]] += 1
             return self._sample[1]
-        self._deliver(now_ns)
-        self.now_ns = now_ns
+        self.deliver(now_ns)
         server = self._router.choose(spec, self.views, now_ns)
         self._sample, self._samples[spec] = (spec, server), 1
         self._server[spec], self._silent[spec] = server, None
@@ -245,9 +264,33 @@ class Choice:
         self._number += 1
         heappush(self._news, (at_ns, self._number, ended, spec))
 
-    def _deliver(self, now_ns: int) -> None:
+    @property
+    def any_ready(self) -> bool:
+        return any(view.ready for view in self.views)
+
+    def put(self, server: int, machine: Machine | None) -> None:
+        """Let another server, or none, have an index."""
+        self.views[server] = ServerView(machine, self, self._events_ns)
+        if machine is not None:
+            machine.on_applied = self._applied
+
+    def left(self, server: int, now_ns: int) -> None:
+        """End all requests of a server that goes, and forget it."""
+        self.deliver(now_ns)
+        gone = [spec for spec, its in self._server.items() if its == server]
+        for spec in gone:
+            self._samples.pop(spec, None)
+            self._silent.pop(spec, None)
+            del self._server[spec]
+            self._router.ended(spec, server, now_ns)
+        self._news = [each for each in self._news if each[3] in self._server]
+        heapify(self._news)
+        self._router.left(server)
+        self.put(server, None)
+
+    def deliver(self, now_ns: int) -> None:
         """Call the router with what has happened until now."""
-        news = self._news
+        self.now_ns, news = now_ns, self._news
         while news and news[0][0] <= now_ns:
             at_ns, _, ended, spec = heappop(news)
             if not ended:
@@ -258,13 +301,19 @@ class Choice:
             self._router.ended(spec, server, at_ns)
 
 
+class Ready:
+    """A view that shows nothing but that there is a server."""
+
+    ready = True
+
+
 class Blind:
     """The choice of a blind router: it gets no view of a server, and no news of one, so that its
     choices follow from the requests and their order alone.
     """
 
     def __init__(self, router: Router, servers: int) -> None:
-        self._router, self._views = router, cast("Sequence[View]", [None] * servers)
+        self._router, self._views = router, cast("Sequence[View]", [Ready()] * servers)
         self._sample: tuple[RequestSpec, int] | None = None
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:

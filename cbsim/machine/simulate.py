@@ -15,13 +15,14 @@ from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
+from cbsim.machine.scaling import Scaled
 from cbsim.machine.separate import Separate
 from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
 from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
-from cbsim.runs.assemble import copies, cost_model, router, scheduler
+from cbsim.runs.assemble import copies, cost_model, router, rule, scheduler
 from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
@@ -130,7 +131,7 @@ class Fleet:
                 self.env.run()
 
 
-def alone(scenario: Scenario, workload: Workload, costs: dict[int, Cost]) -> Machine:
+def alone(scenario: Scenario, workload: Workload | Front, costs: dict[int, Cost]) -> Machine:
     """Build a server that no other one is beside; `costs` are the cost models that there are, by scenario."""
     if id(scenario) not in costs:
         costs[id(scenario)] = cost_model(scenario)
@@ -150,7 +151,7 @@ def machines(
     return [machine(one, one.loop.mode, client, costs[id(one)], device) for one, client, device in each]
 
 
-def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Separate:
+def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Separate | Scaled:
     """Build the servers of a scenario's fleet behind its router: to be simulated one by one, or in `jobs` processes, if
     the router is blind and no request follows the end of another.
     """
@@ -158,10 +159,13 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     assert fleet is not None
     servers = scenario.servers
     made, blind = router(fleet, scenario.seed)
+    if fleet.changes:
+        rules = [rule(pool.autoscale) if pool.autoscale else None for pool in fleet.pools]
+        return Scaled(scenario, workload, alone, made, rules)
     if blind and workload.follow is None:
         return Separate(servers, workload, Blind(made, len(servers)), alone, run, jobs)
     several = Fleet(servers, workload, together=False)
-    Choice(made, several.env, several.front, several.machines, fleet.signals)
+    Choice(made, several.front, several.machines, fleet.signals)
     return several
 
 
@@ -179,7 +183,7 @@ class Simulation:
     def __init__(
         self, scenario: Scenario, loop: str, workload: Workload, cost: Cost | None = None, jobs: int = 1
     ) -> None:
-        self._fleet: Fleet | Separate | None = None
+        self._fleet: Fleet | Separate | Scaled | None = None
         if scenario.fleet is not None:
             self._fleet = routed(scenario, workload, jobs)
         elif scenario.ranks > 1:
@@ -191,7 +195,7 @@ class Simulation:
     @property
     def machine(self) -> Machine:
         """The server, or the first of several on one clock."""
-        if isinstance(self._fleet, Fleet):
+        if isinstance(self._fleet, Fleet | Scaled):
             return self._fleet.machines[0]
         assert self._machine is not None
         return self._machine

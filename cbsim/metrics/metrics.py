@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cbsim.record.columns import NS
-from cbsim.record.record import PHASES, STATUSES, RequestRow
+from cbsim.record.record import PHASES, RETRIED, STATUSES, RequestRow
 from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, times, token_times
 
 PERCENTILE_METHOD = "linear"
@@ -74,7 +74,8 @@ def summarise(
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
     span_ns, counted_ns = end - start, float(end - start)
     servers = len(fleet) or servers
-    shapes = [(each["total_blocks"], each["gpus"]) for each in fleet] or [(total_blocks, 1)] * servers
+    shapes = [(each["total_blocks"], each["gpus"], _share(each, span_ns)) for each in fleet]
+    shapes = shapes or [(total_blocks, 1, 1)] * servers
     machine = _machine(steps, span_ns, shapes)  # before the requests' columns are in memory
     requests = counted = token_times(table, steps)
     if window_s is not None:
@@ -87,6 +88,8 @@ def summarise(
     summary |= {"servers": servers} if servers > 1 else {}
     summary |= {"window_s": named_window(window_s), "makespan_s": span_ns / NS, "steps": len(steps)}
     by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
+    if not by_status[RETRIED]:
+        del by_status[RETRIED]
     summary |= {"requests": len(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
@@ -96,7 +99,7 @@ def summarise(
     if slo:
         summary["slo"] = attainment(counted, slo, counted_ns / NS)
     if price_usd_hour is not None:
-        summary["cost"] = _price(summary, price_usd_hour)
+        summary["cost"] = price(summary, price_usd_hour)
     if fleet:
         summary["per_server"] = _per_server(requests, counted, steps, span_ns, fleet)
         summary["imbalance"] = _imbalance(summary["per_server"])
@@ -119,11 +122,11 @@ def _per_server(
         numbers.append(
             {
                 "server": server,
-                **{name: facts[name] for name in ("pool", "gpus", "total_blocks")},
+                **{name: facts[name] for name in ("pool", "gpus", "total_blocks", "lived_s") if name in facts},
                 "requests": len(mine.rows),
                 "steps": len(part),
                 **{name: value for name, value in _throughput(mine, part, 0).items() if name.endswith("put_tokens")},
-                **_machine(part, span_ns, [(facts["total_blocks"], 1)]),
+                **_machine(part, span_ns, [(facts["total_blocks"], 1, _share(facts, span_ns))]),
                 **{name: waste[name] for name in ("preemptions", "prefix_hit_tokens", "prefix_hit_rate")},
                 **{name: distribution(latency[name]) for name in ("ttft_s", "tpot_s")},
             }
@@ -179,7 +182,7 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
     met = np.ones(int(requests.done.sum()), dtype=bool)
     for name, bound in slo.items():
         met &= values[name] <= bound
-    count, sent = int(met.sum()), len(requests.rows)
+    count, sent = int(met.sum()), int((~requests.rows.is_in((RETRIED,))).sum())
     share, rate = (count / sent if sent else None), (count / span_s if span_s else 0.0)
     return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
 
@@ -188,7 +191,7 @@ def overload(requests: Requests) -> str | None:
     """Return how far an open workload is above the capacity, if over the second half of the arrivals fewer requests end
     than arrive, and the queue of requests never scheduled so far grows.
     """
-    sent = ~requests.rows.is_in(("refused", "aborted", "failed"))
+    sent = ~requests.rows.is_in(("refused", "aborted", "failed", RETRIED))
     arrival, ended = requests.arrival_ns[sent] / NS, requests.last_token_ns[sent & requests.done] / NS
     if len(arrival) < ENOUGH:
         return None
@@ -224,27 +227,33 @@ def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, An
     }
 
 
-def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return shares of the span, means over servers, of which each has so many (blocks, GPUs); those of the GPU are
-    means over GPUs. KV use lasts until the next plan, or the end of the last step.
+def _share(server: Mapping[str, Any], span_ns: int) -> float:
+    """Return the share of the span in which a server was there."""
+    return server["lived_s"] * NS / span_ns if span_ns and "lived_s" in server else 1
+
+
+def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
+    """Return shares of the span, means over servers, of which each has so many (blocks, GPUs) for a share of it; those
+    of the GPU are means over GPUs. KV use lasts until the next plan, or the end of the last step.
     """
     if not len(steps) or not span_ns:
         return {"gpu_active": 0.0, "cpu_busy": 0.0, "bubble_s": 0.0}
-    servers, gpus = len(shapes), [gpus for _, gpus in shapes]
+    servers, gpus = len(shapes), [gpus for _, gpus, _ in shapes]
+    there = sum(share for _, _, share in shapes)  # servers, a mean over the span
     parts = [*map(slice, [0, *(ends := steps.ends(servers))], ends)]
-    phases = {name: int(steps.lane(name).sum()) / (span_ns * servers) for name in PHASES}
+    phases = {name: int(steps.lane(name).sum()) / (span_ns * there) for name in PHASES}
     start, end, ran = steps["compute_start_ns"], steps["compute_end_ns"], steps["rows"] > 0
     compute = end - start
     return {
         "gpu_active": sum(int(compute[part].sum()) * count for part, count in zip(parts, gpus, strict=True))
-        / (span_ns * sum(gpus)),
+        / (span_ns * sum(count * share for _, count, share in shapes)),
         "bubble_s": sum(_idle_ns(start[part], end[part], ran[part]) for part in parts) / servers / NS,
         "cpu_busy": sum(share for name, share in phases.items() if name != "await"),
         "cpu_shares": phases,
         "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
-        **_held(steps, parts, span_ns, [blocks for blocks, _ in shapes]),
+        **_held(steps, parts, span_ns, [blocks for blocks, _, _ in shapes], there),
     }
 
 
@@ -253,7 +262,7 @@ def _lasted_ns(starts: Ints, ends: Ints) -> Ints:
     return lasted
 
 
-def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[int]) -> dict[str, Any]:
+def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[int], there: float) -> dict[str, Any]:
     """Return time averages of what lasts from one plan of a server to the next: blocks in use, the mean over servers,
     and waiting requests of all.
     """
@@ -264,7 +273,7 @@ def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[i
         total = np.repeat(blocks, [part.stop - part.start for part in parts])
     used = steps["used_blocks"] / total
     return {
-        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * len(blocks)), "max": float(used.max())},
+        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * there), "max": float(used.max())},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
 
@@ -298,7 +307,7 @@ def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
     }
 
 
-def _price(summary: Mapping[str, Any], price_usd_hour: float) -> dict[str, Any]:
+def price(summary: Mapping[str, Any], price_usd_hour: float) -> dict[str, Any]:
     """Return the price of the span a million tokens, and the price of an hour's idle GPU time, USD."""
     spent = price_usd_hour * summary["makespan_s"] / 3600
     output, total = summary["output_tokens"], summary["output_tokens"] + summary["input_tokens"]

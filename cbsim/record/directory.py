@@ -236,7 +236,7 @@ class Pieces:
 
     def __init__(self, writer: RunWriter, terms: Mapping[str, Any], early: OnSteps | None = None) -> None:
         self._writer, self._terms, self._early = writer, terms, early
-        self._count = self._steps = 0
+        self._count = self._steps = self._last = 0
 
     def take(self, steps: bytearray, rows: Sequence[RequestRow], server: int | None = None) -> None:
         """Write a piece. Raises RunError if it cannot be written."""
@@ -245,8 +245,9 @@ class Pieces:
         if server is not None:
             table.server, name = np.full(len(table), server), f"{server:05}-{name}"
             declared, values = (*declared, columns.SERVER), values | {"server": np.full(len(rows), server)}
-        if not self._count:
+        if not self._count or (server or 0) > self._last:  # another server has come
             writer.json(TERMS, self._terms)
+        self._last = max(self._last, server or 0)
         if steps:
             writer.steps(table, f"{STEP_PIECES}/{name}")
             self._steps += len(table)

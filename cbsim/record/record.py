@@ -25,9 +25,9 @@ from cbsim.record import columns
 PHASES, LANES = columns.PHASES, columns.LANES
 STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
 STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
-FAILED = "failed"
+FAILED, RETRIED = "failed", "retried"
 UNREPORTED = -1
-STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting")
+STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting", RETRIED)
 
 
 class StepTimes:
@@ -118,6 +118,7 @@ class Record:
         self.steps = bytearray()  # rows of STEP_COLUMNS, each a little-endian 64-bit integer
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
+        self.retried: set[RequestSpec] = set()  # of the failures, those that were sent to another server
         self.cancels: dict[RequestSpec, int] = {}
         self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
@@ -176,6 +177,7 @@ class Record:
         self._first_step.pop(spec, None)
         self.refusals.pop(spec, None)
         self.failures.pop(spec, None)
+        self.retried.discard(spec)
         self.cancels.pop(spec, None)
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
@@ -257,7 +259,9 @@ class Record:
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
         runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
         status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
-        if spec in self.refusals:
+        if spec in self.retried:
+            status = RETRIED
+        elif spec in self.refusals:
             status = Finish.REFUSED.value
         elif spec in self.failures:
             status = FAILED
@@ -314,15 +318,17 @@ class Records:
     follow those of the one before, and are numbered so. `total_blocks` is the size of the largest cache.
     """
 
-    def __init__(self, records: Sequence[Part]) -> None:
-        self.records = list(records)
-        self.total_blocks = max([record.total_blocks for record in records])
+    def __init__(self, records: Sequence[Part], *, grows: bool = False) -> None:
+        self.records, self.grows = list(records), grows
+        self.fleet: list[dict[str, object]] = []  # pool, gpus, total_blocks of each, where servers come and go
+        self.scaling: dict[str, object] = {}  # what became of them, once the run is over
+        self.total_blocks = max([record.total_blocks for record in records], default=0)
         self._take: Callable[..., None] | None = None
         self._piece_steps = 0
 
     def hand_to(self, take: Callable[..., None], steps: int) -> None:
         """Let `take` from now on have the finished parts of each `server`, when all together have about `steps`."""
-        self._take, self._piece_steps = take, max(steps // len(self.records), min(steps, LEAST_PIECE))
+        self._take, self._piece_steps = take, max(steps // max(1, len(self.records)), min(steps, LEAST_PIECE))
         for server, record in enumerate(self.records):
             self.put(server, record)
 
@@ -330,8 +336,14 @@ class Records:
         """Set the record of a server."""
         self.records[server] = record
         if self._take is not None:
-            take = partial(self._take, server=server) if len(self.records) > 1 else self._take
-            record.hand_to(take, self._piece_steps)
+            several = len(self.records) > 1 or self.grows
+            record.hand_to(partial(self._take, server=server) if several else self._take, self._piece_steps)
+
+    def add(self, record: Part) -> None:
+        """Add the record of a server that starts while others run."""
+        self.records.append(record)
+        self.total_blocks = max(self.total_blocks, record.total_blocks)
+        self.put(len(self.records) - 1, record)
 
     def hand_over(self) -> None:
         for record in self.records:

@@ -22,9 +22,11 @@ S_IN_NS = 1_000_000_000
 class View(Protocol):
     """What a router sees of a server. `in_flight` and `sent` are the router's own books: requests that it sent and that
     have not ended, requests that it ever sent. `waiting`, `running` and `kv_use` (a share) are metrics as they were
-    `age_ns` ago, zero before the first.
+    `age_ns` ago, zero before the first. One that is not `ready` takes no requests: it drains, or is not there.
     """
 
+    @property
+    def ready(self) -> bool: ...
     @property
     def in_flight(self) -> int: ...
     @property
@@ -44,11 +46,11 @@ class View(Protocol):
 
 class Router(Protocol):
     """A rule that chooses a server for each request. `choose` is called once when a request arrives, with a view of
-    every server; the calls after it tell what became of the request.
+    every server; the calls after it tell what became of the request. At least one server is ready.
     """
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        """Return the index of the server that gets the request."""
+        """Return the index of the server that gets the request, a ready one."""
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
         """Record that the request is on its way to the server."""
@@ -59,6 +61,9 @@ class Router(Protocol):
     def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
         """Record that the request has ended, for whatever reason, perhaps without a token."""
 
+    def left(self, server: int) -> None:
+        """Forget a server that has gone: all its requests have ended, and another may come under its index."""
+
 
 class RouterBase:
     """The part of the `Router` protocol that routers without books leave as it is."""
@@ -67,6 +72,14 @@ class RouterBase:
         """Record nothing."""
 
     answered = ended = sent
+
+    def left(self, server: int) -> None:
+        """Forget nothing."""
+
+
+def ready(views: Sequence[View]) -> list[int]:
+    """Return the indices of the servers that take requests."""
+    return [server for server, view in enumerate(views) if view.ready]
 
 
 S = TypeVar("S", bound=Settings)
@@ -129,15 +142,20 @@ class RouterError(RunError):
 class Guarded:
     """A router of a user, made by `make`, whose every answer is checked. Raises RouterError."""
 
-    def __init__(self, make: Callable[[], Router], name: str) -> None:
+    what = "router"
+
+    def __init__(self, make: Callable[[], Any], name: str) -> None:
         self._name = name
         self._router = self._safe("make", make)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
         server = self._called("choose", request, tuple(views), now_ns)
+        place = f"{self.what} {self._name}, choose, request {request.id}"
         if type(server) is not int or not 0 <= server < len(views):
-            place = f"router {self._name}, choose, request {request.id}"
             raise RouterError(f"{place}: got {server!r}, expected 0 to {len(views) - 1}")
+        if not views[server].ready:
+            some = ", ".join(map(str, ready(views)[:9]))
+            raise RouterError(f"{place}: got {server}, which is not ready, expected one of {some}")
         return server
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
@@ -149,6 +167,10 @@ class Guarded:
     def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
         self._called("ended", request, server, now_ns)
 
+    def left(self, server: int) -> None:
+        if hasattr(self._router, "left"):  # a router may do without
+            self._safe("left", lambda: self._router.left(server))
+
     def _called(self, act: str, request: RequestSpec, *arguments: Any) -> Any:
         return self._safe(f"{act}, request {request.id}", lambda: getattr(self._router, act)(request, *arguments))
 
@@ -158,4 +180,4 @@ class Guarded:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's own code may raise anything
-            raise RouterError(f"router {self._name}, {what}: {in_line(error)}") from error
+            raise RouterError(f"{self.what} {self._name}, {what}: {in_line(error)}") from error

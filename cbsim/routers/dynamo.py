@@ -19,7 +19,7 @@ from typing import Annotated
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import Queues, RouterKind, View, shared_blocks
+from cbsim.routers.base import Queues, RouterKind, View, ready, shared_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Dynamo(Queues):
     def __init__(self, settings: DynamoSettings, servers: int, seed: int) -> None:
         super().__init__(servers)
         self._settings, self._random = settings, Random(seed)
+        self._fewest = 0  # of the queues of ready servers, at the latest choice
         self._own = [0] * servers  # blocks of active prompts that no other shares
         self._active: list[dict[int, int]] = [{} for _ in range(servers)]  # other blocks, each with how many prompts
 
@@ -48,11 +49,13 @@ class Dynamo(Queues):
         cached = [min(view.cached_tokens(request), request.prompt_tokens) for view in views]
         self.amounts = [request.prompt_tokens - tokens for tokens in cached]
         shared = shared_blocks(request, self._settings.block_tokens)
-        costs = [self._cost(request, shared, server, cached[server], view) for server, view in enumerate(views)]
+        servers = ready(views)
+        self._fewest = min([self.queued[server] for server in servers])
+        costs = [self._cost(request, shared, server, cached[server], views[server]) for server in servers]
         if self._settings.router_temperature:
-            return self._drawn(costs)
+            return servers[self._drawn(costs)]
         least = min(costs)
-        return self._random.choice([server for server, cost in enumerate(costs) if cost == least])
+        return self._random.choice([server for server, cost in zip(servers, costs, strict=True) if cost == least])
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
         super().sent(request, server, now_ns)
@@ -75,7 +78,7 @@ class Dynamo(Queues):
         self, request: RequestSpec, shared: tuple[int, ...], server: int, cached_tokens: int, view: View
     ) -> float:
         settings, size, computing = self._settings, self._settings.block_tokens, self.queued
-        behind = (computing[server] - min(computing)) / size / -(-request.prompt_tokens // size)
+        behind = (computing[server] - self._fewest) / size / -(-request.prompt_tokens // size)
         credit = settings.overlap_score_credit / (1 + settings.overlap_score_credit_decay * behind)
         prefill = (computing[server] + request.prompt_tokens) / size - credit * (cached_tokens // size)
         active = self._active[server]

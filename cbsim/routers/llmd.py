@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import Queues, RouterKind, View, blocks
+from cbsim.routers.base import Queues, RouterKind, View, blocks, ready
 
 Weight = Annotated[float, AtLeast(0)]
 MANY_WAIT = 128  # waiting requests from which a server scores 0
@@ -67,6 +67,16 @@ class SentBlocks:
                 found[server] += 1
         return found
 
+    def remove(self, server: int) -> None:
+        while self._sent[server]:
+            self._drop(server)
+
+    def _drop(self, server: int) -> None:
+        oldest, _ = self._sent[server].popitem(last=False)
+        del self._holders[oldest][server]
+        if not self._holders[oldest]:
+            del self._holders[oldest]
+
     def add(self, keys: Sequence[int], server: int) -> None:
         blocks = self._sent[server]
         for key in keys:
@@ -76,10 +86,7 @@ class SentBlocks:
             blocks[key] = None
             self._holders.setdefault(key, {})[server] = None
             if len(blocks) > self._most:
-                oldest, _ = blocks.popitem(last=False)
-                del self._holders[oldest][server]
-                if not self._holders[oldest]:
-                    del self._holders[oldest]
+                self._drop(server)
 
 
 class Llmd(Queues):
@@ -101,7 +108,9 @@ class Llmd(Queues):
         else:
             self._matched = [min(len(keys), view.cached_tokens(request) // size) for view in views]
         self.amounts = [request.prompt_tokens - count * size for count in self._matched]
-        totals, kept = self._totals(views), self._kept()
+        servers = ready(views)
+        views = [view if view.ready else views[servers[0]] for view in views]  # the others take no part in the scores
+        totals, kept = self._totals(views), self._kept(servers)
         self._random.shuffle(kept)
         return max(kept, key=totals.__getitem__)
 
@@ -113,9 +122,13 @@ class Llmd(Queues):
         if self._settings.index == "approximate":
             self.index.add(self._keys, server)
 
-    def _kept(self) -> list[int]:
+    def left(self, server: int) -> None:
+        self.index.remove(server)
+        self._cold.pop(server, None)
+
+    def _kept(self, servers: list[int]) -> list[int]:
         """Return the servers that the filter keeps: those with most of the prompt, unless all are much busier."""
-        settings, servers = self._settings, list(range(len(self.queued)))
+        settings = self._settings
         cached = [count / max(1, len(self._keys)) for count in self._matched]
         sticky = [server for server in servers if cached[server] >= settings.affinity_threshold]
         others = [server for server in servers if cached[server] < settings.affinity_threshold]

@@ -15,7 +15,7 @@ from typing import Annotated
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import S_IN_NS, Queues, RouterKind, View
+from cbsim.routers.base import S_IN_NS, Queues, RouterKind, View, ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Conductor(Queues):
         cached = [min(view.cached_tokens(request), prompt) for view in views]
         self.amounts = [round(self._time_s(prompt, own, max(cached)) * S_IN_NS) for own in cached]
         ttft_ns = list(map(add, self.queued, self.amounts))
-        return ttft_ns.index(min(ttft_ns))
+        return min(ready(views), key=ttft_ns.__getitem__)
 
     def _time_s(self, prompt_tokens: int, own_tokens: int, best_tokens: int) -> float:
         settings, rate = self._settings, self._settings.transfer_tokens_s

@@ -19,7 +19,7 @@ from typing import Annotated, Self
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import S_IN_NS, RouterKind, View, blocks
+from cbsim.routers.base import S_IN_NS, RouterKind, View, blocks, ready
 from cbsim.routers.tree import Node, Tree
 
 FIRST_TPOT_S, TPOTS = 0.15, 200
@@ -86,9 +86,9 @@ class Preble:
         path = self.tree.insert(self._keys(request))
         for before, node in pairwise([self.tree.root, *path]):
             node.depth = before.depth + len(node.keys)
-        last, servers = path[-1] if path else self.tree.root, frozenset(range(len(views)))
+        last, servers = path[-1] if path else self.tree.root, frozenset(ready(views))
         if follows := 2 * len(last.keys) < last.depth:
-            servers = next((part.servers for part in last.line() if part.servers), servers)
+            servers = next((part.servers & servers for part in last.line() if part.servers & servers), servers)
         best = min(sorted(servers), key=self.loads().__getitem__)
         self._choice = (last, servers if follows else frozenset([best]))
         return best
@@ -122,6 +122,12 @@ class Preble:
             part.answers, part.output_tokens = part.answers + 1, part.output_tokens + request.output_tokens
             self._tpots[server].append((now_ns - first_ns) / S_IN_NS / others)
             self._tpot_s[server] = median(self._tpots[server])
+
+    def left(self, server: int) -> None:
+        for node in (self.tree.root, *self.tree.nodes()):
+            node.servers -= {server}
+        self._tpots[server] = deque([FIRST_TPOT_S], TPOTS)
+        self._tpot_s[server] = FIRST_TPOT_S
 
     def loads(self) -> list[float]:
         """Return the work of each server, in seconds."""

@@ -14,7 +14,7 @@ from typing import Annotated
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import RouterBase, RouterKind, View, shared_blocks
+from cbsim.routers.base import RouterBase, RouterKind, View, ready, shared_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,29 @@ class PrefixAware(RouterBase):
         self._settings, self._random = settings, Random(seed)
         self.servers: dict[int, set[int]] = {}  # by block
 
-    def match(self, request: RequestSpec, servers: int) -> tuple[int, list[int]]:
-        """Return how many blocks of the prompt have been sent, and to which servers."""
-        matched, found = 0, set(range(servers))
+    def match(self, request: RequestSpec, servers: int, away: frozenset[int] = frozenset()) -> tuple[int, list[int]]:
+        """Return how many blocks of the prompt have been sent to servers that are not `away`, and to which."""
+        matched, found = 0, frozenset(range(servers)) - away
         for key in shared_blocks(request, self._settings.block_tokens):
-            if key not in self.servers:
+            if not (those := self.servers.get(key, away) - away):
                 break
-            matched, found = matched + 1, self.servers[key]
+            matched, found = matched + 1, frozenset(those)
         return matched, sorted(found)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        matched, servers = self.match(request, len(views))
+        away = frozenset(server for server, view in enumerate(views) if not view.ready)
+        matched, servers = self.match(request, len(views), away)
         if matched * self._settings.block_tokens < self._settings.min_match_tokens:
-            return min(range(len(views)), key=lambda server: views[server].in_flight)
+            return min(ready(views), key=lambda server: views[server].in_flight)
         return self._random.choice(servers)
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
         for key in shared_blocks(request, self._settings.block_tokens):
             self.servers.setdefault(key, set()).add(server)
+
+    def left(self, server: int) -> None:
+        for servers in self.servers.values():
+            servers.discard(server)
 
 
 PREFIX_AWARE = RouterKind(

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import S_IN_NS, RouterBase, RouterKind, View, blocks
+from cbsim.routers.base import S_IN_NS, RouterBase, RouterKind, View, blocks, ready
 from cbsim.routers.tree import Node, Tree
 
 TOUCHES_EVERY = 8  # matches, by the clock of the tree
@@ -87,6 +87,14 @@ class SentPrompts:
         if path:
             path[-1].used[server] = time
 
+    def remove(self, server: int) -> None:
+        """Take out a server that has gone."""
+        self.sizes[server] = 0
+        for node in reversed([*self._tree.nodes()]):  # those below a node before it
+            node.used.pop(server, None)
+            if node.parent is not None and not node.used and not node.children:
+                del node.parent.children[node.keys[0]]
+
     def evict(self, most: int) -> None:
         """Take the least recently used last nodes from every server that has more than `most` blocks."""
         if max(self.sizes) <= most:
@@ -129,24 +137,30 @@ class CacheAware(RouterBase):
         if self._interval_ns and now_ns >= self._evicts_ns:
             self.tree.evict(settings.max_tree_blocks)
             self._evicts_ns = (now_ns // self._interval_ns + 1) * self._interval_ns
-        loads = [view.in_flight for view in views]
+        servers = ready(views)
+        loads = [views[server].in_flight for server in servers]
         apart = max(loads) - min(loads) > settings.balance_abs_threshold
         if apart and max(loads) > min(loads) * settings.balance_rel_threshold:
             return self._least(views)
         if settings.kv_events:
-            cached = [view.cached_tokens(request) // settings.block_tokens for view in views]
-            most = [server for server in range(len(views)) if cached[server] == max(cached)]
-            return self._least(views) if not max(cached) else min(most, key=lambda server: (loads[server], server))
+            cached = [views[server].cached_tokens(request) // settings.block_tokens for server in servers]
+            best = [server for server, count in zip(servers, cached, strict=True) if count == max(cached)]
+            return self._least(views) if not max(cached) else min(best, key=lambda server: views[server].in_flight)
         matched, owner = self.tree.match(keys)
-        return owner if keys and matched / len(keys) > settings.cache_threshold else self._least(views)
+        if not keys or matched / len(keys) <= settings.cache_threshold:
+            return self._least(views)
+        return owner if views[owner].ready else servers[0]
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
         if not self._settings.kv_events:
             self.tree.insert(blocks(request, self._settings.block_tokens), server)
 
+    def left(self, server: int) -> None:
+        self.tree.remove(server)
+
     def _least(self, views: Sequence[View]) -> int:
         fewest = self._settings.ties == "fewest sent"
-        return min(range(len(views)), key=lambda server: (views[server].in_flight, fewest and views[server].sent))
+        return min(ready(views), key=lambda server: (views[server].in_flight, fewest and views[server].sent))
 
 
 CACHE_AWARE = RouterKind(

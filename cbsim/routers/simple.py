@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cbsim.policy.kind import Settings
 from cbsim.policy.marks import AtLeast
 from cbsim.policy.request import RequestSpec
-from cbsim.routers.base import S_IN_NS, Router, RouterBase, RouterKind, View
+from cbsim.routers.base import S_IN_NS, Router, RouterBase, RouterKind, View, ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class RoundRobin(RouterBase):
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
         self._turn += 1
+        while not views[self._turn % len(views)].ready:
+            self._turn += 1
         return self._turn % len(views)
 
 
@@ -54,15 +56,16 @@ class Uniform(RouterBase):
         self._random = Random(seed)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        return self._random.randrange(len(views))
+        while not views[server := self._random.randrange(len(views))].ready:
+            pass
+        return server
 
 
 class LeastInFlight(RouterBase):
     """The rule of the fewest requests in flight, the first of several."""
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        in_flight = [view.in_flight for view in views]
-        return in_flight.index(min(in_flight))
+        return min(ready(views), key=lambda server: views[server].in_flight)
 
 
 class PowerOfTwo(RouterBase):
@@ -74,12 +77,14 @@ class PowerOfTwo(RouterBase):
         self._random = Random(seed)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        drawn = self._random.sample(range(len(views)), min(2, len(views)))
+        servers = ready(views)
+        drawn = self._random.sample(servers, min(2, len(servers)))
         return min(drawn, key=lambda server: views[server].in_flight)
 
 
 class SessionHash(RouterBase):
     """The rule of consistent hashing: the server of the next place on the ring behind the hash of the session.
+    A place of a server that is not ready is passed over.
 
     That is the part of a request's id before the last slash, as agentic traces name their turns; without a slash the
     first block of content that the prompt shares with others, or the request itself if there is none.
@@ -93,14 +98,16 @@ class SessionHash(RouterBase):
         named, _, _ = request.id.rpartition("/")
         begins = f"block {request.prefix[0]}" if request.prefix else f"request {request.index}"
         at = bisect_right(self._hashes, _hash(f"session {named}" if named else begins))
-        return self._servers[at % len(self._servers)]
+        while not views[server := self._servers[at % len(self._servers)]].ready:
+            at += 1
+        return server
 
 
 class KubernetesService(RouterBase):
     """The rule of a Kubernetes service, which assigns a new connection to a server drawn, and sees no requests.
 
     A client like httpx keeps connections. A request takes the oldest idle one `ahead_ns` before it arrives, or opens
-    one if there is none.
+    one if there is none. A server that is not ready closes its idle ones.
     """
 
     def __init__(self, draw: Callable[[], int], settings: ServiceSettings, ahead_ns: int = 0) -> None:
@@ -112,9 +119,12 @@ class KubernetesService(RouterBase):
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
         sent_ns = now_ns - self._ahead_ns
         self._idle = {each: since for each, since in self._idle.items() if sent_ns - since < self._keep_alive_ns}
+        self._idle = {each: since for each, since in self._idle.items() if views[each[1]].ready}
         taken = min((each for each, since in self._idle.items() if since <= sent_ns), default=None)
         if taken is None:
-            taken = self._opened, self._draw()
+            while not views[server := self._draw()].ready:
+                pass
+            taken = self._opened, server
             self._opened += 1
         self._idle.pop(taken, None)
         self._busy[request] = taken

@@ -17,8 +17,9 @@ from cbsim.policy.loop import Scheduler
 from cbsim.routers import base
 from cbsim.routers import registry as routers
 from cbsim.routers.base import Router
+from cbsim.routers.scaling import GuardedRule, Rule
 from cbsim.runs.guard import Guarded
-from cbsim.scenario.fleet import Fleet
+from cbsim.scenario.fleet import Autoscale, Fleet
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
 
@@ -37,8 +38,15 @@ def router(fleet: Fleet, seed: int) -> tuple[Router, bool]:
     """Build a fresh router of a fleet, and say whether it is blind. Raises RouterError."""
     name = fleet.router.name
     kind = routers.ROUTERS.find(name)
-    make = partial(kind.make, fleet.router, fleet.count, seed)
+    make = partial(kind.make, fleet.router, fleet.room, seed)
     return make() if name in routers.OURS else base.Guarded(make, name), kind.blind
+
+
+def rule(scaled: Autoscale) -> Rule:
+    """Build a fresh rule of autoscaling. Raises RouterError."""
+    kind, name = routers.RULES.find(scaled.rule.name), scaled.rule.name
+    make = partial(kind.make, scaled.rule, scaled.least, scaled.most)
+    return make() if name in routers.RULES_OURS else GuardedRule(make, name)
 
 
 def cost_model(scenario: Scenario) -> Cost:

@@ -6,6 +6,7 @@ Every driver takes its polls from here, so arrivals follow one rule on simulated
 from __future__ import annotations
 
 import gc
+from bisect import insort_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
@@ -104,8 +105,8 @@ class Inbox:
         return sorted(due, key=lambda spec: (spec.arrival_ns, spec.index))  # the order that a replay can derive
 
     def give_up(self, at_ns: int, spec: RequestSpec) -> None:
-        """Add a cancellation while the server runs, no earlier than any other."""
-        self._cancels.insert(0, (at_ns, spec))
+        """Add a cancellation while the server runs, after others of the same time."""
+        insort_left(self._cancels, (at_ns, spec), key=lambda each: -each[0])
         self.quits = True
 
     def ended(self, spec: RequestSpec, now_ns: int) -> None:

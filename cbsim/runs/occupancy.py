@@ -86,7 +86,7 @@ class Occupancy(NamedTuple):
 
 def of(run: Run, scenario: Scenario, workload: Workload) -> Occupancy:
     """Return the occupancy of a run of this scenario. Raises RunError, also if its plans cannot be derived again."""
-    if (count := len(scenario.servers) * scenario.ranks) > 1:
+    if (count := len(scenario.replicas(run.summary)) * scenario.ranks) > 1:
         raise RunError(f"{run.path}: has {count} servers; the use of a cache is derived of one only")
     watch = _Watch(run)
     verdict = replan.derived(run, scenario, workload, watch.look)

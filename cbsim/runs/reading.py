@@ -72,7 +72,7 @@ def servers(run: Run, count: int) -> Iterator[Run]:
 def _check_servers(run: Run, count: int) -> None:
     """Raise RunError unless the tables are those of so many servers, the steps of one behind those of another."""
     file, of_steps = run.path / "steps.parquet", run.steps.server
-    if (of_steps is None) != (count == 1):
+    if of_steps is None if count > 1 else of_steps is not None and of_steps.any():
         raise RunError(f"{file}: server: must be a column of the runs of several servers, and of no others", file=file)
     after = np.zeros(0, np.int64) if of_steps is None else of_steps
     of_requests = RequestTable.of(run.requests).numbers("server")

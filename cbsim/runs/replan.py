@@ -60,8 +60,10 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     engine = run.environment.get("engine", OWN)
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
-    _check_requests(run, workload)
-    servers = scenario.servers * scenario.ranks
+    changes = scenario.fleet is not None and scenario.fleet.changes
+    find = workload.find_attempt if changes else workload.find
+    _check_requests(run, find)
+    servers = scenario.replicas(run.summary) * scenario.ranks
     matched, low, several = 0, 0, len(servers) > 1
     numbers = _waves(run) if scenario.ranks > 1 else None
     for server, (its, part) in enumerate(zip(servers, reading.servers(run, len(servers)), strict=True)):
@@ -69,7 +71,7 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
         policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
-        verdict = _compare(part, policy, depth(loop), workload.find, on_plans, low)
+        verdict = _compare(part, policy, depth(loop), find, on_plans, low)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
@@ -104,10 +106,10 @@ def _waves(run: Run) -> Ints:
     return np.where(ran, waves, -1)
 
 
-def _check_requests(run: Run, workload: Workload) -> None:
+def _check_requests(run: Run, find: Find) -> None:
     """Raise RunError unless all requests of the run are the workload's."""
     for row in run.requests:
-        spec = workload.find(row.index)
+        spec = find(row.index)
         if spec is None or any(getattr(spec, name) != getattr(row, name) for name in DECLARED):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 

@@ -79,7 +79,7 @@ class Result(Printed):
         steps, fleet = self.step_numbers.parts()[0], self.scenario.fleet is not None
         number = int(steps.server[0]) if fleet and steps.server is not None and len(steps) else 0
         blocks = self.summary["per_server"][number]["total_blocks"] if fleet else self.summary["total_blocks"]
-        return self.scenario.servers[number], steps, int(blocks)
+        return self.scenario.replicas(self.summary)[number], steps, int(blocks)
 
     @property
     def folder(self) -> Path:

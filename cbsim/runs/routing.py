@@ -14,6 +14,7 @@ from typing import Any
 
 from cbsim.errors import RunError, ScenarioError
 from cbsim.policy.request import RequestSpec
+from cbsim.routers.base import ready
 from cbsim.runs.assemble import router
 from cbsim.runs.replan import Replanned
 from cbsim.scenario import overrides
@@ -45,7 +46,7 @@ class Upstream:
     def __init__(self, books: Books) -> None:
         self.in_flight = self.sent = self.waiting = self.running = 0
         self.kv_use = 0.0
-        self.up = True
+        self.up = self.ready = True
         self.scraped_ns = 0
         self._books = books
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -103,16 +104,14 @@ class Books:
         self.count += 1
 
     def choose(self, at_ns: int, index: int) -> int | None:
-        """Return the server that gets the request: the router's choice or, if that is down or had the request before,
-        the next one that is not. None if there is none.
-        """
-        spec, tried, count = self.open[index], self._tried[index], len(self.views)
-        usable = [at for at, view in enumerate(self.views) if view.up and at not in tried]
-        if not usable:
+        """Return the router's choice among the servers that are up and did not have the request; None without any."""
+        spec, tried = self.open[index], self._tried[index]
+        for at, view in enumerate(self.views):
+            view.ready = view.up and at not in tried
+        if not ready(self.views):
             return None
         self.now_ns = at_ns
-        chosen = self._router.choose(spec, self.views, at_ns)
-        server = min(usable, key=lambda at: (at - chosen) % count)
+        server = self._router.choose(spec, self.views, at_ns)
         self._log("choose", at_ns, index=index, server=server)
         view = self.views[server]
         view.in_flight += 1

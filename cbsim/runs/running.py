@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from cbsim.workload import csv_requests, generators
 from cbsim.workload.requests import Workload
 
 OnStep = Callable[[int], None]
+FLAPS = 4  # changes of direction from which a rule is said to flap
 
 
 class Server(Protocol):
@@ -121,7 +123,8 @@ class Session:
         """The inputs of a summary's numbers besides the tables."""
         record = self.server.record
         blocks = [each.total_blocks for each in record.records] if isinstance(record, Records) else []
-        return counted(self.scenario, record.total_blocks, self._terms.window_s, blocks)
+        changed = record.fleet if isinstance(record, Records) else ()
+        return counted(self.scenario, record.total_blocks, self._terms.window_s, blocks, changed)
 
     def _about(self, *, complete: bool) -> dict[str, Any]:
         """Return the fields of a summary besides its numbers."""
@@ -139,6 +142,10 @@ class Session:
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
+        if isinstance(record, Records) and (scaling := record.scaling):
+            numbers["scaling"] = scaling
+            if "cost" in numbers and numbers["makespan_s"]:
+                numbers["cost"] = metrics.price(numbers, cast("float", scaling["usd"]) / numbers["makespan_s"] * 3600)
         if (transfers := record.transfers).rows:
             busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
             numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
@@ -150,8 +157,8 @@ class Session:
         environment["step_times"] = "measured" if self.server.measured else basis
         cost, told = self.scenario.servers[0].cost, environment.get("notices", ())
         sureness = () if self.server.measured else coverage.sureness(cost)
-        old = _old_signals(self.scenario, numbers["makespan_s"])
-        notices = *self.notices, *old, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
+        seen = chain(_old_signals(self.scenario, numbers["makespan_s"]), _flapping(self.scenario, numbers))
+        notices = *self.notices, *seen, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
 
@@ -180,14 +187,29 @@ def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
             yield f"fleet.signals.{name}: got {age_s:g}, the run took {makespan_s:.3g} s: the router saw none"
 
 
+def _flapping(scenario: Scenario, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each rule of autoscaling that turned round often."""
+    turns = summary.get("scaling", {}).get("turns", {})
+    for at, pool in enumerate(scenario.fleet.pools if scenario.fleet else ()):
+        count = turns.get(scenario.fleet.labels[at], 0) if scenario.fleet else 0
+        if pool.autoscale and count >= FLAPS:
+            name, span = pool.autoscale.rule.name, f"{summary['makespan_s']:.3g} s"
+            cure = "; a longer down_window_s would steady it" if name == "hpa" else ""
+            yield f"fleet.pools.{at}.autoscale.rule: {name} flaps: {count} changes of direction in {span}{cure}"
+
+
 def counted(
-    scenario: Scenario, total_blocks: int, window_s: tuple[float, float] | None, blocks: Sequence[int] = ()
+    scenario: Scenario,
+    total_blocks: int,
+    window_s: tuple[float, float] | None,
+    blocks: Sequence[int] = (),
+    changed: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise. `blocks` are
-    those of each server.
+    those of each server, `changed` the servers themselves where they come and go.
     """
-    fleet: list[dict[str, Any]] = []
-    if scenario.fleet is not None:
+    fleet: Sequence[Mapping[str, Any]] = changed
+    if scenario.fleet is not None and not scenario.fleet.changes:
         each = zip(scenario.fleet.pool_names, scenario.servers, blocks, strict=True)
         fleet = [{"pool": name, "gpus": server.gpus, "total_blocks": count} for name, server, count in each]
     return {

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
-from cbsim.scenario.schedulers import Router
+from cbsim.scenario.schedulers import Router, Rule
 
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost")
 CHOSEN = {"scheduler": "name", "cost": "kind"}  # the field of a part that chooses its kind
 MOST_SERVERS = 10_000
-LEAST_S = 0.001  # between two scrapes
+LEAST_S = 0.001  # between two scrapes, or two calls of a rule
+Replicas = Annotated[Whole, Field(ge=1, le=MOST_SERVERS)]
 
 
 def _of_a_server(fields: dict[str, Any]) -> dict[str, Any]:
@@ -28,13 +29,80 @@ def _of_a_server(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-class Pool(Frozen):
+class Unwritten(Frozen):
+    """A part whose newer fields are left out of files where they have their defaults."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields, written = type(self).model_fields, handler(self)
+        return {
+            name: value
+            for name, value in written.items()
+            if name not in NEWER or value not in (fields[name].default, [])
+        }
+
+
+NEWER = ("autoscale", "failures", "random_failures", "on_failure", "most_retries")
+
+
+class Autoscale(Frozen):
+    """When replicas of a pool are started, and when they go. A replica takes requests once it has started; one that is
+    to go gets no new ones, and goes when those that it has have ended. Those that start are the first to go, then those
+    that have been there for the shortest time.
+    """
+
+    rule: Rule  #: Who says how many there should be.
+    least: Replicas = 1  #: Replicas that there are at least, draining ones not counted.
+    most: Replicas  #: Replicas that there are at most, starting and draining ones included.
+    start_s: Seconds = 60.0  #: Seconds until a replica that is started takes requests.
+    drain_s: Seconds | None = None  #: Seconds until a draining replica is killed; null: it never is.
+    interval_s: Annotated[Real, Field(ge=LEAST_S)] = 15.0  #: Seconds between two calls of the rule.
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.least > self.most:
+            raise complaint(f"got {self.least}, must be <= most ({self.most})", "least")
+        return self
+
+
+class Failure(Frozen):
+    """The death of a server, with all that it has cached."""
+
+    server: Annotated[Whole, Field(ge=0)]  #: Which, by its number in the fleet, where each pool has room for its most.
+    at_s: Seconds  #: When; nothing happens if there is none by then.
+    back_s: Seconds | None = None
+    """Seconds until another takes its place; null: none does. A pool that is scaled starts one at once."""
+
+
+class RandomFailures(Frozen):
+    """Deaths at random: each server lives for a time that is drawn from an exponential distribution."""
+
+    per_server_hour: Annotated[Real, Field(gt=0)]  #: Deaths in an hour of a server.
+    back_s: Seconds | None = None  #: As of a single failure.
+    seed: Annotated[Whole, Field(ge=0)] = 0  #: Of these draws.
+
+
+class Pool(Unwritten):
     """Servers that are alike."""
 
-    count: Annotated[Whole, Field(ge=1, le=MOST_SERVERS)] = 1  #: How many.
+    count: Replicas = 1  #: How many, at the start if the pool is scaled.
     name: Annotated[Text, Field(min_length=1, max_length=60)] | None = None  #: Names the pool; null: its number.
     server: Annotated[dict[str, Any], AfterValidator(_of_a_server), Field(default_factory=dict)]
     """Fields of the scenario that differ: of model, hardware, scheduler, kv_cache, loop, cost."""
+    autoscale: Autoscale | None = None  #: When replicas start and go; null: there are always `count`.
+
+    @property
+    def room(self) -> int:
+        """The most servers that it has at a time."""
+        return self.autoscale.most if self.autoscale else self.count
+
+    @model_validator(mode="after")
+    def _in_bounds(self) -> Self:
+        of = self.autoscale
+        if of and not of.least <= self.count <= of.most:
+            bound = f"must be autoscale.least to autoscale.most ({of.least} to {of.most})"
+            raise complaint(f"got {self.count}, {bound}", "count")
+        return self
 
 
 class Signals(Frozen):
@@ -44,12 +112,39 @@ class Signals(Frozen):
     events_s: Seconds = 0.0  #: Seconds until the router knows that a block was cached or evicted.
 
 
-class Fleet(Frozen):
+class Fleet(Unwritten):
     """Several servers behind a router."""
 
     pools: Annotated[Many[Pool], Field(min_length=1)]  #: The servers, numbered from 0 in this order.
     router: Router  #: Who gets a request.
     signals: Signals = Signals()  #: How old is what the router knows.
+    failures: Many[Failure] = ()  #: Servers that die, and when.
+    random_failures: RandomFailures | None = None  #: Further deaths, at random; null: none.
+    on_failure: Literal["retry", "fail"] = "retry"
+    """What becomes of the requests of a server that dies: the client sends them again, or they fail. One of several
+    samples fails."""
+    most_retries: Annotated[Whole, Field(ge=0, le=1000)] = 3  #: How often a request is sent again before it fails.
+
+    @model_validator(mode="after")
+    def _failures_are_of_servers(self) -> Self:
+        rooms = [pool for pool in self.pools for _ in range(pool.room)]
+        for at, each in enumerate(self.failures):
+            if each.server >= len(rooms):
+                raise complaint(f"got {each.server}, must be <= {len(rooms) - 1}", f"failures.{at}.server")
+            if each.back_s is not None and rooms[each.server].autoscale:
+                bound = "must be null in a pool that is scaled, which starts another at once"
+                raise complaint(f"got {each.back_s:g}, {bound}", f"failures.{at}.back_s")
+        return self
+
+    @property
+    def changes(self) -> bool:
+        """Whether servers come or go."""
+        return bool(self.failures or self.random_failures or any(pool.autoscale for pool in self.pools))
+
+    @property
+    def room(self) -> int:
+        """The most servers that it has at a time."""
+        return sum(pool.room for pool in self.pools)
 
     @property
     def count(self) -> int:

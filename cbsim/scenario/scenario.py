@@ -218,8 +218,8 @@ class Scenario(Frozen):
         if len(set(fleet.labels)) < len(fleet.labels):
             bound = "must differ (a pool without a name has its number, from 0)"
             raise complaint(f"got the names {', '.join(fleet.labels)}, {bound}", "fleet.pools")
-        if fleet.count > MOST_SERVERS:
-            raise complaint(f"got {fleet.count:,} servers, must be <= {MOST_SERVERS:,} in all", "fleet.pools")
+        if fleet.room > MOST_SERVERS:
+            raise complaint(f"got {fleet.room:,} servers, must be <= {MOST_SERVERS:,} in all", "fleet.pools")
         base, pools = scenario.model_dump(mode="json", exclude={"fleet"}), list[Pool]()
         for at, pool in enumerate(fleet.pools):
             try:
@@ -250,6 +250,13 @@ class Scenario(Frozen):
     def servers(self) -> tuple[Scenario, ...]:
         """The scenario of each server: this one, or those of the pools, the same object for those of one pool."""
         return (self,) if self.fleet is None else self._servers
+
+    def replicas(self, summary: Mapping[str, Any]) -> tuple[Scenario, ...]:
+        """The scenario of each server that a run had: of a fleet whose servers come and go, by its summary.json."""
+        if self.fleet is None or not self.fleet.changes:
+            return self.servers
+        of = dict(zip(self.fleet.labels, (server for _, server in self.pools), strict=True))
+        return tuple([of[each["pool"]] for each in summary["per_server"] if each["pool"] in of])
 
     @property
     def pools(self) -> list[tuple[str, Scenario]]:

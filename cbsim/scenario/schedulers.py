@@ -1,5 +1,5 @@
-"""The `scheduler` of a scenario, and the router of a fleet: looked up by name, with settings checked like every other
-part of the file.
+"""The `scheduler` of a scenario, the router of a fleet and the rule of a pool: looked up by name, with settings checked
+like every other part of the file.
 
 A kind's settings are a plain dataclass (policy/kind.py); the pydantic model that checks them is derived from it here.
 """
@@ -150,5 +150,7 @@ def _text(value: Any) -> Any:
 
 SCHEDULERS = ByName(schedulers.SCHEDULERS, schedulers.OURS)
 ROUTERS = ByName(routers.ROUTERS, routers.OURS)
+RULES = ByName(routers.RULES, routers.RULES_OURS)
 Scheduler = Annotated[Settings, SCHEDULERS]
 Router = Annotated[Settings, ROUTERS]
+Rule = Annotated[Settings, RULES]

@@ -83,6 +83,16 @@ class Workload:
             self._by_index = {spec.index: spec for spec in self.specs()}
         return self._by_index.get(index)
 
+    def attempt(self, spec: RequestSpec, number: int) -> RequestSpec:
+        """Return a request as it is sent again for the nth time: the same but for its index."""
+        return replace(spec, index=spec.index % self.total + number * self.total)
+
+    def find_attempt(self, index: int) -> RequestSpec | None:
+        """Return the request of an index like `find`, also one that was sent again."""
+        number, first = divmod(index, self.total) if self.total else (0, index)
+        spec = self.find(first)
+        return spec and (self.attempt(spec, number) if number else spec)
+
     def specs(self) -> list[RequestSpec]:
         """Return all requests as they were before the run; those that follow others have no arrival time yet."""
         return [*self.open, *(spec for spec, _ in self._later)]

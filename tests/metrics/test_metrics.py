@@ -332,6 +332,8 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
         server.record.requests(), Steps.of(server.record), total_blocks=100, slo=slo, price_usd_hour=5.0
     )
     summary["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
+    summary["scaling"] = {name.partition(".")[2]: 1.0 for name in METRICS if name.startswith("scaling.")}
+    summary["requests_by_status"]["retried"] = 0  # both of fleets whose servers come and go
     summary["kv_moves"] = optional_tables.summarise_transfers(TransferLog(), 1.0)  # of runs that move KV
     found = leaves(summary)
     assert set(METRICS) - set(found) == set()

@@ -25,6 +25,7 @@ class Seen:
     running: int = 0
     kv_use: float = 0.0
     age_ns: int = 0
+    ready: bool = True
     cached: dict[str, int] = field(default_factory=dict)  # tokens, by request
 
     def cached_tokens(self, request: RequestSpec) -> int:

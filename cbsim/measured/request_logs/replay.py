@@ -228,5 +228,5 @@ def serve(scenario: Scenario, specs: Sequence[RequestSpec], servers: int, front_
     fleet, draws = Fleet([scenario] * servers, Workload(specs, len(specs)), together=False), np.random.default_rng(seed)
     settings, draw = ServiceSettings(name="kubernetes_service"), lambda: int(draws.integers(servers))
     router = KubernetesService(draw, settings, round(front_s * NS))
-    Choice(router, fleet.env, fleet.front, fleet.machines, Signals(metrics_s=60))  # it reads no metrics
+    Choice(router, fleet.front, fleet.machines, Signals(metrics_s=60))  # it reads no metrics
     return run_fleet(fleet)
