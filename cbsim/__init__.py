@@ -173,14 +173,12 @@ def recommend(
     slo: Sequence[str],
     cards: Sequence[str],
     *,
-    prices: Mapping[str, float] | None = None,
     tensor: Sequence[int] = (1, 2, 4, 8),
     knobs: Mapping[str, Sequence[Any]] | None = None,
     most_gpus: int = 64,
     changes: Changes = (),
     confidence: float = 0.95,
     replicates: int = 20,
-    warmup: float = 0.1,
     store: str | Path = "sweeps",
     jobs: int = 1,
     ray: str | None = None,
@@ -193,14 +191,15 @@ def recommend(
     from cbsim.scenario.fields import check_strings
     from cbsim.search import recommend as searching
     from cbsim.search import recommended
+    from cbsim.sweeps.store import Runs, Store
     from cbsim.sweeps.sweep import executor
 
     check_strings("slo", slo)
     check_strings("cards", cards)
     wish = searching.wish(model, load, changes, most_gpus)
-    of = list(searching.candidates(wish, searching.cards(cards, prices or {}), tensor, knobs or {}))
-    precision = {"confidence": confidence, "replicates": replicates, "warmup": warmup}
-    return recommended.recommend(wish, of, slo, precision, Path(store), executor(jobs, ray))
+    of = searching.candidates(wish, cards, tensor, knobs or {})
+    runs = Runs(Store(Path(store)), executor(jobs, ray))
+    return recommended.recommend(of, slo, runs, confidence=confidence, replicates=replicates)
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ from cbsim.policy.value import running
 from cbsim.record import directory, timeline
 from cbsim.record.directory import Pieces
 from cbsim.record.tables import token_times
-from cbsim.runs.running import counted
+from cbsim.runs.running import counted, servers_of
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.fields import near
@@ -176,8 +176,8 @@ def measure(name: str) -> dict[str, Any]:
         with writer.writing(steps, lambda: token_times(rows, steps)):
             writer.file("timeline.json.gz", timeline.chrome_trace(steps.parts(), (0, 2000), name))
             record = server.record
-            blocks = [part.total_blocks for part in getattr(record, "records", ())]  # of several servers
-            summary = metrics.summarise(rows, steps, **counted(scenario, record.total_blocks, None, blocks))
+            of = counted(scenario, record.total_blocks, None, servers_of(scenario, record))
+            summary = metrics.summarise(rows, steps, **of)
         writer.json("summary.json", summary)
         writer.drop_pieces()
         writer.complete()

@@ -26,7 +26,7 @@ from cbsim.draw.chart import Chart
 from cbsim.draw.report import Report, Table
 from cbsim.measured.own import fit as fits
 from cbsim.measured.own.clients import Measured
-from cbsim.measured.own.loads import Largest, Played
+from cbsim.measured.own.fit import Largest, Played
 from cbsim.measured.own.measurement import Floats, Load, load_of
 from cbsim.measured.own.study import chart, errors, fit_tables
 from cbsim.measured.points.calibration import Prior

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.draw.chart import BLACK, Area, Columns, Edge, Floats, Level, Line, Mark, Panel, Style, Unit, column
 from cbsim.metrics.terminal import lookup, shown
 from cbsim.record.columns import NS
+from cbsim.record.tables import Ints, Mask
 
-Ints = npt.NDArray[np.int64]
 Frames = Mapping[str, Columns]
 DECADES = 100.0  # a range of more than this factor is drawn on a log axis
 
@@ -42,7 +41,7 @@ class Chosen:
     """A selection of a table's rows, column by column."""
 
     table: Columns
-    rows: npt.NDArray[np.bool_]
+    rows: Mask
 
     def __getitem__(self, name: str) -> Any:
         return np.asarray(self.table[name])[self.rows]

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures import axis
-from analysis.figures.axis import Frames, Ints, cdf, chosen, longest, seconds, spread
+from analysis.figures.axis import Frames, cdf, chosen, longest, seconds, spread
 from cbsim.draw import chart
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import shown
 from cbsim.record.columns import NS
-from cbsim.record.tables import Requests
+from cbsim.record.tables import Ints, Requests
 
 MOST_NAMED = 40  # rows; if there are more, only some are labelled, by their index in order of arrival
 STYLES = {"queue": Style("#C8C8C8"), "prefill": Style(chart.BLUE), "decode": Style(chart.ORANGE)}

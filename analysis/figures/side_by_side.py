@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from analysis.figures import axis
-from analysis.figures.axis import Ints, spread
+from analysis.figures.axis import spread
 from analysis.statistics.loading import LoadedRun
 from analysis.statistics.sweeps import Knee, Sweep, SweepGroup, knee, rates
 from cbsim.draw.chart import GREY, Bars, Chart, Edge, Floats, Line, Mark, Panel, Points, Spans, Style, series, unit
 from cbsim.draw.report import Table
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import flat, lookup, shown
+from cbsim.record.tables import Ints
 
 LOOPS = ("sync", "async")
 TOTALS = (("output tokens/s", "output_tokens_per_s", "number"), ("GPU active", "gpu_active", "share"))

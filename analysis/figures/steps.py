@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -223,19 +223,20 @@ def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[st
     return parts
 
 
-def replicas(events: Mapping[str, Sequence[Mapping[str, Any]]], end_s: float) -> Chart:
-    """Draw the servers of each pool that take requests, by what happened to them, from 0 to `end_s`, and deaths."""
-    panels, time = [], unit(end_s)
-    for label, run in events.items():
-        marks = list[Mark]()
-        for at, pool in enumerate(dict.fromkeys(each["pool"] for each in run)):
-            mine = [each for each in run if each["pool"] == pool]
-            x = np.array([*(each["time_s"] for each in mine), end_s]) / time.size
-            ready = np.array([*(each["ready"] for each in mine), mine[-1]["ready"]], dtype=float)
-            marks.append(Line(f"pool {pool}", x, ready, series(at), step=True))
-            died = [number for number, each in enumerate(mine) if each["event"] == "died"]
-            style = Style(series(at).colour, marker="cross")
-            marks += [Points(f"pool {pool}, died", x[died], ready[died], style)] if died else []
+def replicas(summaries: Mapping[str, Mapping[str, Any]]) -> Chart:
+    """Draw the servers of each pool that take requests, by what happened to them, and deaths."""
+    panels, time = [], unit(max(each["makespan_s"] for each in summaries.values()))
+    for label, summary in summaries.items():
+        marks, events = list[Mark](), summary["scaling"]["events"]
+        for at, pool in enumerate(dict.fromkeys(each["pool"] for each in events)):
+            mine = [each for each in events if each["pool"] == pool]
+            mine.append({**mine[-1], "time_s": summary["makespan_s"], "event": "end"})
+            x, ready = (np.array([each[name] for each in mine], float) for name in ("time_s", "ready"))
+            died = np.array([each["event"] == "died" for each in mine])
+            marks.append(Line(f"pool {pool}", x / time.size, ready, series(at), step=True))
+            if died.any():
+                style = Style(series(at).colour, marker="cross")
+                marks.append(Points(f"pool {pool}, died", x[died] / time.size, ready[died], style))
         panels.append(Panel(marks, time.name, "servers", title=label))
     caption = "Servers of a pool that take requests; those that start or drain are not counted. Crosses: one has died."
     return Chart("replicas", "Servers over time", caption, panels, share_x=True)

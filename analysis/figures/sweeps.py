@@ -14,12 +14,13 @@ from analysis.figures import axis
 from analysis.figures.axis import spread
 from analysis.figures.side_by_side import frontier
 from analysis.statistics import sweep_table
-from analysis.statistics.sweep_table import Axis, Bools, Ints, Means, Places, SweepTable, View
+from analysis.statistics.sweep_table import Axis, Means, Places, SweepTable, View
 from cbsim.draw import chart
 from cbsim.draw.chart import Cells, Chart, Floats, Line, Mark, Panel, Points, Style, Unit, Whiskers, scale_of, series
 from cbsim.metrics import catalogue
 from cbsim.metrics.catalogue import Metric
 from cbsim.metrics.checks import Check
+from cbsim.record.tables import Ints, Mask
 
 FAR = 8  # the least ratio of an axis's last number to its first for a logarithmic axis
 MOST_LETTERS = 36  # characters of the numbers written along an axis
@@ -181,10 +182,10 @@ class TradeOff:
 
     x: Means
     y: Means
-    known: Bools
-    met: Bools
+    known: Mask
+    met: Mask
     best: Ints
-    dominated: Bools
+    dominated: Mask
 
 
 def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> TradeOff:
@@ -198,7 +199,7 @@ def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limit
     return TradeOff(x, y, known, met, best[np.argsort(x.mean[best])], _dominated((x, y), up, counted))
 
 
-def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
+def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Mask:
     """Return which places meet every limit, in the mean of their replicates."""
     met = np.ones(len(places), dtype=bool)
     for limit in limits:
@@ -206,7 +207,7 @@ def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Bools:
     return met
 
 
-def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -> Bools:
+def _dominated(means: tuple[Means, Means], up: Sequence[float], counted: Ints) -> Mask:
     """Mark, among all places, the counted ones whose better ends are worse than another counted one's worse ends."""
     ends = [(m.low, m.high) if sign > 0 else (-m.high, -m.low) for m, sign in zip(means, up, strict=True)]
     worse, better = zip(*ends, strict=True)
@@ -254,18 +255,18 @@ def _named(what: Metric, scale: Unit) -> str:
     return f"{what.label} ({scale.name})" if scale.name else what.label
 
 
-def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Bools]]:
+def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Mask]]:
     """Group the places by their values on these axes."""
     keys, first, of = np.unique(places.codes[:, places.columns(axes)], axis=0, return_index=True, return_inverse=True)
     return [(places.label(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
 
 
-def _at(compared: TradeOff, chosen: Bools | Ints, scales: Sequence[Unit]) -> tuple[Floats, Floats]:
+def _at(compared: TradeOff, chosen: Mask | Ints, scales: Sequence[Unit]) -> tuple[Floats, Floats]:
     return compared.x.mean[chosen] / scales[0].size, compared.y.mean[chosen] / scales[1].size
 
 
 def _markers(
-    compared: TradeOff, places: Places, name: str, own: Bools, scales: Scales, style: Style, coloured: Sequence[Axis]
+    compared: TradeOff, places: Places, name: str, own: Mask, scales: Scales, style: Style, coloured: Sequence[Axis]
 ) -> list[Mark]:
     good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
     rest = [axis for axis in places.axes if axis not in coloured]
@@ -286,5 +287,5 @@ def _markers(
     ]
 
 
-def _reach(at: Means, of: Means, chosen: Bools, scales: Sequence[Unit]) -> tuple[Floats, Floats, Floats]:
+def _reach(at: Means, of: Means, chosen: Mask, scales: Sequence[Unit]) -> tuple[Floats, Floats, Floats]:
     return at.mean[chosen] / scales[0].size, of.low[chosen] / scales[1].size, of.high[chosen] / scales[1].size

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.figures.axis import Ints, cdf, spread
+from analysis.figures.axis import cdf, spread
 from analysis.page import report as reports
 from analysis.statistics.compare import Incomparable
 from analysis.statistics.labels import is_number
@@ -29,7 +29,7 @@ from cbsim.measured.own.clients import MEASURES, STATISTICS, Client, Distributio
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import shown
 from cbsim.record.columns import NS
-from cbsim.record.tables import Requests, token_times
+from cbsim.record.tables import Ints, Requests, token_times
 from cbsim.scenario import fields
 
 NOTHING_S = 0.5e-9  # a smaller difference is none: the tables have whole nanoseconds

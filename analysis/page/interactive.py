@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Style, Whiskers
 
+Dict = dict[str, Any]
 PLAIN_AT_MOST = 200  # numbers; a longer array is encoded
 DASHES = {"solid": "solid", "dashed": "7px,3px", "dotted": "2px,3px", "dashdot": "dashdot"}
 MARKERS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-up", "cross": "x"}
@@ -176,8 +177,6 @@ def _across(mark: Level | Edge, number: int) -> Dict:
         return line | {"xref": f"{x} domain", "x0": 0, "x1": 1, "yref": y, "y0": mark.y, "y1": mark.y}
     return line | {"yref": f"{y} domain", "y0": 0, "y1": 1, "xref": x, "x0": mark.x, "x1": mark.x}
 
-
-Dict = dict[str, Any]
 
 HEADROOM = 1.06  # top of the axis above a level, as a factor
 WIDE_PX, NARROW_PX = 1060, 340  # widths of the plots that the layouts are made for

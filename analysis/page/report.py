@@ -196,13 +196,13 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
         requests.timeline({run.label: run.requests for run in runs}),
         steps.step_time(frames),
     ]
+    return [*charts, *_servers_and_cost(summaries)]
+
+
+def _servers_and_cost(summaries: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
+    scaled = {label: each for label, each in summaries.items() if "scaling" in each}
     priced = any("cost" in summary for summary in summaries.values())
-    return [*charts, *_servers_over_time(summaries), *([side_by_side.cost(summaries)] if priced else [])]
-
-
-def _servers_over_time(summaries: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
-    scaled = {label: each["scaling"]["events"] for label, each in summaries.items() if "scaling" in each}
-    return [steps.replicas(scaled, max(each["makespan_s"] for each in summaries.values()))] if scaled else []
+    return [*([steps.replicas(scaled)] if scaled else []), *([side_by_side.cost(summaries)] if priced else [])]
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

@@ -21,7 +21,7 @@ import numpy as np
 from analysis.figures import sweeps
 from analysis.page.webpage import Explorer, embedded, template
 from analysis.statistics import sweep_table
-from analysis.statistics.sweep_table import Axis, Bools, Means, Places, SweepTable, View
+from analysis.statistics.sweep_table import Axis, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table
 from cbsim.errors import RunError
@@ -30,6 +30,7 @@ from cbsim.metrics.catalogue import PER_GPU, PER_USER, Metric
 from cbsim.metrics.checks import Check
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import flat, lookup
+from cbsim.record.tables import Mask
 from cbsim.scenario import documents
 
 METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")
@@ -137,7 +138,7 @@ def _given(table: SweepTable) -> str:
     return f"{table.subject}; workload: {given}." if given else ""
 
 
-def _best(table: SweepTable, places: Places, metric: str, met: Bools, limited: bool) -> str:
+def _best(table: SweepTable, places: Places, metric: str, met: Mask, limited: bool) -> str:
     """Return the place of the best mean, if the metric has a direction and not all means are the same."""
     what, means = catalogue.metric(metric), places.means(table.metrics[metric])
     known = np.flatnonzero(np.isfinite(means.mean) & met)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class Values:
     names: tuple[str, ...] = STATISTICS
 
     @classmethod
-    def of(cls, values: Floats) -> Values:
+    def of(cls, values: Floats) -> Self:
         order = np.argsort(values, kind="stable")[: int(np.count_nonzero(~np.isnan(values)))]  # NaN is sorted last
         return cls(values[order], order)
 
@@ -97,7 +97,7 @@ class Gaps:
     names: tuple[str, ...] = STATISTICS
 
     @classmethod
-    def of(cls, run: LoadedRun, rows: Ints) -> Gaps:
+    def of(cls, run: LoadedRun, rows: Ints) -> Self:
         """Return the gaps of the requests at these positions of the table."""
         chosen = run.times.rows.rows(rows)
         flat = chosen.runs.reshape(-1, 2)

@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from analysis.statistics.labels import ending, is_number, labels
-from cbsim.draw.chart import Floats
 from cbsim.errors import RunError
 from cbsim.metrics import coverage, swept
 from cbsim.metrics.checks import OPERATORS, Check
 from cbsim.metrics.swept import ABOUT, DONE, LOOP, SEED, STATUSES
 from cbsim.metrics.terminal import flat
+from cbsim.record.tables import Floats, Ints, Mask
 from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
 
-Ints = npt.NDArray[np.int64]
 METADATA = (coverage.STEP_TIMES, b"subject", b"scenario", b"command")
 MOST_LETTERS = 60  # characters of a value
 
@@ -207,7 +205,6 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
     return made
 
 
-Bools = npt.NDArray[np.bool_]
 CONFIDENCE = 0.95
 
 
@@ -271,10 +268,10 @@ def places(table: SweepTable) -> Places:
     return Places(table.axes, codes, of.reshape(-1))
 
 
-def meet(limit: Check, values: Floats) -> Bools:
+def meet(limit: Check, values: Floats) -> Mask:
     """Return which values meet a condition; NaN does not."""
     compare: Any = OPERATORS[limit.compare]
-    made: Bools = compare(values, limit.bound)
+    made: Mask = compare(values, limit.bound)
     return made
 
 
@@ -313,7 +310,7 @@ class View:
         return [np.array(groups[key], dtype=np.int64) for key in sorted(groups)]
 
 
-def places_at(places: Places, fixed: Mapping[str, int]) -> Bools:
+def places_at(places: Places, fixed: Mapping[str, int]) -> Mask:
     """Return which places have these values on these axes."""
     shown = np.ones(len(places), dtype=bool)
     for at, axis in enumerate(places.axes):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from analysis.statistics import sweeps
 from analysis.statistics.loading import LoadedRun
@@ -14,7 +13,7 @@ from cbsim.draw.report import Caveat
 from cbsim.metrics import coverage, metrics
 from cbsim.metrics.metrics import ENOUGH, SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
-from cbsim.record.tables import ENDED
+from cbsim.record.tables import ENDED, Floats, Ints
 from cbsim.scenario import demand
 
 USUAL, EARLY = 0.9, 0.05
@@ -26,7 +25,6 @@ NEAR_FULL = 0.9
 """Capacity: share of the KV blocks in use above which their number determines waits and preemptions."""
 MOST_IN_FULL, MOST_NAMED = 2, 8  # runs with a caveat of one kind each, and runs named in one of many
 NO_MODEL = re.compile(r"(\d+(g|gb|gib)|hbm\d+e?|gddr\d+x?|sxm\d*|pcie\d*|mig\d*)")
-Floats = npt.NDArray[np.float64]
 
 
 def caveats(runs: Sequence[LoadedRun]) -> list[Caveat]:
@@ -139,7 +137,7 @@ def _slow_start(run: LoadedRun) -> str | None:
     return f"step {step} took {lasted[step]:.3g} ms, {ratio}." if factor > SLOW else None
 
 
-def _factor(lasted: Floats, tokens: npt.NDArray[np.int64], step: int) -> float:
+def _factor(lasted: Floats, tokens: Ints, step: int) -> float:
     later = slice(FIRST, None)
     alike = (tokens[later] * ALIKE >= tokens[step]) & (tokens[later] <= ALIKE * tokens[step]) & (tokens[step] > 0)
     return float(lasted[step] / np.median(lasted[later][alike])) if alike.sum() >= FIRST else 0.0

@@ -20,9 +20,10 @@ from cbengine.measure import provenance
 from cbengine.measure.probes import CPU_REACH, GPU_REACH, Reach
 from cbengine.sampling import Sampling, SamplingSettings
 from cbsim.cli.arguments import run_options
-from cbsim.cli.sessions import options_of, scenario_of
+from cbsim.cli.sessions import options_of
 from cbsim.errors import CHECK_FAILED, OK
 from cbsim.runs import run_command
+from cbsim.runs.served import with_one_loop
 from cbsim.scenario import scenario as scenarios
 
 SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--sampling-seed"}
@@ -52,7 +53,8 @@ def serve(arguments: argparse.Namespace) -> int:
     setup = Setup(device=device, weights=arguments.model, sampling=Sampling(temperature=1.0))
     line = arguments.line if arguments.device else f"{arguments.line} --device {device}"
     names = (arguments.served_model_name, arguments.tokenizer)
-    return backend.serve(scenario_of(arguments), setup, options_of(arguments), line, *names)
+    scenario = with_one_loop(scenarios.load(arguments.scenario, arguments.set))
+    return backend.serve(scenario, setup, options_of(arguments), line, *names)
 
 
 def calibrate(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ for its tokens, in order. Times are those of the engine's clock: `perf_counter_n
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,10 +77,11 @@ class EngineDevice(Protocol):
 
     staging: list[Ints]  # one buffer for each step in flight
     facts: dict[str, Any]  # the device's entries in env.json; more of them once it is closed
+    _sizes: Sequence[int] = ()  # of captured steps, rising
 
     def bucket(self, rows: int) -> int:
         """Return the size at which a step of this many decode rows is computed."""
-        return rows
+        return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         """Start the step in staging buffer `slot`, after those launched before, and its plan's transfers. `excess` are
@@ -99,7 +101,8 @@ class EngineDevice(Protocol):
         """
 
     def close(self) -> None:
-        """Free everything that was allocated. It may be called twice."""
+        """Free what outlives the device. It may be called twice."""
+        return
 
 
 def staging(capacity: Capacity, depth: int) -> list[Ints]:
@@ -137,9 +140,6 @@ class Inline(EngineDevice):
         del until_ns  # everything launched has ended
         return self._mover.finished()
 
-    def close(self) -> None:
-        self._done.clear()
-
 
 class Modelled(EngineDevice):
     """A device that computes nothing: a step takes the nanoseconds of a cost model, on lanes as a GPU's. Every token is
@@ -159,9 +159,6 @@ class Modelled(EngineDevice):
         self._free = [0, 0, 0]  # when each lane has finished its work
         self._moves = ModelledMoves(copy_ns)
         self._done: dict[int, tuple[Ints, Lanes]] = {}
-
-    def bucket(self, rows: int) -> int:
-        return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         del excess  # there are no tables
@@ -192,9 +189,6 @@ class Modelled(EngineDevice):
         while self._clock.now_ns() < next_ns:
             self._clock.wait_until(next_ns)
         return self._moves.finished(self._clock.now_ns())
-
-    def close(self) -> None:
-        self._done.clear()
 
 
 def _declared(header: Header, plan: StepPlan) -> Ints:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, islice, product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, Ints, arrays
 from cbengine.device.moves import Moved
 from cbengine.model.kvcache import Carrier
-from cbsim.policy.captures import bucket, captured_sizes
+from cbsim.policy.captures import captured_sizes
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 
@@ -56,7 +56,7 @@ class Marks(NamedTuple):
     done: torch.cuda.Event
 
     @classmethod
-    def new(cls, *, spin: bool) -> Marks:
+    def new(cls, *, spin: bool) -> Self:
         """Create events. With `spin` the CPU is kept busy while it waits for a step, and wakes up sooner."""
         first, second, third, fourth = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         return cls(first, second, third, fourth, torch.cuda.Event(enable_timing=True, blocking=not spin))
@@ -109,9 +109,6 @@ class Cuda(EngineDevice):
             "capture_s": self._capture_s,
             "allocated_bytes": torch.cuda.memory_allocated(),
         }
-
-    def bucket(self, rows: int) -> int:
-        return bucket(self._sizes, rows)
 
     def launch(self, slot: int, header: Header, plan: StepPlan = NOTHING, excess: Ints | None = None) -> None:
         at = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class Ranked(NamedTuple):
     scores: Ints  # the bits of a float32
 
     @classmethod
-    def of(cls, results: Ints) -> Ranked:
+    def of(cls, results: Ints) -> Self:
         return cls(*results.reshape(len(cls._fields), -1))
 
 

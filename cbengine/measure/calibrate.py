@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -24,11 +23,11 @@ from cbsim.cost.base import PHASES, PhaseCost
 from cbsim.errors import ScenarioError
 from cbsim.files import access
 from cbsim.record import environment
+from cbsim.record.tables import Floats, Mask
 from cbsim.scenario import documents
 from cbsim.scenario.costs import Coefficients, read_whole, sealed
 from cbsim.scenario.scenario import Scenario
 
-Floats = npt.NDArray[np.float64]
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
@@ -308,7 +307,7 @@ def non_negative(matrix: Floats, target: Floats) -> Floats:
     return result
 
 
-def _inside(a: Floats, target: Floats, x: Floats, passive: npt.NDArray[np.bool_]) -> Floats:
+def _inside(a: Floats, target: Floats, x: Floats, passive: Mask) -> Floats:
     """Move from `x` towards the unconstrained optimum of the passive set until a coordinate would become negative."""
     while True:
         trial = np.zeros_like(x)

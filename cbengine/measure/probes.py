@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from cbengine import build
@@ -27,7 +26,7 @@ from cbsim.policy.captures import captured, captured_sizes
 from cbsim.policy.kind import SettingsError, for_probe
 from cbsim.policy.plan import StepPlan
 from cbsim.record.record import STEP_COLUMNS
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Floats, Ints, Mask, Steps
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import LARGEST_WHOLE
 from cbsim.scenario.scenario import Scenario
@@ -37,8 +36,6 @@ from cbsim.workload import generators
 SETTLING = 3  # first steps of a run, left out because caches are cold
 SHORTEST = 8  # the least number of tokens of the longest sequence and of the largest step
 SPREAD = 1.2  # sigma of the lognormal prompt lengths: many short ones and some as long as allowed
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Kinds = dict[tuple[int, ...], list[int]]
 FEWEST = 8  # kinds of equal steps that contention can be told from
 
@@ -124,11 +121,12 @@ class ProbeTable:
     equal: EqualStepTimes | None = None
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
-        """Add the steps of the asynchronous loop that were launched ahead."""
-        ahead = _lines(plans, steps, sizes, launched_ahead(steps))
-        self.lines += [line._replace(ahead=True) for line in ahead]
+        """Add the asynchronous loop's steps that were launched as a whole before the kernels of the last one ended."""
+        ahead = np.zeros(len(steps), dtype=bool)
+        ahead[1:] = steps["launch_end_ns"][1:] < steps["compute_end_ns"][:-1]
+        self.lines += [line._replace(ahead=True) for line in _lines(plans, steps, sizes, ahead)]
 
-    def column(self, name: str) -> npt.NDArray[np.float64]:
+    def column(self, name: str) -> Floats:
         return np.array([getattr(line, name) for line in self.lines], dtype=np.float64)
 
     def alone(self) -> ProbeTable:
@@ -166,7 +164,7 @@ class ProbeTable:
         return float(f"{share:.3g}") if share > 2 * error else 0.0
 
     @classmethod
-    def of(cls, table: pa.Table) -> ProbeTable:
+    def of(cls, table: pa.Table) -> Self:
         """Read what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
         older = {"ahead"} - set(table.column_names)  # columns that older files lack
         names = [name for name in ProbeStep._fields if name not in older]
@@ -183,9 +181,7 @@ class ProbeTable:
         return pa.table({name: [getattr(line, name) for line in self.lines] for name in ProbeStep._fields})
 
 
-def _lines(
-    plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: npt.NDArray[np.bool_] | None = None
-) -> list[ProbeStep]:
+def _lines(plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int], which: Mask | None = None) -> list[ProbeStep]:
     """Return lines of the chosen steps (all) but first and empty ones. Without captured `sizes` each is one launch."""
     columns = {name: i for i, name in enumerate(STEP_COLUMNS)}
     chosen = np.ones(len(steps), dtype=bool) if which is None else which
@@ -272,11 +268,11 @@ def _run(ready: Scenario, loop: str, setup: Setup) -> tuple[list[StepPlan], Step
     return plans, Steps.of(engine.record), device.facts
 
 
-def _gaps(steps: Steps) -> npt.NDArray[np.int64]:
+def _gaps(steps: Steps) -> Ints:
     """Return the nanoseconds from one step's kernels to the next one's, where that had been launched in time."""
     ends, starts = steps["compute_end_ns"][:-1], steps["compute_start_ns"][1:]
     middle = steps["compute_start_ns"][:-1] + (ends - steps["compute_start_ns"][:-1]) // 2
-    gaps: npt.NDArray[np.int64] = (starts - ends)[steps["launch_end_ns"][1:] < middle]
+    gaps: Ints = (starts - ends)[steps["launch_end_ns"][1:] < middle]
     return gaps
 
 
@@ -301,10 +297,3 @@ def _scenario(base: Scenario, probe: Probe) -> Scenario:
     except (ScenarioError, SettingsError) as error:
         raise UsageError(f"{too_large}: {error}") from None
     return ready
-
-
-def launched_ahead(steps: Steps) -> npt.NDArray[np.bool_]:
-    """Return which steps had been launched as a whole before the kernels of the one before them ended."""
-    ahead = np.zeros(len(steps), dtype=bool)
-    ahead[1:] = steps["launch_end_ns"][1:] < steps["compute_end_ns"][:-1]
-    return ahead

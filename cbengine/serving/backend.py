@@ -85,7 +85,7 @@ class EngineBackend(Backend):
         assert isinstance(self.session.server, EngineServer)
         self._server = self.session.server
         pool = self._server.engine.scheduler.pool
-        self._contents = Contents(pool.block_size, pool.num_blocks)
+        self.contents = Contents(pool.block_size, pool.num_blocks)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
 

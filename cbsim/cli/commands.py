@@ -7,13 +7,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cbsim.cli.arguments import check_out, run_options
 from cbsim.cli.many_runs import executor
-from cbsim.cli.sessions import options_of, scenario_of, servers_of
-from cbsim.errors import ERROR, OK, RunError
+from cbsim.cli.sessions import options_of
+from cbsim.errors import ERROR, OK, RunError, ScenarioError
 from cbsim.files import access
 from cbsim.machine.simulate import Simulation
 from cbsim.runs import reading, run_command
@@ -51,11 +52,10 @@ def replan(arguments: argparse.Namespace) -> int:
 
     status = OK
     for path in arguments.runs:
-        if (path / routing.FILE).exists():
-            verdict, incomplete, what = routing.rederive(path), None, "choices"
-        else:
-            verdict, incomplete, what = replan.rederive(path), reading.load(path, whole=False).incomplete, "plans"
-        line = f"{path}: {verdict.matched} of {verdict.steps} {what} identical"
+        routed = (path / routing.FILE).exists()
+        verdict = (routing if routed else replan).rederive(path)
+        incomplete = None if routed else reading.load(path, whole=False).incomplete
+        line = f"{path}: {verdict.matched} of {verdict.steps} {'choices' if routed else 'plans'} identical"
         if verdict.difference is not None:
             line, status = f"{line}, then {verdict.difference}", ERROR
         print(f"{line}; the run is incomplete: {incomplete}" if incomplete else line)
@@ -119,41 +119,49 @@ def catalogue(_: argparse.Namespace) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     from cbsim.http import listen
+    from cbsim.http.failures import Failures
     from cbsim.http.tokenizer import open_tokenizer
     from cbsim.virtual.clocks import Clock
     from cbsim.virtual.simulated import SimulatedBackend
 
-    tokenizer, (name, servers) = open_tokenizer(arguments.tokenizer), servers_of(arguments)
-    model = arguments.served_model_name or name
-    options, count = options_of(arguments), len(servers)
-    events: list[Any] = [None] * count
-    if arguments.kv_events:
-        from cbsim.virtual.kv_events import KvEvents
+    its, tokenizer = scenario.load(arguments.scenario, arguments.set), open_tokenizer(arguments.tokenizer)
+    if its.fleet is not None and its.fleet.changes:
+        raise ScenarioError("fleet: got servers that come and go, expected as many all the time: each has a port")
+    options = replace(options_of(arguments), failures=Failures(arguments.fail, arguments.fail_seed, arguments.start))
+    backends, model = list[SimulatedBackend](), arguments.served_model_name or its.name
+    for at, server in enumerate(its.servers):
+        named = server if its.fleet is None else server.model_copy(update={"name": f"{its.name}-{at}"})
+        backends.append(SimulatedBackend(named, Clock(arguments.clock), tokenizer, model, arguments.line))
 
-        listen.check_host(options.host, options.settings)
-        ports = range(arguments.kv_events, arguments.kv_events + count)
-        events = [KvEvents(options.host, port, port + count) for port in ports]
-    made = ((each, Clock(arguments.clock), tokenizer, model, arguments.line) for each in servers)
-    backends = [SimulatedBackend(*parts, its) for parts, its in zip(made, events, strict=True)]
-    return asyncio.run(listen.serve(backends, options))
+    async def session() -> int:
+        with ExitStack() as opened:
+            if arguments.kv_events:
+                from cbsim.virtual.kv_events import KvEvents
+
+                listen.check_host(options.host, options.settings)
+                for at, backend in enumerate(backends, arguments.kv_events):
+                    opened.enter_context(closing(KvEvents(backend, options.host, at, at + len(backends))))
+            return await listen.serve(backends, options)
+
+    return asyncio.run(session())
 
 
 def route(arguments: argparse.Namespace) -> int:
     from cbsim.http import route
+    from cbsim.http.settings import address
     from cbsim.http.tokenizer import open_tokenizer
-    from cbsim.runs.routing import fleet_of
+    from cbsim.runs.routing import head_of
 
-    fleet = fleet_of(len(arguments.servers), arguments.router, arguments.set)
+    head = head_of([address(url) for url in arguments.servers], arguments.router, arguments.set, arguments.seed)
     tokenizer, options = open_tokenizer(arguments.tokenizer), options_of(arguments)
-    more = {"block_tokens": arguments.block_tokens, "command": arguments.line}
-    return asyncio.run(route.serve(arguments.servers, fleet, arguments.seed, tokenizer, options, **more))
+    return asyncio.run(route.serve(head, tokenizer, options, arguments.line))
 
 
 def drive(arguments: argparse.Namespace) -> int:
     from cbsim.virtual import server
 
     return server.drive(
-        scenario_of(arguments),
+        scenario.load(arguments.scenario, arguments.set),
         [arguments.client, *arguments.client_arguments],
         arguments.out,
         model=arguments.served_model_name,

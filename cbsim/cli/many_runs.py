@@ -8,9 +8,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cbsim.cli.arguments import OPTIONS, a_path, answer, check_out, common_options, option, real, share, verb, whole
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, share, verb, whole
 from cbsim.errors import CHECK_FAILED, ERROR, OK
 
 if TYPE_CHECKING:
@@ -165,33 +165,20 @@ def recommend_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model by name, or the path of a file or config.json")
     add("--load", required=True, metavar="FILE", help="a scenario, by name or file, or a file of a workload's fields")
-    conditions = OPTIONS["--check"] | {"help": "has to hold, e.g. 'ttft.p99<=2s' (repeatable)"}
-    add("--slo", "--check", required=True, **conditions)
-    add("--cards", required=True, type=lambda value: value.split(","), metavar="A,B", help="GPUs by name: h100,l40s")
-    add("--price", action="append", default=[], type=_price, metavar="CARD=USD", help="an hour of one GPU (repeatable)")
-    add("--tensor", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="GPUs that share a model (1,2,4,8)")
+    option(parser, "--check", "--slo", dest="slo", required=True, help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
+    cards = "GPUs by name, and the price of an hour of one where it is not that of their file: h100,l4=0.8"
+    add("--cards", required=True, type=lambda value: value.split(","), metavar="A,B=USD", help=cards)
+    tensor: dict[str, Any] = {"type": lambda value: tuple(map(whole(1, 1024), value.split(","))), "metavar": "N,N"}
+    add("--tensor", **tensor, default=(1, 2, 4, 8), help="GPUs that share a model (1,2,4,8)")
     option(parser, "--set", "--knob", dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V")
     add("--most", type=whole(1, 10_000), default=64, metavar="N", help="GPUs in all (64)")
     common_options(parser, "--set")
     option(parser, "--confidence", type=shares(0.5, 0.9999), help="that all answers hold at once (95%%)")
     add("--replicates", type=whole(2, 10_000), default=20, metavar="N", help="runs of a number of servers at most (20)")
-    warmup = "of the requests, the first ones, do not count (10%%)"
-    add("--warmup", type=shares(0, 0.9), default=0.1, metavar="P", help=warmup)
     store_arguments(parser)
     reported = "where the report and the scenario of each answer go (recommended)"
     option(parser, "--out", default=Path("recommended"), help=reported)
     option(parser, "--json")
-
-
-def _price(value: str) -> tuple[str, float]:
-    name, equals, price = value.partition("=")
-    if not (name and equals and 0 < real(price) < 1e6):
-        raise argparse.ArgumentTypeError(f"{value!r}: expected CARD=USD, above 0, such as h100=2.5")
-    return name, real(price)
-
-
-def _numbers(value: str) -> tuple[int, ...]:
-    return tuple(map(whole(1, 1024), value.split(",")))
 
 
 def contrast(arguments: argparse.Namespace) -> int:
@@ -251,24 +238,24 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def recommend(arguments: argparse.Namespace) -> int:
-    """Search the least number of servers of each card, and write the scenario of each answer."""
+    """Search the least number of servers of each card, and write a page and the scenario of each answer."""
     from cbsim.search import recommend as searching
     from cbsim.search import recommended, tune
-    from cbsim.sweeps.store import Progress
+    from cbsim.sweeps.store import Progress, Runs, Store
 
     check_out(arguments.out)
-    knobs = tune.parse_knobs(arguments.knob)
     wish = searching.wish(arguments.model, arguments.load, arguments.set, arguments.most)
-    cards = searching.cards(arguments.cards, dict(arguments.price))
-    of = list(searching.candidates(wish, cards, arguments.tensor, knobs))
+    of = searching.candidates(wish, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
     workers = executor(arguments)
     if not arguments.json:
         print(f"{len(of)} candidates; {workers.about}", file=sys.stderr)
-    precision = {name: getattr(arguments, name) for name in ("confidence", "replicates", "warmup")}
-    progress = Progress(silent=arguments.json, brief=True)
-    ranked = recommended.recommend(wish, of, arguments.slo, precision, arguments.store, workers, progress)
-    answer(recommended.study(ranked), arguments, "simulated")
-    recommended.write(ranked, arguments.out)
+    runs = Runs(Store(arguments.store), workers, Progress(silent=arguments.json, brief=True))
+    precision = {"confidence": arguments.confidence, "replicates": arguments.replicates}
+    made = recommended.recommend(of, arguments.slo, runs, **precision)
+    answer(recommended.study(made, arguments.out), arguments, "simulated")
+    recommended.write(made, arguments.out, arguments.line)
+    if not arguments.json:
+        print(f"page      {arguments.out / 'report.html'}")
     return OK
 
 

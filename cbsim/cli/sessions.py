@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from cbsim.cli.arguments import a_path, common_options, option, real, verb, whol
 
 if TYPE_CHECKING:
     from cbsim.http.listen import ServeOptions
-    from cbsim.scenario.scenario import Scenario
 
 
 def session_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,36 +31,15 @@ def door_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grace", type=_grace, default=30.0, metavar="S", help="seconds for answers to end (30)")
 
 
-def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    from cbsim.runs.served import with_one_loop
-    from cbsim.scenario import scenario
-
-    return with_one_loop(scenario.load(arguments.scenario, arguments.set))
-
-
-def servers_of(arguments: argparse.Namespace) -> tuple[str, list[Scenario]]:
-    """Return the name of a scenario and the scenario of each server, which has a number behind that name in a fleet."""
-    from cbsim.runs.served import with_one_loop
-    from cbsim.scenario import scenario
-
-    loaded = scenario.load(arguments.scenario, arguments.set)
-    if loaded.fleet is None:
-        return loaded.name, [with_one_loop(loaded)]
-    numbered = enumerate(loaded.servers)
-    return loaded.name, [
-        with_one_loop(each.model_copy(update={"name": f"{loaded.name}-{at}"})) for at, each in numbered
-    ]
-
-
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    from cbsim.http.failures import Failures
+    from cbsim.draw import folder
     from cbsim.http.listen import ServeOptions
     from cbsim.http.settings import Settings, read_keys
 
+    folder.check(arguments.out, shared=True)
     keys = read_keys(file=arguments.api_key_file)
     settings = Settings(keys=keys, insecure=arguments.insecure, grace_s=arguments.grace)
-    failures = getattr(arguments, "fail", {}), getattr(arguments, "fail_seed", 0), getattr(arguments, "start", 0.0)
-    return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet, Failures(*failures))
+    return ServeOptions(arguments.host, arguments.port, arguments.out, settings, arguments.quiet)
 
 
 @verb(
@@ -86,13 +63,12 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     "http://127.0.0.1:8001 http://127.0.0.1:8002 --router llmd --port 8000",
 )
 def route_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("servers", nargs="+", type=_url, metavar="URL", help="a server: http://HOST:PORT")
+    parser.add_argument("servers", nargs="+", metavar="URL", help="a server: http://HOST:PORT")
     parser.add_argument("--router", default="least_in_flight", metavar="NAME", help="who gets a request")
     option(parser, "--set", metavar="FIELD=VALUE", help="a setting: router.FIELD, signals.metrics_s")
     parser.add_argument("--seed", type=whole(0, 1 << 62), default=0, metavar="N", help="of random choices (0)")
     option(parser, "--out", default=Path("runs"), help="where its directory goes (runs)")
     parser.add_argument("--tokenizer", type=a_path, metavar="DIR", help="folder of a tokenizer.json (ours)")
-    parser.add_argument("--block-tokens", type=whole(1, 4096), default=16, metavar="N", help="of prompts compared (16)")
     option(parser, "--quiet", help="say where it serves, and nothing else")
     door_arguments(parser)
 
@@ -126,22 +102,11 @@ def _clock(value: str) -> float:
 
 def _shares(value: str) -> dict[str, float]:
     """Parse shares of requests, by how they fail."""
-    from cbsim.http.failures import BREAK, STATUSES
+    from cbsim.http.failures import FAILURES
 
     shares = {name: real(share) for name, _, share in (part.partition("=") for part in value.split(","))}
-    if not (shares.keys() <= {*STATUSES, BREAK} and min(shares.values()) >= 0 and sum(shares.values()) <= 1):
-        bound = f"{', '.join(STATUSES)} or {BREAK}, each =SHARE, shares >= 0 of at most 1 together"
+    once = len(shares) > value.count(",") and shares.keys() <= {*FAILURES}
+    if not (once and min(shares.values()) >= 0 and sum(shares.values()) <= 1):
+        bound = f"HOW=SHARE of {', '.join(FAILURES)}, each once, shares >= 0 of at most 1 together"
         raise argparse.ArgumentTypeError(f"{value!r}: expected {bound}")
     return shares
-
-
-def _url(value: str) -> str:
-    """Parse the address of a server, with or without /v1."""
-    from urllib.parse import urlsplit
-
-    address = value.rstrip("/").removesuffix("/v1")
-    with suppress(ValueError):  # a port that is none
-        parts = urlsplit(address)
-        if parts.scheme in ("http", "https") and parts.port != 0 and parts.hostname and parts.path == parts.query == "":
-            return address
-    raise argparse.ArgumentTypeError(f"{value!r}: expected http://HOST:PORT")

@@ -22,7 +22,6 @@ from cbsim.schedulers.sarathi.settings import SCHEDULE, SarathiSettings, ServeOp
 COMMIT = "96f9911790ecc00af12ee9fae47cb8fa9ba0d199"
 PATIENCE = 4  # plans without rows after which a run without arrivals is a deadlock
 
-
 KINDS: dict[str, SchedulerKind[Any, Any]] = {
     "faster_transformer": policies.FASTER_TRANSFORMER,
     "orca": policies.ORCA,

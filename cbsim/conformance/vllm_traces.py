@@ -45,7 +45,6 @@ LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout", "state_
 OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
-
 MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
 SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk", Sight.STATE: "state_bytes"}
 

@@ -180,8 +180,9 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
     among = settings.experts_engine, settings.data_parallel, settings.all_to_all
     share = Share(settings.tensor_parallel, settings.expert_parallel, settings.routing, *among)
     engine = engine_files.meant(folder, settings.engine)
+    changed_ns = max(each.stat().st_mtime_ns for each in os.scandir(folder))
     return EngineCost(
-        _kernels(folder, engine, model, share, settings.fastest, scenario.hardware, _changed_ns(folder)),
+        _kernels(folder, engine, model, share, settings.fastest, scenario.hardware, changed_ns),
         settings,
         model,
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
@@ -197,10 +198,6 @@ def _kernels(
     """Read the tables once for all terms that are added to them, and again if a file has changed."""
     del changed_ns
     return EngineTables(folder, engine, model, share, fastest=fastest, gpu=gpu)
-
-
-def _changed_ns(folder: Path) -> int:
-    return max(each.stat().st_mtime_ns for each in os.scandir(folder))
 
 
 def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:

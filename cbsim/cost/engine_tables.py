@@ -208,7 +208,8 @@ class _Tables:
         return lambda m: min([curve(m) for curve in curves])
 
     def _curves(self, dtype: str, n: float, k: float) -> list[Curve]:
-        known = [_products(self.folder, engine, dtype) for engine in self.products]
+        paths = [self.folder / f"gemm__{engine}.csv.gz" for engine in self.products]
+        known = [_products(path, state_of(path), dtype) for path in paths]
         return [products.curve(n, k) for products in known if products is not None]
 
     def experts(self, share: Share, layer: Layer) -> Ladder:
@@ -452,14 +453,9 @@ class Products:
         return Ladder(((m,), ms) for m, ms in times.items())
 
 
-def _products(folder: Path, engine: str, dtype: str) -> Products | None:
-    """Return the products of an engine in one type; None if it has no such table rows."""
-    path = folder / f"gemm__{engine}.csv.gz"
-    return _read_products(path, state_of(path), dtype)
-
-
 @lru_cache(maxsize=128)
-def _read_products(path: Path, state: State, dtype: str) -> Products | None:
+def _products(path: Path, state: State, dtype: str) -> Products | None:
+    """Return the products of an engine in one type; None if its table has no such rows."""
     try:
         return Products(path, *rows(path, ("m", "n", "k"), {"gemm_dtype": dtype}))
     except NoRowsError:

@@ -196,7 +196,6 @@ class Edge:
 
 Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 
-
 THINNEST = 0.004  # share of a panel's height: less than a pixel
 
 

@@ -1,6 +1,6 @@
 """A report as a value, and as a folder: report.md with its figures, and report.json with its numbers and the command
-that makes it again. Comparisons of runs, predictions of measurements and searches of settings return one; the analysis
-adds a page of HTML.
+that makes it again. Comparisons of runs, predictions of measurements and searches of settings return one. `page` is
+plain HTML without scripts; the analysis has one whose charts can be zoomed.
 """
 
 from __future__ import annotations
@@ -191,3 +191,28 @@ def fenced(kind: str, code: str) -> list[str]:
     """Return a block of code, which may contain any backticks."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
     return [f"{fence}{kind}", code, fence]
+
+
+# -- a page without scripts -------------------------------------------------------------------------------------------
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 84rem; margin: 2rem auto; padding: 0 1rem }
+div { overflow-x: auto } table { border-collapse: collapse } img { max-width: 100% } pre { white-space: pre-wrap }
+td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, td:last-child { text-align: left }
+"""
+
+
+def page(report: Report) -> str:
+    """Return the report as HTML, beside its figures. In tables the label of a source is a link to it."""
+    title, of = plain(report.title), report.sources
+    links = {each.label: f'<a href="{html.escape(each.folder)}">{plain(each.label)}</a>' for each in of}
+    parts = [f"<p>{plain(report.question)}</p><ul>{''.join(f'<li>{plain(each)}' for each in report.findings)}</ul>"]
+    for part in report.tables:
+        rows = ("<td>".join(links.get(cell, plain(cell)) for cell in row) for row in (part.header, *part.rows))
+        table = "\n".join(f"<tr><td>{row}" for row in rows)
+        parts.append(f"<h2>{plain(part.title)}</h2><div><table>{table}</table></div>")
+    figures = [(f"figures/{chart.key}.svg", plain(chart.title), plain(chart.caption)) for chart in report.charts]
+    parts += [f'<p><img src="{name}" alt="{title}"><p>{caption}</p>' for name, title, caption in figures]
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return "\n".join([head, f"<h1>{title}</h1>", *parts, f"<pre>{plain(report.command)}</pre></html>\n"])

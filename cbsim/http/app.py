@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,12 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController
 from cbsim.http.asgi import GENERATIONS, ApiError, read_json, send_error
 from cbsim.http.backend import UNMETERED, Backend, Meter
-from cbsim.http.failures import Failing, Failures
 from cbsim.http.generating import Generating
 from cbsim.http.requests import (
     ChatRequest,
@@ -36,25 +36,63 @@ from cbsim.http.settings import Settings, may_pass
 LOG = logging.getLogger("cbsim.http")
 
 
-class App:
-    """The ASGI application; `admission` has the requests in progress. It sets the server's meter. With `failures` some
-    requests fail.
+class Endpoint(ABC):
+    """An ASGI application behind a port. `run` ends once it is closed and all answers have ended, or returns why it
+    cannot go on.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        settings: Settings | None = None,
-        meter: Meter = UNMETERED,
-        failures: Failures | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.closing = settings, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.answer(scope, receive, send)
+        try:
+            if not may_pass(self.settings.keys, scope["path"], scope["headers"]):
+                raise ApiError(401, "an API key is needed: `Authorization: Bearer KEY`")
+            await self.answer(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        except asyncio.CancelledError:
+            if not self.closing:  # else the session ends, and the connection is gone
+                raise
+        except ApiError as error:
+            await send_error(send, error)
+        except HTTPException as error:
+            headers = [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
+            await send_error(send, ApiError(error.status_code, error.detail), headers)
+        except Exception:
+            LOG.exception("%s %s failed", scope["method"], scope["path"])
+            await send_error(send, ApiError(500, "Internal Server Error"))
+
+    @abstractmethod
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Raises ApiError."""
+
+    @abstractmethod
+    async def run(self) -> str | None: ...
+
+    def close(self) -> None:
+        """Take nothing more in."""
+        self.closing = True
+
+    @abstractmethod
+    def cut(self) -> int:
+        """Cancel the answers under way, and return their number."""
+
+
+class App(Endpoint):
+    """The application of a server; `admission` has the requests in progress. It sets the server's meter."""
+
+    def __init__(self, backend: Backend, settings: Settings | None = None, meter: Meter = UNMETERED) -> None:
+        super().__init__(settings or Settings())
         backend.meter = meter
-        self.backend, self.settings = backend, settings or Settings()
+        self.backend = backend
         self.admission = AdmissionController(backend, self.settings)
         self._encoder = Encoder(backend.tokenizer, self.settings.inline_characters)
         self._created = int(time.time())
         self._openapi: dict[str, Any] | None = None
-        router = Router(
+        self._router = Router(
             [
                 Route(GENERATIONS[0], Generating(self.admission, self._encoder, chat=True), methods=["POST"]),
                 Route(GENERATIONS[1], Generating(self.admission, self._encoder, chat=False), methods=["POST"]),
@@ -72,44 +110,20 @@ class App:
             ],
             redirect_slashes=False,
         )
-        self._router: ASGIApp = Failing(router, failures) if failures else router
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._router(scope, receive, send)
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # makes the router raise an exception for an unknown path
-        try:
-            if not may_pass(self.settings.keys, scope["path"], scope["headers"]):
-                raise ApiError(401, "an API key is needed: `Authorization: Bearer KEY`")
-            await self._router(scope, receive, send)
-        except ClientDisconnect:
-            pass
-        except asyncio.CancelledError:
-            if not self.admission.closing:  # else the session ends, and the connection is gone
-                raise
-        except ApiError as error:
-            await send_error(send, error)
-        except HTTPException as error:
-            headers = [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
-            await send_error(send, ApiError(error.status_code, error.detail), headers)
-        except Exception:
-            LOG.exception("%s %s failed", scope["method"], scope["path"])
-            await send_error(send, ApiError(500, "Internal Server Error"))
+        await self._router(scope, receive, send)
 
-    @property
-    def dead(self) -> str | None:
+    async def run(self) -> str | None:
+        await self.backend.run()
         return self.backend.dead
 
-    async def run(self) -> None:
-        await self.backend.run()
-
     def close(self) -> None:
-        """Take no more requests."""
-        self.admission.closing = True
+        self.closing = self.admission.closing = True
         self.backend.close()
 
     def cut(self) -> int:
-        """Cancel the answers under way, and return their number."""
         count = self.admission.open
         self.admission.abandon([*self.admission.streams.values()])
         return count

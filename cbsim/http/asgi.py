@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from starlette.requests import Request
-from starlette.types import Scope, Send
+from starlette.types import Receive, Scope, Send
 
 TYPES = {
     400: "BadRequestError",
@@ -109,6 +109,12 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
         if len(body) > most_bytes:
             raise too_long
     return bytes(body)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has left, or has the end of its answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def reply(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

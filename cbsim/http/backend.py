@@ -204,7 +204,7 @@ class Backend(ABC):
     """
 
     session: Session
-    _contents: Contents
+    contents: Contents
 
     def __init__(self, model: str, tokenizer: Tokenizer, scenario: Scenario, loop: str) -> None:
         self.model, self.tokenizer, self.max_model_len = model, tokenizer, longest_text(scenario, loop)
@@ -237,7 +237,7 @@ class Backend(ABC):
 
     def forget_prefixes(self) -> None:
         """Prevent later requests from hitting the KV of earlier ones."""
-        self._contents.forget()
+        self.contents.forget()
 
     @abstractmethod
     async def run(self) -> None:
@@ -257,7 +257,7 @@ class Backend(ABC):
 
     def _enter(self, stream: Stream, at_ns: int, output_tokens: int, answer: Sequence[int] = ()) -> RequestSpec:
         """Record a request that has arrived; an `answer` known beforehand is part of its content."""
-        generation, contents = stream.generation, self._contents
+        generation, contents = stream.generation, self.contents
         prefix = contents.prefix([*generation.prompt, *answer], generation.cache_salt)
         spec = RequestSpec(
             index=self.log.count,

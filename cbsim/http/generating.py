@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cbsim.http.admission import AdmissionController, ClientStream
 from cbsim.http.answers import DONE, Choice, Chunks, Delivery, FlushRound, Stops, compact, document, event, times, usage
-from cbsim.http.asgi import ApiError, Messages, ResponseWriter, read_json, reply, response_writer
+from cbsim.http.asgi import ApiError, Messages, ResponseWriter, read_json, reply, response_writer, until_gone
 from cbsim.http.backend import ERROR, STOP
 from cbsim.http.requests import ChatRequest, CompletionRequest, Encoder, GenerationRequest, generations, model_is, read
 
@@ -40,7 +40,7 @@ class Answer:
     def end(self) -> bytes:
         """Return the end of a stream: an error if there was one, usage if requested, and [DONE]."""
         if (error := self.error) is not None:
-            return _failed(error)
+            return failed(error)
         extra: dict[str, Any] = {}
         if self.request.options.include_usage:
             extra["usage"] = usage(self.choices)
@@ -121,8 +121,7 @@ class Generating:
         return client_id, [f"{self._prefix}{client_id}-{serial}" for serial in serials]
 
     async def _until_gone(self, receive: Receive, streams: Sequence[ClientStream]) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_gone(receive)
         self._admission.abandon(streams)
         for stream in streams:
             stream.drop()
@@ -141,7 +140,7 @@ class Generating:
             last = b"" if gone.done() else answer.end()
         except Exception:
             LOG.exception("an answer could not be written")
-            last = _failed(ApiError(500, "the answer could not be written"))
+            last = failed(ApiError(500, "the answer could not be written"))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _whole(self, answer: Answer, send: Send, gone: asyncio.Task[None]) -> None:
@@ -184,5 +183,6 @@ def _client_id(request: Request) -> str | None:
     return value
 
 
-def _failed(error: ApiError) -> bytes:
+def failed(error: ApiError) -> bytes:
+    """Return the end of a stream that has failed."""
     return b"data: %b\n\n%b" % (error.body, DONE)

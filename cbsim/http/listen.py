@@ -11,20 +11,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from cbsim.errors import ERROR, OK, EndpointError
-from cbsim.http.app import App
+from cbsim.http.app import Endpoint
 from cbsim.http.backend import Backend
 from cbsim.http.connection import Connection
-from cbsim.http.failures import Failures
+from cbsim.http.failures import FailingApp, Failures
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.settings import VARIABLE, Settings
 from cbsim.runs.served import SessionDirectory
@@ -57,26 +56,8 @@ class Stop:
             self.hurried.set()
 
 
-class Served(Protocol):
-    """An application behind a port, and its work, which ends once it is closed and all answers have ended. `dead` is
-    why it cannot go on, None while it can.
-    """
-
-    settings: Settings
-
-    @property
-    def dead(self) -> str | None: ...
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-    async def run(self) -> None: ...
-    def close(self) -> None:
-        """Take nothing more in."""
-
-    def cut(self) -> int:
-        """Cancel the answers under way, and return their number."""
-
-
 async def listen(
-    app: Served | Sequence[Served],
+    app: Endpoint | Sequence[Endpoint],
     host: str = "127.0.0.1",
     port: int = 8000,
     *,
@@ -85,42 +66,39 @@ async def listen(
     bound: Callable[[], None] = lambda: None,
     ready: Callable[..., None] | None = None,
 ) -> Ending:
-    """Serve until `stop`, SIGTERM or SIGINT, or a server's own end. Several applications get the port and those behind
-    it, any free ones if it is 0. `bound` is called once the ports are theirs, before the first connection; `ready`,
-    when connections are accepted, with host and ports. Raises EndpointError if the host is empty or may not be open to
-    others, or a port is taken.
+    """Serve until `stop`, SIGTERM or SIGINT, or the servers' own end. Several applications get the port and those
+    behind it, any free ones if it is 0. `bound` is called once the ports are theirs, before the first connection;
+    `ready`, when connections are accepted, with their addresses. Raises EndpointError if the host is empty or may not
+    be open to others, or a port is taken.
     """
     apps = app if isinstance(app, Sequence) else [app]
     check_host(host, apps[0].settings)
     stop, doors = stop or Stop(), [_Door(each) for each in apps]
-    try:
-        ports = [await door.open(host, port and port + at) for at, door in enumerate(doors)]
+    with contextlib.ExitStack() as opened:
+        ports = []
+        for at, door in enumerate(doors):
+            ports.append(await door.open(host, port and port + at))
+            opened.callback(door.close)
         bound()
-    except BaseException:
-        for door in doors:
-            door.close()
-        raise
+        opened.pop_all()
     for door in doors:
-        await door.start()
-    work = asyncio.get_running_loop().create_task(_run(apps))
+        await door.server.start_serving()
+    work = asyncio.ensure_future(_run(apps))
     with _signals(stop if signals else None):
         if ready is not None:
-            ready(host, *ports)
+            shown = f"[{host}]" if ":" in host else host
+            ready(*(f"http://{shown}:{number}/v1" for number in ports))
         await _first(work, stop.requested)
         if stop.why is None:
-            stop.request("dead" if _dead(apps) else "asked")
+            stop.request("dead" if work.result() else "asked")
         return await _finish(apps, doors, work, stop)
 
 
-async def _run(apps: Sequence[Served]) -> None:
-    await asyncio.gather(*(app.run() for app in apps))
+async def _run(apps: Sequence[Endpoint]) -> str:
+    return next(filter(None, await asyncio.gather(*(app.run() for app in apps))), "")
 
 
-def _dead(apps: Sequence[Served]) -> str:
-    return next((app.dead for app in apps if app.dead is not None), "")
-
-
-async def _finish(apps: Sequence[Served], doors: Sequence[_Door], work: asyncio.Task[None], stop: Stop) -> Ending:
+async def _finish(apps: Sequence[Endpoint], doors: Sequence[_Door], work: asyncio.Task[str], stop: Stop) -> Ending:
     """Stop accepting requests; those in progress have `grace_s` seconds to end, or until a second stop."""
     loop, grace_s = asyncio.get_running_loop(), apps[0].settings.grace_s
     end = loop.time() + grace_s
@@ -130,19 +108,20 @@ async def _finish(apps: Sequence[Served], doors: Sequence[_Door], work: asyncio.
     await _first(work, stop.hurried, grace_s)
     cut = sum([app.cut() for app in apps])
     try:
-        await work
+        dead = await work
     finally:
         for door in doors:
             await door.empty(stop.hurried, max(LAST_WORDS_S, end - loop.time()))
-    return Ending(stop.why or "asked", _dead(apps), cut, stop.hurried.is_set())
+    return Ending(stop.why or "asked", dead, cut, stop.hurried.is_set())
 
 
 class _Door:
-    """The listening socket and its connections."""
+    """The listening socket, once it is open, and its connections."""
 
-    def __init__(self, app: Served) -> None:
-        self._settings = settings = app.settings
-        self._server: asyncio.Server | None = None
+    server: asyncio.Server
+
+    def __init__(self, app: Endpoint) -> None:
+        self._settings = app.settings
         self._loop = asyncio.get_running_loop()
         self._state = ServerState()
         # Only uvicorn's protocol is used, not its server, which would check ten times a second whether to stop.
@@ -156,30 +135,24 @@ class _Door:
             log_level="error",  # no log line for every request that is not HTTP
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=settings.idle_s,  # type: ignore[arg-type] # any number of seconds
+            timeout_keep_alive=app.settings.idle_s,  # type: ignore[arg-type] # any number of seconds
         )
         self._config.load()
 
     async def open(self, host: str, port: int) -> int:
-        """Take the port, and return it. Raises EndpointError."""
+        """Take the port, without accepting connections, and return it. Raises EndpointError."""
         files_for(self._settings.max_connections)
         connection = partial(Connection, self._config, self._state, self._settings, self._loop)
         try:
-            self._server = await self._loop.create_server(connection, host, port, backlog=2048, start_serving=False)
+            self.server = await self._loop.create_server(connection, host, port, backlog=2048, start_serving=False)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise EndpointError(f"cannot listen on {host}:{port}: {reason}", field="port", value=port) from error
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def start(self) -> None:
-        """Accept connections."""
-        if self._server is not None:
-            await self._server.start_serving()
+        return int(self.server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Accept no more connections; idle ones are closed, the others once they have their answer."""
-        if self._server is not None:
-            self._server.close()
+        self.server.close()
         for connection in [*self._state.connections]:
             connection.shutdown()
 
@@ -204,7 +177,7 @@ class _Door:
             await asyncio.sleep(0.01)
 
 
-async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+async def _first(work: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None = None) -> None:
     """Wait until the work is done, the event is set, or the timeout."""
     waiting = asyncio.get_running_loop().create_task(event.wait())
     try:
@@ -270,7 +243,7 @@ class ServeOptions:
     out: Path
     settings: Settings
     quiet: bool = False
-    failures: Failures | None = None
+    failures: Failures = field(default_factory=Failures)
 
 
 async def serve(backend: Backend | Sequence[Backend], options: ServeOptions) -> int:
@@ -281,29 +254,19 @@ async def serve(backend: Backend | Sequence[Backend], options: ServeOptions) -> 
     backends = [backend] if isinstance(backend, Backend) else backend
     made: list[SessionDirectory] = []  # the sessions' directories, from when the ports are their own
 
-    def alarm(problem: str) -> None:
-        print(f"{problem} the session is kept in memory only", file=sys.stderr, flush=True)
-
     def bound() -> None:
         made.extend(SessionDirectory(each.session, each.log, options.out) for each in backends)
 
-    def ready(host: str, *ports: int) -> None:
-        for each, port in zip(backends, ports, strict=True):
-            said = f"{each.model} at {address(host, port)}/v1, up to {each.max_model_len:,} tokens"
-            print(f"serving   {said}", flush=True)
+    def ready(*addresses: str) -> None:
+        for each, address in zip(backends, addresses, strict=True):
+            print(f"serving   {each.model} at {address}, up to {each.max_model_len:,} tokens", flush=True)
         if not options.quiet:
             runs = "".join(f"run       {each.path}\n" for each in made)
             print(f"{runs}end it    with Ctrl-C: answers under way may end", flush=True)
 
-    for each in backends:
-        each.log.alarm = alarm
-    apps = [App(each, options.settings, VllmMeter(each), options.failures) for each in backends]
+    apps = [FailingApp(options.failures, each, options.settings, VllmMeter(each)) for each in backends]
     ending = await listen(apps, options.host, options.port, bound=bound, ready=ready)
     return max(_close(*each, ending, options) for each in zip(made, backends, strict=True))
-
-
-def address(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _facts(backend: Backend) -> dict[str, Any]:

@@ -179,6 +179,16 @@ def _given(field: str, kind: str) -> dict[str, Any]:
     return {"required": [field], "properties": {field: {"type": kind}}}
 
 
+class ForwardedRequest(RequestBody):
+    """What a router reads of a completion or a chat, which another server checks."""
+
+    prompt: Prompt = ""
+    messages: list[Message] = []
+    max_tokens: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31 - 1)] | None = None
+    cache_salt: str | None = None
+
+
 class TokenizeRequest(RequestBody):
     """The body of POST /tokenize: a prompt, or messages."""
 

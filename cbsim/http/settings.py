@@ -1,4 +1,4 @@
-"""The bounds, deadlines and API keys of an endpoint. Only digests of keys are kept."""
+"""The bounds, deadlines, address and API keys of an endpoint. Only digests of keys are kept."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from cbsim.errors import EndpointError
+from cbsim.errors import EndpointError, ScenarioError
 from cbsim.files import read_text
+from cbsim.scenario.fields import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ class Settings:
     grace_s: float = 30.0  # limit for answers under way to end, once the session is stopped
     retry_s: int = 1  # seconds that a rejected client should wait (Retry-After)
     inline_characters: int = 16_384  # a longer text is encoded in a thread
+
+
+def address(url: str) -> str:
+    """Return the root of a server's address, which may end with /v1. Raises ScenarioError."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or not url.isprintable() or {*"@?# "} & {*url}:
+        raise ScenarioError(f"URL: got {cut(url)}, expected the address of a server, such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 VARIABLE = "CBSIM_API_KEY"

@@ -1,7 +1,10 @@
-"""The work of `cbsim conformance --live`: workloads recorded with the package that is installed, and compared."""
+"""The work of `cbsim conformance --live`: workloads recorded with the package that is installed, and compared; of a
+difference the smallest workload that still shows it: fewer requests, shorter texts, plain options.
+"""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import logging
@@ -15,8 +18,9 @@ from pathlib import Path
 from cbsim.conformance.check import TraceResult, compare
 from cbsim.conformance.reader import UnreadableError, content, parsed
 from cbsim.errors import UserError
-from cbsim.live.minimise import smallest
 from cbsim.live.original import Line, Original, load, rules_for
+
+TRIES = 400  # the most candidates that are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,12 @@ class Session:
         state = "differ" if differs else "match" if result.skipped is None else "skipped"
         self.tally.update({state: 1, "lines": result.total, "matched": result.matched})
         if differs and self.tally["differ"] == 1:
-            least, smaller = self._minimised(workload, mode)
+            named = workload | {"name": f"{workload['name']}_smallest"}
+            least = smallest(named, self.original, lambda each: self.compare(each, mode).difference is not None)
+            smaller = self.compare(least, mode)
             self.out(f"{result}\nThe smallest workload that differs has {len(least['requests'])} requests:\n{smaller}")
         elif state != "match":
             self.out(str(result).splitlines()[0])
-
-    def _minimised(self, workload: Line, mode: str) -> tuple[Line, TraceResult]:
-        """Return the smallest workload that still differs in this mode, and its comparison."""
-        named = workload | {"name": f"{workload['name']}_smallest"}
-        least = smallest(named, self.original, lambda each: self.compare(each, mode).difference is not None)
-        return least, self.compare(least, mode)
 
     def summary(self) -> str:
         tally = self.tally
@@ -93,17 +93,13 @@ def run(
     if version not in read:
         out(f"of {version} no rules were read: those of {rules_for(version, read)} are compared")
     session = Session(package, version, original, folder or Path(tempfile.mkdtemp(prefix=f"{package}-")), out)
-    for each in [read_workload(workload)] if workload else _drawn(original, package, range(seed, seed + count)):
+    numbers = range(seed, seed + count)  # a random workload depends on its number alone
+    drawn = (original.draw(random.Random(f"{package} {number}"), number) for number in numbers)
+    for each in [read_workload(workload)] if workload else drawn:
         for mode in original.modes(each):
             session.judge(each, mode)
     out(session.summary())
     return 1 if session.tally["differ"] else 0 if session.tally["match"] else 2
-
-
-def _drawn(original: Original, package: str, numbers: range) -> Iterator[Line]:
-    """Yield random workloads, each of which depends on its number alone."""
-    for number in numbers:
-        yield original.draw(random.Random(f"{package} {number}"), number)
 
 
 def read_workload(path: Path) -> Line:
@@ -115,3 +111,59 @@ def read_workload(path: Path) -> Line:
     if not workload.get("requests") or not isinstance(workload["requests"], list):
         raise UserError(f"--workload {path}: requests: expected a list with at least one request")
     return {"name": path.name.split(".")[0], **workload}
+
+
+def smallest(workload: Line, original: Original, differs: Callable[[Line], bool]) -> Line:
+    """Return the workload cut for as long as it still `differs`, trying at most `TRIES` cuts."""
+    left, cuts = TRIES, _cuts(workload, original)
+    while left and (candidate := next(cuts, None)) is not None:
+        left -= 1
+        if differs(candidate):
+            workload, cuts = candidate, _cuts(candidate, original)
+    return workload
+
+
+def _cuts(workload: Line, original: Original) -> Iterator[Line]:
+    """Yield the workload with less in it, the largest cuts first."""
+    requests = workload["requests"]
+    count = len(requests) // 2
+    while count:
+        for start in range(0, len(requests), count):
+            left = [*requests[:start], *requests[start + count :]]
+            if left:
+                yield _with_requests(workload, left)
+        count //= 2
+    options = workload[original.options]
+    for name in options:
+        if name not in original.plain:
+            yield workload | {original.options: {key: value for key, value in options.items() if key != name}}
+        elif original.plain[name] not in (..., options[name]):
+            yield workload | {original.options: options | {name: original.plain[name]}}
+    for i, request in enumerate(requests):
+        for shorter in _shorter(request, original):
+            yield _with_requests(workload, [*requests[:i], shorter, *requests[i + 1 :]])
+
+
+def _with_requests(workload: Line, requests: list[Line]) -> Line:
+    """Return the workload with these requests, and with the cancellations of those that are left."""
+    made = workload | {"requests": copy.deepcopy(requests)}
+    if "cancels" in workload:
+        ids = {request["id"] for request in requests}
+        made["cancels"] = [cancel for cancel in workload["cancels"] if cancel["id"] in ids]
+    return made
+
+
+def _shorter(request: Line, original: Original) -> Iterator[Line]:
+    """Yield the request with half of each length or one less, and without what it may lack."""
+    for name in original.lengths:
+        value = request.get(name)
+        length = len(value) if isinstance(value, list) else value or 0
+        for less in dict.fromkeys((length // 2, length - 1)):
+            if 0 < less < length:
+                yield request | {name: value[:less] if isinstance(value, list) else less}
+    for name in request:
+        if name not in ("id", *original.lengths):
+            if isinstance(request[name], int) and request[name]:
+                yield request | {name: 0}
+            elif not isinstance(request[name], int):
+                yield {key: value for key, value in request.items() if key != name}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from types import SimpleNamespace
 from typing import cast
 
 import simpy
@@ -34,7 +35,7 @@ class Front:
 
     open: Sequence[RequestSpec] = ()
 
-    def __init__(self, env: simpy.Environment, client: Workload, inboxes: Sequence[Inbox]) -> None:
+    def __init__(self, env: simpy.Environment, client: Workload, inboxes: list[Inbox]) -> None:
         self.cancels = client.cancels
         self._env, self._client = env, client
         self.choose: Callable[[RequestSpec, int], int] | None = None
@@ -209,16 +210,13 @@ class Choice:
     def __init__(self, router: Router, front: Front, machines: Sequence[Machine | None], signals: Signals) -> None:
         self._router = router
         self.now_ns, self._events_ns = 0, round(signals.events_s * NS)
-        self.views = [ServerView(machine, self, self._events_ns) for machine in machines]
         self._server: dict[RequestSpec, int] = {}  # of requests in flight
         self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
         self._samples: dict[RequestSpec, int] = {}  # of these, the samples that have not ended, itself included
         self._news: list[tuple[int, int, bool, RequestSpec]] = []  # (time, number, whether it ended, request)
         self._number = 0
         self._sample: tuple[RequestSpec, int] | None = None  # the last request and its server
-        for machine in machines:
-            if machine is not None:
-                machine.on_applied = self._applied
+        self.views = [self.view(machine) for machine in machines]
         front.choose, front.ended = self, self.ended
         front.every(round(signals.metrics_s * NS), self._scrape)
 
@@ -264,47 +262,36 @@ class Choice:
         self._number += 1
         heappush(self._news, (at_ns, self._number, ended, spec))
 
-    @property
-    def any_ready(self) -> bool:
-        return any(view.ready for view in self.views)
-
-    def put(self, server: int, machine: Machine | None) -> None:
-        """Let another server, or none, have an index."""
-        self.views[server] = ServerView(machine, self, self._events_ns)
+    def view(self, machine: Machine | None) -> ServerView:
+        """Return the view of a server that has an index from now on, or of none."""
         if machine is not None:
             machine.on_applied = self._applied
+        return ServerView(machine, self, self._events_ns)
 
     def left(self, server: int, now_ns: int) -> None:
         """End all requests of a server that goes, and forget it."""
         self.deliver(now_ns)
-        gone = [spec for spec, its in self._server.items() if its == server]
-        for spec in gone:
+        for spec in [spec for spec, its in self._server.items() if its == server]:
             self._samples.pop(spec, None)
             self._silent.pop(spec, None)
             del self._server[spec]
             self._router.ended(spec, server, now_ns)
-        self._news = [each for each in self._news if each[3] in self._server]
-        heapify(self._news)
         self._router.left(server)
-        self.put(server, None)
+        self.views[server] = self.view(None)
 
     def deliver(self, now_ns: int) -> None:
         """Call the router with what has happened until now."""
         self.now_ns, news = now_ns, self._news
         while news and news[0][0] <= now_ns:
             at_ns, _, ended, spec = heappop(news)
-            if not ended:
-                self._router.answered(spec, self._server[spec], at_ns)
+            if (server := self._server.get(spec)) is None:  # its server has gone
                 continue
-            server = self._server.pop(spec)
+            if not ended:
+                self._router.answered(spec, server, at_ns)
+                continue
+            del self._server[spec]
             self.views[server].in_flight -= 1
             self._router.ended(spec, server, at_ns)
-
-
-class Ready:
-    """A view that shows nothing but that there is a server."""
-
-    ready = True
 
 
 class Blind:
@@ -313,7 +300,7 @@ class Blind:
     """
 
     def __init__(self, router: Router, servers: int) -> None:
-        self._router, self._views = router, cast("Sequence[View]", [Ready()] * servers)
+        self._router, self._views = router, cast("Sequence[View]", [SimpleNamespace(ready=True)] * servers)
         self._sample: tuple[RequestSpec, int] | None = None
 
     def __call__(self, spec: RequestSpec, now_ns: int) -> int:

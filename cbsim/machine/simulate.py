@@ -22,7 +22,7 @@ from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
-from cbsim.runs.assemble import copies, cost_model, router, rule, scheduler
+from cbsim.runs.assemble import copies, cost_model, router, scheduler
 from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
@@ -123,12 +123,12 @@ class Fleet:
 
     def run(self, on_step: Callable[[int], None] | None = None) -> None:
         """Run all servers to the end of the workload. Raises DeadlockError."""
-        over = [self.env.process(server.run(self.env, on_step)) for server in self.machines]
+        for server in self.machines:
+            self.env.process(server.run(self.env, on_step))
         with no_collections():
             self.env.run()
-            if any(process.is_alive for process in over):  # a server waits for requests that cannot help it
-                self.front.close()
-                self.env.run()
+            self.front.close()  # for a server that waits for requests that cannot help it
+            self.env.run()
 
 
 def alone(scenario: Scenario, workload: Workload | Front, costs: dict[int, Cost]) -> Machine:
@@ -160,8 +160,7 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     servers = scenario.servers
     made, blind = router(fleet, scenario.seed)
     if fleet.changes:
-        rules = [rule(pool.autoscale) if pool.autoscale else None for pool in fleet.pools]
-        return Scaled(scenario, workload, alone, made, rules)
+        return Scaled(scenario, workload, partial(alone, costs={}), made)
     if blind and workload.follow is None:
         return Separate(servers, workload, Blind(made, len(servers)), alone, run, jobs)
     several = Fleet(servers, workload, together=False)

@@ -145,13 +145,9 @@ _AFTER = (
            style=REAL),
     Metric("scaling.server_hours", "h", LESS, "server hours", "hours of all servers from start to end; only of "
            "fleets whose servers come and go, as all of `scaling`", listed=True, style=REAL),
-    Metric("scaling.gpu_hours", "h", LESS, "GPU hours", "the same times the GPUs of each", style=REAL),
     Metric("scaling.usd", "USD", LESS, "$ of all servers", "their hours at the price of their GPUs", listed=True),
-    Metric("scaling.mean", "count", 0, "servers, mean", "servers that took requests, over the span", style=REAL,
-           listed=True),
     Metric("scaling.starts", "count", 0, "servers started", "after the beginning", listed=True),
     Metric("scaling.deaths", "count", 0, "servers that died", "failures, and drained too long", listed=True),
-    Metric("scaling.retries", "requests", LESS, "requests sent again", "after the death of their server", listed=True),
     *(Metric(f"requests_by_status.{status}", "requests", 0 if status in ("length", "stop") else LESS,
              f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
     Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),

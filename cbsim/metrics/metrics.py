@@ -90,7 +90,7 @@ def summarise(
     by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
     if not by_status[RETRIED]:
         del by_status[RETRIED]
-    summary |= {"requests": len(table), "requests_by_status": by_status}
+    summary |= {"requests": request_count(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
     summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
@@ -173,6 +173,11 @@ def latencies(requests: Requests) -> dict[str, Floats]:
     }
 
 
+def request_count(rows: RequestTable) -> int:
+    """Return how many requests there are; one that was sent again has a further row for each time."""
+    return len(rows) - int(rows.is_in((RETRIED,)).sum())
+
+
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
     """Return goodput (requests a second within all bounds) and attainment (their share, None of no requests). TPOT of
     one token is 0.
@@ -182,7 +187,7 @@ def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> d
     met = np.ones(int(requests.done.sum()), dtype=bool)
     for name, bound in slo.items():
         met &= values[name] <= bound
-    count, sent = int(met.sum()), int((~requests.rows.is_in((RETRIED,))).sum())
+    count, sent = int(met.sum()), request_count(requests.rows)
     share, rate = (count / sent if sent else None), (count / span_s if span_s else 0.0)
     return {"bounds": dict(slo), "met": count, "attainment": share, "goodput_requests_per_s": rate}
 

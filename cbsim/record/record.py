@@ -140,7 +140,8 @@ class Record:
     @property
     def finished_count(self) -> int:
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
-        return self._forgotten + sum(r.finish is not None for r in self._requests.values()) + never_admitted
+        finished = self._forgotten + sum(r.finish is not None for r in self._requests.values())
+        return finished + never_admitted - len(self.retried)
 
     def request(self, spec: RequestSpec) -> Request:
         return self._requests[spec]
@@ -177,7 +178,6 @@ class Record:
         self._first_step.pop(spec, None)
         self.refusals.pop(spec, None)
         self.failures.pop(spec, None)
-        self.retried.discard(spec)
         self.cancels.pop(spec, None)
 
     def queued(self, spec: RequestSpec, now_ns: int) -> None:
@@ -318,8 +318,8 @@ class Records:
     follow those of the one before, and are numbered so. `total_blocks` is the size of the largest cache.
     """
 
-    def __init__(self, records: Sequence[Part], *, grows: bool = False) -> None:
-        self.records, self.grows = list(records), grows
+    def __init__(self, records: Sequence[Part]) -> None:
+        self.records, self._alone = list(records), len(records) == 1
         self.fleet: list[dict[str, object]] = []  # pool, gpus, total_blocks of each, where servers come and go
         self.scaling: dict[str, object] = {}  # what became of them, once the run is over
         self.total_blocks = max([record.total_blocks for record in records], default=0)
@@ -336,12 +336,12 @@ class Records:
         """Set the record of a server."""
         self.records[server] = record
         if self._take is not None:
-            several = len(self.records) > 1 or self.grows
-            record.hand_to(partial(self._take, server=server) if several else self._take, self._piece_steps)
+            record.hand_to(self._take if self._alone else partial(self._take, server=server), self._piece_steps)
 
-    def add(self, record: Part) -> None:
+    def add(self, record: Part, server: dict[str, object]) -> None:
         """Add the record of a server that starts while others run."""
         self.records.append(record)
+        self.fleet.append(server)
         self.total_blocks = max(self.total_blocks, record.total_blocks)
         self.put(len(self.records) - 1, record)
 

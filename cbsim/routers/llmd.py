@@ -67,15 +67,13 @@ class SentBlocks:
                 found[server] += 1
         return found
 
-    def remove(self, server: int) -> None:
-        while self._sent[server]:
-            self._drop(server)
-
-    def _drop(self, server: int) -> None:
-        oldest, _ = self._sent[server].popitem(last=False)
-        del self._holders[oldest][server]
-        if not self._holders[oldest]:
-            del self._holders[oldest]
+    def trim(self, server: int, most: int) -> None:
+        """Forget the oldest blocks of a server until there are at most so many."""
+        while len(self._sent[server]) > most:
+            oldest, _ = self._sent[server].popitem(last=False)
+            del self._holders[oldest][server]
+            if not self._holders[oldest]:
+                del self._holders[oldest]
 
     def add(self, keys: Sequence[int], server: int) -> None:
         blocks = self._sent[server]
@@ -85,8 +83,7 @@ class SentBlocks:
                 continue
             blocks[key] = None
             self._holders.setdefault(key, {})[server] = None
-            if len(blocks) > self._most:
-                self._drop(server)
+        self.trim(server, self._most)
 
 
 class Llmd(Queues):
@@ -123,7 +120,7 @@ class Llmd(Queues):
             self.index.add(self._keys, server)
 
     def left(self, server: int) -> None:
-        self.index.remove(server)
+        self.index.trim(server, 0)
         self._cold.pop(server, None)
 
     def _kept(self, servers: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ nothing is ever taken out. Chained keys name the beginning themselves, so that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated
@@ -33,20 +33,19 @@ class PrefixAware(RouterBase):
         self._settings, self._random = settings, Random(seed)
         self.servers: dict[int, set[int]] = {}  # by block
 
-    def match(self, request: RequestSpec, servers: int, away: frozenset[int] = frozenset()) -> tuple[int, list[int]]:
-        """Return how many blocks of the prompt have been sent to servers that are not `away`, and to which."""
-        matched, found = 0, frozenset(range(servers)) - away
+    def match(self, request: RequestSpec, servers: Collection[int]) -> tuple[int, list[int]]:
+        """Return how many blocks of the prompt have been sent to any of the servers, and to which of them."""
+        matched, found = 0, set(servers)
         for key in shared_blocks(request, self._settings.block_tokens):
-            if not (those := self.servers.get(key, away) - away):
+            if not (holders := self.servers.get(key, set()).intersection(servers)):
                 break
-            matched, found = matched + 1, frozenset(those)
+            matched, found = matched + 1, holders
         return matched, sorted(found)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        away = frozenset(server for server, view in enumerate(views) if not view.ready)
-        matched, servers = self.match(request, len(views), away)
+        matched, servers = self.match(request, at_hand := ready(views))
         if matched * self._settings.block_tokens < self._settings.min_match_tokens:
-            return min(ready(views), key=lambda server: views[server].in_flight)
+            return min(at_hand, key=lambda server: views[server].in_flight)
         return self._random.choice(servers)
 
     def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:

@@ -93,6 +93,7 @@ class Hpa:
     def _stabilized(self, raw: int, wanted: int, now_ns: int) -> int:
         """Return the least of the results in the window for more, the most of those in the window for fewer."""
         up_ns, down_ns = (s * S_IN_NS for s in (self._settings.up_window_s, self._settings.down_window_s))
+        self._results = self._results or [(now_ns, wanted)]  # the controller begins with what there is
         self._results = [each for each in self._results if each[0] > now_ns - max(up_ns, down_ns)]
         low = min([raw, *(count for at_ns, count in self._results if at_ns > now_ns - up_ns)])
         high = max([raw, *(count for at_ns, count in self._results if at_ns > now_ns - down_ns)])
@@ -101,23 +102,16 @@ class Hpa:
 
     def _limited(self, replicas: int, wanted: int, now_ns: int) -> int:
         """Return the replicas that bounds on changes, and those of the pool, leave."""
-        settings = self._settings
-        more = replicas > wanted
+        settings, more = self._settings, replicas > wanted
         period_s = settings.up_period_s if more else settings.down_period_s
-        longest_ns = max(settings.up_period_s, settings.down_period_s) * S_IN_NS
-        self._changes = [each for each in self._changes if each[0] > now_ns - longest_ns]
-        before = wanted - sum(change for at_ns, change in self._changes if at_ns > now_ns - period_s * S_IN_NS)
         percent, pods = (settings.up_percent, settings.up_pods) if more else (settings.down_percent, settings.down_pods)
-        bounds: list[int] = []
-        if percent is not None:
-            share = before * percent / 100
-            bounds.append(ceil(before + share) if more else int(before - share))
-        if pods is not None:
-            bounds.append(before + pods if more else before - pods)
-        widest = more == (settings.select_policy == "max")
-        if bounds and replicas != wanted:
-            bound = max(bounds) if widest else min(bounds)
-            replicas = min(replicas, max(bound, wanted)) if more else max(replicas, min(bound, wanted))
+        before = wanted - sum(change for at_ns, change in self._changes if at_ns > now_ns - period_s * S_IN_NS)
+        bounds = [] if percent is None else [ceil(before * percent / 100)]
+        bounds += [] if pods is None else [pods]
+        if bounds:
+            change = max(bounds) if settings.select_policy == "max" else min(bounds)
+            low, high = min(before - change, wanted), max(before + change, wanted)
+            replicas = min(replicas, high) if more else max(replicas, low)
         return min(max(replicas, self._least), self._most)
 
 

@@ -87,23 +87,15 @@ class SentPrompts:
         if path:
             path[-1].used[server] = time
 
-    def remove(self, server: int) -> None:
-        """Take out a server that has gone."""
-        self.sizes[server] = 0
-        for node in reversed([*self._tree.nodes()]):  # those below a node before it
-            node.used.pop(server, None)
-            if node.parent is not None and not node.used and not node.children:
-                del node.parent.children[node.keys[0]]
-
-    def evict(self, most: int) -> None:
-        """Take the least recently used last nodes from every server that has more than `most` blocks."""
+    def evict(self, most: int, only: int | None = None) -> None:
+        """Take the least recently used last nodes from every server, or one, that has more than `most` blocks."""
         if max(self.sizes) <= most:
             return
         heap = [
             (time, node.number, server, node)
             for node in self._tree.nodes()
             for server, time in node.used.items()
-            if node.ends(server)
+            if only in (None, server) and node.ends(server)
         ]
         heapify(heap)
         while heap:
@@ -156,7 +148,7 @@ class CacheAware(RouterBase):
             self.tree.insert(blocks(request, self._settings.block_tokens), server)
 
     def left(self, server: int) -> None:
-        self.tree.remove(server)
+        self.tree.evict(0, server)
 
     def _least(self, views: Sequence[View]) -> int:
         fewest = self._settings.ties == "fewest sent"

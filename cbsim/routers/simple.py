@@ -56,9 +56,7 @@ class Uniform(RouterBase):
         self._random = Random(seed)
 
     def choose(self, request: RequestSpec, views: Sequence[View], now_ns: int) -> int:
-        while not views[server := self._random.randrange(len(views))].ready:
-            pass
-        return server
+        return self._random.choice(ready(views))
 
 
 class LeastInFlight(RouterBase):

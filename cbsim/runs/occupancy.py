@@ -10,20 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.errors import RunError
 from cbsim.kv.reservation import PiecePool
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, Status
-from cbsim.record.tables import Ints, token_times
+from cbsim.record.tables import Ints, Mask, token_times
 from cbsim.runs import replan
 from cbsim.runs.reading import Run
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Shares(NamedTuple):

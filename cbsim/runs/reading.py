@@ -173,7 +173,10 @@ def check_run(run: Run, loop: str, *, fleet: bool = False, whole: bool = True) -
     file = run.path / "summary.json"
     check(run.path / "env.json", run.environment, ENVIRONMENT)
     check(file, run.summary, SUMMARY)
-    beside = (("steps", len(run.steps), "steps.parquet"), ("requests", len(run.requests), "requests.parquet"))
+    beside = (
+        ("steps", len(run.steps), "steps.parquet"),
+        ("requests", metrics.request_count(RequestTable.of(run.requests)), "requests.parquet"),
+    )
     for key, value, other in (*(beside if whole else ()), ("loop", loop, "scenario.resolved.yaml")):
         if run.summary[key] != value:
             raise RunError(f"{file}: {key} is {run.summary[key]}, that of {other} is {value}")

@@ -60,9 +60,7 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     engine = run.environment.get("engine", OWN)
     if engine != OWN:
         raise RunError(f"{run.path / 'env.json'}: served by {engine}, which records no plans to derive again")
-    changes = scenario.fleet is not None and scenario.fleet.changes
-    find = workload.find_attempt if changes else workload.find
-    _check_requests(run, find)
+    _check_requests(run, workload)
     servers = scenario.replicas(run.summary) * scenario.ranks
     matched, low, several = 0, 0, len(servers) > 1
     numbers = _waves(run) if scenario.ranks > 1 else None
@@ -71,7 +69,7 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
         policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
-        verdict = _compare(part, policy, depth(loop), find, on_plans, low)
+        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
@@ -106,10 +104,10 @@ def _waves(run: Run) -> Ints:
     return np.where(ran, waves, -1)
 
 
-def _check_requests(run: Run, find: Find) -> None:
+def _check_requests(run: Run, workload: Workload) -> None:
     """Raise RunError unless all requests of the run are the workload's."""
     for row in run.requests:
-        spec = find(row.index)
+        spec = workload.find_attempt(row.index)
         if spec is None or any(getattr(spec, name) != getattr(row, name) for name in DECLARED):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -181,7 +181,7 @@ class Result(Printed):
         writer.scenario(self.resolved, {} if kept else generators.inputs(self.scenario))
         return self.write(writer, timeline_steps).folder
 
-    def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> Result:
+    def write(self, writer: RunWriter, timeline_steps: tuple[int, int]) -> Self:
         """Write everything but the scenario, which is written before a run; complete the directory if the run is.
         Return the result with its path. Raises RunError, and a directory that could not be written says why.
         """
@@ -391,7 +391,9 @@ def _lost(rows: RequestTable) -> list[str]:
         reasons = Counter(rows.rows(rows.is_in((status,))).texts("reason").to_pylist())
         for reason, _ in reasons.most_common(1):
             more = f", {len(reasons) - 1:,} other reasons" if len(reasons) > 1 else ""
-            sentences.append(f"{reasons.total():,} of {len(rows):,} requests {status}: {reason}{more}")
+            sentences.append(
+                f"{reasons.total():,} of {metrics.request_count(rows):,} requests {status}: {reason}{more}"
+            )
     return sentences
 
 

@@ -7,12 +7,12 @@ lead to the same choices.
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.errors import RunError, ScenarioError
+from cbsim.errors import RunError, ScenarioError, in_line
 from cbsim.policy.request import RequestSpec
 from cbsim.routers.base import ready
 from cbsim.runs.assemble import router
@@ -24,171 +24,144 @@ from cbsim.scenario.fleet import Fleet
 from cbsim.scenario.rows import json_line, open_text
 from cbsim.workload import served
 
+BLOCK_TOKENS = 16  # in which prompts are compared
 FILE = "choices.jsonl"  # of a run directory
 MOST_BLOCKS = 1 << 17  # of prompts sent, for each server
 ENDS = ("finished", "refused", "cancelled", "failed")  # one of these ends a request
+CALLS = ("scraped", "came", "choose", "news", "end")
 
 
-def fleet_of(servers: int, name: str, changes: Sequence[str]) -> Fleet:
-    """Return so many servers behind a router of that name, with `changes` to `router` and `signals` as `--set` has
-    them. Raises ScenarioError.
+class Head(Form):
+    """The first line of a log: the servers' addresses, their router, and the seed of its random choices."""
+
+    fleet: Fleet
+    seed: Natural
+    servers: list[str]
+
+
+def head_of(servers: Sequence[str], name: str, changes: Sequence[str], seed: int) -> Head:
+    """Return the head for a router of that name, with `changes` to it and to `signals.metrics_s` as `--set` has them.
+    Raises ScenarioError.
     """
-    plain = {"pools": [{"count": servers}], "router": {"name": name}}
-    document = overrides.apply(Document("route", None, plain), changes, Fleet, dict, Path())
-    return document.checked(Fleet)
+    if len({*servers}) < len(servers):
+        raise ScenarioError(f"URL: got {', '.join(servers)}, expected each server once")
+    for change in changes:
+        if not change.startswith(("router", "signals.metrics_s=")):
+            raise ScenarioError(f"--set {change}: expected router.FIELD=VALUE or signals.metrics_s=SECONDS")
+    plain = Document("route", None, {"pools": [{"count": len(servers)}], "router": {"name": name}})
+    document = overrides.apply(plain, changes, Fleet, dict, Path())
+    return Head(fleet=document.checked(Fleet), seed=seed, servers=list(servers))
 
 
 class Upstream:
     """What the router sees of a server (routers.base.View). Without KV events the blocks that count as cached are those
-    of prompts that the router sent to it, the last MOST_BLOCKS of them. A server that is not `up` gets no request.
+    of prompts that the router sent to it, the last MOST_BLOCKS of them.
     """
 
-    def __init__(self, books: Books) -> None:
-        self.in_flight = self.sent = self.waiting = self.running = 0
+    def __init__(self) -> None:
+        self.in_flight = self.sent = self.waiting = self.running = self.scraped_ns = self.age_ns = 0
         self.kv_use = 0.0
         self.up = self.ready = True
-        self.scraped_ns = 0
-        self._books = books
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def age_ns(self) -> int:
-        return self._books.now_ns - self.scraped_ns
+        self._blocks: dict[int, None] = {}
 
     def cached_tokens(self, request: RequestSpec) -> int:
         known = next((at for at, block in enumerate(request.prefix) if block not in self._blocks), len(request.prefix))
         size = request.prefix_block_tokens
         return min(known, (request.prompt_tokens - 1) // size) * size
 
-    def insert(self, prefix: Sequence[int]) -> None:
-        """Count the blocks of a prompt as cached."""
-        for block in prefix:
+    def send(self, request: RequestSpec) -> None:
+        """Count a request as sent, and the blocks of its prompt as cached."""
+        self.in_flight += 1
+        self.sent += 1
+        for block in request.prefix:
+            self._blocks.pop(block, None)
             self._blocks[block] = None
-            self._blocks.move_to_end(block)
         while len(self._blocks) > MOST_BLOCKS:
-            self._blocks.popitem(last=False)
+            del self._blocks[next(iter(self._blocks))]
 
 
 class Books:
     """A router's books of requests and servers. `note` is called with each call as a line of the log. Every request
-    that came ends once, in one of the ENDS, counted in `ends`; `choices` counts the servers chosen.
+    that came ends once, in one of the ENDS, counted in `ends`.
     """
 
-    def __init__(self, fleet: Fleet, seed: int, note: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, head: Head, note: Callable[[str], None] = lambda _: None) -> None:
         """Raises RouterError."""
-        self._router, _ = router(fleet, seed)
-        self._note = note
-        self.now_ns = 0
-        self.views = [Upstream(self) for _ in range(fleet.count)]
-        self.ends, self.choices = Counter[str](), Counter[int]()
-        self.open: dict[int, RequestSpec] = {}  # by index, until their end
-        self._tried: dict[int, list[int]] = {}  # servers that they were sent to
+        self._router, _ = router(head.fleet, head.seed)
+        self.head, self._note = head, note
+        self.views = [Upstream() for _ in head.servers]
+        self.ends = Counter[str]()
+        self.open: dict[int, tuple[RequestSpec, list[int]]] = {}  # by index, with the servers that had the request
         self.count = 0
 
-    def scraped(self, at_ns: int, server: int, waiting: int, running: int, kv_use: float) -> None:
-        """Record a server's metrics. It is up."""
-        self._log("scraped", at_ns, server=server, waiting=waiting, running=running, kv_use=kv_use)
+    def scraped(self, at_ns: int, server: int, load: Sequence[float] | None) -> None:
+        """Record a server's waiting and running requests and KV use; None of one that is down until the next ones."""
         view = self.views[server]
-        view.waiting, view.running, view.kv_use, view.scraped_ns, view.up = waiting, running, kv_use, at_ns, True
-
-    def lost(self, at_ns: int, server: int) -> None:
-        """Record that a server cannot be reached: it is down until it is scraped."""
-        if self.views[server].up:
-            self._log("lost", at_ns, server=server)
-            self.views[server].up = False
+        if load is not None or view.up:
+            self._log("scraped", at_ns, server=server, load=load)
+        view.up = load is not None
+        if load is not None:
+            view.waiting, view.running, view.kv_use, view.scraped_ns = round(load[0]), round(load[1]), load[2], at_ns
 
     def came(self, spec: RequestSpec) -> None:
         """Record a request that has arrived."""
         self._log("came", spec.arrival_ns, request=json.loads(served.came(spec)))
-        self.open[spec.index], self._tried[spec.index] = spec, []
+        self.open[spec.index] = spec, []
         self.count += 1
 
     def choose(self, at_ns: int, index: int) -> int | None:
         """Return the router's choice among the servers that are up and did not have the request; None without any."""
-        spec, tried = self.open[index], self._tried[index]
+        spec, had = self.open[index]
         for at, view in enumerate(self.views):
-            view.ready = view.up and at not in tried
+            view.ready, view.age_ns = view.up and at not in had, at_ns - view.scraped_ns
         if not ready(self.views):
             return None
-        self.now_ns = at_ns
         server = self._router.choose(spec, self.views, at_ns)
         self._log("choose", at_ns, index=index, server=server)
-        view = self.views[server]
-        view.in_flight += 1
-        view.sent += 1
-        view.insert(spec.prefix)
-        tried.append(server)
-        self.choices[server] += 1
+        self.views[server].send(spec)
+        had.append(server)
         self._router.sent(spec, server, at_ns)
         return server
 
-    def answered(self, at_ns: int, index: int) -> None:
-        """Record the first byte of an answer."""
-        self._log("answered", at_ns, index=index)
-        self._router.answered(self.open[index], self._tried[index][-1], at_ns)
+    def news(self, at_ns: int, index: int, *, ended: bool) -> None:
+        """Record the first byte of an answer, or that its server has answered the request, or will not any more."""
+        self._log("news", at_ns, index=index, ended=ended)
+        spec, had = self.open[index]
+        self.views[had[-1]].in_flight -= ended
+        (self._router.ended if ended else self._router.answered)(spec, had[-1], at_ns)
 
-    def returned(self, at_ns: int, index: int) -> None:
-        """Record that the server that has the request will not answer it any more, or has answered it."""
-        self._log("returned", at_ns, index=index)
-        server = self._tried[index][-1]
-        self.views[server].in_flight -= 1
-        self._router.ended(self.open[index], server, at_ns)
-
-    def ended(self, at_ns: int, index: int, end: str) -> None:
+    def end(self, at_ns: int, index: int, end: str) -> None:
         """Record the end of a request that no server has."""
-        self._log("ended", at_ns, index=index, end=end)
-        del self.open[index], self._tried[index]
+        self._log("end", at_ns, index=index, end=end)
+        del self.open[index]
         self.ends[end] += 1
 
     def _log(self, call: str, at_ns: int, **more: Any) -> None:
         self._note(json.dumps({"call": call, "at_ns": at_ns, **more}) + "\n")
 
 
-class Head(Form):
-    """The first line of a log."""
-
-    fleet: Fleet
-    seed: Natural
-    servers: list[str]
-
-    def line(self) -> str:
-        return self.model_dump_json() + "\n"
-
-
 def rederive(path: Path) -> Replanned:
     """Make the calls in the log of a run directory again, and compare the choices. Raises RunError, ScenarioError."""
-    file, matched, total = path / FILE, 0, 0
-    difference: str | None = None
+    file, choices = path / FILE, list[tuple[int, int | None, int | None]]()
     with open_text(file) as lines:
-        first = json_line(file, 1, next(lines, "")).checked(Head)
-        books = Books(first.fleet, first.seed)
+        books = Books(json_line(file, 1, next(lines, "")).checked(Head))
         for number, line in enumerate(lines, 2):
             if not line.endswith("\n"):  # the writing process was killed
                 break
+            call = json_line(file, number, line).data
             try:
-                chosen = _call(books, json_line(file, number, line).data)
+                if (name := call.pop("call")) not in CALLS:
+                    raise ValueError(f"call: got {name!r}")
+                if name == "came":
+                    call = {"spec": served.Came.model_validate(call["request"]).spec()}
+                before = call.pop("server") if name == "choose" else -1
+                now = getattr(books, name)(**call)
             except (LookupError, TypeError, ValueError) as error:
-                if isinstance(error, ScenarioError):
-                    raise
-                raise RunError(f"{file}:{number}: is no call of a router's books: {error!r}", file=file) from error
-            if chosen is None:
-                continue
-            total += 1
-            matched += difference is None and chosen[0] == chosen[1]
-            if difference is None and chosen[0] != chosen[1]:
-                difference = f"line {number}: server {chosen[0]} was chosen, now {chosen[1]}"
-    return Replanned(matched, total, difference)
-
-
-def _call(books: Books, line: dict[str, Any]) -> tuple[int, int | None] | None:
-    """Make the call of a line; return the servers of a choice, recorded and derived."""
-    call = line.pop("call")
-    if call == "came":
-        books.came(served.Came.model_validate(line["request"]).spec())
-    elif call == "choose":
-        return line["server"], books.choose(line["at_ns"], line["index"])
-    elif call in ("scraped", "lost", "answered", "returned", "ended"):
-        getattr(books, call)(**line)
-    else:
-        raise ValueError(f"call: got {call!r}")
-    return None
+                reason = f"{file}:{number}: is no call of a router's books: {in_line(error)}"
+                raise RunError(reason, file=file) from error
+            if name == "choose":
+                choices.append((number, before, now))
+    for at, (number, before, now) in enumerate(choices):
+        if now != before:
+            return Replanned(at, len(choices), f"line {number}: server {before} was chosen, now {now}")
+    return Replanned(len(choices), len(choices), None)

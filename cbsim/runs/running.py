@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,6 +23,7 @@ from cbsim.record.directory import OnSteps, Pieces, RunWriter
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
 from cbsim.routers import registry as routers
+from cbsim.routers.scaling import HPA
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -30,7 +31,6 @@ from cbsim.workload import csv_requests, generators
 from cbsim.workload.requests import Workload
 
 OnStep = Callable[[int], None]
-FLAPS = 4  # changes of direction from which a rule is said to flap
 
 
 class Server(Protocol):
@@ -122,9 +122,7 @@ class Session:
     def _counted(self) -> dict[str, Any]:
         """The inputs of a summary's numbers besides the tables."""
         record = self.server.record
-        blocks = [each.total_blocks for each in record.records] if isinstance(record, Records) else []
-        changed = record.fleet if isinstance(record, Records) else ()
-        return counted(self.scenario, record.total_blocks, self._terms.window_s, blocks, changed)
+        return counted(self.scenario, record.total_blocks, self._terms.window_s, servers_of(self.scenario, record))
 
     def _about(self, *, complete: bool) -> dict[str, Any]:
         """Return the fields of a summary besides its numbers."""
@@ -188,30 +186,45 @@ def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
 
 
 def _flapping(scenario: Scenario, summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each rule of autoscaling that turned round often."""
-    turns = summary.get("scaling", {}).get("turns", {})
+    """Yield a line for each rule of autoscaling that more than once let replicas go for less than the time of a start,
+    which saved nothing, as one that starts costs as much. For our rule it names the least window that bridges them all.
+    """
     for at, pool in enumerate(scenario.fleet.pools if scenario.fleet else ()):
-        count = turns.get(scenario.fleet.labels[at], 0) if scenario.fleet else 0
-        if pool.autoscale and count >= FLAPS:
-            name, span = pool.autoscale.rule.name, f"{summary['makespan_s']:.3g} s"
-            cure = "; a longer down_window_s would steady it" if name == "hpa" else ""
-            yield f"fleet.pools.{at}.autoscale.rule: {name} flaps: {count} changes of direction in {span}{cure}"
+        if (scaled := pool.autoscale) is None:
+            continue
+        label, rule = pool.name or str(at), cast("Any", scaled.rule)
+        dips = _dips_s([each for each in summary["scaling"]["events"] if each["pool"] == label])
+        dips = [dip_s for dip_s in dips if dip_s < scaled.start_s]
+        if len(dips) > 1:
+            line = f"{rule.name} flaps: {len(dips)} times replicas went and were started again in less than start_s"
+            cure = (
+                f"; a down_window_s of {rule.down_window_s + max(dips):g} bridges them" if rule.name == HPA.name else ""
+            )
+            yield f"fleet.pools.{at}.autoscale.rule: {line} ({scaled.start_s:g}){cure}"
+
+
+def _dips_s(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the times from when a rule said fewer replicas until it said more."""
+    changes = [(b["time_s"], b["desired"] > a["desired"]) for a, b in pairwise(events) if a["desired"] != b["desired"]]
+    turns = [*changes[:1], *(each for before, each in pairwise(changes) if each[1] != before[1])]
+    return [up_s - down_s for (down_s, _), (up_s, more) in pairwise(turns) if more]
+
+
+def servers_of(scenario: Scenario, record: Record | Records) -> Sequence[Mapping[str, Any]]:
+    """Return pool, GPUs and blocks of each server of a fleet."""
+    if scenario.fleet is None or not isinstance(record, Records):
+        return ()
+    each = zip(scenario.fleet.pool_names, scenario.servers, record.records, strict=not record.fleet)
+    return record.fleet or [{"pool": of, "gpus": its.gpus, "total_blocks": one.total_blocks} for of, its, one in each]
 
 
 def counted(
     scenario: Scenario,
     total_blocks: int,
     window_s: tuple[float, float] | None,
-    blocks: Sequence[int] = (),
-    changed: Sequence[Mapping[str, Any]] = (),
+    fleet: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise. `blocks` are
-    those of each server, `changed` the servers themselves where they come and go.
-    """
-    fleet: Sequence[Mapping[str, Any]] = changed
-    if scenario.fleet is not None and not scenario.fleet.changes:
-        each = zip(scenario.fleet.pool_names, scenario.servers, blocks, strict=True)
-        fleet = [{"pool": name, "gpus": server.gpus, "total_blocks": count} for name, server, count in each]
+    """Return the inputs of a summary's numbers besides the tables, as arguments of metrics.summarise."""
     return {
         "total_blocks": total_blocks,
         **({"fleet": fleet} if fleet else {"servers": scenario.ranks}),

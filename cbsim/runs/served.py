@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,9 @@ class Contents:
         self.block_tokens = block_tokens
         self._most = max(LEAST_KNOWN, TIMES_THE_POOL * num_blocks)
         self._ids: OrderedDict[tuple[int | str, tuple[int, ...]], int] = OrderedDict()
-        self._blocks: dict[int, tuple[int | str, tuple[int, ...]]] = {}
-        self.last = 0
-
-    def block(self, block: int) -> tuple[int | str, tuple[int, ...]] | None:
-        """Return what precedes a block, an id or a salt, and its tokens; None if it was dropped."""
-        return self._blocks.get(block)
+        self.blocks: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # after which id or salt, and its tokens
+        self._last = 0
+        self.forgotten: Callable[[], None] = lambda: None  # called when all blocks were dropped
 
     def prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, ...]:
         """Return the ids of a text. Texts of different salts share none."""
@@ -57,18 +56,19 @@ class Contents:
     def forget(self) -> None:
         """Drop all blocks: no later text shares content with earlier ones."""
         self._ids.clear()
-        self._blocks.clear()
+        self.blocks.clear()
+        self.forgotten()
 
     def _id(self, key: tuple[int | str, tuple[int, ...]]) -> int:
         known = self._ids.get(key)
         if known is not None:
             self._ids.move_to_end(key)
             return known
-        self.last += 1
-        self._ids[key], self._blocks[self.last] = self.last, key
+        self._last += 1
+        self._ids[key], self.blocks[self._last] = self._last, key
         if len(self._ids) > self._most:
-            del self._blocks[self._ids.popitem(last=False)[1]]
-        return self.last
+            del self.blocks[self._ids.popitem(last=False)[1]]
+        return self._last
 
 
 class Log:
@@ -80,7 +80,7 @@ class Log:
         self._in_memory = in_memory
         self.count = 0
         self.problem: str | None = None
-        self.alarm: Callable[[str], None] = lambda _: None
+        self.alarm: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._lines: list[str] = []
         self._path: Path | None = None
         self._file: RawIOBase | None = None
@@ -126,7 +126,8 @@ class Log:
         with suppress(OSError):
             self._file.truncate(self._bytes)
         self.close()
-        self.problem = f"{self._path}: cannot be written: {error.strerror or error}: from request {self.count - 1} on"
+        rest = "in memory only" if self._in_memory else "lost"
+        self.problem = f"{self._path}: cannot be written: {error.strerror or error}: what follows is {rest}"
         self.alarm(self.problem)
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
@@ -335,7 +335,7 @@ class FittedSettings(Coefficients):
         return coefficients(file) | {key: value for key, value in data.items() if key != "path"}
 
     @model_validator(mode="after")
-    def _takes_time(self) -> FittedSettings:
+    def _takes_time(self) -> Self:
         every = self.base_s or any(point.s for point in self.query_tokens)
         prefills = self.per_chunk_s or self.per_prefill_token_s or self.per_prefill_attention_s
         decodes = self.per_decode_row_s or self.per_context_token_s or any(point.s for point in self.context_tokens)
@@ -460,7 +460,7 @@ class TableSettings(Frozen):
     _fill_from_terms = model_validator(mode="before")(_with_terms)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> TableSettings:
+    def _fields_agree(self) -> Self:
         if self.all_to_all != "allgather" and self.data_parallel == 1:
             raise complaint(f"got {self.all_to_all}, must be allgather with data_parallel 1", "all_to_all")
         if self.terms is not None and self.engine is None and not (self.calibrated and self.calibrated.own):

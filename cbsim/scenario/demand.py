@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -51,7 +51,7 @@ class Sample(Frozen):
     column: str | None = None  #: Its column of lengths in tokens.
 
     @model_validator(mode="after")
-    def _one_source(self) -> Sample:
+    def _one_source(self) -> Self:
         if bool(self.values) == bool(self.path) or bool(self.path) != bool(self.column):
             raise complaint("needs either `values`, or `path` and `column`")
         return self
@@ -107,7 +107,6 @@ def length_table(name: str) -> LengthTable:
 
 
 LengthsName = Annotated[str, one_of(partial(catalog.names, LENGTH_TABLES))]
-
 
 Rate = Annotated[Real, Field(ge=1e-9)]  # a request in 30 years
 
@@ -182,7 +181,7 @@ class Synthetic(Frozen):
     """Priorities drawn from, all equally likely; the least is the most urgent. Null: all 0."""
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> Synthetic:
+    def _fields_agree(self) -> Self:
         if self.requests * self.samples > MOST_REQUESTS:
             most = MOST_REQUESTS // self.requests
             raise complaint(f"got {self.samples:,}, must be <= {most:,} for {self.requests:,} requests", "samples")

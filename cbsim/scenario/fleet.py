@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
 from cbsim.scenario.schedulers import Router, Rule
@@ -29,22 +29,6 @@ def _of_a_server(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-class Unwritten(Frozen):
-    """A part whose newer fields are left out of files where they have their defaults."""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields, written = type(self).model_fields, handler(self)
-        return {
-            name: value
-            for name, value in written.items()
-            if name not in NEWER or value not in (fields[name].default, [])
-        }
-
-
-NEWER = ("autoscale", "failures", "random_failures", "on_failure", "most_retries")
-
-
 class Autoscale(Frozen):
     """When replicas of a pool are started, and when they go. A replica takes requests once it has started; one that is
     to go gets no new ones, and goes when those that it has have ended. Those that start are the first to go, then those
@@ -57,12 +41,6 @@ class Autoscale(Frozen):
     start_s: Seconds = 60.0  #: Seconds until a replica that is started takes requests.
     drain_s: Seconds | None = None  #: Seconds until a draining replica is killed; null: it never is.
     interval_s: Annotated[Real, Field(ge=LEAST_S)] = 15.0  #: Seconds between two calls of the rule.
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.least > self.most:
-            raise complaint(f"got {self.least}, must be <= most ({self.most})", "least")
-        return self
 
 
 class Failure(Frozen):
@@ -77,12 +55,12 @@ class Failure(Frozen):
 class RandomFailures(Frozen):
     """Deaths at random: each server lives for a time that is drawn from an exponential distribution."""
 
-    per_server_hour: Annotated[Real, Field(gt=0)]  #: Deaths in an hour of a server.
+    per_server_hour: Annotated[Real, Field(ge=1e-9)]  #: Deaths in an hour of a server.
     back_s: Seconds | None = None  #: As of a single failure.
     seed: Annotated[Whole, Field(ge=0)] = 0  #: Of these draws.
 
 
-class Pool(Unwritten):
+class Pool(Frozen):
     """Servers that are alike."""
 
     count: Replicas = 1  #: How many, at the start if the pool is scaled.
@@ -99,6 +77,8 @@ class Pool(Unwritten):
     @model_validator(mode="after")
     def _in_bounds(self) -> Self:
         of = self.autoscale
+        if of and of.least > of.most:
+            raise complaint(f"got {of.least}, must be <= most ({of.most})", "autoscale.least")
         if of and not of.least <= self.count <= of.most:
             bound = f"must be autoscale.least to autoscale.most ({of.least} to {of.most})"
             raise complaint(f"got {self.count}, {bound}", "count")
@@ -112,7 +92,7 @@ class Signals(Frozen):
     events_s: Seconds = 0.0  #: Seconds until the router knows that a block was cached or evicted.
 
 
-class Fleet(Unwritten):
+class Fleet(Frozen):
     """Several servers behind a router."""
 
     pools: Annotated[Many[Pool], Field(min_length=1)]  #: The servers, numbered from 0 in this order.
@@ -120,10 +100,8 @@ class Fleet(Unwritten):
     signals: Signals = Signals()  #: How old is what the router knows.
     failures: Many[Failure] = ()  #: Servers that die, and when.
     random_failures: RandomFailures | None = None  #: Further deaths, at random; null: none.
-    on_failure: Literal["retry", "fail"] = "retry"
-    """What becomes of the requests of a server that dies: the client sends them again, or they fail. One of several
-    samples fails."""
-    most_retries: Annotated[Whole, Field(ge=0, le=1000)] = 3  #: How often a request is sent again before it fails.
+    most_retries: Annotated[Whole, Field(ge=0, le=1000)] = 3
+    """How often the client sends a request of a dead server again before it fails. One of several samples fails."""
 
     @model_validator(mode="after")
     def _failures_are_of_servers(self) -> Self:
@@ -137,9 +115,14 @@ class Fleet(Unwritten):
         return self
 
     @property
+    def rules(self) -> list[str]:
+        """The names of the rules by which pools are scaled."""
+        return [pool.autoscale.rule.name for pool in self.pools if pool.autoscale]
+
+    @property
     def changes(self) -> bool:
         """Whether servers come or go."""
-        return bool(self.failures or self.random_failures or any(pool.autoscale for pool in self.pools))
+        return bool(self.failures or self.random_failures or self.rules)
 
     @property
     def room(self) -> int:

@@ -43,7 +43,7 @@ def apply(
         union, present = union_at(part, path), _at(data, path)
         if union and value != (usual(path) if present is None else present):
             changed.append(path[:-1])
-        assign(data, usual, path, value, override)
+        assign(data, path, value, override, usual)
         if union and (member := union.member(str(value))):
             chosen = _at(data, path[:-1])
             for unknown in chosen.keys() - member.model_fields:
@@ -108,7 +108,9 @@ def parsed(override: str) -> tuple[PathParts, Any]:
     return split(dotted.strip()), parse(value, f"--set {cut(override)}", lines=False)
 
 
-def assign(data: Any, usual: Callable[[PathParts], Any], path: PathParts, value: Any, override: str) -> None:
+def assign(
+    data: Any, path: PathParts, value: Any, override: str, usual: Callable[[PathParts], Any] = lambda _: None
+) -> None:
     """Set `path` in `data`, taking missing parts of the path from `usual`. Raises ScenarioError."""
     for depth, step in enumerate(path):
         if isinstance(data, list):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from math import inf, prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -18,7 +18,6 @@ MOST_BYTES = 1_000_000
 MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
 WHOLE, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 DTYPES = ("bfloat16", "float16", "float32")
-
 
 INNER, MOE, LOCAL, EXPERTS = "intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts"
 WINDOW, CHUNK, EVERY, BIAS = "sliding_window", "attention_chunk_size", "sliding_window_pattern", "attention_bias"
@@ -211,7 +210,7 @@ def fields_of(config: Config) -> dict[str, Any]:
         "qk_norm": config.flag(family.qk_norm),
         "qkv_bias": config.flag(family.qkv_bias),
         **({"sinks": True} if family.sinks else {}),
-        "dtype": _dtype(config),
+        "dtype": config.dtype("dtype") or config.dtype("torch_dtype") or "bfloat16",  # that of older versions
         "max_position": config.whole("max_position_embeddings"),
         **_attention(config, family, layers),
     }
@@ -379,11 +378,6 @@ def _kinds(config: Config, layers: int) -> list[str]:
     return ["experts" if at >= first and at in mixed else "dense" for at in range(layers)]
 
 
-def _dtype(config: Config) -> str:
-    """Return `dtype` of transformers 5 or `torch_dtype` of older versions; bfloat16 if neither is present."""
-    return config.dtype("dtype" if config.data.get("dtype") is not None else "torch_dtype") or "bfloat16"
-
-
 def _name(path: Path) -> str:
     """Return the folder's name; in a Hugging Face cache, models--WHO--NAME/snapshots/COMMIT, the repository's."""
     folder = path.absolute().parent  # not resolved: the cache's files are links
@@ -467,20 +461,14 @@ class Int4(Quantization):
     group_size: Literal[128]
     lm_head: Literal[False] | None = None
     dynamic: Empty = None
-
-    @property
-    def types(self) -> dict[str, str]:
-        return {"weights_dtype": "int4"}
+    types: ClassVar = {"weights_dtype": "int4"}
 
 
 class Mxfp4(Quantization):
     """MXFP4 of the experts alone (gpt-oss)."""
 
     quant_method: Literal["mxfp4"]
-
-    @property
-    def types(self) -> dict[str, str]:
-        return {"experts_dtype": "mxfp4"}
+    types: ClassVar = {"experts_dtype": "mxfp4"}
 
 
 class Float8(Form):
@@ -519,7 +507,7 @@ class Scheme(Form):
     input_activations: Float8 | None = None
 
     @model_validator(mode="after")
-    def _both_or_weights_alone(self) -> Scheme:
+    def _both_or_weights_alone(self) -> Self:
         if isinstance(self.weights, Float8) != (self.input_activations is not None):
             needed = "8 bits of type float, as the weights" if isinstance(self.weights, Float8) else "none beside int4"
             inputs = self.input_activations.model_dump() if self.input_activations else None
@@ -551,7 +539,7 @@ class Quantized(Form):
 def _types(config: Config, fields: dict[str, Any]) -> dict[str, str]:
     """Return the types of matrices and cache of a shape with these fields. Raises the error of `config`."""
     scheme = config.checked(Quantized).quantization_config
-    types, left, count = scheme.types, scheme.left(fields["layers"], hybrid="linear" in fields), fields["layers"]
+    types, left, count = {**scheme.types}, scheme.left(fields["layers"], hybrid="linear" in fields), fields["layers"]
     if (narrow := types.pop("weights_dtype", None)) is None:
         return types
     first, dense = fields.get("first_dense", 0), fields.get("dense_intermediate", "experts" not in fields)

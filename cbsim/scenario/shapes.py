@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
@@ -101,7 +101,7 @@ class ModelShape(Frozen):
     last ones, its own included; `chunked TOKENS`, its part of the sequence (Llama 4); `linear`, by a state."""
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> ModelShape:
+    def _fields_agree(self) -> Self:
         if not min(self.experts, 1) <= self.experts_per_token <= self.experts:
             bound = f"must be between {min(self.experts, 1)} and experts ({self.experts})"
             raise complaint(f"got {self.experts_per_token}, {bound}", "experts_per_token")

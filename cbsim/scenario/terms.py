@@ -23,7 +23,7 @@ from operator import ge
 from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -132,7 +132,7 @@ class TermsFile(Range):
     curves: dict[str, Curve]  #: By the hash that measurements give a curve.
 
     @model_validator(mode="after")
-    def _whole(self) -> TermsFile:
+    def _whole(self) -> Self:
         """Check that every term is known and within its interval, and that every curve has the same terms."""
         fields = FIELDS if self.kind == "table" else ROOFLINE
         for name, term in self.terms.items():

@@ -178,7 +178,7 @@ class Search:
 
     def __init__(self, over: Over, terms: Terms, runs: Runs, hear: Hear) -> None:
         self._over, self._terms, self._hear = over, terms, hear
-        self._prober = Prober(over, terms, runs)
+        self._prober = Prober(over.scenario, over.unit, terms, runs)
         self._made: dict[Value, Probe] = {}
         self.ends: tuple[Value | None, Value | None] = None, None
         self.above: Probe | None = None
@@ -205,7 +205,7 @@ class Search:
 
     def impossible(self) -> bool:
         """Return whether one request alone breaks the conditions. Only latencies and attainment are best there."""
-        alone = self._prober.alone()
+        alone = self._prober.alone(self._over.alone)
         if (
             alone is None
             or alone.holds is not False

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
@@ -52,7 +52,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         if not self.conditions:
-            raise ScenarioError("capacity: no condition, expected --check or --goodput")
+            raise ScenarioError("no condition, expected some such as ttft.p99<=2s, or a goodput")
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if not least <= value <= most:
@@ -75,13 +75,16 @@ class Terms:
 BOUNDS = {"confidence": (0.5, 0.9999), "width": (0.001, 1), "replicates": (2, 10_000), "warmup": (0, 0.9)}
 
 
-def terms(scenario: Scenario, slo: Sequence[str], goodput: str | None, **precision: Any) -> Terms:
-    """Return the terms for a scenario of one loop: `slo` are conditions on metrics, `goodput` the share of requests
-    that must keep the scenario's `slo`, `precision` other fields of Terms. Raises CheckError, ScenarioError.
+def terms(
+    scenario: Scenario, slo: Sequence[str], goodput: str | None, option: str = "--check", /, **precision: Any
+) -> Terms:
+    """Return the terms for a scenario of one loop: `slo` are conditions on metrics that `option` has, `goodput` the
+    share of requests that must keep the scenario's `slo`, `precision` other fields of Terms. Raises CheckError,
+    ScenarioError.
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
-    checks = [parse(condition) for condition in slo]
+    checks = [parse(condition, option) for condition in slo]
     if goodput is not None:
         check = parse(f"{SHARE}>={goodput}", "--goodput")
         if not 0 < check.bound < 1:  # no sample can prove a share of 1
@@ -109,15 +112,6 @@ WAVES = 5  # the least requests of a user in a closed loop, of which the first i
 UNITS = {RATE: "requests/s", ANY_RATE: "requests/s", USERS: "users"}
 
 Value = float  # a value of the searched field; an int if the field holds whole numbers
-
-
-class Varied(Protocol):
-    """What a search varies: its unit, and the scenario of a value."""
-
-    @property
-    def unit(self) -> str: ...
-    def scenario(self, value: Value, replicate: int) -> Scenario: ...
-    def alone(self, replicate: int) -> Scenario | None: ...
 
 
 class Over:
@@ -313,18 +307,18 @@ def _beyond(check: Check, at: Interval) -> float:
 
 
 class Prober:
-    """The runs of a search by load, and what they say. Replicate r has the scenario's seed plus r at all loads: common
-    random numbers. Raises ScenarioError if there is no such load, CheckError if the runs lack a metric, RunError if one
-    fails.
+    """The runs of a search by load, in `known`, and what they say. `make` returns the scenario of a load, its seed
+    increased by a replicate's number: common random numbers at all loads. Raises ScenarioError if there is no such
+    load, CheckError if the runs lack a metric, RunError if one fails.
     """
 
-    def __init__(self, over: Varied, terms: Terms, runs: Runs) -> None:
-        self._over, self._terms, self._runs = over, terms, runs
-        self._known: dict[Value, list[Run]] = {}
+    def __init__(self, make: Callable[[Value, int], Scenario], unit: str, terms: Terms, runs: Runs) -> None:
+        self._make, self._unit, self._terms, self._runs = make, unit, terms, runs
+        self.known: dict[Value, list[Run]] = {}
 
-    def alone(self) -> Probe | None:
+    def alone(self, make: Callable[[int], Scenario | None]) -> Probe | None:
         """Probe a few requests one after the other, at the load 0; None if it would say nothing of other loads."""
-        scenarios = [made for seed in range(self._terms.looks[0]) if (made := self._over.alone(seed))]
+        scenarios = [made for seed in range(self._terms.looks[0]) if (made := make(seed))]
         runs = self._runs.of(scenarios, self._terms.warmup) if scenarios else []
         return self._judged(0.0, runs, self._terms.tail(0)) if runs else None
 
@@ -350,20 +344,14 @@ class Prober:
             found.append(_interval(check, values, sum(map(_counted, first)), self._terms.tail(look)))
         return self._verdict(found)
 
-    def known(self, value: Value) -> list[Run]:
-        """Return the runs of a value that were looked at."""
-        return self._known.get(value, [])
-
     def _of(self, value: Value, count: int) -> list[Run]:
-        known = self._known.setdefault(value, [])
-        known += self._runs.of(
-            [self._over.scenario(value, seed) for seed in range(len(known), count)], self._terms.warmup
-        )
+        known = self.known.setdefault(value, [])
+        known += self._runs.of([self._make(value, seed) for seed in range(len(known), count)], self._terms.warmup)
         return known[:count]
 
     def _judged(self, value: Value, runs: Sequence[Run], tail: float) -> Probe:
         conditions, requests = self._terms.conditions, sum(map(_counted, runs))
-        about = value, self._over.unit, conditions, len(runs), requests
+        about = value, self._unit, conditions, len(runs), requests
         lost = _lost(runs)
         if lost is not None:
             return Probe(*about, (), False, lost, runs[0].limits)

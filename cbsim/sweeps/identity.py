@@ -74,18 +74,13 @@ def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
         return hashlib.file_digest(opened, "sha256").digest()
 
 
-def _rules(scenario: Scenario) -> list[Any]:
-    pools = scenario.fleet.pools if scenario.fleet else ()
-    names = [pool.autoscale.rule.name for pool in pools if pool.autoscale]
-    return [routers.RULES.find(name) for name in names if name not in routers.RULES_OURS]
-
-
 def _policy(scenario: Scenario) -> str | None:
     """Return a hash of the modules that define schedulers, a router or rules of the user; None without any."""
     kinds: list[Any] = [server.kind for _, server in scenario.pools if server.scheduler.name not in registry.OURS]
     if scenario.fleet is not None and scenario.fleet.router.name not in routers.OURS:
         kinds.append(routers.ROUTERS.find(scenario.fleet.router.name))
-    kinds += _rules(scenario)
+    rules = scenario.fleet.rules if scenario.fleet else ()
+    kinds += [routers.RULES.find(name) for name in rules if name not in routers.RULES_OURS]
     if not kinds:
         return None
     parts = [getattr(kind, part, None) for kind in kinds for part in ("settings", "resolve", "make")]

@@ -186,13 +186,9 @@ class Runs:
         finally:
             self._progress.end()
 
-    def ahead(self, scenarios: Sequence[Scenario], warmup: float) -> None:
-        """Make runs that `of` will return; those that fail are left to it."""
-        self.make(_tasks(scenarios, warmup), (SUMMARY, BINDS))
-
     def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
         """Return the runs of these scenarios in order; `warmup` is that of Task. Raises RunError if one fails."""
-        tasks = _tasks(scenarios, warmup)
+        tasks = [Task(identity.key(each, warmup), each, "summary", warmup, limits=True) for each in scenarios]
         seeds = {task.key: task.scenario.seed for task in tasks}
 
         def check(made: Made) -> None:
@@ -201,7 +197,3 @@ class Runs:
 
         self.make(tasks, (SUMMARY, BINDS), check)
         return [Run(self.store.summary(task.key), self.store.read(task.key, BINDS)) for task in tasks]
-
-
-def _tasks(scenarios: Sequence[Scenario], warmup: float) -> list[Task]:
-    return [Task(identity.key(each, warmup), each, "summary", warmup, limits=True) for each in scenarios]

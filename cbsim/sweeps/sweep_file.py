@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationError, model_validator
 
@@ -36,7 +36,7 @@ class Range(Frozen):
     count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None  #: How many values, at equal distances.
 
     @model_validator(mode="after")
-    def _rises(self) -> Range:
+    def _rises(self) -> Self:
         _check(self.low, self.high, "step", self.step, self.count, 0)
         return self
 
@@ -55,7 +55,7 @@ class LogRange(Frozen):
     count: Annotated[Whole, Field(ge=2, le=MOST_VALUES)] | None = None  #: How many values, at equal ratios.
 
     @model_validator(mode="after")
-    def _rises(self) -> LogRange:
+    def _rises(self) -> Self:
         _check(self.low, self.high, "factor", self.factor, self.count, 1)
         return self
 
@@ -101,7 +101,7 @@ class Ranged(Frozen):
     log: LogRange | None = None  #: At equal ratios.
 
     @model_validator(mode="after")
-    def _has_a_rule(self) -> Ranged:
+    def _has_a_rule(self) -> Self:
         if (self.range is None) == (self.log is None):
             raise complaint("expected a list, or one of range and log")
         return self
@@ -165,7 +165,7 @@ class Axis(Frozen):
         return data
 
     @model_validator(mode="after")
-    def _as_long(self) -> Axis:
+    def _as_long(self) -> Self:
         lengths = {name: len(values) for name, values in self.fields.items()}
         if not lengths and not self.points:
             raise complaint("is empty, expected fields and their values, or points")
@@ -226,7 +226,7 @@ class SweepFile(Frozen):
     """What stays of a run: summary.json, with the scenario and env.json; the tables too; or all that `run` writes."""
 
     @model_validator(mode="after")
-    def _set_once(self) -> SweepFile:
+    def _set_once(self) -> Self:
         seen: dict[str, int] = {}
         for at, axis in enumerate(self.axes):
             for name in axis.names:
@@ -242,7 +242,7 @@ class SweepFile(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _fits(self) -> SweepFile:
+    def _fits(self) -> Self:
         before: list[str] = []
         for name in (*self.set, *self.names):
             undone = next((other for other in before if other.startswith(f"{name}.")), None)

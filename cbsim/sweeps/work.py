@@ -190,11 +190,9 @@ def without(result: Result, share: float, command: str) -> Result:
     burst = arrivals.users if isinstance(arrivals, demand.ClosedLoop) else 0
     first_ns = float(arrivals_ns[min(max(int(share * len(arrivals_ns)), burst), len(arrivals_ns) - 1)])
     window_s = (max(first_ns - 0.5, 0.0) / NS, math.inf)  # between two nanoseconds, so that no rounding leaves it out
-    servers = result.summary.get("per_server", ())
-    blocks = [each["total_blocks"] for each in servers]
-    counted = running.counted(result.scenario, result.summary["total_blocks"], window_s, blocks, servers)
-    if "scaling" in result.summary:  # the price is that of the servers that there were
-        counted["price_usd_hour"] = result.summary.get("cost", {}).get("price_usd_hour")
+    servers, price = result.summary.get("per_server", ()), result.summary.get("cost", {}).get("price_usd_hour")
+    counted = running.counted(result.scenario, result.summary["total_blocks"], window_s, servers)
+    counted["price_usd_hour"] = price  # of fleets that change, that of the servers that there were
     summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
     environment = {**result.environment, "command": f"{command} --window {window_s[0]!r}:"}
     return replace(result, summary=summary, environment=environment)

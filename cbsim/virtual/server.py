@@ -74,7 +74,18 @@ class VirtualServer:
 
     def transport(self, http: Any) -> Any:
         """Return a streaming transport to this server for an AsyncClient of `http`, the module httpx or httpx2."""
-        return transport(self.app, http)
+        app = self.app
+
+        class Parts(Exchange, http.AsyncByteStream):  # type: ignore[misc]
+            pass
+
+        class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
+            async def handle_async_request(self, request: Any) -> Any:
+                parts = Parts(app, request, bytes(await request.aread()))
+                await parts.started()
+                return http.Response(parts.status, headers=parts.headers, stream=parts)
+
+        return Transport()
 
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` connected to this server."""
@@ -155,13 +166,10 @@ Asgi = Callable[[Any, Callable[[], Awaitable[Message]], Callable[[Message], Awai
 
 
 class Exchange:
-    """A request of httpx and its answer, whose parts it yields. Raises `broken` if the server closes the connection."""
-
-    broken: type[Exception] = ConnectionError
+    """A request of httpx and its answer, whose parts it yields."""
 
     def __init__(self, app: Asgi, request: Any, body: bytes) -> None:
         self._waiting: Message | None = {"type": "http.request", "body": body, "more_body": False}
-        self._aborted = False
         self._left = asyncio.Event()
         self._started = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -188,8 +196,6 @@ class Exchange:
         while (part := await self._parts.get()) is not None:
             yield part
         await self._task
-        if self._aborted:
-            raise self.broken("the server closed the connection")
 
     async def aclose(self) -> None:
         """End the exchange as if the client had closed its connection."""
@@ -205,7 +211,6 @@ class Exchange:
     async def drain(self) -> None: ...
 
     def abort(self) -> None:
-        self._aborted = True
         self._left.set()
 
     async def _answer(self, app: Asgi, scope: Message) -> None:
@@ -229,21 +234,6 @@ class Exchange:
             return
         if body := message.get("body"):
             self._parts.put_nowait(bytes(body))
-
-
-def transport(app: Asgi, http: Any) -> Any:
-    """Return a streaming transport to an application on the same loop, for an AsyncClient of the module `http`."""
-
-    class Parts(Exchange, http.AsyncByteStream):  # type: ignore[misc]
-        broken = http.ReadError
-
-    class Transport(http.AsyncBaseTransport):  # type: ignore[misc]
-        async def handle_async_request(self, request: Any) -> Any:
-            parts = Parts(app, request, bytes(await request.aread()))
-            await parts.started()
-            return http.Response(parts.status, headers=parts.headers, stream=parts)
-
-    return Transport()
 
 
 def drive(
@@ -281,10 +271,7 @@ async def _together(backend: SimulatedBackend, client: Client) -> None:
     stop, where = Stop(), asyncio.get_running_loop().create_future()
     app = App(backend, IN_PROCESS, VllmMeter(backend))
 
-    def ready(host: str, port: int) -> None:
-        where.set_result(f"http://{host}:{port}/v1")
-
-    door = asyncio.ensure_future(listen(app, port=0, stop=stop, signals=False, ready=ready))
+    door = asyncio.ensure_future(listen(app, port=0, stop=stop, signals=False, ready=where.set_result))
     await asyncio.wait({door, where}, return_when=asyncio.FIRST_COMPLETED)
     if not where.done():
         await door

@@ -13,10 +13,8 @@ import math
 from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import simpy
@@ -33,9 +31,6 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.virtual.clocks import Clock, resolve
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
-
-if TYPE_CHECKING:
-    from cbsim.virtual.kv_events import KvEvents
 
 NEVER = float("inf")
 
@@ -77,17 +72,9 @@ class Answer:
 class SimulatedBackend(Backend):
     """A session of a simulated server, which becomes a run."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        clock: Clock,
-        tokenizer: Tokenizer,
-        model: str | None,
-        command: str,
-        events: KvEvents | None = None,
-    ) -> None:
+    def __init__(self, scenario: Scenario, clock: Clock, tokenizer: Tokenizer, model: str | None, command: str) -> None:
         """Build the machine of the session; a scenario with both loops gets the asynchronous one. The model is named
-        after the scenario if `model` is None. `events` publishes what its cache holds. Raises ScenarioError.
+        after the scenario if `model` is None. Raises ScenarioError.
         """
         scenario = with_one_loop(scenario)
         if scenario.kind.samples(scenario.scheduler) > 1:
@@ -109,9 +96,7 @@ class SimulatedBackend(Backend):
         self._inbox = self.machine.inbox
         self._inbox.news = self._env.event()
         pool = self.machine.scheduler.pool
-        self._contents, self._events = Contents(pool.block_size, pool.num_blocks), events
-        if events is not None:
-            events.watch(pool, self._contents)
+        self.contents = Contents(pool.block_size, pool.num_blocks)
 
     def _server(self, scenario: Scenario, loop: str, workload: Workload) -> Simulation:
         """Return the server of a scenario, with the session in place of its workload."""
@@ -157,15 +142,6 @@ class SimulatedBackend(Backend):
 
     async def run(self) -> None:
         self._clock.start()
-        with self._events.serving() if self._events else nullcontext():
-            await self._run()
-
-    def forget_prefixes(self) -> None:
-        super().forget_prefixes()
-        if self._events is not None:
-            self._events.cleared(self._contents.last)
-
-    async def _run(self) -> None:
         over = self._env.process(self.machine.run(self._env, self._stepped))
         try:
             while over.is_alive or self._pending_ns < NEVER:

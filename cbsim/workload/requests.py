@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b, sha256
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Streams(NamedTuple):
     prefixes: np.random.Generator
 
     @classmethod
-    def of(cls, seed: int) -> Streams:
+    def of(cls, seed: int) -> Self:
         return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(cls._fields))))
 
 

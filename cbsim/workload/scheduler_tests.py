@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -222,7 +222,7 @@ class VllmRequest(Form):
     abort_us: Micros | None = None
 
     @model_validator(mode="after")
-    def _outputs_once(self) -> VllmRequest:
+    def _outputs_once(self) -> Self:
         if (self.output_token_ids is None) == (self.outputs is None):
             raise complaint("expected either output_token_ids, or outputs, those of several samples")
         return self
@@ -265,7 +265,7 @@ class Vllm(Form):
     requests: Annotated[list[VllmRequest], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _ids_differ(self) -> Vllm:
+    def _ids_differ(self) -> Self:
         _distinct([request.id for request in self.requests])
         return self
 
@@ -280,7 +280,7 @@ class Transformers(Form):
     cancels: list[Cancel] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _ids_are_known(self) -> Transformers:
+    def _ids_are_known(self) -> Self:
         known = _distinct([request.id for request in self.requests])
         for position, cancel in enumerate(self.cancels):
             if cancel.id not in known:
@@ -288,7 +288,7 @@ class Transformers(Form):
         return self
 
     @model_validator(mode="after")
-    def _not_too_many_tokens(self) -> Transformers:
+    def _not_too_many_tokens(self) -> Self:
         total = sum(
             min(r.eos_after or r.max_new_tokens, r.max_new_tokens) * (1 + (r.num_children or 0)) for r in self.requests
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -110,11 +110,10 @@ class Came(Form):
     prefix: list[Pair]
 
     @model_validator(mode="after")
-    def _within_limits(self) -> Came:
+    def _within_limits(self) -> Self:
         if self.output_tokens > self.max_tokens:
-            raise complaint(
-                f"got {self.output_tokens}, expected at most max_tokens ({self.max_tokens})", "output_tokens"
-            )
+            bound = f"expected at most max_tokens ({self.max_tokens})"
+            raise complaint(f"got {self.output_tokens}, {bound}", "output_tokens")
         for run in self.prefix:
             if not (min(run) >= 1 and run[1] <= self.prompt_tokens + self.max_tokens):
                 bound = "expected [first id, count], both >= 1, of no more blocks than tokens"

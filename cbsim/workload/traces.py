@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -53,7 +53,7 @@ class Hashed(Form):
     hash_ids: list[Natural]
 
     @model_validator(mode="after")
-    def _id_for_each_block(self) -> Hashed:
+    def _id_for_each_block(self) -> Self:
         blocks = -(-self.input_length // BLOCK_TOKENS)
         if len(self.hash_ids) != blocks:
             expected = f"{blocks} ids, one for every {BLOCK_TOKENS} of {self.input_length} tokens"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -72,7 +72,7 @@ class BenchLine(Form):
     prompt_block_runs: list[Pair]
 
     @model_validator(mode="after")
-    def _id_for_each_block(self) -> BenchLine:
+    def _id_for_each_block(self) -> Self:
         full, ids = self.input_toks // BLOCK_TOKENS, sum(count for _, count in self.prompt_block_runs)
         if ids != full:
             expected = f"those of {full} blocks, one for every {BLOCK_TOKENS} of {self.input_toks} tokens"

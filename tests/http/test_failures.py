@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `measure`")
 
-from support.calls import call, started
+from support.calls import call, refused, started
 
 from cbsim.http.failures import MOST_PARTS, Failures
 
@@ -41,26 +41,57 @@ def test_failures_follow_from_seed_and_number() -> None:
         parts = [part for failure, part in drawn if failure == name]
         assert abs(len(parts) / 4000 - share) < 0.03  # five deviations
         assert {*parts} == {*range(MOST_PARTS + 1)}
-    assert not Failures() and Failures(start_s=1)
+    assert Failures().drawn(0) == ("", 0)
 
 
-@pytest.mark.parametrize("value", ["404=0.1", "503=2", "503=0.6,break=0.6", "503=-0.1", "503", "nan"])
+@pytest.mark.parametrize(
+    "value", ["404=0.1", "503=2", "503=0.6,break=0.6", "503=-0.1", "503", "nan", "503=0.1,503=0.2"]
+)
 def test_shares_that_are_none_are_refused(value: str) -> None:
     said = call("serve", "tiny_cpu", "--fail", value)
     assert said.status == 2 and "--fail" in said.err
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://a:99999", "http://a/v1?x=1"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://a:99999", "http://a/v1?x=1", "http://"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     said = call("route", url)
-    assert said.status == 2 and "expected http://HOST:PORT" in said.err
+    assert said.status == 2 and "URL: got " in said.err
 
 
-def test_a_router_or_setting_that_is_none_is_refused() -> None:
-    said = call("route", "http://127.0.0.1:1", "--router", "robin")
-    assert said.status == 2 and "router.name: got 'robin', expected one of dynamo" in said.err
-    said = call("route", "http://127.0.0.1:1", "--router", "llmd", "--set", "router.thresh=1")
-    assert said.status == 2 and "router.thresh" in said.err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--router", "robin"), "router.name: got 'robin', expected one of dynamo"),
+        (("--router", "llmd", "--set", "router.thresh=1"), "router.thresh"),
+        (("--set", "signals.metrics_s=0"), "signals.metrics_s: got 0, must be >= 0.001"),
+        (("--set", "signals.events_s=1"), "--set signals.events_s=1: expected router.FIELD=VALUE or signals.metrics_s"),
+        (("--set", "pools.0.count=3"), "--set pools.0.count=3: expected router.FIELD=VALUE or signals.metrics_s"),
+        (("http://127.0.0.1:1/v1",), "URL: got http://127.0.0.1:1, http://127.0.0.1:1, expected each server once"),
+        (("--host", "0.0.0.0"), "host 0.0.0.0 is open to other machines"),
+        (("--tokenizer", "nowhere"), "nowhere/tokenizer.json: cannot be read"),
+        (("--out", __file__), f"--out {__file__}: cannot be written: Not a directory"),
+    ],
+)
+def test_mistakes_of_route_are_one_line(words: tuple[str, ...], says: str) -> None:
+    refused(call("route", "http://127.0.0.1:1", *words), 2, says)
+
+
+@pytest.mark.parametrize(
+    ("pools", "words", "says"),
+    [
+        ("{count: 2, autoscale: {most: 4, rule: {name: hpa, target: 4}}}", (), "fleet: got servers that come and go"),
+        ("{count: 2}", ("--kv-events", 65535), "cannot publish KV events on 127.0.0.1:65536"),
+        ("{count: 2}", ("--kv-events", 5557, "--host", "0.0.0.0"), "host 0.0.0.0 is open to other machines"),
+        ("{count: 2}", ("--port", 65535), "cannot listen on 127.0.0.1:65536"),
+    ],
+)
+def test_mistakes_of_a_served_fleet_are_one_line(pools: str, words: tuple[Any, ...], says: str, tmp_path: Path) -> None:
+    """And no directory of a session that never was is left."""
+    if "--kv-events" in words:
+        pytest.importorskip("zmq", reason="needs the extra `kv-events`")
+    (tmp_path / "several.yaml").write_text(FLEET.replace("{count: 2}", pools))
+    refused(call("serve", tmp_path / "several.yaml", "--out", tmp_path / "runs", *words), 2, says)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_fleet_is_served_and_routed_by_commands(tmp_path: Path) -> None:

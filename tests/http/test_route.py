@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,20 @@ httpx = pytest.importorskip("httpx", reason="needs the extra `serve`")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.in_process import Transport
 
 from cbsim.errors import RunError
-from cbsim.http.app import App
-from cbsim.http.failures import Failing, Failures
+from cbsim.http.failures import FailingApp, Failures
 from cbsim.http.metrics import VllmMeter
-from cbsim.http.route import RouteApp, client, read_metrics
+from cbsim.http.route import RouteApp, read_load
 from cbsim.http.tokenizer import open_tokenizer
+from cbsim.routers.base import Guarded
 from cbsim.routers.registry import OURS
 from cbsim.runs import routing
-from cbsim.runs.routing import Books, Head, fleet_of
+from cbsim.runs.routing import Books, head_of
 from cbsim.scenario.scenario import scenario_of
 from cbsim.virtual.clocks import Clock, VirtualLoop
-from cbsim.virtual.server import IN_PROCESS, end, transport
+from cbsim.virtual.server import IN_PROCESS, end
 from cbsim.virtual.simulated import SimulatedBackend
 
 TOKENIZER = open_tokenizer()
@@ -42,6 +44,7 @@ SCENARIO = {
     "cost": {"kind": "constant", "step_s": 0.005},
 }
 STEP_S = 0.005
+TURN = {"role": "user", "content": "a b"}
 
 
 class Killable(httpx.AsyncBaseTransport):
@@ -75,19 +78,18 @@ class Routed:
     """Simulated servers behind a router, all on one virtual loop."""
 
     def __init__(self, router: str, servers: int = 3, faults: Sequence[Failures] = (), *changes: str) -> None:
-        self.fleet, self.lines = fleet_of(servers, router, changes), list[str]()
+        self.urls, self.lines = [f"http://s{at}" for at in range(servers)], list[str]()
+        self.head = head_of(self.urls, router, changes, 7)
         self.backends = [
             SimulatedBackend(scenario_of(SCENARIO), Clock(), TOKENIZER, "m", "test") for _ in range(servers)
         ]
-        doors = [App(each, IN_PROCESS, VllmMeter(each)) for each in self.backends]
-        faulty = [Failing(door, fault) for door, fault in zip(doors, faults, strict=False)]
-        self.killable = [Killable(transport(door, httpx)) for door in [*faulty, *doors[len(faulty) :]]]
-        self.urls = [f"http://s{at}" for at in range(servers)]
-        self.books = Books(self.fleet, 7, self.lines.append)
-        http = client(mounts=dict(zip(self.urls, self.killable, strict=True)))
-        signals = {"metrics_s": self.fleet.signals.metrics_s}
-        self.app = RouteApp(self.urls, self.books, http, TOKENIZER, settings=IN_PROCESS, **signals)
-        self.client = httpx.AsyncClient(transport=transport(self.app, httpx), base_url="http://front", timeout=None)
+        with_faults = zip_longest(self.backends, faults, fillvalue=Failures())
+        doors = [FailingApp(fault, each, IN_PROCESS, VllmMeter(each)) for each, fault in with_faults]
+        self.killable = [Killable(Transport(door)) for door in doors]
+        self.books = Books(self.head, self.lines.append)
+        http = httpx.AsyncClient(timeout=None, mounts=dict(zip(self.urls, self.killable, strict=True)))
+        self.app = RouteApp(self.books, http, TOKENIZER, IN_PROCESS)
+        self.client = httpx.AsyncClient(transport=Transport(self.app), base_url="http://front", timeout=None)
 
     async def post(self, **fields: Any) -> Any:
         body = {"model": "m", "prompt": "a b c", "max_tokens": 8, "ignore_eos": True, "stream": True, **fields}
@@ -106,8 +108,7 @@ class Routed:
             await asyncio.gather(*running)
 
     def log(self, folder: Path) -> Path:
-        head = Head(fleet=self.fleet, seed=7, servers=self.urls).line()
-        (folder / routing.FILE).write_text(head + "".join(self.lines))
+        (folder / routing.FILE).write_text(self.head.model_dump_json() + "\n" + "".join(self.lines))
         return folder
 
 
@@ -247,7 +248,80 @@ def test_a_server_that_answers_503_or_breaks_off_is_passed_over() -> None:
     assert several.books.ends == {"finished": 6}
     several, answers = routed(work, "round_robin", 2, [busy, busy])
     assert {(answer.status_code, answer.headers["retry-after"]) for answer in answers} == {(503, "1")}
-    assert several.books.ends == {"refused": 6} and several.books.choices == {0: 6, 1: 6}
+    assert several.books.ends == {"refused": 6} and [view.sent for view in several.books.views] == [6, 6]
+
+
+def test_a_server_that_cannot_be_reached_gets_nothing_until_it_is_scraped() -> None:
+    """Of four requests in turn the first one finds it out; a stream that ends without a byte goes on, too."""
+
+    async def work(several: Routed) -> list[int]:
+        await asyncio.sleep(0.1)
+        several.killable[0].kill()
+        answers = [(await several.post()).status_code for _ in range(4)]
+        empty = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=httpx.ByteStream(b""))
+        several.killable[1].inner = httpx.MockTransport(lambda _: empty)
+        return [*answers, (await several.post()).status_code]
+
+    several, answers = routed(work, "round_robin", 2, (), "signals.metrics_s=60")
+    assert answers == [200, 200, 200, 200, 502]
+    assert [view.sent for view in several.books.views] == [1, 5] and several.books.ends == {"finished": 4, "failed": 1}
+
+
+def test_a_session_that_ends_fails_the_answers_under_way() -> None:
+    """A stream that has begun ends with an error; a client that waits for its whole answer gets 503."""
+
+    async def work(several: Routed) -> tuple[Any, ...]:
+        answers = [asyncio.ensure_future(several.post(max_tokens=60, stream=stream)) for stream in (True, False)]
+        await asyncio.sleep(10 * STEP_S)
+        several.app.close()
+        assert several.app.cut() == 2
+        return (*await asyncio.gather(*answers), await several.post(), await several.client.get("/health"))
+
+    several, (begun, whole, late, health) = routed(work, "round_robin", 1)
+    assert text_of(begun)[0] == "error" and "the router ended before the answer" in begun.text
+    assert (whole.status_code, late.status_code, health.status_code) == (503, 503, 503)
+    assert several.books.ends == {"failed": 2} and several.books.views[0].in_flight == 0
+
+
+def test_a_router_of_a_user_that_fails_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 500 and its own message; the session goes on."""
+
+    async def work(several: Routed) -> list[Any]:
+        monkeypatch.setattr(several.books, "_router", Guarded(lambda: None, "mine"))
+        return [await several.post() for _ in range(2)]
+
+    several, answers = routed(work, "random", 2)
+    assert [answer.status_code for answer in answers] == [500, 500] and "router mine, choose, request" in answers[
+        0
+    ].text
+    assert several.books.ends == {"failed": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        ("/v1/completions", {"prompt": [7, 8, 9]}, 3),
+        ("/v1/completions", {"prompt": [[7, 8], [9]]}, 2),
+        ("/v1/completions", {"prompt": {"no": "prompt"}}, 1),
+        (
+            "/v1/chat/completions",
+            {"messages": [TURN], "tools": [{}]},
+            len(TOKENIZER.encode(TOKENIZER.render([TURN]), special=False)),
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 1),
+    ],
+)
+def test_prompts_are_read_for_the_router(path: str, fields: dict[str, Any], tokens: int) -> None:
+    """A request that cannot be read counts as one token, and goes to a server, which answers it."""
+
+    async def work(several: Routed) -> Any:
+        direct = httpx.AsyncClient(transport=several.killable[0], base_url="http://s0", timeout=None)
+        body = {"model": "m", "max_tokens": 2, **fields}
+        return [(await each.post(path, json=body)).status_code for each in (several.client, direct)]
+
+    several, (ours, theirs) = routed(work, "round_robin", 1)
+    (came,) = (json.loads(line)["request"] for line in several.lines if '"came"' in line)
+    assert ours == theirs and came["prompt_tokens"] == tokens
 
 
 def test_a_client_that_leaves_is_cancelled_at_the_server() -> None:
@@ -270,7 +344,7 @@ def test_a_server_that_starts_late_gets_requests_once_it_is_scraped() -> None:
 
     several, answers = routed(work, "round_robin", 2, [Failures(start_s=1.0)])
     assert answers == [4, 200, 200, 200, 200]
-    assert several.books.choices == {1: 6, 0: 2}
+    assert [view.sent for view in several.books.views] == [2, 6]
 
 
 def test_metrics_are_those_of_the_stated_age() -> None:
@@ -286,16 +360,17 @@ def test_metrics_are_those_of_the_stated_age() -> None:
         late = [asyncio.ensure_future(several.post(max_tokens=100)) for _ in range(6)]
         await asyncio.sleep(0.3)
         assert (view.running, view.waiting) == (4, 2)
+        assert view.age_ns == pytest.approx(0.9e9, rel=0.01)  # at the last choice, of metrics of the start
         await asyncio.gather(*late)
 
     routed(work, "llmd", 1, (), "signals.metrics_s=1")
     shares = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75 17\n'
     exposition = f'a 1\nsglang:num_queue_reqs{{x="a b"}} 3.0\n{shares}'
-    assert read_metrics(exposition) == {"waiting": 3.0, "running": 0.0, "kv_use": 0.5}
+    assert read_load(exposition) == (3.0, 0.0, 0.5)
 
 
 def test_a_log_that_is_none_is_reported(tmp_path: Path) -> None:
-    head = Head(fleet=fleet_of(2, "random", ()), seed=0, servers=["a", "b"]).line()
+    head = head_of(["a", "b"], "random", (), 0).model_dump_json() + "\n"
     (tmp_path / routing.FILE).write_text(head + '{"call": "open", "at_ns": 1}\n')
     with pytest.raises(RunError, match=r"choices\.jsonl:2: is no call"):
         routing.rederive(tmp_path)

@@ -132,7 +132,7 @@ def test_every_match_is_that_of_the_hash_trie() -> None:
     router = PrefixAware(PrefixAwareSettings(name="production_stack_prefixaware", block_tokens=size), 0)
     for text, length, servers, chosen in lines:
         spec = texts.request(text)
-        matched, found = router.match(spec, head["servers"])
+        matched, found = router.match(spec, range(head["servers"]))
         assert (matched * size, found) == (length, servers)
         router.sent(spec, chosen, 0)
     assert len(lines) == 400

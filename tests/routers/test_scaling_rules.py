@@ -50,6 +50,8 @@ def test_replicas_are_the_ceiling_of_their_number_times_mean_over_target(
 
 def test_fewer_replicas_wait_for_all_results_of_the_window() -> None:
     """The most that any of the last 300 s said; more come at once."""
+    fresh = rule(target=1)
+    assert [fresh.desired(ready(0, 0), 0, 2, at * S) for at in (15, 314, 315)] == [2, 2, 1]  # from the first call on
     hpa = rule(target=1, up_percent=None, up_pods=None)
     assert hpa.desired(ready(*[4] * 2), 0, 2, 0) == 8
     assert [hpa.desired(ready(*[0] * 8), 0, 8, at * S) for at in (15, 150, 299)] == [8, 8, 8]
@@ -91,6 +93,8 @@ class Plain:
                 replicas = math.ceil(round(new * len(metrics), 9))
                 if abs(1 - new) > form.tolerance and new > 1.0 and replicas >= current:
                     proposed = replicas
+        if not self.said:
+            self.said.append((now, current))
         ups = [count for at, count in self.said if at > now - form.up_window_s * S]
         downs = [count for at, count in self.said if at > now - form.down_window_s * S]
         self.said.append((now, proposed))

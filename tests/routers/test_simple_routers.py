@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.routed import Counting, Seen, Texts
 
-from cbsim.machine.front import Ready
 from cbsim.policy.kind import Settings
 from cbsim.policy.request import RequestSpec
 from cbsim.routers.base import S_IN_NS, Guarded, RouterBase, RouterError, RouterKind, blocks, shared_blocks
@@ -167,7 +166,7 @@ def test_blind_routers_look_at_no_view() -> None:
     for name, kind in OURS.items():
         if kind.blind:
             router = made(name, 3, 1)
-            assert [router.choose(one(index), [Ready()] * 3, 0) for index in range(9)]  # type: ignore[list-item]
+            assert [router.choose(one(index), [Seen()] * 3, 0) for index in range(9)]
 
 
 def test_routers_are_found_by_name_by_entry_point_and_by_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,16 @@ def test_every_text_reads_itself(beams: int, sizes: list[tuple[int, int]], depth
     assert all(run.tokens[spec] == spec.max_tokens for g in asked for spec in g if spec not in given_up)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_no_more_texts_share_a_reservation_than_there_are_beams(beams: int) -> None:
+    """Further samples of a request are searches of their own: each has room for all that it may write."""
+    policy, (group,) = scheduler(beams, 7 * beams + 2), requests(3, [(15, 12)])  # 7 blocks a text at its end
+    run = Run(policy, [group], lambda _: 0, {})
+    run.serve(1)
+    assert policy.pool.free == policy.pool.num_blocks
+    assert set(run.tokens.values()) == {12}
+
+
 def test_by_hand() -> None:
     """Two beams of a prompt of 6 tokens in blocks of 4. The fork shares the first block and copies the second, into
     which both write; to take over the other's text costs one copy."""

@@ -217,7 +217,9 @@ def test_all_within_the_slo_needs_enough_requests() -> None:
     runs, scenario = Known(lambda *_: 0.5), base()
     for share, replicates, holds in (("99.5%", 32, None), ("85%", 4, True)):
         wanted = terms.terms(scenario, [], share, replicates=replicates)
-        made = terms.Prober(Named(scenario, RATE), wanted, runs).look(16.0, len(wanted.looks) - 1)
+        made = terms.Prober(Named(scenario, RATE).scenario, "requests/s", wanted, runs).look(
+            16.0, len(wanted.looks) - 1
+        )
         assert (made.holds, made.replicates) == (holds, replicates)
         assert made.intervals[0].low == pytest.approx(wanted.tail(len(wanted.looks) - 1) ** (1 / (replicates * 18)))
 

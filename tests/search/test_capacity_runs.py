@@ -182,7 +182,7 @@ def test_the_command_prints_every_probe_and_the_interval(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "no condition, expected --check or --goodput"),
+        ((), "no condition, expected some such as ttft.p99<=2s, or a goodput"),
         (("--check", "tttf.p99<=1s"), "--check 'tttf.p99<=1s': unknown metric 'tttf.p99'; did you mean ttft.p99?"),
         (("--check", "ttft.p99<=1%"), "unit '%', ttft.p99 takes"),
         (("--check", "ttft.p99"), "expected METRIC<VALUE[UNIT]"),
@@ -238,5 +238,5 @@ def test_the_burst_at_the_start_of_a_closed_loop_does_not_count(tmp_path: Path) 
     over = Over(scenario, "rate_per_s")
     assert over.scenario(30, 0).workload.requests == 150  # type: ignore[union-attr]
     wanted = terms.terms(scenario, ["e2e.max<=250ms"], None, replicates=2)
-    probe = Prober(over, wanted, here(tmp_path)).pilot(30)
+    probe = Prober(over.scenario, over.unit, wanted, here(tmp_path)).pilot(30)
     assert probe.requests == 2 * (150 - 30)

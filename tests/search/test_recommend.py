@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from support.calls import call
 
 import cbsim
-from cbsim.errors import RunError, ScenarioError
+from cbsim.errors import Interrupted, RunError, ScenarioError
 from cbsim.metrics import metrics
+from cbsim.metrics.checks import parse
 from cbsim.record.columns import NS
 from cbsim.record.record import STATUSES
 from cbsim.scenario import scenario as scenarios
@@ -25,7 +27,7 @@ from cbsim.scenario.shapes import Hardware
 from cbsim.search import recommend as searching
 from cbsim.search import recommended
 from cbsim.search.probe import Terms
-from cbsim.search.recommend import Candidate, Hunt, Server, Servers, Wish
+from cbsim.search.recommend import Candidate, Hunt, Server, Wish
 from cbsim.sweeps.store import Run, Runs, Store
 from cbsim.sweeps.work import Here, Task
 from cbsim.workload import generators
@@ -72,12 +74,13 @@ class Recursion(Runs):
 
     def __init__(self) -> None:
         """Needs neither a store nor an executor."""
-
-    def ahead(self, scenarios: Sequence[Scenario], warmup: float) -> None:
-        """Makes nothing beforehand."""
+        self._made: dict[tuple[str, int, int], Run] = {}
 
     def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
-        return [self._run(each, warmup) for each in scenarios]
+        keys = [(each.hardware.name, each.seed, len(each.servers)) for each in scenarios]
+        for key, each in zip(keys, scenarios, strict=True):
+            self._made[key] = self._made.get(key) or self._run(each, warmup)
+        return [self._made[key] for key in keys]
 
     def _run(self, scenario: Scenario, warmup: float) -> Run:
         workload: Any = scenario.workload
@@ -95,39 +98,37 @@ class Recursion(Runs):
         return Run({**summary, "output_tokens": 0, "makespan_s": 1.0}, [])
 
 
-class Quick(Servers):
+class Quick(Candidate):
     """The same scenarios, without being validated again for each number."""
 
-    _least: Scenario | None = None
-
     def _build(self, count: int) -> Scenario:
-        self._least = self._least or super()._build(1)
-        fleet = self._least.fleet
+        if 1 not in self.built:
+            self.built[1] = super()._build(1)
+        fleet = self.built[1].fleet
         assert fleet is not None
         pools = (fleet.pools[0].model_copy(update={"count": count}), *fleet.pools[1:])
-        return self._least.model_copy(update={"fleet": fleet.model_copy(update={"pools": pools})})
+        return self.built[1].model_copy(update={"fleet": fleet.model_copy(update={"pools": pools})})
 
 
-def only(card: Hardware = CARD, name: str = "h100") -> Candidate:
-    return Candidate(Server(name, card, 1, {}))
+def only(wish: Wish, card: Hardware = CARD, name: str = "h100", kind: type[Candidate] = Candidate) -> Candidate:
+    return kind(wish, Server(name, card, 1, {}))
 
 
 def answer(
-    wish: Wish, of: Sequence[Candidate], ttft_s: float, runs: Runs, replicates: int = 16, confidence: float = 0.95
+    of: Sequence[Candidate], ttft_s: float, runs: Runs, replicates: int = 16, confidence: float = 0.95
 ) -> list[Hunt]:
-    terms = searching.terms(wish, of, [f"ttft.mean<={ttft_s}s"], replicates=replicates, confidence=confidence)
-    return searching.search(wish, of, terms, runs)
+    terms = searching.terms(of, [f"ttft.mean<={ttft_s}s"], replicates=replicates, confidence=confidence)
+    return searching.search(of, terms, runs)
 
 
-def test_the_number_is_the_closed_forms_in_a_hundred_of_a_hundred_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_is_the_closed_forms_in_a_hundred_of_a_hundred_cases() -> None:
     """Rates and bounds are drawn; the interval of the number, with a confidence of 99.9 %, has that of the closed form
     in each, and has two numbers at most in nearly all.
     """
-    monkeypatch.setattr("cbsim.search.recommend.Servers", Quick)
     drawn, wide = random.Random(41), 0
     for seed in range(100):
         rate, ttft_s = drawn.uniform(0.5, 10), drawn.uniform(1.3, 5)
-        best = answer(queue(rate, seed, 4000), [only()], ttft_s, Recursion(), 32, 0.999)[0]
+        best = answer([only(queue(rate, seed, 4000), kind=Quick)], ttft_s, Recursion(), 32, 0.999)[0]
         least, most = best.span
         assert least <= exact(rate, ttft_s) <= (most or 24), (seed, rate, ttft_s)
         wide += most is None or most - least > 1
@@ -138,27 +139,27 @@ def test_simulated_servers_agree_with_the_closed_form(tmp_path: Path) -> None:
     """The same by the simulator itself, with its router and its store."""
     for seed, (rate, ttft_s) in enumerate([(1.7, 2.2), (3.1, 1.6)]):
         runs = Runs(Store(tmp_path), Here())
-        best = answer(queue(rate, seed, 600), [only()], ttft_s, runs, 8)[0]
+        best = answer([only(queue(rate, seed, 600))], ttft_s, runs, 8)[0]
         least, most = best.span
         assert least <= exact(rate, ttft_s) <= (most or 24)
-        assert best.at is not None and least <= best.count
+        assert best.answered and least <= best.at
 
 
 # -- what holds whatever the numbers ----------------------------------------------------------------------------------
 
 
-def test_prices_times_a_factor_leave_the_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_times_a_factor_leave_the_ranking() -> None:
     """Cards of one speed whose prices are ties or nearly so: any factor leaves the order, and what is given up."""
-    monkeypatch.setattr("cbsim.search.recommend.Servers", Quick)
     prices, drawn = (3.0, 1.5, 1.5, 2.0000001, 7.0), random.Random(1)
+    wish = queue(2.5, 1, 1000)
 
     def ranking(factor: float) -> list[tuple[str, bool]]:
         of = [
-            only(CARD.model_copy(update={"price_usd_hour": price * factor}), f"card{at}")
+            only(wish, CARD.model_copy(update={"price_usd_hour": price * factor}), f"card{at}", Quick)
             for at, price in enumerate(prices)
         ]
-        ranked = answer(queue(2.5, 1, 1000), of, 2.0, Recursion(), 8)
-        return [(each.candidate.server.name, each.at is not None) for each in ranked]
+        ranked = answer(of, 2.0, Recursion(), 8)
+        return [(each.candidate.server.name, each.answered) for each in ranked]
 
     first = ranking(1.0)
     assert [name for name, _ in first][:2] == ["card1", "card2"]
@@ -194,9 +195,9 @@ def test_a_card_that_is_better_in_everything_is_never_behind(tmp_path: Path) -> 
     drawn, runs = random.Random(3), Runs(Store(tmp_path), Here())
     for name in ("h100-sxm", "l40s", "a100-80gb"):
         card = shapes.hardware(name)
-        of = [only(card, "card"), only(better(card, drawn), "better")]
-        ranked = answer(searching.wish("llama-3.1-8b", LOAD, (), 16), of, 0.3, runs, 4)
-        names = [each.candidate.server.name for each in ranked if each.candidate.beside is None]
+        wish = searching.wish("llama-3.1-8b", LOAD, (), 16)
+        ranked = answer([only(wish, card, "card"), only(wish, better(card, drawn), "better")], 0.3, runs, 4)
+        names = [each.candidate.server.name for each in ranked if not each.candidate.beside]
         assert names == ["better", "card"]
 
 
@@ -204,7 +205,7 @@ def test_two_cards_together_are_a_scenario_that_can_be_run(tmp_path: Path) -> No
     """The dearer card with a part of the load and a cheap one with the rest; the scenario is read as it was written."""
     cheap = Server("l40s", shapes.hardware("l40s"), 1, {"scheduler.max_num_seqs": 8})
     wish = searching.wish("llama-3.1-8b", LOAD, {"workload.requests": 5}, 16)
-    mixed = Servers(Candidate(Server("h100", CARD, 2, {}), (3, cheap)), wish).scenario(2, 4)
+    mixed = Candidate(wish, Server("h100", CARD, 2, {}), ((3, cheap),)).scenario(2, 4)
     (_, first), (_, second) = mixed.pools
     assert (first.gpus, second.gpus, mixed.all_gpus) == (2, 1, 7)
     assert (first.hardware, second.hardware) == (CARD, cheap.card)
@@ -220,24 +221,58 @@ def test_two_cards_are_tried_where_rounding_leaves_room() -> None:
     come first, and the dearer kind of a card is not tried.
     """
 
-    def found(name: str, count: int, price: float, **settings: int) -> Hunt:
-        card = CARD.model_copy(update={"price_usd_hour": price})
-        candidate = Candidate(Server(name, card, 1, settings))
-        prober: Any = None
-        over = Servers(candidate, searching.wish("llama-3.1-8b", LOAD))
-        return Hunt(candidate, range(1, 9), over, prober, 1, likely=count - 1)
+    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
+    terms = searching.terms([only(wish)], ["ttft.p99<=1s"])
 
-    hunts = [found("dear", 3, 3.0), found("cheap", 5, 1.7), found("dear", 4, 3.0, x=1)]
-    mixed = searching.mixes(hunts, 8, 1.7)
+    def hunt(name: str, count: int, price: float, **settings: int) -> Hunt:
+        card = CARD.model_copy(update={"price_usd_hour": price})
+        made = Hunt(Candidate(wish, Server(name, card, 1, settings)), terms, Recursion())
+        made.likely = count
+        return made
+
+    of = [hunt("dear", 3, 3.0), hunt("cheap", 5, 1.7), hunt("dear", 4, 3.0, seed=1)]
+    mixed = searching.mixes(of)
     assert [each.label(each.first) for each in mixed] == ["2 x dear + 2 x cheap", "1 x dear + 4 x cheap"]
+
+
+def test_two_cards_together_are_the_answer_where_they_are_cheapest(tmp_path: Path) -> None:
+    """Servers of 0.5 s and of 1 s for each request, 2.4 a second: two fast ones for $ 6, three slow ones for $ 4.8, or
+    one of each for $ 4.6, which has enough capacity. Energy is that of both boards by their activity.
+    """
+    fields = {**queue(2.4, 1, 200).fields, "fleet": {"router": {"name": "least_in_flight"}}}
+    wish = searching.wish("llama-3.1-8b", fields, (), 8)
+    pairs = [("fast", 3.0, 0.5, 700.0), ("slow", 1.6, 1.0, 300.0)]
+    cards = [CARD.model_copy(update={"price_usd_hour": usd, "power_w": watts}) for _, usd, _, watts in pairs]
+    steps = [{"cost.step_s": step_s} for _, _, step_s, _ in pairs]
+    of = [Candidate(wish, Server(pairs[at][0], cards[at], 1, steps[at])) for at in (0, 1)]
+    ranked = answer(of, 4.0, Runs(Store(tmp_path), Here()), 6)
+    best = ranked[0]
+    assert (best.usd_hour, sorted(best.candidate.cards)) == (4.6, ["fast", "slow"])
+    assert [each.usd_hour for each in ranked if each.answered and not each.candidate.beside] == [4.8, 6.0]
+    watts = {"fast": 700.0, "slow": 300.0}
+    energies = []
+    for run in best.runs:
+        drawn = [watts[each["pool"]] * each["gpu_active"] for each in run.summary["per_server"]]
+        energies.append(sum(drawn) * run.summary["makespan_s"] / run.summary["output_tokens"])
+    assert best.joules == pytest.approx(sum(energies) / len(energies)) and best.joules > 0
+
+
+def test_energy_is_that_of_active_boards(tmp_path: Path) -> None:
+    """A server that steps for a second a token at 700 W: 700 J a token. It is unknown where a card's power is."""
+    for power in (700.0, 350.0, None):
+        card = CARD.model_copy(update={"power_w": power})
+        best = answer([only(queue(0.2, 1, 100), card)], 5.0, Runs(Store(tmp_path), Here()), 2)[0]
+        assert best.joules == (power and pytest.approx(power, rel=0.01))
 
 
 def test_mixtures_that_share_experts_are_candidates_too() -> None:
     wish = searching.wish("qwen3-30b-a3b", LOAD, (), 8)
-    of = searching.candidates(wish, [("h100", CARD)], (1, 2), {})
+    of = searching.candidates(wish, ["h100"], (1, 2), {})
     ranks = [each for each in of if each.ranks]
-    assert [list(each.counts(8)) for each in ranks] == [[2, 4, 8], [2, 4, 8], [2, 4], [2, 4]]
-    assert Servers(ranks[0], wish).scenario(4, 0).ranks == 4
+    assert [[each.count(value) for value in range(1, each.last + 1)] for each in ranks] == [[2, 4, 8]] * 2 + [
+        [2, 4]
+    ] * 2
+    assert ranks[0].scenario(2).ranks == 4 and ranks[0].label(2).endswith(", as ranks")
 
 
 # -- pruning ----------------------------------------------------------------------------------------------------------
@@ -246,20 +281,17 @@ def test_mixtures_that_share_experts_are_candidates_too() -> None:
 def test_the_data_sheet_rules_out_and_bounds() -> None:
     """Weights that are read longer than a token may take, and a rate whose operations need several cards."""
     wish = searching.wish("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 64)
-    built = Servers(only(), wish).scenario(1, 0)
-    with pytest.raises(ScenarioError, match=r"tpot.p99<=1ms: reading the weights alone takes 4.48 ms a token"):
-        searching.least(built, only().server, Terms(tuple(cbsim_checks("tpot.p99<=1ms"))))
+    built = only(wish).scenario(1)
+    _, out = searching.by_data_sheet(only(wish), Terms((parse("tpot.p99<=1ms"),)))
+    assert out == "tpot.p99<=1ms: reading the weights alone takes 4.48 ms a token"
     requests = generators.build(built).open
     span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / 1e9
     flop = 2 * built.model.layer_parameters * 544 * 60
     expected = math.ceil(flop / CARD.flops.bfloat16 / span_s)
-    assert searching.least(built, only().server, Terms(tuple(cbsim_checks("tpot.p99<=1s")))) == expected > 8
-
-
-def cbsim_checks(*rules: str) -> list[Any]:
-    from cbsim.metrics.checks import parse
-
-    return [parse(rule) for rule in rules]
+    assert searching.by_data_sheet(only(wish), Terms((parse("tpot.p99<=1s"),))) == (expected, "") and expected > 8
+    few = searching.wish("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 8)
+    _, out = searching.by_data_sheet(only(few), Terms((parse("tpot.p99<=1s"),)))
+    assert out == f"the rate needs {expected} servers by the data sheet, 8 may be"
 
 
 class Counted(Here):
@@ -275,14 +307,45 @@ class Counted(Here):
 def test_a_second_search_makes_no_run(tmp_path: Path) -> None:
     """Runs are in the store, so a search that was interrupted goes on, and another goal uses what is there."""
     wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
-    texts = []
-    for _ in range(2):
-        of = [only()]
-        precision = {"replicates": 4}
-        texts.append(str(recommended.recommend(wish, of, ["ttft.p99<=2s"], precision, tmp_path, Counted())))
-        if len(texts) == 1:
-            made = Counted.tasks
-    assert Counted.tasks == made > 0 and texts[0] == texts[1]
+    runs = [Runs(Store(tmp_path), Counted()) for _ in range(2)]
+    texts = [str(recommended.recommend([only(wish)], ["ttft.p99<=2s"], each, replicates=4)) for each in runs]
+    assert Counted.tasks == runs[0].made > runs[1].made == 0 and texts[0] == texts[1]
+
+
+class Interrupts(Counted):
+    """An executor that is interrupted after a few tasks."""
+
+    def give(self, task: Task) -> None:
+        super().give(task)
+        if Counted.tasks == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_search_on_a_cluster_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address reaches the executor of a Ray cluster. What was made before an interruption is not made again: both
+    parts together have the runs of a whole search, and its answer.
+    """
+    addresses: list[str] = []
+
+    def search(executor: type[Here], store: str) -> str:
+        def cluster(address: str) -> Here:
+            addresses.append(address)
+            return executor()
+
+        monkeypatch.setattr("cbsim.sweeps.sweep.RayCluster", cluster)
+        precision: dict[str, Any] = {"tensor": [1], "replicates": 4, "store": tmp_path / store, "ray": "head:6379"}
+        return str(cbsim.recommend("llama-3.1-8b", LOAD, ["ttft.p99<=2s"], ["h100", "l40s"], **precision))
+
+    monkeypatch.setattr(Counted, "tasks", 0)
+    whole = search(Counted, "whole")
+    made = Counted.tasks
+    monkeypatch.setattr(Counted, "tasks", 0)
+    with pytest.raises(Interrupted, match="goes on where it stopped"):
+        search(Interrupts, "parts")
+    there = len(list((tmp_path / "parts").glob("runs/*/*")))
+    monkeypatch.setattr(Counted, "tasks", 0)
+    assert search(Counted, "parts") == whole and addresses == ["head:6379"] * 3
+    assert 0 < there < made == there + Counted.tasks
 
 
 def test_a_list_of_requests_is_one_run_a_number(tmp_path: Path) -> None:
@@ -302,24 +365,24 @@ def test_a_list_of_requests_is_one_run_a_number(tmp_path: Path) -> None:
         store=tmp_path,
     )
     best = answer.best
-    assert best.sure is not None and best.count > 1 and best.span == (best.count, best.count)
+    assert best.sure is not None and best.at > 1 and best.span == (best.at, best.at)
     assert [len(best.runs), best.binds] == [1, "TTFT (queue)"] and "without an interval" in str(answer)
 
 
 def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are answered; of the one that failed the reason is said."""
-    pilot = searching.Prober.pilot
+    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
+    of, pilot = [only(wish), only(wish, name="b")], searching.Prober.pilot
 
     def failing(self: Any, value: float) -> Any:
-        if self._over._candidate.server.name == "b":
+        if self._make == of[1].scenario:
             raise RunError("the process died")
         return pilot(self, value)
 
     monkeypatch.setattr(searching.Prober, "pilot", failing)
-    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
-    ranked = answer(wish, [only(), only(name="b")], 2.0, Runs(Store(tmp_path), Here()), 4)
+    ranked = answer(of, 2.0, Runs(Store(tmp_path), Here()), 4)
     assert [each.candidate.server.name for each in ranked] == ["h100", "b"]
-    assert ranked[1].out == "its runs fail: the process died" and ranked[1].at is None
+    assert ranked[1].out == "its runs fail: the process died" and not ranked[1].answered
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
@@ -328,13 +391,17 @@ def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"cards": ["l4"], "prices": {"l4": 1.0}, "model": "llama-3.1-405b"}, "none holds llama-3.1-405b, 8 together"),
+        ({"cards": ["l4=1.0"], "model": "llama-3.1-405b"}, "too little for a cache"),
         ({"slo": ["ttft.p99<=1ms"], "most_gpus": 2}, "nothing of up to 2 GPUs keeps the conditions; nearest is"),
         ({"slo": ["tpot.p99<=1ms"], "tensor": [1]}, "reading the weights alone takes"),
-        ({"cards": ["l4"]}, "has no price, needs --price l4=USD"),
+        ({"cards": ["l4=0"]}, "has no price, expected l4=USD"),
         ({"cards": ["h101"]}, "unknown hardware 'h101'"),
-        ({"prices": {"h200": 1.0}}, "--price h200: expected one of the cards h100"),
         ({"cards": []}, "expected names such as h100,l40s"),
+        ({"slo": []}, "no condition, expected some such as ttft.p99<=2s"),
+        ({"tensor": [0]}, "no candidate"),
+        ({"knobs": {"scheduler.max_num_seqs": []}}, "no candidate"),
+        ({"slo": ["tpot.p99<=1us"]}, "nearest is 1 x h100 TP8, max_num_batched_tokens=2048: tpot.p99<=1us: reading"),
+        ({"cards": ["l4=1"], "model": "llama-3.1-70b", "tensor": [1]}, "the least that would: 4 x a100-40gb"),
         ({"load": "nothing"}, "unknown scenario 'nothing'"),
         ({"knobs": {"scheduler.x": [1]}}, "x"),
     ],
@@ -345,6 +412,75 @@ def test_mistakes_name_the_nearest_thing(change: dict[str, Any], says: str, tmp_
         cbsim.recommend(**{**usual, "replicates": 2, "store": tmp_path, **change})
     assert says in str(caught.value) and caught.value.exit_status == 2
     assert len(str(caught.value).splitlines()) == 1
+
+
+WRONG = [
+    (["--slo", ""], "--slo '': expected METRIC<VALUE[UNIT]"),
+    (["--slo", "ttft.p98<=1s"], "--slo 'ttft.p98<=1s': ttft needs one of"),
+    (["--slo", "slo.attainment>=0.9"], "such as --set slo.ttft_s=2"),
+    (["--cards", ""], "unknown hardware ''"),
+    (["--cards", "h100,"], "unknown hardware ''"),
+    (["--cards", "h101"], "unknown hardware 'h101' (known: a100-40gb"),
+    (["--cards", "h100=0"], "expected h100=USD, above 0"),
+    (["--cards", "h100=-2"], "expected h100=USD, above 0"),
+    (["--cards", "h100=nan"], "expected h100=USD, above 0"),
+    (["--cards", "h100=two"], "expected h100=USD, above 0"),
+    (["--cards", "laptop-cpu"], "has no price, expected laptop-cpu=USD"),
+    (["--cards", "rtx-4090", "--tensor", "1", "MODEL", "llama-3.1-70b"], "the least that would: 2 x h100-sxm"),
+    (["--cards", "none.yaml"], "none.yaml: no such file"),
+    (["--load", "none.yaml"], "none.yaml: no such file"),
+    (["--load", "none.csv"], "no file 'none.csv'"),
+    (["--load", "ratez"], "unknown scenario 'ratez'; did you mean rates?"),
+    (["--load", "LIST"], "expected fields such as `name: value`"),
+    (["--load", "PARTS"], "scheduler: got 'vllm', expected fields"),
+    (["--load", "KIND"], "workload.kind: got 'bursty', expected one of synthetic"),
+    (["--knob", "scheduler"], "--knob scheduler: expected FIELD=A..B"),
+    (["--knob", "scheduler.max_num_seq=16"], "did you mean max_num_seqs?"),
+    (["--knob", "scheduler.max_num_seqs=many"], "got 'many', expected a whole number"),
+    (["--knob", "workload.requests=16"], "such as scheduler.max_num_seqs"),
+    (["--knob", "hardware.memory_bytes=1,2"], "such as scheduler.max_num_seqs"),
+    (["--set", "hardware=l4"], "hardware: expected a setting that MODEL, --cards and --tensor do not set"),
+    (["--set", "cost.tensor_parallel=2"], "cost.tensor_parallel: expected a setting"),
+    (["--set", "model=llama-3.1-70b"], "model: expected a setting"),
+    (["--set", "loop.mode=both"], "loop.mode: got both; a capacity is that of one loop, sync or async"),
+    (["--set", "nonsense=1"], "nonsense: unknown field"),
+    (["--tensor", "3"], "must divide heads (32)"),
+    (["--tensor", "8", "--most", "4"], "--tensor of at most --most (4)"),
+    (["--tensor", "0"], "expected a whole number from 1"),
+    (["--confidence", "2"], "expected a share from 0.5"),
+    (["--replicates", "1"], "expected a whole number from 2"),
+    (["MODEL", "llama-3.1-8x"], "unknown model 'llama-3.1-8x'; did you mean llama-3.1-8b?"),
+    (["MODEL", "none.json"], "none.json: no such file"),
+]
+FILES = {"LOAD": LOAD["workload"], "LIST": [1], "KIND": {"kind": "bursty"}, "PARTS": {**LOAD, "scheduler": "vllm"}}
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_wrong_command_line_is_one_line(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the mistake and the nearest thing that would do; no run is made, and the status is 2."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).with_suffix(".yaml").write_text(json.dumps(content))
+    usual = {"MODEL": "llama-3.1-8b", "--load": "LOAD", "--slo": "ttft.p99<=2s", "--cards": "h100", "--jobs": "1"}
+    usual |= dict(zip(words[::2], words[1::2], strict=True))
+    usual["--load"] += ".yaml" if usual["--load"] in FILES else ""
+    model = usual.pop("MODEL")
+    status, out, err = call("recommend", model, *(word for pair in usual.items() for word in pair))
+    lines = [line for line in err.splitlines() if line.startswith(("cbsim: ", "python -m cbsim"))]
+    assert (status, out, len(lines)) == (2, "", 1) and says in lines[0], err
+    assert not list(tmp_path.glob("sweeps/runs/*/*"))
+
+
+def test_the_servers_of_a_load_do_not_count(tmp_path: Path) -> None:
+    """A fleet's router stays; its servers, their GPUs, and deaths by their number do not."""
+    fleet = {"router": {"name": "round_robin"}, "pools": [{"count": 4, "server": {"hardware": "l4"}}]}
+    fleet["failures"] = [{"server": 3, "at_s": 0.1}]  # type: ignore[assignment]
+    load = {**LOAD, "fleet": fleet, "hardware": "l4", "cost": {"kind": "roofline", "tensor_parallel": 2}}
+    scenario = only(searching.wish("llama-3.1-8b", load)).scenario(1)
+    assert scenario.fleet is not None and (scenario.fleet.router.name, scenario.all_gpus) == ("round_robin", 1)
+    assert scenario.hardware == CARD and not scenario.fleet.failures
 
 
 def test_the_command_writes_a_page_and_scenarios(tmp_path: Path) -> None:
@@ -358,6 +494,14 @@ def test_the_command_writes_a_page_and_scenarios(tmp_path: Path) -> None:
     first = made["candidates"][0]
     assert first["gpus"] * {"h100": 3.0, "l40s": 1.5}[first["label"].split()[2].strip(",")] == first["usd_hour"]
     assert first["joules_per_output_token"] > 0 and first["least"] <= first["sure"] == first["servers"]
-    page = (folder / "report.md").read_text()
-    assert "scenarios/1.yaml" in page and "figures/price.png" in page
     assert scenarios.load(folder / "scenarios" / "1.yaml").all_gpus == first["gpus"]
+    page = (folder / "report.html").read_text()
+    links = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert links and all((folder / link).is_file() for link in links)
+    answers = [f"{at}: {each['label']}" for at, each in enumerate(made["candidates"], start=1) if each["scenario"]]
+    assert re.findall(r'<a href="scenarios/\d+.yaml">([^<]*)</a>', page) == answers
+    assert all(each["label"] in page for each in made["candidates"]) and "python -m cbsim recommend" in page
+    (folder / "scenarios" / "9.yaml").write_text("of an earlier answer")
+    said = call(*words, *more[:-1], "--store", str(tmp_path / "store"), "--out", str(folder))
+    assert said.status == 0 and f"page      {folder}/report.html" in said.out
+    assert len(list((folder / "scenarios").iterdir())) == len(answers)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 from cbsim.http.app import App
 from cbsim.http.backend import Stream
@@ -193,14 +194,14 @@ async def listening(backend: Any = None, settings: Settings | None = None) -> As
     """An application behind a socket; once the block is left it has ended, and nothing of it is left."""
     backend = backend or scripted()
     app, stop = App(backend, settings), Stop()
-    where: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    where: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ending = asyncio.get_running_loop().create_task(
-        listen(app, port=0, stop=stop, signals=False, ready=lambda _, port: where.set_result(port))
+        listen(app, port=0, stop=stop, signals=False, ready=where.set_result)
     )
     await asyncio.wait({ending, where}, return_when=asyncio.FIRST_COMPLETED)
     if not where.done():
         await ending
-    session = Session(app, backend, where.result(), stop, ending)
+    session = Session(app, backend, int(urlsplit(where.result()).port or 0), stop, ending)
     try:
         yield session
     finally:

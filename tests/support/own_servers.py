@@ -11,8 +11,7 @@ import numpy as np
 
 import cbsim
 from cbsim.measured.own.clients import Measured
-from cbsim.measured.own.fit import Simulated, priors
-from cbsim.measured.own.loads import play
+from cbsim.measured.own.fit import Simulated, play, priors
 from cbsim.measured.own.measurement import Floats, Load, load_of
 from cbsim.scenario.scenario import Scenario
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ zmq = pytest.importorskip("zmq", reason="needs the extra `kv-events`")
 msgpack = pytest.importorskip("msgpack", reason="needs the extra `kv-events`")
 httpx = pytest.importorskip("httpx", reason="needs the extra `serve`")
 
+from support.in_process import Transport
+
 from cbsim.errors import EndpointError
 from cbsim.http.app import App
 from cbsim.http.tokenizer import open_tokenizer
 from cbsim.scenario.scenario import scenario_of
 from cbsim.virtual.clocks import Clock
 from cbsim.virtual.kv_events import END, KvEvents
-from cbsim.virtual.server import IN_PROCESS, serve_while, transport
+from cbsim.virtual.server import IN_PROCESS, serve_while
 from cbsim.virtual.simulated import SimulatedBackend
 
 SCENARIO = {
@@ -69,7 +72,7 @@ class Index:
 
 async def talk(backend: SimulatedBackend, prompts: list[list[int]]) -> None:
     app = App(backend, IN_PROCESS)
-    async with httpx.AsyncClient(transport=transport(app, httpx), base_url="http://s") as client:
+    async with httpx.AsyncClient(transport=Transport(app), base_url="http://s") as client:
         for prompt in prompts:
             fields = {"model": "m", "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
             assert (await client.post("/v1/completions", json=fields)).status_code == 200
@@ -89,7 +92,7 @@ def cached(backend: SimulatedBackend) -> set[tuple[int, ...]]:
         tokens: tuple[int, ...] = ()
         at: Any = key >> 24
         while isinstance(at, int):
-            at, own = backend._contents.block(at)  # type: ignore[misc]
+            at, own = backend.contents.blocks[at]
             tokens = (*own, *tokens)
         found.add(tokens)
     return found
@@ -98,50 +101,54 @@ def cached(backend: SimulatedBackend) -> set[tuple[int, ...]]:
 def test_an_index_of_events_equals_the_cache() -> None:
     """With evictions; a subscriber that missed the first batches asks for them, and gets all up to the end marker."""
     port, replay = free_ports(2)
-    events = KvEvents("127.0.0.1", port, replay, "kv")
-    backend = SimulatedBackend(scenario_of(SCENARIO), Clock(), open_tokenizer(), "m", "test", events)
-    with zmq.Context() as context:
-        sub, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    backend = SimulatedBackend(scenario_of(SCENARIO), Clock(), open_tokenizer(), "m", "test")
+    index, later, numbers = Index(), Index(), list[int]()
+
+    async def session(sub: Any, dealer: Any, events: KvEvents) -> set[tuple[int, ...]]:
         sub.connect(f"tcp://127.0.0.1:{port}")
         dealer.connect(f"tcp://127.0.0.1:{replay}")
-        sub.subscribe(b"kv")
-        index, numbers = Index(), list[int]()
+        sub.subscribe(b"")
+        stem = [*range(1, 17)]
+        await talk(backend, [[*stem, *range(20 + 7 * at, 40 + 7 * at)] for at in range(6)])
+        dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+        while True:
+            _, number, batch = await until_there(dealer)
+            if number == END:
+                break
+            numbers.append(int.from_bytes(number, "big"))
+            index.take(batch)
+        now = cached(backend)
+        backend.forget_prefixes()
+        await talk(backend, [[*stem, *range(300, 330)]] * 2)
+        batches = [*events._batches][len(numbers) :]
+        later.blocks, later.ever = dict(index.blocks), dict(index.ever)
+        for _, batch in batches:
+            later.take(batch)
+        topic, number, batch = await until_there(sub)
+        assert topic == b"" and int.from_bytes(number, "big") in numbers and msgpack.unpackb(batch)[1]
+        return now
 
-        async def session() -> set[tuple[int, ...]]:
-            stem = [*range(1, 17)]
-            await talk(backend, [[*stem, *range(20 + 7 * at, 40 + 7 * at)] for at in range(6)])
-            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-            while True:
-                while not dealer.poll(0):
-                    await asyncio.sleep(0.001)
-                _, number, batch = dealer.recv_multipart()
-                if number == END:
-                    break
-                numbers.append(int.from_bytes(number, "big"))
-                index.take(batch)
-            now = cached(backend)
-            backend.forget_prefixes()
-            await talk(backend, [[*stem, *range(300, 330)]] * 2)
-            batches = [*events._batches][len(numbers) :]
-            later.blocks, later.ever = dict(index.blocks), dict(index.ever)
-            for _, batch in batches:
-                later.take(batch)
-            return now
+    async def served() -> set[tuple[int, ...]]:
+        with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as dealer:
+            sub.linger = dealer.linger = 0
+            with closing(KvEvents(backend, "127.0.0.1", port, replay)) as events:
+                return await serve_while(backend, session(sub, dealer, events))
 
-        later = Index()
-        held = asyncio.run(serve_while(backend, session()))
-        assert numbers == [*range(len(numbers))] and len(numbers) >= 6
-        assert {*index.blocks.values()} == held and len(index.ever) > len(index.blocks)
-        assert {*later.blocks} == new_since(backend, max(index.ever)) and later.blocks  # those before are forgotten
-        assert sub.poll(1000)
-        topic, number, batch = sub.recv_multipart()
-        assert topic == b"kv" and int.from_bytes(number, "big") in numbers and msgpack.unpackb(batch)[1]
-        sub.close(0)
-        dealer.close(0)
+    held = asyncio.run(served())
+    assert numbers == [*range(len(numbers))] and len(numbers) >= 6
+    assert {*index.blocks.values()} == held and len(index.ever) > len(index.blocks)
+    assert {*later.blocks} == new_since(backend, max(index.ever)) and later.blocks  # those before are forgotten
+
+
+async def until_there(socket: Any) -> Any:
+    while not socket.poll(0):
+        await asyncio.sleep(0.001)
+    return socket.recv_multipart()
 
 
 def test_a_port_that_is_taken_is_reported() -> None:
+    backend = SimulatedBackend(scenario_of(SCENARIO), Clock(), open_tokenizer(), "m", "test")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EndpointError, match=f"cannot publish KV events on 127.0.0.1:{port}: "):
-            KvEvents("127.0.0.1", port, free_ports(1)[0])
+            KvEvents(backend, "127.0.0.1", port, free_ports(1)[0])

@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_at_once_and_leaves_whole_lines(tmp_path: Path) -> N
     assert (tmp_path / "arrivals.jsonl").read_bytes() == whole
     (problem,) = emitted
     assert "arrivals.jsonl: cannot be written" in problem
-    assert problem.endswith("from request 1 on")
+    assert problem.endswith("what follows is in memory only")
     log.left(spec, 9)
     assert len(log.content().splitlines()) == 3, "memory has them all"
 

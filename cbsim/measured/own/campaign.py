@@ -27,11 +27,11 @@ import openai
 from cbsim.draw import folder
 from cbsim.errors import ERROR, OK, Interrupted, RunError, ScenarioError
 from cbsim.files import access
-from cbsim.http.settings import plain_keys
+from cbsim.http.settings import address, plain_keys
 from cbsim.measured.own import measurement
 from cbsim.measured.own.clients import Measured
 from cbsim.measured.own.measurement import Facts, Load, by_load, load_of
-from cbsim.measured.own.server import Server, address, connected
+from cbsim.measured.own.server import Server, connected
 from cbsim.metrics.terminal import aligned, shown
 from cbsim.record.environment import environment
 from cbsim.runs.progress import ProgressLine, roughly

@@ -15,6 +15,7 @@ Bonferroni's inequality, within which all determined terms lie at once (stats/in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,8 +28,9 @@ import numpy as np
 
 from cbsim.cost import curves
 from cbsim.errors import ScenarioError
-from cbsim.measured.own.loads import Largest, Played, play
-from cbsim.measured.own.measurement import Floats, Load
+from cbsim.machine.repriced import REPRICED, Repriced
+from cbsim.machine.simulate import Simulation
+from cbsim.measured.own.measurement import Load
 from cbsim.measured.points.calibration import (
     COMMON,
     ENGINE,
@@ -42,11 +44,17 @@ from cbsim.measured.points.calibration import (
     short,
     solve,
 )
+from cbsim.policy.request import RequestSpec
+from cbsim.record import directory
+from cbsim.record.columns import NS
+from cbsim.record.record import Record
+from cbsim.record.tables import Floats, Ints, token_times
 from cbsim.scenario import terms as files
 from cbsim.scenario.costs import RooflineSettings, TableSettings, with_terms
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import CPU, EFFICIENCIES, FRONT, Own, Residual, Term, TermsFile
 from cbsim.stats.intervals import each, t_quantile
+from cbsim.workload.requests import Users, Workload
 
 FLOOR = 0.01  # of a load's noise: no model is nearer
 BLOCKS = 8  # of a load, from which its noise is known
@@ -59,6 +67,74 @@ LARGE = HUBER / (TRUST * WEIGHTS[1])  # the residual, in units of the noise, fro
 ROUNDS = 4  # of Gauss-Newton
 EVERY = 4  # one of so many loads is left out
 SINGLE, JOINT = 0.8, 0.95  # confidence of a term's own interval, and of all joint intervals together
+
+
+class Largest(NamedTuple):
+    """The most of a step's rows, query tokens and context tokens."""
+
+    rows: int = 0
+    tokens: int = 0
+    context_tokens: int = 0
+
+
+class Played(NamedTuple):
+    """A load as a simulated server serves it: with the times that its client sees, NaN where a request failed. `slopes`
+    are how far mean TTFT and TPOT move with terms, or with the costs of other scenarios, [term, metric].
+    """
+
+    load: Load
+    slopes: Floats
+    largest: Largest
+
+
+def play(scenario: Scenario, load: Load, front_s: float, priced: Sequence[Scenario] = ()) -> Played:
+    """Serve a load, each of its repeats by an idle server, which gets a request `front_s` after the client sent it.
+    Raises ScenarioError.
+    """
+    times, moved, largest = np.full((2, len(load)), np.nan), np.zeros((len(priced), 2)), Largest()
+    for number in np.unique(load.repeat[~load.failed]):
+        at = np.flatnonzero((load.repeat == number) & ~load.failed)
+        start = load.start_s[at] - load.start_s[at].min()
+        workload = _workload(start, load.prompt_tokens[at], load.output_tokens[at], load.users, front_s)
+        times[:, at], more, most = _served(scenario, workload, priced)
+        moved += more * len(at) / (~load.failed).sum()
+        largest = Largest(*map(max, largest, most))
+    several = int((load.output_tokens[~load.failed] > 1).sum())
+    moved[:, 1] *= (~load.failed).sum() / max(several, 1)  # single tokens have no TPOT
+    ttft_s, e2e_s = times + front_s
+    return Played(replace(load, ttft_s=ttft_s, e2e_s=e2e_s), moved, largest)
+
+
+def _workload(start_s: Floats, prompts: Ints, outputs: Ints, users: int | None, front_s: float) -> Workload:
+    """Return requests that arrive as they were sent, or in a closed loop one after the other, each user's first one as
+    it was sent.
+    """
+    arrivals = np.rint((start_s + front_s) * NS).astype(int).tolist()
+    rows = enumerate(zip(arrivals, prompts.tolist(), outputs.tolist(), strict=True))
+    specs = [RequestSpec(at, str(at), ns, prompt, output, output) for at, (ns, prompt, output) in rows]
+    if users is None or users >= len(specs):
+        return Workload(specs, len(specs))
+    return Workload(specs[:users], len(specs), follow=Users(specs[users:], round(front_s * NS)))
+
+
+def _served(scenario: Scenario, workload: Workload, priced: Sequence[Scenario]) -> tuple[Floats, Floats, Largest]:
+    """Return TTFT and E2E by request, how other costs move mean TTFT and TPOT, and the largest step."""
+    loop = scenario.loop.mode
+    server = Repriced(scenario, loop, workload, priced) if priced else Simulation(scenario, loop, workload)
+    server.run(lambda _: None)
+    for record in [server.record] if isinstance(server.record, Record) else server.record.records:
+        for spec, reason in getattr(record, "refusals", {}).items():
+            raise ScenarioError(f"scheduler, kv_cache: request {spec.id} of the load cannot be served: {reason}")
+    table, steps = directory.contents(server.record)
+    requests = token_times(table, steps)
+    first, last = requests.first_token_ns, requests.last_token_ns
+    times = np.array([first - requests.arrival_ns, last - requests.arrival_ns]) / NS
+    moved = np.zeros((0, 2))
+    if priced:
+        by = json.loads(server.files()[REPRICED])
+        moved = np.array([by["ttft_s"], by["tpot_s"]]).T
+    return times, moved, Largest(*(int(steps[name].max()) for name in Largest._fields))
+
 
 Ends = dict[str, tuple[float, float]]
 Predict = Callable[[Load, Mapping[str, float], bool], Played]

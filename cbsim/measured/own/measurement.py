@@ -11,24 +11,26 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
+from cbsim.errors import ScenarioError
 from cbsim.files import read_json
 from cbsim.measured.own.clients import Measured, clients
-from cbsim.record.tables import Ints
+from cbsim.record.tables import Floats, Ints, Mask
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Count, Form
 
-Floats = npt.NDArray[np.float64]
 SCHEMA = 1
 MEASUREMENT, REQUESTS, METRICS = "measurement.json", "requests.csv", "metrics.jsonl"
 TIMES, TOKENS = ("start_s", "ttft_s", "e2e_s"), ("prompt_tokens", "cached_tokens", "output_tokens")
+LOST, CACHED = 0.05, 0.05  # shares of failed requests, and of cached prompt tokens, from which on a load is not used
+SAME = ("engine", "version", "model", "num_blocks", "block_size")
 COLUMNS = ("load", "users", "repeat", *TIMES, *TOKENS, "failed")
 
 
@@ -73,7 +75,7 @@ class Load:
     prompt_tokens: Ints
     cached_tokens: Ints
     output_tokens: Ints
-    failed: npt.NDArray[np.bool_]
+    failed: Mask
     reasons: tuple[str, ...] = ()  # of failed requests, in order
     left_out: str = ""
 
@@ -169,3 +171,33 @@ def load_of(name: str, users: int | None, requests: Sequence[Measured]) -> Load:
     reasons = tuple(each.failed for each in ordered if each.failed)
     failed = np.array([bool(each.failed) for each in ordered])
     return Load(name, users, failed=failed, reasons=reasons, left_out=reasons[0] if failed.all() else "", **columns)
+
+
+def measurement(paths: Sequence[Path], where: Mapping[str, str]) -> Measurement:
+    """Read what was measured of one server: directories of `cbsim measure`, files of other clients, in any number;
+    `where` chooses rows of CSV files. Raises ScenarioError or RunError, also if they are of several servers.
+    """
+    first, *more = parts = [read(path, where) for path in paths]
+    for part, name in product(more, SAME):
+        both = [getattr(each.facts, name) for each in (first, part)]
+        if None not in both and both[0] != both[1]:
+            message = f"{part.path}: {name}: got {both[1]}, that of {first.path} is {both[0]}: of another server"
+            raise ScenarioError(message, file=part.path, field=name, value=both[1])
+    loads = dict[str, Load]()
+    for part in parts:
+        for load in part.loads:
+            name = load.name if load.name not in loads else f"{part.path.stem} {load.name}"
+            loads[name] = replace(load, name=name, left_out=load.left_out or _unusable(load))
+    incomplete = "; ".join(part.incomplete for part in parts if part.incomplete)
+    made = replace(first, loads=tuple(loads.values()), incomplete=incomplete)
+    if not made.usable:
+        raise ScenarioError(f"{first.path}: no load of it can be used: all requests failed, or were left out")
+    return made
+
+
+def _unusable(load: Load) -> str:
+    """Return why a load cannot be simulated as it was, "" if it can."""
+    lost, cached = load.failed.mean(), load.cached_tokens.clip(0).sum() / max(1, load.prompt_tokens.sum())
+    if lost > LOST:
+        return f"{lost:.0%} of its requests failed"
+    return f"{cached:.0%} of its prompt tokens were cached, which is not replayed" if cached > CACHED else ""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -163,18 +162,6 @@ def _events(parts: Iterable[tuple[int, bytes]]) -> tuple[Sequence[int], Mapping[
     return times, usage, "" if finish else "the answer ended early" if times else "does not stream: no event came"
 
 
-def address(url: str) -> str:
-    """Return the root of a server's address, which may end with /v1. Raises ScenarioError."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good or not url.isprintable() or {*"@?# "} & {*url}:
-        raise ScenarioError(f"URL: got {cut(url)}, expected the address of a server, such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
 def connected(url: str, key: str) -> openai.AsyncOpenAI:
     """Return a client of the server at this address alone."""
     direct = {"http://": None, "https://": None}  # whatever proxy the environment names
@@ -261,7 +248,6 @@ def _logged(log: Path) -> dict[str, Any]:
         flags[CACHE_TOKENS] = int(cache[1].replace(",", ""))
     if not flags:
         known = ", ".join(repr(start.strip(" =:")) for start in STARTS)
-        raise ScenarioError(
-            f"{log}: has no line of vLLM's or SGLang's start ({known}); without --log flags are assumed"
-        )
+        reason = f"has no line of vLLM's or SGLang's start ({known})"
+        raise ScenarioError(f"{log}: {reason}; without --log flags are assumed")
     return flags

@@ -14,9 +14,9 @@ from cbsim.draw.chart import GREY, SERIES, Chart, Line, Mark, Panel, Points, Sty
 from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.own.fit import Compared, Fit, Simulated, compare, fit, priors, terms_file, to_predict
-from cbsim.measured.own.loads import measurement
-from cbsim.measured.own.measurement import Facts, Floats, Load, Measurement
+from cbsim.measured.own.measurement import Facts, Load, Measurement, measurement
 from cbsim.metrics.terminal import lookup
+from cbsim.record.tables import Floats
 from cbsim.scenario import catalog, documents, scenario
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
@@ -78,10 +78,8 @@ def study(
         findings.insert(0, verdict)
         tables.append(loads_table(f"Against {_names(against)}", later))
         data |= {"against": numbers(later), "changed": changed}
-    title, question = (
-        f"Terms of {server.model.name} on {server.hardware.name}",
-        "How near are predictions of this server?",
-    )
+    title = f"Terms of {server.model.name} on {server.hardware.name}"
+    question = "How near are predictions of this server?"
     return Study(file, Report(title, question, findings, tables, [chart(made)], data), changed)
 
 
@@ -91,10 +89,9 @@ def _check_lengths(loads: Sequence[Load], server: Scenario) -> None:
     for load in loads:
         longest = int((load.prompt_tokens + load.output_tokens).max())
         if longest > most:
-            got = (
-                f"load {load.name}: a request has {longest:,} tokens, the model's context (model.max_position) {most:,}"
-            )
-            raise ScenarioError(got, field="model.max_position", value=most, bound=f">= {longest}")
+            context = f"the model's context (model.max_position) {most:,}"
+            message = f"load {load.name}: a request has {longest:,} tokens, {context}"
+            raise ScenarioError(message, field="model.max_position", value=most, bound=f">= {longest}")
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -154,9 +151,8 @@ def _findings(made: Fit, of: Measurement) -> list[str]:
         noise = _shares(np.array([each.noise for each in made.unseen]))
         lines.append(f"{len(made.unseen)} loads left out: {errors(made.unseen)}; noise of these measurements {noise}.")
     if float(np.abs([each.errors[:2] for each in made.fitted]).mean()) > UNLIKE:
-        lines.insert(
-            0, "THESE LOADS DO NOT FIT: are model, card and scheduler of the scenario those that were measured?"
-        )
+        doubt = "are model, card and scheduler of the scenario those that were measured?"
+        lines.insert(0, f"THESE LOADS DO NOT FIT: {doubt}")
     if made.undetermined:
         lines.append(f"Not determined by these loads, left at their priors: {', '.join(made.undetermined)}.")
     lines += [f"Load {load.name} is not used: {load.left_out}." for load in of.loads if load.left_out]

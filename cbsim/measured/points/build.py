@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -86,22 +86,15 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
 
 def check(point: Point) -> None:
     """Check what does not depend on the content of tables. Raises CannotBuildError with all reasons."""
-    if reasons := tuple(_reasons(point)):
-        raise CannotBuildError(*reasons)
-
-
-def _reasons(point: Point) -> Iterator[str]:
-    if point.mode == "disagg":
-        yield APART
-    if point.stages > 1:
-        yield PIPELINE
-    if point.all_gpus > NODE:
-        yield WIDE
+    unlike = ((point.mode == "disagg", APART), (point.stages > 1, PIPELINE), (point.all_gpus > NODE, WIDE))
+    reasons = [reason for applies, reason in unlike if applies]
     for part in (_undrafted, _hardware, engine_of):
         try:
             part(point)
         except CannotBuildError as error:
-            yield from error.reasons
+            reasons += error.reasons
+    if reasons:
+        raise CannotBuildError(*reasons)
 
 
 def _undrafted(point: Point) -> None:

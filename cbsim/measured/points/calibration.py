@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.errors import ScenarioError
 from cbsim.machine.repriced import REPRICED
@@ -24,13 +23,13 @@ from cbsim.measured.points import flags
 from cbsim.measured.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
 from cbsim.measured.points.published import BLACKWELL, HOPPER, Point
 from cbsim.measured.points.score import means_of
+from cbsim.record.tables import Floats, Mask
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, Curve, Family, Residual, Term, TermsFile, resolve
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import SUMMARY
 from cbsim.sweeps.work import Executor, Task
 
-Floats = npt.NDArray[np.float64]
 ROUNDS = (5, REQUESTS_A_USER, REQUESTS_A_USER)  # requests a user in the runs of each round
 TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval
 HUBER = 0.1
@@ -127,6 +126,12 @@ def _late(scopes: Sequence[str], cards: Sequence[str], *gpus: int) -> dict[str, 
         **_by(FRONT, cards, WAIT),
         **_reduces(*gpus),
     }
+
+
+def _windows(*cards: str) -> dict[str, Prior]:
+    """Return the terms of windows with experts, those of layers and large products by cards."""
+    layers = {**_by("layer_s", cards, LAYER), **_by("large_products", cards, LARGE)}
+    return {**_without(MIXTURE, "layer_s", "large_products"), **layers, **_reduces(2, 4, 8)}
 
 
 H200_B200 = ("h200_sxm", "b200_sxm")
@@ -235,27 +240,16 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "vllm",
         (*HOPPER, "b200_sxm"),
         "windows",
-        {
-            **_without(MIXTURE, "layer_s", "large_products"),
-            **_by("layer_s", (*HOPPER, "b200_sxm"), LAYER),
-            **_by("large_products", (*HOPPER, "b200_sxm"), LARGE),
-            **_reduces(2, 4, 8),
-        },
+        _windows(*HOPPER, "b200_sxm"),
     ),
     "trtllm-windows": Calibration(
         "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "trtllm",
         H200_B200,
         "windows",
-        {
-            **_without(MIXTURE, "layer_s", "large_products"),
-            **_by("layer_s", H200_B200, LAYER),
-            **_by("large_products", H200_B200, LARGE),
-            **_reduces(2, 4, 8),
-        },
+        _windows(*H200_B200),
     ),
 }
-
 
 Evaluate = Callable[[Mapping[str, float], int], tuple[Floats, Floats]]
 """A function from terms and requests a user to the logarithms of predicted over measured TTFT and TPOT of each point,
@@ -289,7 +283,7 @@ def step(
     priors: Mapping[str, Prior],
     errors: Floats,
     slopes: Floats,
-    chosen: npt.NDArray[np.bool_] | None = None,
+    chosen: Mask | None = None,
     huber: float = HUBER,
 ) -> dict[str, float]:
     """Return improved terms by the chosen points (default all): least squares with the priors and lower bounds."""
@@ -381,7 +375,7 @@ def calibrate(
         systems=tuple(system for system in calibration.systems if any(each.system == system for each in used)),
         family=calibration.family,
         tables={point.system: engine_of(point) for point in used},
-        weights=tuple(sorted({str(_narrow(point)) for point in used})),
+        weights=tuple(sorted({str(model.weights_dtype or model.experts_dtype) for model in map(model_of, used)})),
         routing=ROUTING,
         fastest=calibration.fastest,
         models=tuple(sorted({each.model_name for each in used})),
@@ -391,11 +385,6 @@ def calibrate(
         terms=_terms(solution, without),
         curves=_curves(used, named, without, errors),
     )
-
-
-def _narrow(point: Point) -> str | None:
-    model = model_of(point)
-    return model.weights_dtype or model.experts_dtype
 
 
 def _evaluate(
@@ -496,6 +485,6 @@ def _curves(
     return curves
 
 
-def short(value: float) -> float:
-    """Round to five digits, so that the simulated value is the written one."""
-    return float(f"{value:.5g}")
+def short(value: float, digits: int = 5) -> float:
+    """Round to so many digits; terms to five, so that the simulated value is the written one."""
+    return float(f"{value:.{digits}g}")

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from cbsim.measured.points.published import Point
 from cbsim.scenario import catalog, documents
 from cbsim.scenario.fields import Frozen, Many, Whole, as_tuple
+from cbsim.scenario.overrides import assign
 from cbsim.scenario.shapes import VLLM_RUNTIME_BYTES, Hardware, ModelShape, activation_bytes
 from cbsim.scenario.terms import Family
 
@@ -138,11 +139,7 @@ def fields(point: Point, model: ModelShape, hardware: Hardware) -> dict[str, dic
     parts: dict[str, dict[str, Any]] = {part: {} for part in ("scheduler", "kv_cache", "loop", "cost")}
     parts["model"] = model.model_dump(mode="json") | {"kv_dtype": None}
     for path, value in flat.items():
-        first, *middle, last = path.split(".")
-        at = parts[first]
-        for name in middle:
-            at = at.setdefault(name, {})
-        at[last] = value
+        assign(parts, documents.split(path), value, path)
     return parts
 
 

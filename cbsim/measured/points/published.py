@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -72,7 +72,7 @@ class Point(Form):
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
 
     @model_validator(mode="after")
-    def _sized(self) -> Point:
+    def _sized(self) -> Self:
         for name, size in (("tp_size", self.tensor), ("concurrency", self.concurrency)):
             if size < 1 and self.mode != "disagg":
                 raise complaint(f"got {size}, must be >= 1", name)

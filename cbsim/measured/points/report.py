@@ -14,6 +14,7 @@ import numpy as np
 from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
 from cbsim.draw.report import Report, Table
 from cbsim.measured.points import score
+from cbsim.measured.points.calibration import short
 from cbsim.measured.points.published import Point, measured
 from cbsim.measured.points.score import Class, Errors, Group, Predicted, Refused
 from cbsim.scenario import terms
@@ -44,7 +45,7 @@ def study(
         [
             *(_all_errors(judged, groups) if predicted else []),
             *([_by_interval(groups)] if any(each.left_out for each in predicted) else []),
-            *_of_terms(files),
+            *_terms(files),
             *(_reasons(refused) if refused else []),
             *([Table("Caches in doubt", ["server, and why"], [[each] for each in doubts])] if doubts else []),
         ],
@@ -55,14 +56,10 @@ def study(
             "not_built": _not_built(refused),
             "doubts": list(doubts),
             "strata": {group.name: _numbers(group) for group in groups},
-            "classes": {group.name: _numbers(group) | _missed(each, group) for each, group in judged},
+            "classes": {group.name: _numbers(group, each) for each, group in judged},
             "coverage": {file.name: _covered(file) for file in files},
         },
     )
-
-
-def _of_terms(files: Sequence[TermsFile]) -> list[Table]:
-    return [*(_intervals(file) for file in files if file.curves), *map(_terms, files)]
 
 
 def _not_built(refused: Sequence[Refused]) -> dict[str, Any]:
@@ -185,10 +182,14 @@ def _covered(file: TermsFile) -> dict[str, tuple[int, int]]:
     return {metric: terms.coverage(file, metric) for metric in ("ttft", "tpot")}
 
 
-def _terms(file: TermsFile) -> Table:
-    rows = [[name, f"{term.value:.4g}", f"{term.low:.4g}", f"{term.high:.4g}"] for name, term in file.terms.items()]
-    caption = f"{file.about} Calibrated {file.calibrated} on {len(file.curves)} curves."
-    return Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, caption)
+def _terms(files: Sequence[TermsFile]) -> list[Table]:
+    """Return the intervals of the files that have curves, then the terms of each."""
+    tables = [_intervals(file) for file in files if file.curves]
+    for file in files:
+        rows = [[name, f"{term.value:.4g}", f"{term.low:.4g}", f"{term.high:.4g}"] for name, term in file.terms.items()]
+        caption = f"{file.about} Calibrated {file.calibrated} on {len(file.curves)} curves."
+        tables.append(Table(f"Terms of {file.name}", ["term", "value", "80 % from", "to"], rows, caption))
+    return tables
 
 
 def _by_reason(refused: Sequence[Refused]) -> Counter[str]:
@@ -252,12 +253,11 @@ def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
     return Chart("residuals", "Errors by concurrency", caption, panels)
 
 
-def _missed(judged: Class, group: Group) -> dict[str, Any]:
-    return {"missed": None if judged.stratum is None else score.misses(judged, group)}
-
-
-def _numbers(group: Group) -> dict[str, Any]:
-    return {"points": len(group.predicted)} | {metric: group.errors(metric)._asdict() for metric in score.METRICS}
+def _numbers(group: Group, judged: Class | None = None) -> dict[str, Any]:
+    """Return the errors of a group; of a class also the strata beyond its bound, None without one."""
+    missed = {"missed": score.misses(judged, group) if judged.stratum is not None else None} if judged else {}
+    errors = {metric: group.errors(metric)._asdict() for metric in score.METRICS}
+    return {"points": len(group.predicted)} | errors | missed
 
 
 def _plain(each: Predicted) -> dict[str, Any]:
@@ -269,22 +269,18 @@ def _plain(each: Predicted) -> dict[str, Any]:
         "users": point.concurrency,
         "source": point.source,
         "measured_ms": [point.ttft_ms, point.tpot_ms],
-        "predicted_ms": [_short(value) for value in each.means],
-        "errors": {metric: _short(each.error(metric)) for metric in score.METRICS},
+        "predicted_ms": [short(value, 4) for value in each.means],
+        "errors": {metric: short(each.error(metric), 4) for metric in score.METRICS},
         "interval_80": {
-            metric: one and one._asdict() | {"low": _short(one.low), "high": _short(one.high)}
+            metric: one and one._asdict() | {"low": short(one.low, 4), "high": short(one.high, 4)}
             for metric, one in each.intervals.items()
         },
-        "peer_errors": point.peer and {metric: _short(each.peer_error(metric)) for metric in score.METRICS},
+        "peer_errors": point.peer and {metric: short(each.peer_error(metric), 4) for metric in score.METRICS},
         "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
         "class": score.class_of(each),
         "outside_calibration": list(each.outside),
         "flags_in_doubt": list(each.doubts),
     }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def run(folder: Path, points: Sequence[Point], executor: Executor, store: Path, *, silent: bool) -> tuple[Report, bool]:

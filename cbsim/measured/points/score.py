@@ -291,17 +291,13 @@ def score(
     return predictions, failed
 
 
-def _like(point: Point) -> Like:
-    return Like(point.prompt, point.output, point.system, point.concurrency)
-
-
 def predicted(built: Buildable, means: Means) -> Predicted:
     """Return the prediction for a point from the means of its run."""
     point, file = built.point, built.file
     outside = file.outside(point.backend, point.system, point.model_name, point.gpus, point.concurrency)
+    like = Like(point.prompt, point.output, point.system, point.concurrency)
     within = {
-        metric: None if outside else terms.interval(file, metric, _like(point), point.curve)
-        for metric in ("ttft", "tpot")
+        metric: None if outside else terms.interval(file, metric, like, point.curve) for metric in ("ttft", "tpot")
     }
     model = built.scenario.model
     return Predicted(

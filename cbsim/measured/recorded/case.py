@@ -18,15 +18,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from cbsim.errors import ScenarioError
 from cbsim.files import read_json
 from cbsim.scenario import catalog, pretrained, scenario, shapes
-from cbsim.scenario.documents import Document
+from cbsim.scenario.documents import Document, split
 from cbsim.scenario.fields import LARGEST_REAL, Count, Form, complaint, near, shown
+from cbsim.scenario.overrides import assign
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
 from cbsim.workload import vllm_bench
@@ -68,11 +69,7 @@ class Case:
         """Return the scenario with the fields of `changes` (dotted names) replaced. Raises ScenarioError."""
         data = json.loads(json.dumps(self.settings))
         for name, value in (changes or {}).items():
-            *above, last = name.split(".")
-            part = data
-            for step in above:
-                part = part.setdefault(step, {})
-            part[last] = value
+            assign(data, split(name), value, name)
         return scenario.parse(data, self.name, self.overrides)
 
 
@@ -117,7 +114,7 @@ class _Cluster(_Fields):
     link_latency: Real | None = None
 
     @model_validator(mode="after")
-    def _alike(self) -> _Cluster:
+    def _alike(self) -> Self:
         servers = self.servers
         if not servers or any(server != servers[0] for server in servers):
             problem = f"got {len(servers)} instances{', not all alike' if servers else ''}"

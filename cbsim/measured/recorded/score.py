@@ -12,19 +12,15 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
 from cbsim.measured.recorded.case import Case
 from cbsim.policy.plan import WORKED
 from cbsim.record.columns import NS
-from cbsim.record.record import Record
-from cbsim.record.tables import Steps, token_times
+from cbsim.record.tables import Floats, Ints, Steps, token_times
 from cbsim.scenario.scenario import MOST_BLOCKS, Scenario
 from cbsim.workload import generators
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Served:
     scheduled_s: Floats
     first_token_s: Floats
     last_token_s: Floats
-    output_tokens: npt.NDArray[np.int64]
+    output_tokens: Ints
 
     @property
     def ttft_s(self) -> Floats:
@@ -120,18 +116,9 @@ def replay(case: Case, scenario: Scenario) -> Replayed:
 
 
 def run_fleet(fleet: simulate.Fleet) -> Replayed:
-    """Run several servers. Raises ScenarioError."""
+    """Run several servers. Return the times of their requests, by index. Raises ScenarioError if one was rejected."""
     fleet.run()
-    return _replayed([server.record for server in fleet.machines])
-
-
-def check_loop(scenario: Scenario) -> None:
-    if scenario.loop.mode == "both":
-        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
-
-
-def _replayed(records: Sequence[Record]) -> Replayed:
-    """Return the times of all servers' requests, by index. Raises ScenarioError if one was rejected."""
+    records = [server.record for server in fleet.machines]
     for spec, reason in (each for record in records for each in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables, served = [Steps.of(record) for record in records], list[tuple[Any, ...]]()
@@ -146,6 +133,11 @@ def _replayed(records: Sequence[Record]) -> Replayed:
     _, *times, generated = (np.array(part) for part in zip(*sorted(served), strict=True))
     queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
     return Replayed(Served(queued, scheduled, first, last, generated), tables, records[0].total_blocks, cached)
+
+
+def check_loop(scenario: Scenario) -> None:
+    if scenario.loop.mode == "both":
+        raise ScenarioError("loop.mode: got 'both', expected sync or async: a recorded run has one loop")
 
 
 METRICS = ("ttft", "tpot", "e2e")

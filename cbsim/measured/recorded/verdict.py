@@ -22,14 +22,8 @@ from cbsim.schedulers.vllm.settings import VllmSettings
 NEAR_LIMIT = 0.9  # the share of the KV cache above which the number of blocks determines which requests wait
 ADDED = "Added: {row_us:g} us a request and step, and the CPU cost of vLLM's loop; both are priors (docs/fidelity.md)."
 SCORED = ("", "simulated", "measured", "error")
-UNITS = {
-    "ttft": ("TTFT", "ms", 1e3),
-    "tpot": ("TPOT", "ms", 1e3),
-    "e2e": ("E2E", "ms", 1e3),
-    "makespan": ("makespan", "s", 1.0),
-    "queue": ("queue", "ms", 1e3),
-    "prefill": ("prefill", "ms", 1e3),
-}
+UNITS = {name: (name.upper(), "ms", 1e3) for name in score.METRICS} | {name: (name, "ms", 1e3) for name in score.PARTS}
+UNITS |= {"makespan": ("makespan", "s", 1.0)}
 
 
 class Validation(NamedTuple):

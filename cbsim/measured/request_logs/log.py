@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
+from cbsim.record.tables import Floats
 from cbsim.scenario.fields import near
 from cbsim.scenario.rows import CsvTable, open_text
 
-Floats = npt.NDArray[np.float64]
 REQUESTS, PREFIXES = "requests.csv.gz", "sharegpt_prefix.csv"
 COLUMNS = ("run", "scenario", "qps", "launch_s", "prompt_tokens", "generation_tokens", "ttft_s", "generation_s")
 PREFIX_COLUMNS = ("index", "input_chars", "shares_prefix_with", "shared_prefix_chars")
@@ -143,8 +142,7 @@ def chosen(logs: Sequence[Log], where: Mapping[str, str]) -> list[Log]:
 def _fits(key: Key, field: str, value: str) -> bool:
     if field == "qps":
         return f"{key.qps:g}" == value or str(key.qps) == value
-    name = str(getattr(key, field))
-    return name == value or name.endswith(f"/{value}")
+    return f"/{getattr(key, field)}".endswith(f"/{value}")
 
 
 BLOCK_TOKENS = 16

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cbsim.machine.front import Choice
 from cbsim.machine.simulate import Fleet
+from cbsim.measured.points.build import NOTHING_ADDED
 from cbsim.measured.recorded.case import CPU
 from cbsim.measured.recorded.score import MetricScore, Replayed, Served, check_loop, run_fleet, scores
 from cbsim.measured.request_logs.log import REQUESTS, Key, Log, Start, specs
@@ -95,16 +95,9 @@ class Deployment:
         return scenario.parse(data, name, overrides)
 
 
-ELSEWHERE = {
-    "elementwise": 1.5,
-    "row_s": 24e-6,
-    "step_s": 0.0,
-    "layer_s": 0.0,
-    "reduce_s": 0.0,
-    "decode_attention": 1.0,
-}
-A100_TERMS = MappingProxyType({**ELSEWHERE, "large_products": 1.2, "layer_s": 17e-6})
-H100_TERMS = MappingProxyType({**ELSEWHERE, "large_products": 1.1, "layer_s": 25e-6, "reduce_s": 7e-6})
+ELSEWHERE = {**NOTHING_ADDED, "elementwise": 1.5, "row_s": 24e-6}
+A100_TERMS = {**ELSEWHERE, "large_products": 1.2, "layer_s": 17e-6}
+H100_TERMS = {**ELSEWHERE, "large_products": 1.1, "layer_s": 25e-6, "reduce_s": 7e-6}
 A100: dict[str, Any] = {"hardware": "a100-80gb", "tables": "a100_sxm", "engine": "vllm_0.14.0", "longest": 20_000}
 A100 |= {"front_s": 0.0135, "terms": A100_TERMS}
 H100 = Deployment("h100-sxm", "h100_sxm", "vllm_0.19.0", 10_000, 0.0105, H100_TERMS, replicas=2, alone_above=16.0)

@@ -24,7 +24,6 @@ ERRORS = (
     f"{CALIBRATED}: something was chosen by looking at this run, see below; it is in no mean."
 )
 
-
 Left = dict[tuple[str, str, str], list[Log]]  # the runs that are not built, by servers, scenario and reason
 
 

@@ -129,7 +129,7 @@ class BeamScheduler(SchedulerBase):
         request = self.decoding.add(spec, spec.max_tokens)
         first = self.requests.get(spec.sample_of) if spec.sample_of is not None else None
         search = self._search.get(first) if first is not None else None
-        if search is None:
+        if search is None or len(search.beams) == self.options.num_beams:
             search = Search(request, self._whole(spec))
         else:
             search.beams.append(request)

@@ -11,7 +11,7 @@ from support.own_servers import SMALL
 
 import cbsim
 from cbsim.errors import RunError
-from cbsim.measured.own.loads import measurement
+from cbsim.measured.own.measurement import measurement
 
 WORKLOAD = {
     "kind": "synthetic",

@@ -13,7 +13,7 @@ import pytest
 from support.sessions import FILES
 
 from cbsim.errors import UserError
-from cbsim.measured.own.loads import measurement
+from cbsim.measured.own.measurement import measurement
 
 
 def swept(folder: Path, *combinations: str) -> Path:

@@ -1,1 +1,0 @@
-"""Measurements by clients of a served session, compared with those of its server."""
