@@ -214,7 +214,7 @@ def distil(system: str, name: str) -> dict[str, Any]:
 
 def card(gpu: Hardware, source: str, shares: Mapping[str, Any], engines: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a card's file."""
-    hardware = gpu.model_dump(mode="json", exclude={"price_usd_hour", "source"})
+    hardware = gpu.model_dump(mode="json", exclude={"power_w", "price_usd_hour", "source"})
     return {"hardware": hardware, "source": source, "products": shares, "engines": engines}
 
 
