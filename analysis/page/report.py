@@ -134,7 +134,8 @@ def tables(runs: Sequence[LoadedRun], swept: Sweep | None) -> list[Table]:
     for run in runs:
         if "per_server" in run.summary:
             header, *rows = map(tuple, servers(run.summary))
-            made.append(Table(f"Servers: {run.label}", header, rows, "Shares are of the span of all."))
+            of = "time that a server was there" if "scaling" in run.summary else "span of all"
+            made.append(Table(f"Servers: {run.label}", header, rows, f"Shares are of the {of}."))
     return made
 
 

@@ -54,7 +54,7 @@ def replan(arguments: argparse.Namespace) -> int:
     for path in arguments.runs:
         routed = (path / routing.FILE).exists()
         verdict = (routing if routed else replan).rederive(path)
-        incomplete = None if routed else reading.load(path, whole=False).incomplete
+        incomplete = reading.incomplete(path) if routed else reading.load(path, whole=False).incomplete
         line = f"{path}: {verdict.matched} of {verdict.steps} {'choices' if routed else 'plans'} identical"
         if verdict.difference is not None:
             line, status = f"{line}, then {verdict.difference}", ERROR
@@ -126,8 +126,14 @@ def serve(arguments: argparse.Namespace) -> int:
 
     its, tokenizer = scenario.load(arguments.scenario, arguments.set), open_tokenizer(arguments.tokenizer)
     if its.fleet is not None and its.fleet.changes:
-        raise ScenarioError("fleet: got servers that come and go, expected as many all the time: each has a port")
-    options = replace(options_of(arguments), failures=Failures(arguments.fail, arguments.fail_seed, arguments.start))
+        bound = "expected as many servers all the time: each has a port"
+        raise ScenarioError(f"{arguments.scenario}: fleet.{its.fleet.changes}: servers come and go, {bound}")
+    if arguments.port > (last := 65_536 - len(its.servers)):
+        raise ScenarioError(f"--port: got {arguments.port}, expected at most {last}: a port a server")
+    if arguments.fail_seed is not None and not arguments.fail:
+        raise ScenarioError(f"--fail-seed: got {arguments.fail_seed}, expected --fail with it")
+    failures = Failures(arguments.fail, arguments.fail_seed or 0, arguments.start)
+    options = replace(options_of(arguments), failures=failures)
     backends, model = list[SimulatedBackend](), arguments.served_model_name or its.name
     for at, server in enumerate(its.servers):
         named = server if its.fleet is None else server.model_copy(update={"name": f"{its.name}-{at}"})

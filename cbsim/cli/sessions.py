@@ -53,7 +53,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-events", type=whole(1, 65_535), metavar="PORT", help=published)
     shares = "shares of requests that fail, by status 429, 500, 503, or break: a stream that breaks off"
     parser.add_argument("--fail", type=_shares, default={}, metavar="HOW=SHARE,...", help=shares)
-    parser.add_argument("--fail-seed", type=whole(0, 1 << 62), default=0, metavar="S", help="which of them (0)")
+    parser.add_argument("--fail-seed", type=whole(0, 1 << 62), metavar="S", help="which of them (0)")
     parser.add_argument("--start", type=_grace, default=0.0, metavar="S", help="seconds of 503 before it is ready (0)")
 
 

@@ -32,6 +32,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.record.directory import RunWriter
 from cbsim.record.environment import environment
+from cbsim.routers.base import RouterError
 from cbsim.runs.routing import BLOCK_TOKENS, ENDS, FILE, MOST_BLOCKS, Books, Head
 from cbsim.runs.served import Contents, Log
 
@@ -65,17 +66,18 @@ class RouteApp(Endpoint):
         self._work = set[asyncio.Task[None]]()
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
-        self._scrapes, self._is_cut = list[asyncio.Task[None]](), False
+        self._scrapes, self._is_cut, self._dead = list[asyncio.Task[None]](), False, ""
 
     def now_ns(self) -> int:
         return round((self._loop.time() - self._start_s) * NS)
 
-    async def run(self) -> None:
-        """Scrape the servers until `close`; return when all requests have ended."""
+    async def run(self) -> str | None:
+        """Scrape the servers until `close`, or the router fails; return when all requests have ended."""
         self._scrapes += [self._loop.create_task(self._scrape(at)) for at in range(len(self.books.head.servers))]
         await asyncio.gather(*self._scrapes, return_exceptions=True)
         while self._work:
             await asyncio.wait(self._work)
+        return self._dead
 
     def close(self) -> None:
         super().close()
@@ -164,13 +166,18 @@ class RouteApp(Endpoint):
         except asyncio.CancelledError:
             end = "failed" if self._is_cut else "cancelled"
             error = ApiError(503, "the router ended before the answer")
-        except Exception as wrong:  # of a user's own router
+        except RouterError as wrong:  # of a user's own router
+            end, error, self._dead = "failed", ApiError(500, str(wrong)), str(wrong)
+            self.close()
+        except Exception as wrong:
             LOG.exception("request %d failed", index)
             end, error = "failed", ApiError(500, in_line(wrong))
         books.end(self.now_ns(), index, end)
-        if end != "finished" and begun:
+        if end == "finished":
+            return
+        if begun:
             await send({"type": "http.response.body", "body": failed(error), "more_body": False})
-        elif end != "finished":
+        else:
             await send_error(send, error)
 
     async def _messages(self, server: int, request: Request, body: bytes) -> AsyncGenerator[Message, None]:
@@ -238,7 +245,11 @@ async def serve(head: Head, tokenizer: Tokenizer, options: ServeOptions, command
     ends = {end: books.ends[end] for end in ENDS}
     sent = [view.sent for view in books.views]
     writers[0].json("summary.json", {"requests": books.count, "ends": ends, "sent": sent})
-    if log.problem is None:
+    if problem := log.problem or ending.message:
+        writers[0].note(problem)
+    else:
         writers[0].complete()
     print(f"{books.count} requests: {', '.join(f'{count} {end}' for end, count in ends.items())}; sent {sent}")
+    if ending.message:
+        raise RouterError(ending.message)
     return ERROR if ending.cut or log.problem else OK

@@ -277,10 +277,8 @@ class Scaled(Front):
         end_ns, hours, spent = self.now_ns, 0.0, 0.0
         for replica in self._replicas:
             over_ns = end_ns if replica.over_ns is None else replica.over_ns
-            price, its_hours = (
-                self._scenarios[replica.pool].price_usd_hour,
-                max(0, over_ns - replica.started_ns) / HOUR_NS,
-            )
+            price = self._scenarios[replica.pool].price_usd_hour
+            its_hours = max(0, over_ns - replica.started_ns) / HOUR_NS
             hours, spent = hours + its_hours, spent + its_hours * (math.nan if price is None else price)
             if replica.machine is not None and replica.number is not None:  # a step under way is still in its tables
                 lived_ns = max(over_ns, replica.machine.now_ns) - replica.ready_ns

@@ -109,7 +109,7 @@ def summarise(
 def _per_server(
     requests: Requests, counted: Requests, steps: Steps, span_ns: int, fleet: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the numbers of each server: shares are of the span of all."""
+    """Return the numbers of each server: shares are of the span of all, or of the part of it that it was there."""
     numbers, low = list[dict[str, Any]](), 0
     started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
     every = _by_server(requests.rows, len(fleet))
@@ -219,7 +219,7 @@ def overload(requests: Requests) -> str | None:
 
 def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
     prompt = int(requests.rows.numbers("prompt_tokens")[requests.done].sum())
-    output = int(requests.generated.sum())
+    output = int(requests.generated[~requests.rows.is_in((RETRIED,))].sum())  # thrown away where sent again
     rate = 1 / span_s if span_s else 0.0
     return {
         "input_tokens": prompt,

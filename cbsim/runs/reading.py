@@ -96,7 +96,7 @@ def load(path: Path, *, whole: bool = True) -> Run:
     marker = path / MARKER
     killed = marker.exists() and not (path / "summary.json").exists()
     if killed and not directory.any_piece(path):
-        raise RunError(f"{path}: incomplete, nothing to read yet: {_reason(marker)}", file=path)
+        raise RunError(f"{path}: incomplete, nothing to read yet: {incomplete(path)}", file=path)
     steps, requests = Steps(np.empty((0, len(STEP_COLUMNS)), dtype=np.int64)), RequestTable.of(())
     if killed:
         steps, requests, terms = directory.steps_so_far(path), directory.requests_so_far(path), path / TERMS
@@ -106,24 +106,22 @@ def load(path: Path, *, whole: bool = True) -> Run:
     version = summary.get("schema_version")
     if version != SCHEMA_VERSION:
         file, bound = path / "summary.json", str(SCHEMA_VERSION)
-        message = f"{file}: {parquet.other_version(shown(version))}"
-        raise RunError(message, file=file, field="schema_version", value=version, bound=bound)
+        other = parquet.other_version(shown(version))
+        if version is None:
+            other = "schema_version: is missing: it is not that of a run; beside that of a router is choices.jsonl"
+        raise RunError(f"{file}: {other}", file=file, field="schema_version", value=version, bound=bound)
     if whole and not killed:
         steps = tables.read_steps(path / "steps.parquet", check=True)
         requests = tables.read_requests(path / "requests.parquet", len(steps))
-    return Run(
-        path,
-        read_text(path / "scenario.resolved.yaml", RunError),
-        read_json(path / "env.json", RunError),
-        summary,
-        steps,
-        requests,
-        _reason(marker) if marker.exists() else None,
-    )
+    scenario = read_text(path / "scenario.resolved.yaml", RunError)
+    environment = read_json(path / "env.json", RunError)
+    return Run(path, scenario, environment, summary, steps, requests, incomplete(path))
 
 
-def _reason(marker: Path) -> str:
-    return read_text(marker, RunError).strip() or "no reason was written"
+def incomplete(path: Path) -> str | None:
+    """Return the reason why a directory is incomplete; None if it is not. Raises RunError."""
+    marker = path / MARKER
+    return (read_text(marker, RunError).strip() or "no reason was written") if marker.exists() else None
 
 
 def _summary_so_far(file: Path, terms: Mapping[str, Any], requests: RequestTable, steps: Steps) -> dict[str, Any]:

@@ -158,9 +158,8 @@ class Result(Printed):
         rows = self._requests_handed_over
         if rows is None and self.path is not None:
             return occupancy.of(run, self.scenario, generators.build_of_run(self.scenario, path))
-        return occupancy.of(
-            run, self.scenario, generators.build(self.scenario, None if rows is None else rows.decode())
-        )
+        requests = None if rows is None else rows.decode()
+        return occupancy.of(run, self.scenario, generators.build(self.scenario, requests))
 
     @property
     def _requests_handed_over(self) -> bytes | None:
@@ -391,9 +390,8 @@ def _lost(rows: RequestTable) -> list[str]:
         reasons = Counter(rows.rows(rows.is_in((status,))).texts("reason").to_pylist())
         for reason, _ in reasons.most_common(1):
             more = f", {len(reasons) - 1:,} other reasons" if len(reasons) > 1 else ""
-            sentences.append(
-                f"{reasons.total():,} of {metrics.request_count(rows):,} requests {status}: {reason}{more}"
-            )
+            share = f"{reasons.total():,} of {metrics.request_count(rows):,} requests"
+            sentences.append(f"{share} {status}: {reason}{more}")
     return sentences
 
 
@@ -402,8 +400,9 @@ def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests
     waiting = steps["waiting"] > 0
     waits = float(shares[waiting].sum())
     if waits < SEEN:
-        span = steps["update_end_ns"][-1] - steps["schedule_start_ns"][0]
-        coming = float((requests.arrival_ns.max() - steps["schedule_start_ns"][0]) / max(span, 1))
+        arrivals, start = requests.arrival_ns, steps["schedule_start_ns"][0]
+        end = max(steps["update_end_ns"][-1], requests.last_token_ns.max(), arrivals.max())  # of all servers
+        coming = float((arrivals.max() - start) / max(end - start, 1))
         times = f"requests wait {waits:.0%} of the time, the last arrives at {coming:.0%} of the run"
         lost = requests.rows.is_in(LOST).any()
         return [f"arrivals: {times}; no queue limits this load"] if coming > 0.5 and not lost else []

@@ -46,8 +46,9 @@ def head_of(servers: Sequence[str], name: str, changes: Sequence[str], seed: int
     if len({*servers}) < len(servers):
         raise ScenarioError(f"URL: got {', '.join(servers)}, expected each server once")
     for change in changes:
-        if not change.startswith(("router", "signals.metrics_s=")):
-            raise ScenarioError(f"--set {change}: expected router.FIELD=VALUE or signals.metrics_s=SECONDS")
+        if not change.startswith(("router.", "signals.metrics_s=")) or change.startswith("router.name="):
+            bound = "expected router.FIELD=VALUE, but router.name by --router, or signals.metrics_s=SECONDS"
+            raise ScenarioError(f"--set {change}: {bound}")
     plain = Document("route", None, {"pools": [{"count": len(servers)}], "router": {"name": name}})
     document = overrides.apply(plain, changes, Fleet, dict, Path())
     return Head(fleet=document.checked(Fleet), seed=seed, servers=list(servers))
@@ -146,9 +147,14 @@ def rederive(path: Path) -> Replanned:
     with open_text(file) as lines:
         books = Books(json_line(file, 1, next(lines, "")).checked(Head))
         for number, line in enumerate(lines, 2):
-            if not line.endswith("\n"):  # the writing process was killed
-                break
-            call = json_line(file, number, line).data
+            try:
+                call = (document := json_line(file, number, line)).data
+            except ScenarioError:
+                if next(lines, None):
+                    raise
+                break  # the writing process was killed
+            if call.get("server", 0) not in range(len(books.views)):
+                raise document.bad("server", f"0 to {len(books.views) - 1}")
             try:
                 if (name := call.pop("call")) not in CALLS:
                     raise ValueError(f"call: got {name!r}")

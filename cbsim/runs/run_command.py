@@ -17,7 +17,7 @@ from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, Ru
 from cbsim.metrics import checks
 from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
-from cbsim.record.record import FAILED
+from cbsim.record.record import FAILED, RETRIED
 from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.progress import Progress
@@ -65,8 +65,7 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     judged = _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
     _print_lost(results)
     failed = any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
-    stated = scenario.fleet is not None and scenario.fleet.changes  # a fleet whose servers die fails requests
-    return ERROR if failed and not stated else judged
+    return ERROR if failed else judged
 
 
 def one_loop(scenario: Scenario, loop: str, options: RunOptions, serve: Maker) -> Result:
@@ -149,9 +148,11 @@ def _print_notices(results: Results, options: RunOptions) -> None:
 def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
     for result in results:
         print(f"{result.loop:<6} {result.path}")
-        for status, count in result.summary["requests_by_status"].items():
+        rows, requests = result.request_rows, result.summary["requests"]
+        again = rows.is_in((RETRIED,)) & (rows.numbers("index") < requests)  # each once, however often
+        for status, count in (result.summary["requests_by_status"] | {RETRIED: int(again.sum())}).items():
             if count and status not in ("length", "stop", *LOST):
-                print(f"       {count} of {result.summary['requests']} requests {status}; see requests.parquet")
+                print(f"       {count} of {requests} requests {status}; see requests.parquet")
     last = results[-1].folder
     figure = last / (BOTH if len(results) == 2 else "figures/timeline.png")
     print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")

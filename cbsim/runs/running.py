@@ -187,20 +187,26 @@ def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
 
 def _flapping(scenario: Scenario, summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each rule of autoscaling that more than once let replicas go for less than the time of a start,
-    which saved nothing, as one that starts costs as much. For our rule it names the least window that bridges them all.
+    which saved nothing, as one that starts costs as much; and for each that started replicas which were never ready. Of
+    our rule it says the window that bridges these times of this run, and others that it makes as short as these.
     """
     for at, pool in enumerate(scenario.fleet.pools if scenario.fleet else ()):
         if (scaled := pool.autoscale) is None:
             continue
         label, rule = pool.name or str(at), cast("Any", scaled.rule)
-        dips = _dips_s([each for each in summary["scaling"]["events"] if each["pool"] == label])
-        dips = [dip_s for dip_s in dips if dip_s < scaled.start_s]
-        if len(dips) > 1:
-            line = f"{rule.name} flaps: {len(dips)} times replicas went and were started again in less than start_s"
-            cure = (
-                f"; a down_window_s of {rule.down_window_s + max(dips):g} bridges them" if rule.name == HPA.name else ""
-            )
-            yield f"fleet.pools.{at}.autoscale.rule: {line} ({scaled.start_s:g}){cure}"
+        events = [each for each in summary["scaling"]["events"] if each["pool"] == label]
+        starts, ready = (sum(each["event"] == name for each in events) - pool.count for name in ("start", "ready"))
+        if starts - ready > 1:
+            late = f"{starts - ready} of {starts} replicas that were started and paid for were never ready"
+            yield f"fleet.pools.{at}.autoscale.start_s: got {scaled.start_s:g}: {late}"
+        dips, bridged_s = sorted(_dips_s(events)), 0.0
+        if (count := sum(dip_s < scaled.start_s for dip_s in dips)) > 1:
+            for dip_s in dips:
+                bridged_s = dip_s if dip_s < bridged_s + scaled.start_s else bridged_s
+            line = f"flaps: {count} times replicas went and were started again within start_s ({scaled.start_s:g})"
+            if rule.name == HPA.name:
+                line += f"; it takes a down_window_s of at least {rule.down_window_s + bridged_s:g}"
+            yield f"fleet.pools.{at}.autoscale.rule: {rule.name} {line}"
 
 
 def _dips_s(events: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -115,14 +115,11 @@ class Fleet(Frozen):
         return self
 
     @property
-    def rules(self) -> list[str]:
-        """The names of the rules by which pools are scaled."""
-        return [pool.autoscale.rule.name for pool in self.pools if pool.autoscale]
-
-    @property
-    def changes(self) -> bool:
-        """Whether servers come or go."""
-        return bool(self.failures or self.random_failures or self.rules)
+    def changes(self) -> str | None:
+        """The first field by which servers come or go."""
+        fields: dict[str, object] = {f"pools.{at}.autoscale": pool.autoscale for at, pool in enumerate(self.pools)}
+        fields |= {"failures": self.failures, "random_failures": self.random_failures}
+        return next((name for name, value in fields.items() if value), None)
 
     @property
     def room(self) -> int:

@@ -77,15 +77,14 @@ def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
 def _policy(scenario: Scenario) -> str | None:
     """Return a hash of the modules that define schedulers, a router or rules of the user; None without any."""
     kinds: list[Any] = [server.kind for _, server in scenario.pools if server.scheduler.name not in registry.OURS]
-    if scenario.fleet is not None and scenario.fleet.router.name not in routers.OURS:
-        kinds.append(routers.ROUTERS.find(scenario.fleet.router.name))
-    rules = scenario.fleet.rules if scenario.fleet else ()
-    kinds += [routers.RULES.find(name) for name in rules if name not in routers.RULES_OURS]
+    if (fleet := scenario.fleet) is not None:
+        kinds += [routers.ROUTERS.find(name) for name in (fleet.router.name,) if name not in routers.OURS]
+        rules = [pool.autoscale.rule.name for pool in fleet.pools if pool.autoscale]
+        kinds += [routers.RULES.find(name) for name in rules if name not in routers.RULES_OURS]
     if not kinds:
         return None
     parts = [getattr(kind, part, None) for kind in kinds for part in ("settings", "resolve", "make")]
-    modules = {getattr(part, "__module__", "") for part in parts}
-    files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
+    files = {getattr(sys.modules.get(getattr(part, "__module__", "")), "__file__", None) for part in parts}
     digest = hashlib.sha256()
     for file in sorted(filter(None, files)):
         digest.update(Path(file).read_bytes())

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `measure`")
 
-from support.calls import call, refused, started
+from support.calls import call, environment, refused, started
 
 from cbsim.http.failures import MOST_PARTS, Failures
 
@@ -64,8 +64,9 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         (("--router", "robin"), "router.name: got 'robin', expected one of dynamo"),
         (("--router", "llmd", "--set", "router.thresh=1"), "router.thresh"),
         (("--set", "signals.metrics_s=0"), "signals.metrics_s: got 0, must be >= 0.001"),
-        (("--set", "signals.events_s=1"), "--set signals.events_s=1: expected router.FIELD=VALUE or signals.metrics_s"),
-        (("--set", "pools.0.count=3"), "--set pools.0.count=3: expected router.FIELD=VALUE or signals.metrics_s"),
+        (("--set", "signals.events_s=1"), "--set signals.events_s=1: expected router.FIELD=VALUE, but router.name by"),
+        (("--router", "llmd", "--set", "router.name=random"), "--set router.name=random: expected router.FIELD=VALUE"),
+        (("--set", "pools.0.count=3"), "--set pools.0.count=3: expected router.FIELD=VALUE"),
         (("http://127.0.0.1:1/v1",), "URL: got http://127.0.0.1:1, http://127.0.0.1:1, expected each server once"),
         (("--host", "0.0.0.0"), "host 0.0.0.0 is open to other machines"),
         (("--tokenizer", "nowhere"), "nowhere/tokenizer.json: cannot be read"),
@@ -79,10 +80,16 @@ def test_mistakes_of_route_are_one_line(words: tuple[str, ...], says: str) -> No
 @pytest.mark.parametrize(
     ("pools", "words", "says"),
     [
-        ("{count: 2, autoscale: {most: 4, rule: {name: hpa, target: 4}}}", (), "fleet: got servers that come and go"),
+        (
+            "{count: 2, autoscale: {most: 4, rule: {name: hpa, target: 4}}}",
+            (),
+            "several.yaml: fleet.pools.0.autoscale: servers come",
+        ),
+        ("{count: 2}], failures: [{server: 0, at_s: 1}", (), "several.yaml: fleet.failures: servers come and go"),
+        ("{count: 2}", ("--fail-seed", 3), "--fail-seed: got 3, expected --fail with it"),
         ("{count: 2}", ("--kv-events", 65535), "cannot publish KV events on 127.0.0.1:65536"),
         ("{count: 2}", ("--kv-events", 5557, "--host", "0.0.0.0"), "host 0.0.0.0 is open to other machines"),
-        ("{count: 2}", ("--port", 65535), "cannot listen on 127.0.0.1:65536"),
+        ("{count: 2}", ("--port", 65535), "--port: got 65535, expected at most 65534"),
     ],
 )
 def test_mistakes_of_a_served_fleet_are_one_line(pools: str, words: tuple[Any, ...], says: str, tmp_path: Path) -> None:
@@ -131,6 +138,42 @@ def test_a_fleet_is_served_and_routed_by_commands(tmp_path: Path) -> None:
     choices = int(said.out.split(" of ")[0].rsplit(" ", 1)[1])
     assert choices > 12 and f"{choices} of {choices} choices identical" in said.out
     assert said.out.count("plans identical") == 2
+
+
+def test_a_router_of_a_user_that_chooses_no_server_ends_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With status 1 and one line, as that of a simulated fleet; the directory has the reason, and `replan` says it."""
+    (tmp_path / "seven.py").write_text(
+        "from cbsim.routers.base import RouterBase, RouterKind\n"
+        "from cbsim.routers.simple import PlainSettings\n"
+        "class Seven(RouterBase):\n"
+        "    def choose(self, request, views, now_ns):\n"
+        "        return 7\n"
+        "KIND = RouterKind(name='seven', about='', settings=PlainSettings, make=lambda *_: Seven())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("--router", "seven:KIND", "--port", 0, "--out", tmp_path / "runs")
+    with started("cbsim", "serve", "tiny_cpu", "--port", 0, "--out", tmp_path, "--quiet") as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split(" at ")[1].partition(",")[0]
+        with started("cbsim", "route", url, *words, PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}") as front:
+            assert front.stdout is not None
+            address = front.stdout.readline().split(" at ")[1].strip()
+            client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+            with client, pytest.raises(openai.InternalServerError, match="got 7, expected 0 to 0"):
+                client.completions.create(model="any", prompt="hello", timeout=60)
+            _, err = front.communicate(timeout=60)
+    problem = "router seven:KIND, choose, request request-0: got 7, expected 0 to 0"
+    assert (front.returncode, err) == (1, f"cbsim: {problem}\n")
+    (path,) = (tmp_path / "runs").iterdir()
+    assert (path / "INCOMPLETE").read_text() == f"{problem}\n"
+    said = call("replan", path)
+    assert said == (0, f"{path}: 0 of 0 choices identical; the run is incomplete: {problem}\n", "")
+    (path / "choices.jsonl").unlink()
+    refused(
+        call("replan", path), 2, "summary.json: schema_version: is missing: it is not that of a run", "choices.jsonl"
+    )
 
 
 def test_a_killed_server_fails_streams_under_way_and_takes_no_more(tmp_path: Path) -> None:

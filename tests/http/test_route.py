@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.in_process import Transport
 
-from cbsim.errors import RunError
+from cbsim.errors import RunError, ScenarioError
 from cbsim.http.failures import FailingApp, Failures
 from cbsim.http.metrics import VllmMeter
 from cbsim.http.route import RouteApp, read_load
@@ -283,18 +283,20 @@ def test_a_session_that_ends_fails_the_answers_under_way() -> None:
     assert several.books.ends == {"failed": 2} and several.books.views[0].in_flight == 0
 
 
-def test_a_router_of_a_user_that_fails_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 and its own message; the session goes on."""
+def test_a_router_of_a_user_that_fails_fails_the_request_and_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 500 and its own message; what is under way goes on, what comes later is refused."""
 
     async def work(several: Routed) -> list[Any]:
         monkeypatch.setattr(several.books, "_router", Guarded(lambda: None, "mine"))
-        return [await several.post() for _ in range(2)]
+        answers = [await several.post() for _ in range(2)]
+        assert str(await several.app.run()).startswith("router mine, choose, request request-0: AttributeError")
+        return answers
 
     several, answers = routed(work, "random", 2)
-    assert [answer.status_code for answer in answers] == [500, 500] and "router mine, choose, request" in answers[
+    assert [answer.status_code for answer in answers] == [500, 503] and "router mine, choose, request" in answers[
         0
     ].text
-    assert several.books.ends == {"failed": 2}
+    assert several.books.ends == {"failed": 1}
 
 
 @pytest.mark.parametrize(
@@ -374,5 +376,12 @@ def test_a_log_that_is_none_is_reported(tmp_path: Path) -> None:
     (tmp_path / routing.FILE).write_text(head + '{"call": "open", "at_ns": 1}\n')
     with pytest.raises(RunError, match=r"choices\.jsonl:2: is no call"):
         routing.rederive(tmp_path)
-    (tmp_path / routing.FILE).write_text(head + '{"call": "sc')
-    assert routing.rederive(tmp_path) == (0, 0, None)
+    (tmp_path / routing.FILE).write_text(head + '{"call": "scraped", "at_ns": 1, "server": 7, "load": null}\n')
+    with pytest.raises(ScenarioError, match=r"choices\.jsonl:2: server: got 7, expected 0 to 1$"):
+        routing.rederive(tmp_path)
+    for tail in ("", "\n"):
+        (tmp_path / routing.FILE).write_text(head + '{"call": "sc' + tail)
+        assert routing.rederive(tmp_path) == (0, 0, None)
+    (tmp_path / routing.FILE).write_text(head + '{"call": "sc\n{}\n')
+    with pytest.raises(ScenarioError, match=r"choices\.jsonl:2: not valid JSON"):
+        routing.rederive(tmp_path)

@@ -350,10 +350,60 @@ def test_a_rule_that_flaps_is_steady_with_the_window_that_is_named() -> None:
         return flaps(run(of({"pools": [{"autoscale": scaled}]}, requests=800, rate=12))[0])
 
     (line,) = run_with(0)
-    named = re.search(r"hpa flaps: 30 times .* start_s \(3\); a down_window_s of (\S+) bridges them$", line)
+    named = re.search(r"hpa flaps: 30 times .* start_s \(3\); it takes a down_window_s of at least (\S+)$", line)
     assert named is not None
     assert run_with(float(named[1])) == []
     assert run_with(float(named[1]) - 0.25)
+
+
+def bursts(output_tokens: int, **scaled: Any) -> Result:
+    """Twenty bursts of thirty requests, one every 12 s."""
+    rows = "".join(f"{12 * at + each / 100},400,{output_tokens}\n" for at in range(20) for each in range(30))
+    rule = {**FEW["hpa"], "down_window_s": 0, "down_period_s": 1, "up_period_s": 1}
+    scenario = of({"pools": [{"autoscale": {"rule": rule, "most": 4, "start_s": 7, **scaled}}]})
+    terms = running.Terms("any", None, f"arrival_s,prefill_tokens,decode_tokens\n{rows}")
+    return running.one_loop(scenario, "async", Simulation, terms)
+
+
+def test_a_window_that_is_named_bridges_what_it_shortens() -> None:
+    """Replicas go for 5 s or 10 s; with a window of 5 s the latter are gone for less than a start, too."""
+    (line,) = flaps(bursts(600, interval_s=5))
+    assert line.endswith("were started again within start_s (7); it takes a down_window_s of at least 10")
+
+
+def test_starts_that_are_never_ready_are_named() -> None:
+    (line,) = [line for line in bursts(100, interval_s=1).notices if "never ready" in line]
+    begins = "fleet.pools.0.autoscale.start_s: got 7: 60 of 60 replicas"
+    assert line == f"{begins} that were started and paid for were never ready"
+
+
+def test_tokens_of_servers_that_died_are_not_delivered_and_requests_retried_count_once(tmp_path: Path) -> None:
+    """Of requests that are sent again only the last answer counts, in the numbers of the fleet and of each server."""
+    deaths = [{"server": 0, "at_s": at, "back_s": 0.01} for at in (0.3, 0.6, 0.9, 1.2)]
+    scenario = of({"pools": [{"count": 1}], "failures": deaths, "most_retries": 9})
+    result, _ = run(scenario)
+    numbers = result.summary
+    assert numbers["requests_by_status"]["retried"] > 60
+    assert numbers["output_tokens"] == sum(row.output_tokens for row in result.request_rows if row.status == "length")
+    assert numbers["output_tokens"] == sum(each["output_tokens"] for each in numbers["per_server"])
+    (tmp_path / "one.yaml").write_text(dump(scenario))
+    said = call("run", tmp_path / "one.yaml", "--out", tmp_path / "runs")
+    again = len({row.index % 60 for row in result.request_rows if row.status == "retried"})
+    assert f"{again} of 60 requests retried" in said.out
+    assert said.status == 0
+
+
+def test_a_fleet_that_loses_requests_ends_with_an_error(tmp_path: Path) -> None:
+    """And of a server that died long before the last arrival no share of the run is over 100 %."""
+    scenario = of({"pools": [{"count": 1}], "failures": [{"server": 0, "at_s": 0.5}]})
+    (tmp_path / "one.yaml").write_text(dump(scenario))
+    said = call("run", tmp_path / "one.yaml", "--out", tmp_path / "runs")
+    assert said.status == 1
+    assert "requests failed: no server is left" in said.err
+    assert "lost: " in said.out
+    result, _ = run(of({"pools": [{"count": 2}], "failures": [{"server": 0, "at_s": 0.5}]}, rate=10))
+    (share,) = re.findall(r"the last arrives at (\d+)% of the run", str(result))
+    assert int(share) <= 100
 
 
 def test_a_rule_of_a_user_that_flaps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +411,7 @@ def test_a_rule_of_a_user_that_flaps_is_named(tmp_path: Path, monkeypatch: pytes
     result, _ = run(of(mine("9 * (self.calls % 2)", tmp_path, monkeypatch)))
     (line,) = flaps(result)
     begins = "fleet.pools.0.autoscale.rule: scaler:KIND flaps: "
-    assert re.fullmatch(begins + r"\d+ times replicas went and were started again in less than start_s \(0.5\)", line)
+    assert re.fullmatch(begins + r"\d+ times replicas went and were started again within start_s \(0.5\)", line)
     assert {each["ready"] for each in events(result, "ready")} <= {1, 2, 3, 4}
 
 
@@ -427,5 +477,7 @@ def test_a_report_has_the_servers_over_time(tmp_path: Path) -> None:
     made = report.build(loading.read([result.save(tmp_path / "run")]), "command")
     (chart,) = [chart for chart in made.charts if chart.key == "replicas"]
     line, died = chart.panels[0].marks
+    (table,) = [table for table in made.tables if table.title.startswith("Servers")]
+    assert table.note == "Shares are of the time that a server was there."
     assert line.y.max() == max(each["ready"] for each in result.summary["scaling"]["events"])
     assert len(died.x) == 1
