@@ -46,12 +46,13 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A condition on a metric; `rule` is the user's text."""
+    """A condition on a metric; `rule` is the user's text, and `option` the one that has it."""
 
     rule: str
     metric: str
     compare: str
     bound: float
+    option: str = "--check"
 
     @property
     def broken(self) -> str:
@@ -105,7 +106,7 @@ def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Ch
     name, compare, sign, number, unit = match.groups()
     name = named(name, source, sweep=sweep)
     allowed = UNITS.get(metric(name).unit, {"": 1.0})
-    return Check(condition, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source))
+    return Check(condition, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source), option)
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:

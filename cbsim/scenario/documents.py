@@ -6,7 +6,7 @@ Their size is bounded: a short text can become neither many values nor a deep on
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from cbsim.errors import ScenarioError, UserError
 from cbsim.files import read_text
@@ -52,6 +52,11 @@ class Document:
             key, node = child
             line = key.start_mark.line + 1
         return line
+
+    def within(self, field: str) -> Document:
+        """Return the document whose only field has these values; their lines stay."""
+        root = self.root and MappingNode("", [(ScalarNode("", field, self.root.start_mark), self.root)])
+        return replace(self, root=root, data={field: self.data})
 
     def checked(self, part: type[Part], base: Path | None = None) -> Part:
         """Return the values validated as a `part`; paths in them are relative to `base`. Raises `error_type`."""

@@ -376,7 +376,7 @@ def _values(check: Check, runs: Sequence[Run]) -> list[float]:
     """Return a condition's metric of each run. Raises CheckError if a run lacks it."""
     values = [value for run in runs if (value := check.value(run.summary)) is not None]
     if len(values) < len(runs):
-        raise CheckError(f"--check {check.rule!r}: the runs have no {check.spelled}", field=check.metric)
+        raise CheckError(f"{check.option} {check.rule!r}: the runs have no {check.spelled}", field=check.metric)
     return values
 
 

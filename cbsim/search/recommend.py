@@ -22,7 +22,7 @@ from cbsim.metrics.terminal import lookup
 from cbsim.record.columns import NS
 from cbsim.scenario import catalog, documents, shapes
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import shown
+from cbsim.scenario.fields import LARGEST_REAL, cut, near, shown
 from cbsim.scenario.fleet import SERVER
 from cbsim.scenario.overrides import Changes, fields_of, written
 from cbsim.scenario.scenario import Scenario, Variants
@@ -43,12 +43,13 @@ SOUGHT = ("hardware", "fleet.pools", *(f"cost.{name}" for name in PARALLEL))  # 
 REACH = 3  # numbers of servers that may be decided by intervals on each side of the likely one
 DEARER = 3.0  # candidates that cost so many times the cheapest, or more than the cheapest of their card, are left
 MIXES = 2  # of two cards
+MOST = 1000  # kinds of servers
 
 
 class Wish(NamedTuple):
     """What is to be served: the fields of a scenario but for its servers, the folder of their paths, and the bounds."""
 
-    fields: Mapping[str, Any]
+    document: Document
     folder: Path
     changes: Changes
     most_gpus: int
@@ -116,7 +117,7 @@ class Candidate:
             self.scenario(value)
         except ScenarioError as error:
             whole, _, of_a_server = str(error).splitlines()[0].partition("fleet.pools.0.server.")
-            return of_a_server or whole
+            return of_a_server or whole.replace("--set cost.tensor_parallel=", "--tensor ")
         return ""
 
     def scenario(self, value: Value, replicate: int = 0) -> Scenario:
@@ -126,7 +127,7 @@ class Candidate:
         return built.model_copy(update={"seed": built.seed + replicate}) if replicate else built
 
     def _build(self, value: int) -> Scenario:
-        fields, pools, changes = dict(self.wish.fields), list[dict[str, Any]](), dict[str, Any]()
+        fields, pools, changes = dict(self.wish.document.data), list[dict[str, Any]](), dict[str, Any]()
         fleet = _part(fields, "fleet")
         cost = {name: setting for name, setting in _part(fields, "cost").items() if name not in PARALLEL}
         fields["cost"] = {"kind": "roofline", **cost}
@@ -142,7 +143,7 @@ class Candidate:
         if self.ranks:
             fields["fleet"], changes["cost.data_parallel"] = None, 2**value
         overrides = [*written(self.wish.changes), *written(changes)]
-        return Variants(Document("scenario", None, fields), self.wish.folder)(overrides)
+        return Variants(replace(self.wish.document, data=fields), self.wish.folder)(overrides)
 
 
 def _part(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -275,16 +276,17 @@ def wish(model: str, load: str | Path | Mapping[str, Any], changes: Changes = ()
     """
     folder = Path()
     if isinstance(load, Mapping):
-        fields = dict(load)
+        document = Document("load", None, dict(load))
     elif Path(load).suffix == ".csv":
-        fields = {"kind": "csv", "path": str(load)}
+        document = Document("--load", None, {"kind": "csv", "path": str(load)})
     else:
         path = catalog.scenario(load)
-        fields, folder = documents.read(path).data, path.parent
-    fields = fields if "workload" in fields else {"workload": fields}
+        document, folder = documents.read(path), path.parent
+    document = document if "workload" in document.data else document.within("workload")
     about = {"name": "recommended", "question": f"Which servers of {model} keep the conditions at the least price?"}
-    loop = {"mode": "async"} | {name: value for name, value in _part(fields, "loop").items() if value != "both"}
-    return Wish({**fields, **about, "model": model, "loop": loop}, folder, changes, most_gpus)
+    loop = {"mode": "async"} | {name: value for name, value in _part(document.data, "loop").items() if value != "both"}
+    data = {**document.data, **about, "model": model, "loop": loop}
+    return Wish(replace(document, data=data), folder, changes, most_gpus)
 
 
 def candidates(
@@ -294,12 +296,17 @@ def candidates(
     mixture also as ranks. Raises ScenarioError.
     """
     _check_fields(wish, knobs)
-    scheduler, cost = _part(wish.fields, "scheduler"), _part(wish.fields, "cost")
-    if not knobs and scheduler.get("name", "vllm") == "vllm" and cost.get("kind", "roofline") in SHEET:
+    parts = [(part, _part(wish.document.data, part)) for part in ("scheduler", "cost")]
+    stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
+    stated |= fields_of(wish.changes)
+    usual = stated.get("scheduler.name", "vllm") == "vllm" and stated.get("cost.kind", "roofline") in SHEET
+    if not knobs and usual and not stated.keys() & {"scheduler", *BATCHES}:
         knobs = BATCHES
+    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values()))) > MOST:
+        raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
     servers = [Server(*card, *rest) for card, *rest in product(_cards(cards), tensor, settings)]
-    ranks = (False, True) if shapes.model(str(wish.fields["model"]), wish.folder).experts else (False,)
+    ranks = (False, True) if shapes.model(str(wish.document.data["model"]), wish.folder).experts else (False,)
     made = [Candidate(wish, server, ranks=each) for server in servers for each in ranks]
     if fit := [each for each in made if 0 < each.gpus(1) <= wish.most_gpus]:
         return fit
@@ -312,25 +319,32 @@ def _check_fields(wish: Wish, knobs: Mapping[str, Sequence[Any]]) -> None:
     bound = "expected a setting that MODEL, --cards and --tensor do not set, such as scheduler.max_num_seqs"
     for name in (*fields_of(wish.changes), *knobs):
         sought = name == "model" or any(f"{name}.".startswith(f"{field}.") for field in SOUGHT)
-        if sought or (name in knobs and name.partition(".")[0] not in SERVER):
-            raise ScenarioError(f"{name}: {bound}", field=name, bound=bound)
+        option, head = "--knob" if name in knobs else "--set", name.partition(".")[0]
+        if sought or (name in knobs and head not in SERVER):
+            unknown = "" if head in Scenario.model_fields else f"unknown field{near(head, SERVER)}; "
+            raise ScenarioError(f"{option} {name}: {unknown}{bound}", field=name, bound=bound)
 
 
 def _cards(names: Sequence[str]) -> Iterator[tuple[str, Hardware]]:
     """Yield GPUs by name, with `=` and a price or with that of their file; a name may leave out what follows a dash if
     that is the only such one. Raises ScenarioError.
     """
-    known = catalog.names("hardware")
+    known, priced = catalog.names("hardware"), dict[str, str]()
     for name, _, price in dict.fromkeys(each.partition("=") for each in names):
         longer = [each for each in known if each.startswith(f"{name}-")]
-        card = shapes.hardware(longer[0] if len(longer) == 1 and name not in known else name)
+        whole = longer[0] if len(longer) == 1 and name not in known else name
+        if not name or priced.setdefault(whole, price) != price:
+            bound = f"{whole} has two prices, expected one" if name else "expected names such as h100,l40s"
+            raise ScenarioError(f"--cards {','.join(names)!r}: {bound}", field="cards", bound=bound)
+        card = shapes.hardware(whole)
         try:
             usd = float(price or card.price_usd_hour or 0)
         except ValueError:
             usd = 0.0
-        if not 0 < usd < math.inf:
-            bound = f"expected {name}=USD, above 0, for an hour of a GPU"
-            raise ScenarioError(f"--cards {name}: {card.name} has no price, {bound}", field="cards", bound=bound)
+        if not 0 < usd <= LARGEST_REAL:
+            bound = f"expected {name}=USD, above 0 and <= {LARGEST_REAL:g}, for an hour of a GPU"
+            got = f"got {cut(price)}" if price else f"{card.name} has no price"
+            raise ScenarioError(f"--cards {name}: {got}, {bound}", field="cards", value=price, bound=bound)
         yield Path(name).stem, card.model_copy(update={"price_usd_hour": usd})
 
 
@@ -347,15 +361,16 @@ def terms(of: Sequence[Candidate], slo: Sequence[str], **precision: Any) -> Term
 
 
 def _unfit(of: Sequence[Candidate]) -> ScenarioError:
-    """Return why no candidate can be built, with the least card of ours with which one can."""
-    last, why = of[-1], of[-1].misfit()
-    sizes = [(shapes.hardware(name), name, tensor) for name in catalog.names("hardware") for tensor in TENSOR]
+    """Return why no candidate can be built, for lack of memory with the least card of ours with which one can."""
+    little = [each for each in of if "of the memory leaves" in each.misfit()]
+    last, known = [*of, *little][-1], catalog.names("hardware") if little else ()
+    sizes = [(shapes.hardware(name), name, tensor) for name in known for tensor in TENSOR]
     for card, name, tensor in sorted(sizes, key=lambda size: (size[0].memory_bytes * size[2], size[2])):
         server = last.server._replace(card=card, tensor=tensor)
         if tensor <= last.wish.most_gpus and not replace(last, server=server).misfit():
             names, bound = dict.fromkeys(each.server.name for each in of), f"the least that would: {tensor} x {name}"
-            return ScenarioError(f"--cards {','.join(names)}: {why}; {bound}", field="cards", bound=bound)
-    return ScenarioError(why)
+            return ScenarioError(f"--cards {','.join(names)}: {last.misfit()}; {bound}", field="cards", bound=bound)
+    return ScenarioError(last.misfit())
 
 
 def by_data_sheet(candidate: Candidate, terms: Terms) -> tuple[int, str]:
@@ -452,9 +467,13 @@ def _nothing(hunts: Sequence[Hunt]) -> ScenarioError:
     each = max(hunts, key=lambda each: each.usd_hour)
     nearest = f"{each.label}: {each.out}"
     if probed := [(each, probe) for each in hunts for probe in each.probes.values()]:
-        each, probe = min(probed, key=lambda entry: entry[1].excess)
+        each, probe = min(probed, key=lambda entry: (entry[1].excess, entry[0].candidate.usd_hour(int(entry[1].value))))
         pairs = zip(probe.conditions, probe.intervals, strict=False)
         values = [f"{check.spelled} of {check.shown(value.mean)}" for check, value in pairs]
-        nearest = f"{each.candidate.label(int(probe.value))} with {', '.join(values) or probe.reason}"
+        lost = next((text for text in probe.limits if text.startswith("lost: ")), str(probe.reason))
+        nearest = f"{each.candidate.label(int(probe.value))} with {', '.join(values) or lost.removeprefix('lost: ')}"
+        if probe.excess <= 0:
+            doubt = "those of more servers do not" if each.low > probe.value else "which is not sure"
+            nearest += f": its means keep them, {doubt}"
     text = f"--slo: nothing of up to {each.candidate.wish.most_gpus} GPUs keeps the conditions; nearest is {nearest}"
     return ScenarioError(text, field="slo", bound=nearest)

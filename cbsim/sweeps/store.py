@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.errors import Interrupted, RunError
+from cbsim.errors import Interrupted, RunError, UserError
 from cbsim.files import access, read_json
 from cbsim.record.directory import MARKER, write_whole
 from cbsim.runs.progress import ProgressLine
@@ -35,12 +35,12 @@ STALE_S = 24 * 3600.0  # older temporary directories were left by sweeps that we
 
 
 class Store:
-    """A folder of runs made by the code in state `code` (that of now). Raises RunError if it cannot be written."""
+    """A folder of runs made by the code in state `code` (that of now). Raises UserError if it cannot be written."""
 
     def __init__(self, path: Path, code: str | None = None) -> None:
         self.path, self.code = path, code or identity.code()
         self._runs, self._failed = path / "runs" / self.code, path / "failed" / self.code
-        with access(path, RunError, "written"):
+        with access(f"--store {path}", UserError, "written"):
             for folder in (self._runs, self._failed):
                 folder.mkdir(parents=True, exist_ok=True)
             for part in self._runs.glob(f"{PART}*"):

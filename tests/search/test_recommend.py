@@ -15,7 +15,7 @@ import pytest
 from support.calls import call
 
 import cbsim
-from cbsim.errors import Interrupted, RunError, ScenarioError
+from cbsim.errors import Interrupted, RunError, ScenarioError, UserError
 from cbsim.metrics import metrics
 from cbsim.metrics.checks import parse
 from cbsim.record.columns import NS
@@ -177,6 +177,9 @@ LOAD = {
     "scheduler": {"name": "vllm", "max_num_seqs": 16},
     "cost": {"kind": "roofline", "compute_efficiency": {}, "memory_efficiency": {}},
 }
+FEW: dict[str, Any] = {"kind": "synthetic", "requests": 4, "arrivals": {"kind": "poisson", "rate_per_s": 0.01}}
+LONG = {**FEW, "prompt_tokens": 140_000, "output_tokens": 2}
+SHORT = {**FEW, "prompt_tokens": 9, "output_tokens": 1}
 
 
 def better(card: Hardware, drawn: random.Random) -> Hardware:
@@ -239,7 +242,7 @@ def test_two_cards_together_are_the_answer_where_they_are_cheapest(tmp_path: Pat
     """Servers of 0.5 s and of 1 s for each request, 2.4 a second: two fast ones for $ 6, three slow ones for $ 4.8, or
     one of each for $ 4.6, which has enough capacity. Energy is that of both boards by their activity.
     """
-    fields = {**queue(2.4, 1, 200).fields, "fleet": {"router": {"name": "least_in_flight"}}}
+    fields = {**queue(2.4, 1, 200).document.data, "fleet": {"router": {"name": "least_in_flight"}}}
     wish = searching.wish("llama-3.1-8b", fields, (), 8)
     pairs = [("fast", 3.0, 0.5, 700.0), ("slow", 1.6, 1.0, 300.0)]
     cards = [CARD.model_copy(update={"price_usd_hour": usd, "power_w": watts}) for _, usd, _, watts in pairs]
@@ -385,6 +388,15 @@ def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: py
     assert ranked[1].out == "its runs fail: the process died" and not ranked[1].answered
 
 
+@pytest.mark.parametrize("words", [("--set", "scheduler.max_num_batched_tokens=5"), ("load", 5), ("load", None)])
+def test_a_setting_that_is_stated_is_no_knob_of_the_defaults(words: tuple[str, Any]) -> None:
+    load = {**LOAD, "scheduler": {"name": "vllm", "max_num_batched_tokens": words[1]}} if words[0] == "load" else LOAD
+    wish = searching.wish("llama-3.1-8b", load, [words[1]] if words[0] == "--set" else ())
+    knobs = [dict(each.server.settings) for each in searching.candidates(wish, ["h100"], (1,), {})]
+    usual = [{"scheduler.max_num_batched_tokens": tokens} for tokens in (2048, 8192)]
+    assert knobs == ([{}] if words[1] else usual)
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +406,14 @@ def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: py
         ({"cards": ["l4=1.0"], "model": "llama-3.1-405b"}, "too little for a cache"),
         ({"slo": ["ttft.p99<=1ms"], "most_gpus": 2}, "nothing of up to 2 GPUs keeps the conditions; nearest is"),
         ({"slo": ["tpot.p99<=1ms"], "tensor": [1]}, "reading the weights alone takes"),
-        ({"cards": ["l4=0"]}, "has no price, expected l4=USD"),
+        ({"cards": ["l4=0"]}, "got 0, expected l4=USD"),
+        (
+            {"slo": ["ttft.p99>=60ms"], "tensor": [1], "most_gpus": 4},
+            "its means keep them, those of more servers do not",
+        ),
+        ({"load": LONG}, "requests refused: prompt of 140000 tokens, max_model_len is 131072"),
+        ({"load": LONG, "most_gpus": 4, "tensor": [4, 1]}, "nearest is 1 x h100,"),
+        ({"slo": ["tpot.p99<=1s"], "load": SHORT}, "--slo 'tpot.p99<=1s': the runs have no tpot.p99"),
         ({"cards": ["h101"]}, "unknown hardware 'h101'"),
         ({"cards": []}, "expected names such as h100,l40s"),
         ({"slo": []}, "no condition, expected some such as ttft.p99<=2s"),
@@ -408,7 +427,7 @@ def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: py
 )
 def test_mistakes_name_the_nearest_thing(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     usual: dict[str, Any] = {"model": "llama-3.1-8b", "load": LOAD, "slo": ["ttft.p99<=2s"], "cards": ["h100"]}
-    with pytest.raises(ScenarioError) as caught:
+    with pytest.raises(UserError) as caught:
         cbsim.recommend(**{**usual, "replicates": 2, "store": tmp_path, **change})
     assert says in str(caught.value) and caught.value.exit_status == 2
     assert len(str(caught.value).splitlines()) == 1
@@ -418,13 +437,16 @@ WRONG = [
     (["--slo", ""], "--slo '': expected METRIC<VALUE[UNIT]"),
     (["--slo", "ttft.p98<=1s"], "--slo 'ttft.p98<=1s': ttft needs one of"),
     (["--slo", "slo.attainment>=0.9"], "such as --set slo.ttft_s=2"),
-    (["--cards", ""], "unknown hardware ''"),
-    (["--cards", "h100,"], "unknown hardware ''"),
+    (["--cards", ""], "--cards '': expected names such as h100,l40s"),
+    (["--cards", "h100,"], "--cards 'h100,': expected names such as h100,l40s"),
+    (["--cards", "h100=1,h100-sxm=2"], "h100-sxm has two prices, expected one"),
     (["--cards", "h101"], "unknown hardware 'h101' (known: a100-40gb"),
     (["--cards", "h100=0"], "expected h100=USD, above 0"),
     (["--cards", "h100=-2"], "expected h100=USD, above 0"),
-    (["--cards", "h100=nan"], "expected h100=USD, above 0"),
-    (["--cards", "h100=two"], "expected h100=USD, above 0"),
+    (["--cards", "h100=nan"], "got nan, expected h100=USD, above 0"),
+    (["--cards", "h100=two"], "got two, expected h100=USD, above 0"),
+    (["--cards", "h100=1e308"], "got 1e308, expected h100=USD, above 0 and <= 1e+30"),
+    (["--cards", "l4=1", "MODEL", "llama-3.1-70b", "--tensor", "1,3"], "the least that would: 2 x h100-sxm"),
     (["--cards", "laptop-cpu"], "has no price, expected laptop-cpu=USD"),
     (["--cards", "rtx-4090", "--tensor", "1", "MODEL", "llama-3.1-70b"], "the least that would: 2 x h100-sxm"),
     (["--cards", "none.yaml"], "none.yaml: no such file"),
@@ -433,18 +455,23 @@ WRONG = [
     (["--load", "ratez"], "unknown scenario 'ratez'; did you mean rates?"),
     (["--load", "LIST"], "expected fields such as `name: value`"),
     (["--load", "PARTS"], "scheduler: got 'vllm', expected fields"),
-    (["--load", "KIND"], "workload.kind: got 'bursty', expected one of synthetic"),
+    (["--load", "KIND"], "KIND.yaml:1: workload.kind: got 'bursty', expected one of synthetic"),
     (["--knob", "scheduler"], "--knob scheduler: expected FIELD=A..B"),
     (["--knob", "scheduler.max_num_seq=16"], "did you mean max_num_seqs?"),
     (["--knob", "scheduler.max_num_seqs=many"], "got 'many', expected a whole number"),
     (["--knob", "workload.requests=16"], "such as scheduler.max_num_seqs"),
     (["--knob", "hardware.memory_bytes=1,2"], "such as scheduler.max_num_seqs"),
+    (["--knob", "foo=1,2"], "--knob foo: unknown field; expected a setting that MODEL"),
+    (["--knob", "schedule=1,2"], "--knob schedule: unknown field; did you mean scheduler?"),
+    (["--knob", "scheduler.max_num_seqs=1..1001:1", "--tensor", "1"], "1,001 candidates, must be <= 1,000"),
+    (["--out", "/proc/x"], "--out /proc/x: cannot be written"),
+    (["--store", "LIST.yaml"], "--store LIST.yaml: cannot be written"),
     (["--set", "hardware=l4"], "hardware: expected a setting that MODEL, --cards and --tensor do not set"),
     (["--set", "cost.tensor_parallel=2"], "cost.tensor_parallel: expected a setting"),
     (["--set", "model=llama-3.1-70b"], "model: expected a setting"),
     (["--set", "loop.mode=both"], "loop.mode: got both; a capacity is that of one loop, sync or async"),
     (["--set", "nonsense=1"], "nonsense: unknown field"),
-    (["--tensor", "3"], "must divide heads (32)"),
+    (["--tensor", "3"], "cbsim: --tensor 3: cost.tensor_parallel: got 3, must divide heads (32)"),
     (["--tensor", "8", "--most", "4"], "--tensor of at most --most (4)"),
     (["--tensor", "0"], "expected a whole number from 1"),
     (["--confidence", "2"], "expected a share from 0.5"),
@@ -470,7 +497,19 @@ def test_a_wrong_command_line_is_one_line(
     status, out, err = call("recommend", model, *(word for pair in usual.items() for word in pair))
     lines = [line for line in err.splitlines() if line.startswith(("cbsim: ", "python -m cbsim"))]
     assert (status, out, len(lines)) == (2, "", 1) and says in lines[0], err
+    assert ("the least that would" in err) == ("the least that would" in says)  # of memory only
     assert not list(tmp_path.glob("sweeps/runs/*/*"))
+
+
+@pytest.mark.parametrize(("within", "line"), [("", 3), ("workload:\n", 4)])
+def test_a_mistake_in_a_load_is_told_with_its_line(within: str, line: int, tmp_path: Path) -> None:
+    """That of a file of a workload's fields, or of a whole scenario."""
+    load, indent = tmp_path / "load.yaml", "  " if within else ""
+    fields = ("kind: synthetic", "requests: 6", "arivals: {kind: burst}", "prompt_tokens: 1", "output_tokens: 1")
+    load.write_text(within + "".join(f"{indent}{each}\n" for each in fields))
+    with pytest.raises(ScenarioError) as caught:
+        only(searching.wish("llama-3.1-8b", load)).scenario(1)
+    assert f"{load}:{line}: workload.arivals: unknown field; did you mean arrivals?" in str(caught.value)
 
 
 def test_the_servers_of_a_load_do_not_count(tmp_path: Path) -> None:

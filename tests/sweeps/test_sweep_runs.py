@@ -270,7 +270,7 @@ def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_pa
 
 def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 1, "file", "cannot be written")
+    refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 2, "--store", "file: cannot be written")
 
 
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
