@@ -296,12 +296,7 @@ def candidates(
     mixture also as ranks. Raises ScenarioError.
     """
     _check_fields(wish, knobs)
-    parts = [(part, _part(wish.document.data, part)) for part in ("scheduler", "cost")]
-    stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
-    stated |= fields_of(wish.changes)
-    usual = stated.get("scheduler.name", "vllm") == "vllm" and stated.get("cost.kind", "roofline") in SHEET
-    if not knobs and usual and not stated.keys() & {"scheduler", *BATCHES}:
-        knobs = BATCHES
+    knobs = knobs or _usual_knobs(wish)
     if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values()))) > MOST:
         raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
@@ -312,6 +307,15 @@ def candidates(
         return fit
     bound = f"expected names such as h100,l40s, and --tensor of at most --most ({wish.most_gpus})"
     raise ScenarioError(f"--cards {','.join(cards)}: no candidate, {bound}", field="cards", bound=bound)
+
+
+def _usual_knobs(wish: Wish) -> Mapping[str, Sequence[Any]]:
+    """Return the knobs if none is named: those of vLLM, unless the load or a change states them."""
+    parts = [(part, _part(wish.document.data, part)) for part in ("scheduler", "cost")]
+    stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
+    stated |= fields_of(wish.changes)
+    usual = stated.get("scheduler.name", "vllm") == "vllm" and stated.get("cost.kind", "roofline") in SHEET
+    return BATCHES if usual and not stated.keys() & {"scheduler", *BATCHES} else {}
 
 
 def _check_fields(wish: Wish, knobs: Mapping[str, Sequence[Any]]) -> None:
