@@ -95,9 +95,11 @@ def fleet(case: str, servers: int, requests: int, seed: int = 0) -> dict[str, An
 
 
 Cases = dict[str, Callable[[], dict[str, Any]]]
-LONG, LIKE, SHORT = "million", "splitwise_like", "splitwise_conv"
+LONG, LIKE, SHORT, SPEC = "million", "splitwise_like", "splitwise_conv", f"decode_{LARGE}_spec"
+DRAFTS = {"method": "eagle", "k": 3, "acceptance": {"rate": 0.7}}
 CASES: Cases = {SHORT: chat, f"decode_{SMALL}": lambda: decode(SMALL), f"decode_{LARGE}": lambda: decode(LARGE)}
-EXTRA: Cases = {  # on the same server at the same rate: as SHORT where the trace is not available; 43 hours of arrivals
+EXTRA: Cases = {  # rows that verify drafts; as SHORT where its trace is not available; 43 hours of arrivals likewise
+    SPEC: lambda: {**decode(LARGE), "name": SPEC, "speculation": DRAFTS},
     LIKE: lambda: {**chat(), "name": LIKE, "workload": chat_like()},
     LONG: lambda: {**chat(), "name": LONG, "workload": chat_like(1_000_000)},
 }
@@ -132,6 +134,9 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
     if {f"decode_{SMALL}", f"decode_{LARGE}"} <= results.keys():
         small, large = (results[f"decode_{n}"]["us_per_step"] for n in (SMALL, LARGE))
         print(f"a decode step with {LARGE} running requests costs {large / small:.2f}x one with {SMALL}")
+    if {SPEC, f"decode_{LARGE}"} <= results.keys():
+        drafted, plain = (results[name]["us_per_step"] for name in (SPEC, f"decode_{LARGE}"))
+        print(f"a step of {LARGE} rows with drafts, each planned by itself, costs {drafted / plain:.0f}x one without")
     if LONG in results:
         like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
         took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"

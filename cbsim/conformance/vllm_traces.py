@@ -12,7 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance import offload_traces
+from cbsim.conformance import draft_traces, offload_traces
+from cbsim.conformance.draft_traces import DraftLines
 from cbsim.conformance.offload_traces import ConnectorLines, Heard
 from cbsim.conformance.reader import (
     Case,
@@ -42,7 +43,7 @@ SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batch
 SWITCHES = ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl")
 SINCE_0_33 = ("watermark", "prefill_schedule_interval")
 LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout", "state_checkpoints")
-OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done")
+OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done", "spec")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
@@ -86,7 +87,7 @@ def _pages(config: Line) -> list[int]:
     return [(most or state) if state else page for page, state in zip(attention, states, strict=True)]
 
 
-def options(version: str, mode: str, config: Line) -> VllmOptions:
+def options(version: str, mode: str, config: Line, *, skips_drafts: bool = True) -> VllmOptions:
     """Return the scheduler options of a workload's `config`."""
     return VllmOptions(
         version="0.19" if version.startswith("0.19") else "0.33",
@@ -96,6 +97,7 @@ def options(version: str, mode: str, config: Line) -> VllmOptions:
         adaptive_long_prefill_threshold=config.get(f"{THRESHOLD}_adaptive", False),
         **group_options(config),
         **offload_traces.options(config),
+        **draft_traces.options(config, skips=skips_drafts),
     )
 
 
@@ -121,7 +123,7 @@ class VllmReplay(Replay):
 
     def __init__(self, header: Line, workload: Line) -> None:
         config, heard = header["config"], Heard()
-        made = options(header["vllm"], header["mode"], config)
+        made = options(header["vllm"], header["mode"], config, skips_drafts=header.get("v2_model_runner", True))
         super().__init__(WatchedVllm(made, heard), 2 if header["mode"] == "async" else 1)
         self._leaves_stores = config.get("stop_when_done", False)
         offload = self.scheduler.transfers.connector if self.scheduler.transfers is not None else None
@@ -132,6 +134,9 @@ class VllmReplay(Replay):
         self._offload: ConnectorLines | None = None
         if connector:
             self._offload = offload_traces.LINES[connector["kind"]](self.scheduler, heard, connector, workload)
+        self._drafts = DraftLines(self.scheduler, workload) if "spec" in config else None
+        if self._drafts:
+            self.header = {"effective": self._drafts.effective()}
         self._groups = GroupLines(self.scheduler, heard, config) if "layers" in config else None
         if self._groups:
             self.header = {"effective": self._groups.effective()}
@@ -172,6 +177,8 @@ class VllmReplay(Replay):
         self._written.append(self._schedule(effect.plan))
         start = max(self._now, self._gpu_free)
         self._gpu_free = end = start + self._step_us(effect.plan)
+        if self._drafts:
+            self._drafts.launched(effect.plan)
         if self._offload:
             self._offload.launched(effect.plan, start, end)
         return end
@@ -179,6 +186,9 @@ class VllmReplay(Replay):
     def _await(self, effect: Await) -> Completed:
         self._cancelled()
         self._now = max(self._now, effect.ticket)
+        if self._drafts:
+            accepted, drafted = self._drafts.accepted(effect.plan), self._drafts.drafted(effect.plan)
+            return Completed(StepResult(accepted=accepted, drafted=drafted), self._due_aborts())
         stops = tuple(s for s in effect.plan.changes.ends if s.output_tokens < s.max_tokens)
         moved, broken = self._offload.over(effect.plan.step) if self._offload else ((), ())
         return Completed(StepResult(stops, moved=moved, broken=broken), self._due_aborts())
@@ -240,6 +250,8 @@ class VllmReplay(Replay):
         }
         if self._offload:
             line |= self._offload.planned(plan)
+        if self._drafts:
+            line |= self._drafts.planned(plan)
         if self._groups:
             line |= self._groups.planned(plan)
         self._added = []
@@ -256,6 +268,8 @@ class VllmReplay(Replay):
             line["cached"] = chunk.cached
         if self._groups:
             line |= self._groups.row(row, plan)
+        if self._drafts:
+            line |= self._drafts.row(row)
         if self._depth > 1:
             line["ph"] = request.scheduled - request.seen
         return line
@@ -269,19 +283,26 @@ class VllmReplay(Replay):
             if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
             if (effect.plan.step, row.spec) not in self._dropped
         ]
-        tokens: list[Any] = [s.id for s in got] if self._format != 2 else [[s.id, 1] for s in got]
+        count = self._drafts.took if self._drafts else {}
+        tokens: list[Any] = [s.id for s in got]
+        if self._format == 2:
+            tokens = [[s.id, count.get(s, 1)] for s in got]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
         if self._offload:
             line |= self._offload.updated(effect.plan.step)
+        if self._drafts:
+            line |= self._drafts.updated(effect.plan)
         if self._groups:
             line["cached"] = self._groups.cached()
         self._now += self._timing["update_us"]
         for spec in got:
-            self._reports.token(spec, self._now)
+            self._reports.token(spec, self._now, count.get(spec, 1))
         for spec, _ in effect.outcome.finished:
             del self._alive[spec]
         self._written.append(line)
+        if self._drafts and (proposed := self._drafts.proposed(effect.plan)):
+            self._written.append(proposed)
 
 
 class GroupLines:
@@ -371,10 +392,10 @@ class Reports:
     def preempted(self, spec: RequestSpec) -> None:
         self._events[spec.id]["preemptions"] += 1
 
-    def token(self, spec: RequestSpec, now: int) -> None:
+    def token(self, spec: RequestSpec, now: int, count: int) -> None:
         line = self.lines[spec.id]
         line |= self._events[spec.id]
-        line["n_out"] += 1
+        line["n_out"] += count
         line.setdefault("first_token_ts", now)
         line["last_token_ts"] = now
 
@@ -383,8 +404,8 @@ def case(trace: Path, header: Line) -> Case:
     version, mode, config = header_fields(trace, header, vllm=str, mode=str, config=dict)
 
     def outside() -> str | None:
-        known = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS) or offload_traces.unsupported(config)
-        return "speculation" if "spec" in config else known
+        unknown = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
+        return unknown or offload_traces.unsupported(config) or draft_traces.unsupported(config)
 
     one_of(trace, "mode", mode, MODES)
     return case_of(trace, header, "vllm", version, mode, outside, lambda recorded: VllmReplay(header, recorded))

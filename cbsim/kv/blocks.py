@@ -50,6 +50,7 @@ class BlockPool:
 
     def __init__(self, block_size: int, num_blocks: int, free: FreeList, observer: Observer = NULL_OBSERVER) -> None:
         self.block_size = block_size
+        self.hashed_ahead = 0  # tokens behind a block that its content key covers, too
         self.num_blocks = num_blocks
         self.host_blocks = 0  # blocks of a host tier that transfers name; set by a scheduler that has one
         self.cached = 0  # free blocks with a key: their content is found until they are handed out again
@@ -191,7 +192,7 @@ class BlockPool:
         hits: list[int] = []
         read: set[int] = set()
         for i in range(blocks):
-            key = spec.block_key(i, self.block_size)
+            key = spec.block_key(i, self.block_size, self.hashed_ahead)
             read.add(key)
             entry = self._index.get(key)
             if entry is None:
@@ -233,7 +234,7 @@ class BlockPool:
 
     def key(self, request: Request, block: int) -> int:
         """Return the content key under which a block of `request` is registered."""
-        return request.spec.block_key(block, self.block_size)
+        return request.spec.block_key(block, self.block_size, self.hashed_ahead)
 
     def _key(self, request: Request, block: int, group: int) -> int:
         """Return the content key of a block in the table of a group."""
@@ -285,7 +286,7 @@ class BlockPool:
         """Free a table and return its length; with `returns` the request will come back and may find its own blocks."""
         table = self.tables.pop(request, [])
         if returns:
-            for i in range(request.spec.shared_blocks(self.block_size), request.hashed):
+            for i in range(request.spec.shared_blocks(self.block_size, self.hashed_ahead), request.hashed):
                 self._register(table[i], self.key(request, i))
         self._give_back(table, request.hashed)
         self._observer.released(request, table)

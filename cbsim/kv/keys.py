@@ -52,7 +52,8 @@ class KeysWhenKnown(Keys):
         self._late: list[Request] = []  # filled a block whose last token is still in flight
 
     def row(self, request: Request, end: int) -> None:
-        self.pool.publish(request, min(end, request.known) // self.pool.block_size)
+        known = request.known - self.pool.hashed_ahead
+        self.pool.publish(request, min(end, known) // self.pool.block_size)
 
     def joins(self, request: Request) -> bool:
         """True if the blocks that a member fills get keys: not if no other request could ever look them up."""

@@ -23,6 +23,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.record.record import Record, StepTimes
 from cbsim.runs.inbox import CLOSED, NEVER_NS, OPEN, Inbox, note_admissions
 from cbsim.workload import requests
+from cbsim.workload.acceptance import Acceptance
 from cbsim.workload.requests import Parents
 
 LONGEST_NS = 1 << 61  # 73 years: later times would not fit their columns
@@ -37,6 +38,7 @@ class Machine:
     ) -> None:
         self.scheduler = scheduler
         self.record = record
+        self.acceptance: Acceptance | None = None  # of drafts, with speculation
         self.on_plan: Callable[[StepPlan], None] | None = None  # called with each plan after its launch
         self.on_applied: Callable[[StepPlan, int], None] | None = None  # called with each plan applied, and when
         self._cost = cost
@@ -146,6 +148,11 @@ class Machine:
         if effect.plan.ranked:
             parents = requests.parents(effect.plan)
             self.record.took_over(effect.plan.step, parents)
+        if self.acceptance is not None:
+            alive = self.scheduler.requests
+            result = StepResult(accepted=self.acceptance.of(effect.plan, alive), moved=moved)
+            self.record.verified(effect.plan, result, alive)
+            return Completed(result, cancels)
         if not (ends or cancels or moved or parents):
             return NO_NEWS
         stopped = tuple([s for s in ends if s.output_tokens < s.max_tokens])

@@ -22,7 +22,7 @@ from cbsim.policy.loop import Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
-from cbsim.runs.assemble import copies, cost_model, router, scheduler
+from cbsim.runs.assemble import acceptance, copies, cost_model, router, scheduler
 from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
@@ -46,7 +46,9 @@ def machine(
     share = scenario.cost.contention
     device.cpu_share, device.gpu_share = share.cpu, share.gpu
     inbox = Inbox(workload, record, workload.arriving())
-    return Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
+    made = Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
+    made.acceptance = acceptance(scenario)
+    return made
 
 
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:

@@ -135,6 +135,14 @@ _AFTER = (
            "span"),
     Metric("kv_moves.in_busy", "share", LESS, "lane from the host, busy", "time that moves from the host took, over "
            "the span"),
+    Metric("speculation.acceptance_length", "count", MORE, "tokens a verification", "tokens that a row with drafts "
+           "gives, the target's own included; only with speculation, as all of `speculation`", listed=True, style=REAL),
+    Metric("speculation.acceptance", "share", MORE, "drafts accepted", "of all that were verified", listed=True),
+    Metric("speculation.drafted_tokens", "tokens", 0, "draft tokens", "verified, of requests that had not ended"),
+    Metric("speculation.accepted_tokens", "tokens", MORE, "accepted draft tokens", "of these, those that came true"),
+    Metric("speculation.rejected_tokens", "tokens", LESS, "rejected draft tokens", "of these, those that did not: "
+           "computed for nothing", listed=True),
+    Metric("speculation.verifications", "rows", 0, "rows with drafts", "rows that verified them"),
     Metric("recomputed_tokens", "tokens", LESS, "recomputed tokens", "query tokens that had been computed before a "
            "preemption, and were lost: those of swapped requests are not", listed=True),
     Metric("wasted_rows", "rows", LESS, "wasted rows",

@@ -15,6 +15,7 @@ rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys
@@ -37,10 +38,21 @@ from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
 from cbsim.policy.value import replace
 
 NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
-AS_SCHEDULED: dict[RequestSpec, int] = {}
 Scheduled = tuple[list[RequestSpec], list[RequestSpec], int, int, int]
 """The listed rows of a step: requests that join or sample a declared last token, tokens, blocks, new blocks."""
 NOTHING: Scheduled = [], [], 0, 0, 0
+
+
+class Yields(NamedTuple):
+    """How many tokens rows have yielded, where that is not as scheduled, and how many of their guesses came true."""
+
+    delivered: dict[RequestSpec, int]
+    accepted: dict[RequestSpec, int]
+
+    def of(self, spec: RequestSpec, most: int) -> int:
+        """Return the tokens of a row that may yield `most`."""
+        tokens = self.delivered.get(spec)
+        return min(most, 1 + self.accepted.get(spec, most)) if tokens is None else tokens
 
 
 class Decoding:
@@ -89,7 +101,7 @@ class Decoding:
 
     def add(self, spec: RequestSpec, limit: int) -> Request:
         """Register a request that has arrived. After `limit` output tokens its end is known in advance."""
-        request = self.requests[spec] = Request(spec, limit, self.pool.block_size)
+        request = self.requests[spec] = Request(spec, limit, self.pool.block_size, self.pool.hashed_ahead)
         if self._by_arrival:
             request.renew(self._next_order())
         return request
@@ -210,11 +222,19 @@ class Decoding:
         self.unbatched[request] = None
 
     def plan(
-        self, rows: dict[Request, Chunk], *, running: int, waiting: int, lead: int = 0, fast_decode: bool = False
+        self,
+        rows: dict[Request, Chunk],
+        *,
+        running: int,
+        waiting: int,
+        lead: int = 0,
+        fast_decode: bool = False,
+        drafts: int = 0,
     ) -> StepPlan:
         """Return the plan of a step: the listed rows, and those of the members if they go on.
 
-        The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues.
+        The first `lead` rows come before the members'. `running` and `waiting` are the lengths of the queues. The step
+        proposes `drafts` draft tokens behind each row that samples.
         """
         members, pool, decodes = self.batched, self.pool, self._decodes
         if decodes != len(members) and not self._resting:
@@ -226,7 +246,8 @@ class Decoding:
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        work = StepWork(tuple(rows.values()), lead, decodes, context, longest, tokens, fast_decode=fast_decode)
+        listed_rows = tuple(rows.values())
+        work = StepWork(listed_rows, lead, decodes, context, longest, tokens, fast_decode=fast_decode, drafts=drafts)
         table_blocks += 0 if resting else members.held_blocks
         if pool.groups:
             new_blocks = pool.fresh
@@ -315,7 +336,7 @@ class Decoding:
         if not completions:
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        delivered = dict(result.delivered) if result.delivered else AS_SCHEDULED
+        yields = Yields(dict(result.delivered), dict(result.accepted)) if result.delivered or result.accepted else None
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
@@ -326,7 +347,7 @@ class Decoding:
                 self._observer.wasted(row, step)
                 continue
             if row.outputs and (request.batch is None or step < request.since):
-                completion = self._receive(row, step, delivered)
+                completion = self._receive(row, step, yields)
                 if completion.short < row.outputs:
                     received.append(request.spec)
             if self._apply(completion, stopped):
@@ -341,13 +362,13 @@ class Decoding:
         members.applied()
         if self.pool.groups:
             self.pool.completed(step)
-        if not (notes or late or result.stopped or result.delivered):
+        if not (notes or late or result.stopped or result.delivered or result.accepted):
             return []
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         completions = in_order(notes or ([], [], []), late, stopped)
-        if result.delivered:
+        if result.delivered or result.accepted:
             listed = {completion.request.spec for completion in completions}
-            assert listed.issuperset([spec for spec, _ in result.delivered]), "members yield one"
+            assert listed.issuperset([spec for spec, _ in result.delivered + result.accepted]), "members yield one"
         return completions
 
     def _apply(self, completion: Completion, stopped: list[Request]) -> bool:
@@ -384,14 +405,14 @@ class Decoding:
             self._replaced += replaced
         self._observer.completed(completion, over=False)
 
-    def _receive(self, completion: Completion, step: int, delivered: dict[RequestSpec, int]) -> Completion:
+    def _receive(self, completion: Completion, step: int, yields: Yields | None) -> Completion:
         """Deliver the tokens of a row: as many as came, or else as scheduled, up to the declared last one."""
         request, outputs = completion.request, completion.outputs
-        if outputs == 1 and not delivered:
+        if outputs == 1 and yields is None:
             request.receive(step)
             return completion
         most = min(outputs, request.last - request.seen)
-        tokens = delivered.get(request.spec, most)
+        tokens = most if yields is None else yields.of(request.spec, most)
         assert 0 <= tokens <= most, (request.spec.id, tokens, outputs, most)
         request.receive(step, tokens)
         short = outputs - tokens

@@ -25,6 +25,8 @@ def digest(plan: StepPlan) -> int:
         _write_transfers(out, plan)
         if plan.tables:
             _write_tables(out, plan)
+    if plan.work.drafts:
+        write_i64_le(out, plan.work.drafts)
     hashed = _EMPTY.copy()
     hashed.update(out.getvalue())
     return read_i64_le(hashed.digest(), 0)

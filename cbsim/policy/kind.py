@@ -16,6 +16,7 @@ from cbsim.errors import ScenarioError
 from cbsim.policy.groups import Attention, Sight
 from cbsim.policy.loop import Limits, Scheduler
 from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
+from cbsim.policy.speculation import Method, Speculation
 
 CHECK_POLICY = "CBSIM_CHECK_POLICY"  # set to 1: everything of a user's own scheduler is checked in every step
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
@@ -111,6 +112,7 @@ class Site(Protocol):
     num_blocks: int | None
     state_rule: str
     state_bytes: int
+    speculation: Speculation | None
 
     @property
     def token_bytes(self) -> int: ...
@@ -187,7 +189,8 @@ class SchedulerKind(Generic[S, O]):
     may then lie where tokens are that it still reads, so it has to read them before. `whole`: layers with sliding
     windows are cached whole like others, so that windows change only the time of steps; otherwise the scheduler lists
     every row of such a model, none is counted. `balance` names the rule by which requests are shared among servers that
-    step together (machine.lockstep), None if the scheduler cannot be one of them.
+    step together (machine.lockstep), None if the scheduler cannot be one of them. `drafts` are the methods by which it
+    speculates.
     """
 
     name: str
@@ -205,6 +208,7 @@ class SchedulerKind(Generic[S, O]):
     memory: str | None = None
     samples: Callable[[S], int] = lambda _: 1
     balance: Callable[[S], str | None] = lambda _: None
+    drafts: tuple[Method, ...] = ()
 
     @property
     def windows(self) -> bool:

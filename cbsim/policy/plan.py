@@ -79,7 +79,8 @@ class StepWork:
     are the query tokens of the chunks.
 
     Static batches compute for nothing but shape: `padding_rows` decode rows that have ended, and `padding_context` KV
-    tokens beyond the requests' own.
+    tokens beyond the requests' own. With speculation the step proposes `drafts` draft tokens behind each row that
+    samples.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class StepWork:
         padding_rows: int = 0,
         padding_context: int = 0,
         fast_decode: bool = False,
+        drafts: int = 0,
     ) -> None:
         self.chunks: Final = chunks
         self.lead: Final = lead
@@ -104,6 +106,7 @@ class StepWork:
         self.padding_rows: Final = padding_rows
         self.padding_context: Final = padding_context
         self.fast_decode: Final = fast_decode
+        self.drafts: Final = drafts
 
     @property
     def rows(self) -> int:
@@ -228,7 +231,9 @@ class StepResult:
     of rows that yielded fewer than they might, a stop token included and nothing behind it. Every other row delivered
     as scheduled, up to the declared last token of its request. `moved` are the jobs of transfers that are over since
     the result before. `parents` are the texts of ranked groups that go on with another one's text, each with that one.
-    `broken` are blocks that transfers should have filled and have not.
+    `broken` are blocks that transfers should have filled and have not. `accepted` gives, of rows with guesses, how many
+    came true: so many tokens and one more are delivered, unless the request ends before. `drafted` gives the draft
+    tokens behind rows for which there are fewer than the plan proposes.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
@@ -236,6 +241,8 @@ class StepResult:
     moved: tuple[int, ...] = ()
     parents: tuple[tuple[RequestSpec, RequestSpec], ...] = ()
     broken: tuple[int, ...] = ()
+    accepted: tuple[tuple[RequestSpec, int], ...] = ()
+    drafted: tuple[tuple[RequestSpec, int], ...] = ()
 
 
 NOTHING_STOPPED = StepResult()

@@ -68,14 +68,19 @@ class RequestSpec:
                 f"prompt_tokens={self.prompt_tokens}, output_tokens={self.output_tokens}, max_tokens={self.max_tokens}"
             )
 
-    def shared_blocks(self, block_size: int) -> int:
-        """Return how many leading blocks have declared content; the blocks after them are this request's own."""
-        return min(self.prefix_tokens, len(self.prefix) * self.prefix_block_tokens) // block_size
+    def shared_blocks(self, block_size: int, ahead: int = 0) -> int:
+        """Return how many leading blocks, and the `ahead` tokens behind each, have declared content; the blocks after
+        them are this request's own.
+        """
+        declared = min(self.prefix_tokens, len(self.prefix) * self.prefix_block_tokens)
+        return max(0, declared - ahead) // block_size
 
-    def block_key(self, block: int, block_size: int) -> int:
-        """Return the content key of a full block: equal keys, equal content and prefix. Private ones are negative."""
-        last_token = (block + 1) * block_size - 1
-        if block < self.shared_blocks(block_size):
+    def block_key(self, block: int, block_size: int, ahead: int = 0) -> int:
+        """Return the content key of a full block: equal keys, equal content, also of the `ahead` tokens behind it, and
+        equal prefix. Private ones are negative.
+        """
+        last_token = (block + 1) * block_size - 1 + ahead
+        if block < self.shared_blocks(block_size, ahead):
             return (self.prefix[last_token // self.prefix_block_tokens] << 24) + block
         return -((self.index << 24) + block + 1)
 
@@ -155,9 +160,9 @@ class Request:
     sequence, and scheduled - seen is what is in flight.
     """
 
-    def __init__(self, spec: RequestSpec, limit: int, block_size: int) -> None:
+    def __init__(self, spec: RequestSpec, limit: int, block_size: int, ahead: int = 0) -> None:
         self.spec = spec
-        self.named = spec.shared_blocks(block_size)  # leading blocks whose content another request might look up
+        self.named = spec.shared_blocks(block_size, ahead)  # leading blocks whose content another request might look up
         self.limit = limit  # output tokens after which the end is known in advance
         self.last = min(spec.output_tokens, limit)  # output tokens it will have produced when it ends
         self.status = Status.WAITING
@@ -170,10 +175,11 @@ class Request:
         self.restored = 0  # of them, those whose KV came back after it was parked
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
+        self.drafts = 0  # draft tokens that its next row may verify
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
         self.preemptions = 0
         self.high_water = 0  # most tokens computed before it lost its blocks: what lies below it is recomputed
-        self.runs: list[list[int]] = []  # [first step, steps]: the steps that delivered tokens, however many each
+        self.runs: list[list[int]] = []  # [first step, steps]: the steps that delivered tokens, one for each token
         self._computed = self._scheduled = self._seen = 0
         self._joined = 0  # the decode batch's pace when it joined
 
@@ -244,7 +250,12 @@ class Request:
             raise self._broken(f"has a row of {tokens} tokens for {outputs} outputs, and {self.uncomputed} to compute")
         self._computed += tokens
         self._scheduled += outputs
+        self.drafts = 0
         self.status = Status.DECODE if outputs else Status.PREFILL
+
+    def draft(self, tokens: int) -> None:
+        """Record that so many draft tokens follow the tokens that are scheduled."""
+        self.drafts = tokens
 
     def join(self, batch: Pace) -> None:
         """Decode one token a step at the decode batch's pace, from the next step on."""
@@ -267,31 +278,28 @@ class Request:
             raise self._broken(f"gets a token of step {step} of its own, and decodes with others")
         self._seen += tokens
         self._scheduled = max(self._scheduled, self._seen)
-        self._deliver(step, min(tokens, 1))
+        if tokens and self.runs and sum(self.runs[-1]) == step:
+            self.runs[-1][1] += 1
+            tokens -= 1
+        self.runs += [[step, 1] for _ in range(tokens)]
 
     def reconcile(self, short: int) -> None:
         """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.
 
-        No other row of the request may be in flight then, for it would start at the wrong place. A request that has
+        Rows in flight behind it were planned as if it yielded them all; they begin so much earlier. A request that has
         lost everything since has nothing to take back.
         """
         if self.status is Status.WAITING and not self._computed:
             return
-        if self.batch is not None or self._scheduled - self._seen != short:
-            raise self._broken(f"owes {short} tokens, and a row follows one that owes tokens")
+        if self.batch is not None or self._scheduled - self._seen < short:
+            raise self._broken(f"owes {short} tokens of {self._scheduled - self._seen} in flight")
         self._scheduled -= short
         self._computed -= short
 
-    def _deliver(self, step: int, count: int) -> None:
-        if not count:
-            return
-        if self.runs and sum(self.runs[-1]) == step:
-            self.runs[-1][1] += count
-        else:
-            self.runs.append([step, count])
-
     def delivered(self) -> list[list[int]]:
-        """Return [first step, steps] of the tokens delivered so far; `runs` lacks those of the current decode batch."""
+        """Return [first step, steps] of the tokens delivered so far; `runs` lacks those of the current decode batch. A
+        step that delivered several is part of as many entries.
+        """
         if self.batch is None:
             return self.runs
         return joined(self.runs, self.batch.stretches(self.since))
@@ -310,7 +318,7 @@ class Request:
         if self.batch is not None or self.status not in (Status.PREFILL, Status.DECODE):
             raise self._broken("is set back, and does not run by itself")
         self.high_water = max(self.high_water, self._computed)
-        self.status, self._computed, self.hashed = Status.WAITING, 0, 0
+        self.status, self._computed, self.hashed, self.drafts = Status.WAITING, 0, 0, 0
         self._scheduled = self._seen
         self.name_all()
         self.preemptions += 1

@@ -41,7 +41,10 @@ STEPS = (
     Column("step", "id", "0, 1, 2 ..."),
     Column("rows", "rows", "rows that ran, padding excluded"),
     Column("decode_rows", "rows", "of these, rows of one new token behind a computed prompt, counted or listed"),
-    Column("prefill_tokens", "tokens", "query tokens of other rows: prompts, chunks, first tokens after a preemption"),
+    Column(
+        *("prefill_tokens", "tokens"),
+        "query tokens of other rows: prompts, chunks, first tokens after a preemption, rows with drafts",
+    ),
     Column("tokens", "tokens", "`prefill_tokens` + `decode_rows`"),
     Column("padded_tokens", "tokens", "query tokens computed, padding included: rows, left padding, CUDA graphs"),
     Column("context_tokens", "tokens", "KV tokens read, those of padding included"),
@@ -95,7 +98,7 @@ REQUESTS = (
     Column("generated_tokens", "tokens", "tokens delivered"),
     Column(
         *("token_runs", "id"),
-        "first step, count, first step, count ...: the steps that delivered its tokens, ascending",
+        "first step, count, first step, count ...: the steps that delivered its tokens, one for each, ascending",
         "list<int64>",
     ),
 )
@@ -117,6 +120,14 @@ PARENTS = (
     Column("step", "id", "the step whose result said so"),
     Column("request", "id", "the text"),
     Column("parent", "id", "the text that it went on with"),
+)
+
+DRAFTS = (
+    Column("step", "id", "the step"),
+    Column("request", "id", "whose row it is: one that sampled, of a request that had not ended by then"),
+    Column("drafts", "tokens", "draft tokens that it verified"),
+    Column("accepted", "tokens", "of them, those that came true"),
+    Column("proposed", "tokens", "draft tokens that were proposed behind it"),
 )
 
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps

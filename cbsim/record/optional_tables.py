@@ -1,4 +1,6 @@
-"""Tables that only some runs have: KV transfers (moves.parquet), and the parents of beams (parents.parquet)."""
+"""Tables that only some runs have: KV transfers (moves.parquet), the parents of beams (parents.parquet), and what rows
+with speculation verified and proposed (drafts.parquet).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from cbsim.record.columns import Column
 from cbsim.record.record import Record, Records, TransferLog
 from cbsim.record.tables import Ints
 
-TRANSFERS, PARENTS = "moves.parquet", "parents.parquet"
-TABLES: Mapping[str, Sequence[Column]] = {TRANSFERS: columns.MOVES, PARENTS: columns.PARENTS}
+TRANSFERS, PARENTS, DRAFTS = "moves.parquet", "parents.parquet", "drafts.parquet"
+TABLES: Mapping[str, Sequence[Column]] = {
+    TRANSFERS: columns.MOVES,
+    PARENTS: columns.PARENTS,
+    DRAFTS: columns.DRAFTS,
+}
 Files = Path | Mapping[str, bytes]
 """The files of a run: a folder, or their contents in memory, by name."""
 
@@ -30,7 +36,7 @@ def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
 
 def files_of(record: Record | Records) -> dict[str, bytes]:
     """Return the tables that have rows, as files of the run directory by name."""
-    logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents}
+    logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents, DRAFTS: record.drafts}
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}
 
 
@@ -55,13 +61,31 @@ def reported_jobs(files: Files) -> dict[int, tuple[int, ...]]:
     return {step: tuple(sorted(jobs)) for step, jobs in named.items() if step >= 0}
 
 
-def parents(files: Files) -> dict[int, list[tuple[int, int]]]:
-    """Return (request, parent whose text it continues) by step. Raises RunError."""
-    table = read(files, PARENTS)
-    pairs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for step, request, parent in zip(*(table[column.name].tolist() for column in columns.PARENTS), strict=True):
-        pairs[step].append((request, parent))
-    return dict(pairs)
+def by_step(files: Files, name: str) -> dict[int, list[tuple[int, ...]]]:
+    """Return the rows of a table by step, which is their first column and left out. Raises RunError."""
+    table = read(files, name)
+    rows: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for step, *row in zip(*(table[column.name].tolist() for column in TABLES[name]), strict=True):
+        rows[step].append(tuple(row))
+    return dict(rows)
+
+
+def summarise_drafts(rows: array[int]) -> dict[str, Any]:
+    """Return the draft tokens verified, those that came true, and the share of them that did by position."""
+    table = values_of(DRAFTS, rows)
+    drafts, accepted = table["drafts"], table["accepted"]
+    offered = [int((drafts > at).sum()) for at in range(int(drafts.max(initial=0)))]
+    true = [int((accepted > at).sum()) for at in range(len(offered))]
+    total, came, rows_with = int(drafts.sum()), int(accepted.sum()), int((drafts > 0).sum())
+    return {
+        "drafted_tokens": total,
+        "accepted_tokens": came,
+        "rejected_tokens": total - came,
+        "verifications": rows_with,
+        "acceptance_length": 1 + came / rows_with if rows_with else None,
+        "acceptance": came / total if total else None,
+        "acceptance_by_position": [b / a for a, b in zip(offered, true, strict=True)],
+    }
 
 
 def summarise_transfers(log: TransferLog, span_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ it then keeps only the running and waiting requests, and the steps since the las
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from librt.strings import BytesWriter, write_i64_le
 
 from cbsim.policy.digest import digest
-from cbsim.policy.plan import Outcome, StepPlan
+from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.transfers import IN_ORDER, Transfer
 from cbsim.record import columns
@@ -58,8 +58,8 @@ class StepTimes:
 
 
 class RequestRow(NamedTuple):
-    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose token it received. A
-    row of a step delivers one token at most: `Record` rejects plans whose rows may yield several.
+    """A request at the end of the run. `token_runs` is [first step, steps, ...]: the steps whose tokens it received, a
+    step in as many pairs as it delivered tokens.
     """
 
     index: int  # type: ignore[assignment]  # a column's name; tuple.index is not called
@@ -122,6 +122,7 @@ class Record:
         self.cancels: dict[RequestSpec, int] = {}
         self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
+        self.drafts = array("q")  # rows of columns.DRAFTS
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
@@ -211,14 +212,24 @@ class Record:
         for spec, parent in parents:
             self.parents.extend((step, spec.index, parent.index))
 
+    def verified(self, plan: StepPlan, result: StepResult, alive: Mapping[RequestSpec, Request]) -> None:
+        """Note what a step with speculation has verified and proposed, before its result is applied."""
+        accepted, drafted = dict(result.accepted), dict(result.drafted)
+        for chunk in plan.work.chunks:
+            if chunk.outputs and chunk.spec in alive:
+                true = accepted.get(chunk.spec, 0)
+                drafts = 0 if chunk.admitted else chunk.outputs - 1  # an admitted row has blanks
+                proposed = drafted.get(chunk.spec, plan.work.drafts)
+                self.drafts.extend((plan.step, chunk.spec.index, drafts, true, proposed))
+                self.sampled_tokens += true
+
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         work, counts = plan.work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
         sampled, recomputed, cached = decodes, 0, 0
         for chunk in chunks:
-            assert chunk.outputs <= 1, (plan.step, "a row may yield several tokens, which no run table can hold")
-            sampled += chunk.outputs
+            sampled += chunk.outputs > 0
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
@@ -301,6 +312,7 @@ class Part(Protocol):
     total_blocks: int
     steps: bytearray
     parents: array[int]
+    drafts: array[int]
     sampled_tokens: int
 
     @property
@@ -366,6 +378,11 @@ class Records:
     def parents(self) -> array[int]:
         """The beams of all, with their steps as joined."""
         return self._joined([record.parents for record in self.records], len(columns.PARENTS), (0,))
+
+    @property
+    def drafts(self) -> array[int]:
+        """The verified drafts of all, with their steps as joined."""
+        return self._joined([record.drafts for record in self.records], len(columns.DRAFTS), (0,))
 
     def _joined(self, tables: Sequence[array[int]], width: int, steps_at: Sequence[int]) -> array[int]:
         """Return the rows of all servers, of `width` numbers each, of which those at `steps_at` are steps."""

@@ -197,6 +197,7 @@ class FinishedRecord:
     requests: RequestTable
     moves: array[int]
     parents: array[int]
+    drafts: array[int]
     step_count: int
     finished_count: int
     sampled_tokens: int
@@ -204,7 +205,7 @@ class FinishedRecord:
 
     @classmethod
     def of(cls, record: Record) -> FinishedRecord:
-        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
+        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents, record.drafts
         return cls(record.total_blocks, *tables, record.step_count, record.finished_count, record.sampled_tokens)
 
     def hand_to(self, take: Take, steps: int) -> None:
@@ -402,7 +403,7 @@ def _check_requests(requests: RequestTable, steps: int) -> None:
     first, count = requests.runs[::2], requests.runs[1::2]  # ascending, each count >= 1, within the step table
     owner = np.repeat(np.arange(len(names)), requests.lengths // 2)
     same, least = owner[1:] == owner[:-1], np.zeros_like(first)
-    least[1:][same] = (first + count)[:-1][same]
+    least[1:][same] = (first + count)[:-1][same] - 1  # a step may deliver several tokens
     for at in np.flatnonzero((count < 1) | (first < least) | (count > steps - first))[:1]:
         raise TableError(
             f"token_runs of request {names[owner[at]]} has {count[at]} steps from step {first[at]} on, "

@@ -22,6 +22,7 @@ from cbsim.runs.guard import Guarded
 from cbsim.scenario.fleet import Autoscale, Fleet
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
+from cbsim.workload.acceptance import Acceptance
 
 
 def scheduler(scenario: Scenario, loop: str) -> Scheduler:
@@ -54,6 +55,14 @@ def cost_model(scenario: Scenario) -> Cost:
     module, _, name = scenario.cost.builder.partition(":")
     cost: Cost = getattr(import_module(module), name)(scenario, scenario.cost)
     return cost
+
+
+def acceptance(scenario: Scenario) -> Acceptance | None:
+    """Return how many drafts of a server come true; None without speculation. Raises ScenarioError."""
+    if scenario.speculation is None:
+        return None
+    stated = scenario.speculation.acceptance
+    return Acceptance(scenario.seed, stated.conditional_rates, stated.recorded())
 
 
 def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:

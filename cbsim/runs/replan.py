@@ -20,6 +20,7 @@ from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler,
 from cbsim.policy.plan import StepPlan, StepResult
 from cbsim.policy.request import Finish, RequestSpec
 from cbsim.record import optional_tables
+from cbsim.record.optional_tables import DRAFTS, PARENTS
 from cbsim.record.tables import Ints, RequestTable
 from cbsim.runs import assemble, reading
 from cbsim.runs.reading import Run
@@ -124,7 +125,8 @@ def _compare(
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
-    moved, parents = optional_tables.reported_jobs(run.source), optional_tables.parents(run.source)
+    moved, parents = optional_tables.reported_jobs(run.source), optional_tables.by_step(run.source, PARENTS)
+    drafts = optional_tables.by_step(run.source, DRAFTS)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -148,7 +150,8 @@ def _compare(
         elif isinstance(effect, Await):
             done, joined = effect.plan.step, first + effect.plan.step
             pairs = polls.pairs(parents.get(joined, ()))
-            result = StepResult(polls.stopped(done), moved=moved.get(joined, ()), parents=pairs)
+            verified = polls.verified(effect.plan, drafts.get(joined, ()))
+            result = StepResult(polls.stopped(done), moved=moved.get(joined, ()), parents=pairs, **verified)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 
 
@@ -215,7 +218,14 @@ class _Polls:
     def stopped(self, step: int) -> tuple[RequestSpec, ...]:
         return tuple(self._known(self._stops.at(step)))
 
-    def pairs(self, indices: Iterable[tuple[int, int]]) -> tuple[tuple[RequestSpec, RequestSpec], ...]:
+    def verified(self, plan: StepPlan, rows: Iterable[tuple[int, ...]]) -> dict[str, Any]:
+        """Return the fields of a result that say what a step has verified and proposed."""
+        known = [(self._open[index], row) for index, *row in rows if index in self._open]
+        accepted = tuple([(spec, true) for spec, (_, true, _) in known])
+        drafted = tuple([(spec, proposed) for spec, (*_, proposed) in known if proposed != plan.work.drafts])
+        return {"accepted": accepted, "drafted": drafted}
+
+    def pairs(self, indices: Iterable[tuple[int, ...]]) -> tuple[tuple[RequestSpec, RequestSpec], ...]:
         """Return pairs of requests by their indices, where both have arrived and not ended."""
         come = self._open
         return tuple([(come[one], come[other]) for one, other in indices if one in come and other in come])

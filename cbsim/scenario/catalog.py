@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbsim.errors import ScenarioError
@@ -55,12 +55,16 @@ def shape(folder: str, name: str, base: Path | None = None) -> Path:
 
 
 def _named(folder: str, name: str, noun: str) -> Path:
-    known = names(folder)
-    for candidate in known:
+    return SCENARIOS / folder / f"{known(names(folder), name, noun)}.yaml"
+
+
+def known(among: Sequence[str], name: str, noun: str) -> str:
+    """Return the one that has a name, whatever its case and separators. Raises ScenarioError."""
+    for candidate in among:
         if bare(candidate) == bare(name):
-            return SCENARIOS / folder / f"{candidate}.yaml"
-    allowed = ", ".join(known) or "none"
-    message = f"unknown {noun} {name!r}{near(name, known)} (known: {allowed})"
+            return candidate
+    allowed = ", ".join(among) or "none"
+    message = f"unknown {noun} {name!r}{near(name, among)} (known: {allowed})"
     raise ScenarioError(message, field=noun, value=name, bound=f"one of {allowed}")
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
 from cbsim.scenario.schedulers import Router, Rule
 
-SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost")
+SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
 CHOSEN = {"scheduler": "name", "cost": "kind"}  # the field of a part that chooses its kind
 MOST_SERVERS = 10_000
 LEAST_S = 0.001  # between two scrapes, or two calls of a rule
@@ -66,7 +66,7 @@ class Pool(Frozen):
     count: Replicas = 1  #: How many, at the start if the pool is scaled.
     name: Annotated[Text, Field(min_length=1, max_length=60)] | None = None  #: Names the pool; null: its number.
     server: Annotated[dict[str, Any], AfterValidator(_of_a_server), Field(default_factory=dict)]
-    """Fields of the scenario that differ: of model, hardware, scheduler, kv_cache, loop, cost."""
+    """Fields of the scenario that differ: of model, hardware, scheduler, kv_cache, loop, cost, speculation."""
     autoscale: Autoscale | None = None  #: When replicas start and go; null: there are always `count`.
 
     @property

@@ -90,11 +90,11 @@ class CsvTable:
         field = self.columns[column]
         return Document(str(self.path), None, {field: value}, at=self.line).bad(field, expected)
 
-    def count(self, column: int, cell: str) -> int:
-        """Return a cell as a whole number >= 1. Raises ScenarioError."""
+    def count(self, column: int, cell: str, least: int = 1) -> int:
+        """Return a cell as a whole number, at least `least`, which is not below 0. Raises ScenarioError."""
         cell = cell.strip()
-        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < 1:
-            raise self.bad(column, cell, f"a whole number from 1 to {10**12 - 1:,}")
+        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < least:
+            raise self.bad(column, cell, f"a whole number from {least} to {10**12 - 1:,}")
         return value
 
     def whole(self, column: int, cell: str) -> int:

@@ -53,6 +53,7 @@ from cbsim.scenario.fleet import MOST_SERVERS, Fleet, Pool, resolved, with_field
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.shapes import FRACTION, Hardware, ModelShape, NamedHardware, NamedModel, Place
+from cbsim.scenario.speculation import Speculation
 from cbsim.schedulers import registry
 from cbsim.schedulers.registry import Kind
 from cbsim.schedulers.vllm.settings import VllmSettings
@@ -153,6 +154,7 @@ class Scenario(Frozen):
     loop: Loop = Loop()  #: The serving loop.
     cost: Cost = RooflineSettings(kind="roofline")  #: How long a step takes.
     slo: Slo = Slo()  #: What users are promised.
+    speculation: Speculation | None = None  #: Drafts that steps verify; null: none.
     fleet: Fleet | None = None  #: Several servers behind a router; null: one server.
 
     @model_validator(mode="after")
@@ -191,6 +193,26 @@ class Scenario(Frozen):
                 host = "KV on the host, by " if self.scheduler.name == "vllm" else ""
                 bound = f"must be 1 with {host}scheduler {self.scheduler.name}"
                 raise complaint(f"got {ranks}, {bound}", "cost.data_parallel")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_are_verified(self) -> Scenario:
+        """Check that the scheduler's rules of speculation are followed, and that drafter and sequences fit."""
+        if (drafts := self.speculation) is None:
+            return self
+        if drafts.method not in self.kind.drafts:
+            known = f"{either(self.kind.drafts)} with" if self.kind.drafts else "left out with"
+            raise complaint(
+                f"got {drafts.method}, must be {known} scheduler {self.scheduler.name}", "speculation.method"
+            )
+        if drafts.k >= self.model.max_position:
+            bound = f"must be < model.max_position ({self.model.max_position:,})"
+            raise complaint(f"got {drafts.k}, {bound}", "speculation.k")
+        if (drafter := drafts.drafter.model) and drafter.vocab != self.model.vocab:
+            bound = f"must have the target's vocab ({self.model.vocab:,})"
+            raise complaint(f"got {drafter.name} with {drafter.vocab:,}, {bound}", "speculation.drafter.model")
+        if self.ranks > 1:
+            raise complaint(f"got {self.ranks}, must be 1 with speculation", "cost.data_parallel")
         return self
 
     @model_validator(mode="after")
@@ -240,10 +262,11 @@ class Scenario(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_a_fleet(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no `fleet` if there is none."""
+        """Write no `fleet` and no `speculation` if there is none."""
         written: dict[str, Any] = handler(self)
-        if self.fleet is None:
-            written.pop("fleet", None)
+        for name in ("fleet", "speculation"):
+            if written.get(name) is None:
+                written.pop(name, None)
         return written
 
     @property
@@ -322,7 +345,7 @@ class Scenario(Frozen):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Scenario:
         """Return a copy with other fields; sizes are solved again if they follow from one of these."""
         copy = super().model_copy(update=update, deep=deep)
-        if {"model", "hardware", "scheduler", "kv_cache", "cost"} & set(update or ()):
+        if {"model", "hardware", "scheduler", "kv_cache", "cost", "speculation"} & set(update or ()):
             copy.__dict__.pop("_options", None)
         if update:
             copy.__dict__.pop("_servers", None)
@@ -432,7 +455,9 @@ def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
     sizes = depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
-    return Place(model, gpu, *sizes, ranks=scenario.ranks)
+    drafts = scenario.speculation
+    rule, drafter = (drafts.rule, drafts.drafter.model) if drafts else (None, None)
+    return Place(model, gpu, *sizes, ranks=scenario.ranks, speculation=rule, drafter=drafter)
 
 
 def _resolved(scenario: Scenario, loop: str) -> Any:

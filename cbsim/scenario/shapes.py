@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
+from cbsim.policy.speculation import Speculation
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
@@ -383,7 +384,7 @@ def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
 
 class Place:
     """The `policy.kind.Site` of a model on `gpus` GPUs, on which sizes are solved. `num_blocks`: as given. So many GPUs
-    again are each of the other `ranks`, over which experts are spread.
+    again are each of the other `ranks`, over which experts are spread. `drafter` is the model that drafts, if any.
     """
 
     def __init__(
@@ -397,10 +398,16 @@ class Place:
         gpus: int = 1,
         *,
         ranks: int = 1,
+        speculation: Speculation | None = None,
+        drafter: ModelShape | None = None,
     ) -> None:
         self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
+        self.speculation = speculation
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
         self.block_bytes, self._weight_bytes = block_size * model.kv_token_bytes(gpus), model.shard_bytes(gpus, ranks)
+        if drafter is not None:  # its layers are cached in the same blocks
+            self.block_bytes += block_size * drafter.kv_token_bytes(gpus)
+            self._weight_bytes += drafter.shard_bytes(gpus, ranks)
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
         self.state_rule: str = model.linear.rule if model.linear else ""

@@ -96,7 +96,8 @@ class ChainedKeys:
 
 def vllm_requests(workload: Line) -> list[tuple[RequestSpec, int | None]]:
     """Return (spec, abort time) in arrival order, then file order. All times are microseconds."""
-    size = workload["config"]["block_size"]
+    config = workload["config"]
+    size = 1 if "spec" in config else config["block_size"]  # heads tell prompts apart by the token behind a block
     keys = ChainedKeys(size)
     specs: list[tuple[RequestSpec, int | None]] = []
     for r in workload["requests"]:

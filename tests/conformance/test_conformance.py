@@ -278,7 +278,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     [
         (VLLM, "version 0.21.0 is not followed, only 0.19, 0.33"),
         (VLLM, "option max_num_active_seqs is not modelled"),
-        (VLLM, "speculation"),
+        (VLLM, "speculation with a connector is not modelled"),
         (TRANSFORMERS, "version 5.20.0 is not followed, only 5.17, 5.23, 5.24"),
         (TRANSFORMERS, "layers with chunked_attention are not modelled"),
         (SARATHI, "commit 1234567 is not followed, only 96f9911"),
@@ -302,8 +302,8 @@ def test_what_is_outside_the_model_is_named(tmp_path: Path, name: str, reason: s
         config |= {"option": {"beams": 2}, "policy": {"policy": value}, "chunking": {"chunking": [value, 4]}}[what]
     if "max_num_active_seqs" in reason:
         trace[0]["config"]["max_num_active_seqs"] = 4
-    if reason == "speculation":
-        trace[0]["config"]["spec"] = {"method": "eagle", "k": 3}
+    if "speculation" in reason:
+        trace[0]["config"] |= {"spec": {"method": "eagle", "k": 3}, "connector": {"kind": "pd", "role": "kv_producer"}}
     given.setdefault("model", {})["layer_types"] = ["chunked_attention"] * ("chunked" in reason)
     path = written(tmp_path, name, trace, given)
     status, output = ran(path)

@@ -51,8 +51,16 @@ MOVING = replace(
 )
 
 
+DRAFTED = replace(MOVING, work=replace(FULL.work, drafts=45))
+
+
 def words(plan: StepPlan) -> list[int]:
     """The integers of the documentation, in its order."""
+    drafts = [plan.work.drafts] if plan.work.drafts else []
+    return [*without_drafts(plan), *drafts]
+
+
+def without_drafts(plan: StepPlan) -> list[int]:
     w, c, n = plan.work, plan.changes, plan.counts
     head = [plan.step, w.lead, w.decodes, w.decode_context, w.longest_context, w.prefill_tokens]
     head += [w.padding_rows, w.padding_context, w.fast_decode]
@@ -117,7 +125,8 @@ def altered(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "plan", [FULL, MOVING, StepPlan(0), StepPlan(-1), StepPlan(3, FULL.work), StepPlan(3, StepWork(), FULL.changes)]
+    "plan",
+    [FULL, MOVING, DRAFTED, StepPlan(0), StepPlan(-1), StepPlan(3, FULL.work), StepPlan(3, StepWork(), FULL.changes)],
 )
 def test_the_digest_is_that_of_the_documented_bytes(plan: StepPlan) -> None:
     assert digest(plan) == by_the_book(plan)
@@ -139,7 +148,7 @@ def test_known_digests() -> None:
 
 def test_the_digest_covers_everything_that_a_plan_says() -> None:
     """Whatever is changed, it is another digest; a request is its index."""
-    plans = [MOVING, *altered(MOVING)]
+    plans = [DRAFTED, *altered(DRAFTED)]
     assert len({digest(plan) for plan in plans}) == len({tuple(words(plan)) for plan in plans}) == len(set(plans))
     assert len(plans) > 80
     twin = replace(FULL, changes=replace(FULL.changes, joined=(replace(A, id="another", prompt_tokens=1),)))

@@ -118,7 +118,18 @@ def any_document(name: str, dice: random.Random) -> tuple[dict[str, Any], int]:
         "loop": {"mode": dice.choice(["sync", "async"]), "streams": dice.random() < 0.7},
         "cost": {"kind": "constant", "step_s": dice.choice([0, 1e-6]), "cpu": CPU},
     }
+    if registry.OURS[name].drafts and dice.random() < 0.3:
+        document["speculation"] = any_speculation(dice)
     return document, longest
+
+
+def any_speculation(dice: random.Random) -> dict[str, Any]:
+    method, k = dice.choice(["ngram", "eagle", "draft_model"]), dice.choice([1, 2, 3, 5])
+    accepts = [{"rate": dice.choice([0, 0.5, 1])}, {"length": 1 + k * dice.random()}, {"rates": [0.7, 0.2][:k]}]
+    drafted: dict[str, Any] = {"method": method, "k": k, "acceptance": dice.choice(accepts)}
+    if dice.random() < 0.3:
+        drafted["by_rows"] = [[2, k], [4, dice.randint(0, k)]]
+    return drafted | ({"drafter": {"fraction": 0.1}} if method == "draft_model" else {})
 
 
 def any_scenario(name: str, dice: random.Random, folder: Path) -> Scenario:

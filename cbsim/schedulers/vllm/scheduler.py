@@ -44,7 +44,9 @@ class VllmScheduler(SchedulerBase):
         self.options = o = options
         self._new = o.version == "0.33"
         self.pool, keys = cache(o, observer)
-        super().__init__(o, Decoding(self.pool, keys, together=sees_all(o.groups), observer=observer))
+        self._speculation = o.speculation
+        together = sees_all(o.groups) and o.speculation is None
+        super().__init__(o, Decoding(self.pool, keys, together=together, observer=observer))
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting = self._queue()
         self.swapping: Swapping | None = None
@@ -53,6 +55,9 @@ class VllmScheduler(SchedulerBase):
         self._caches = o.enable_prefix_caching
         self._redoes = o.hands_on  # rows in flight of a victim are not delivered, but computed once more
         self._watermark = int(o.watermark * o.num_blocks)
+        self._ahead = o.speculation.ahead if o.speculation else 0
+        self._slots = o.speculation.slots if o.speculation else 0
+        self.drafts = 0  # that the newest step proposes for each of its rows
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
@@ -85,7 +90,8 @@ class VllmScheduler(SchedulerBase):
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
-        step = Step(self.options.max_num_batched_tokens, self._threshold(), self._defers_prefill())
+        budget = self.options.max_num_batched_tokens - self._slots
+        step = Step(budget, self._threshold(), self._defers_prefill())
         decoding, transfers = self.decoding, self.transfers
         self.pool.begin()
         if self._undisturbed(step):
@@ -98,6 +104,8 @@ class VllmScheduler(SchedulerBase):
             self._run(step)
         if decoding.preempted:
             return self._commit(step)
+        if self._speculation is not None and self._pads(step):
+            step.blanks = self._speculation.k
         if transfers is not None:
             transfers.admit(self, step)
         elif self.swapping is not None and self.swapping.out:
@@ -148,11 +156,14 @@ class VllmScheduler(SchedulerBase):
 
     def _demand(self, request: Request, step: Step) -> int:
         """Return the query tokens that a running request needs, before the budget; 0 to be skipped in this step."""
-        if request.scheduled >= request.limit:
-            return 0  # its last token is in flight
+        if request.scheduled > request.seen and request.seen + 1 >= request.limit:
+            return 0  # its last token is in flight, whatever comes of drafts
         if step.defer_prefill and request.status is Status.PREFILL:
             return 0
-        return min(request.uncomputed, step.threshold) if step.threshold else request.uncomputed
+        tokens = request.uncomputed
+        if request.drafts:
+            tokens = min(tokens + request.drafts, self.options.max_model_len - request.computed - 1)
+        return min(tokens, step.threshold) if step.threshold else tokens
 
     def _run(self, step: Step) -> None:
         """Plan running requests one by one, in admission order; one that lacks a block preempts the last."""
@@ -161,13 +172,13 @@ class VllmScheduler(SchedulerBase):
         if len(line) > 1:
             line.sort(key=by_order)
         i = 0
-        while i < len(line) and step.budget:
+        while i < len(line) and step.budget > 0:
             request = line[i]
             tokens = self._aligned(request, request.computed, min(self._demand(request, step), step.budget))
             if not tokens:
                 i += 1
                 continue
-            needed = self.pool.due(request, tokens)
+            needed = self.pool.due(request, self._end(request.computed + tokens) - request.computed)
             while needed > self.pool.free and request in unbatched:
                 victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
                 if self.transfers is not None and self.transfers.in_flight(victim):
@@ -187,7 +198,7 @@ class VllmScheduler(SchedulerBase):
         del line[at]
         taken_back = step.rows.pop(victim, None)
         if taken_back:
-            step.budget += taken_back.tokens
+            step.budget += taken_back.tokens + self._slots
         del self.running[victim]
         if self.swapping is None or not self.swapping.host.park(victim, drop_in_flight=False):
             self.decoding.preempt(victim, drop_in_flight=self._redoes)
@@ -211,7 +222,7 @@ class VllmScheduler(SchedulerBase):
 
     def _admit(self, step: Step) -> None:
         """Admit the queue, head first: none is passed over, none is preempted for it."""
-        while self.waiting and step.budget and len(self.running) < self.options.max_num_seqs:
+        while self.waiting and step.budget > 0 and len(self.running) < self.options.max_num_seqs:
             hits = self.hits(self.waiting.head())
             if not self.start(self.waiting, self.pool.tokens_in(hits), hits, step):
                 break
@@ -226,12 +237,17 @@ class VllmScheduler(SchedulerBase):
         if step.defer_prefill and computed < request.target - 1:
             return False
         tokens = request.target - computed
+        if step.blanks and tokens == 1 and (step.rows or computed) and computed + step.blanks + 2 <= o.max_model_len:
+            tokens += step.blanks
+            if tokens > step.budget:
+                return False
         if step.threshold:
             tokens = min(tokens, step.threshold)
         if not o.enable_chunked_prefill and tokens > step.budget:
             return False
         tokens = self._aligned(request, computed, min(tokens, step.budget))
-        if not tokens or not self.has_room(request, computed + tokens, hits):
+        end = self._end(computed + tokens)
+        if not tokens or not self.has_room(request, end, hits):
             return False
         queue.pop()
         self.decoding.admit(request, computed)
@@ -239,8 +255,17 @@ class VllmScheduler(SchedulerBase):
         if not self.pool.allocated(request):
             self.pool.adopt(request, hits)
         step.prefill |= computed < request.target - 1
-        self._place(request, tokens, self.pool.missing(request, computed + tokens), step)
+        self._place(request, tokens, self.pool.missing(request, end), step)
         return True
+
+    def _end(self, tokens: int) -> int:
+        """Return the tokens for which a request needs room whose row ends behind `tokens` tokens."""
+        return min(tokens + self._ahead, max(tokens, self.options.max_model_len)) if self._ahead else tokens
+
+    def _pads(self, step: Step) -> bool:
+        """Whether admitted rows of one token are padded to the shape of those that verify drafts."""
+        speculation = self._speculation
+        return speculation is not None and not speculation.by_rows and all(row.outputs for row in step.rows.values())
 
     def _aligned(self, request: Request, start: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens a row has, so that states for later prompts are behind it."""
@@ -270,33 +295,54 @@ class VllmScheduler(SchedulerBase):
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
     def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
-        added = self.pool.fill(request, request.computed + tokens) if blocks else ()
-        step.rows[request] = self.decoding.row(request, tokens, added)
-        step.budget -= tokens
+        added = self.pool.fill(request, self._end(request.computed + tokens)) if blocks else ()
+        drafts = max(0, tokens - request.uncomputed) if self._speculation else 0
+        step.drafts |= not self._ahead or self._wants_drafts(request, tokens)
+        step.rows[request] = self.decoding.row(request, tokens, added, guesses=drafts)
+        step.budget -= tokens + self._slots
+
+    def _wants_drafts(self, request: Request, tokens: int) -> bool:
+        """Whether drafts behind a row of so many tokens may come to be verified."""
+        ahead = 1 + (request.scheduled > request.seen)
+        return request.computed + tokens >= request.known and request.seen + ahead < request.spec.max_tokens
 
     def _commit(self, step: Step) -> StepPlan:
         self._executed += bool(step.rows or self.decoding.batched)
         if step.prefill:
             self._last_prefill = self._executed
-        transfers = self.transfers
-        if transfers is None:
-            return self.decoding.plan(step.rows, running=len(self.running), waiting=len(self.waiting))
-        transfers.order(self.running, step.rows)
-        waiting = len(self.waiting) + len(transfers.holding)
-        plan = self.decoding.plan(step.rows, running=len(self.running), waiting=waiting)
-        transfers.planned(plan)
+        transfers, speculation = self.transfers, self._speculation
+        if speculation is not None:
+            self.drafts = speculation.drafts(len(step.rows))
+        drafts = self.drafts if step.drafts else 0
+        waiting = len(self.waiting)
+        if transfers is not None:
+            transfers.order(self.running, step.rows)
+            waiting += len(transfers.holding)
+        plan = self.decoding.plan(step.rows, running=len(self.running), waiting=waiting, drafts=drafts)
+        if transfers is not None:
+            transfers.planned(plan)
+        if speculation is not None and self.options.async_scheduling:
+            self._draft(plan, NO_DRAFTS)
         return plan
+
+    def _draft(self, plan: StepPlan, drafted: dict[RequestSpec, int]) -> None:
+        """Let the next rows of those that sample in a step verify its drafts: as many as it proposes, or `drafted`."""
+        for chunk in plan.work.chunks:
+            if chunk.outputs and (request := self.requests.get(chunk.spec)) is not None:
+                request.draft(drafted.get(chunk.spec, self.drafts))
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         return plan.work.rows > 0 or (self._new and not self.idle)
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         transfers = self.transfers
-        if transfers is None:
-            return super().update(plan, result)
-        transfers.completing(plan, result)
+        if transfers is not None:
+            transfers.completing(plan, result)
         outcome = super().update(plan, result)
-        transfers.completed(plan, result)
+        if transfers is not None:
+            transfers.completed(plan, result)
+        if self._speculation is not None and not self.options.async_scheduling:
+            self._draft(plan, dict(result.drafted))
         return outcome
 
     def _finish(self, request: Request, reason: Finish) -> None:
@@ -311,6 +357,9 @@ class VllmScheduler(SchedulerBase):
         self.decoding.end(request, reason, keeps_blocks=keeps_blocks)
 
 
+NO_DRAFTS: dict[RequestSpec, int] = {}
+
+
 def _urgency(request: Request) -> tuple[int, int]:
     return request.spec.priority, request.spec.arrival_ns
 
@@ -320,6 +369,8 @@ def cache(o: VllmOptions, observer: Observer) -> tuple[BlockPool, Keys | None]:
     free, blocks = FreeQueue(range(1, o.num_blocks), unhashed_first=o.version == "0.33"), o.num_blocks - 1
     if sees_all(o.groups):
         pool = BlockPool(o.block_size, blocks, free, observer)
+        if o.speculation and o.enable_prefix_caching and o.kv_connector == "none":
+            pool.hashed_ahead = o.speculation.hashed_ahead
         return pool, KeysWhenKnown(pool) if o.enable_prefix_caching else None
     bounds: dict[str, Any] = {"retention": o.prefix_cache_retention_interval, "most_in_flight": o.most_in_flight}
     grouped = GroupPool(o.groups, o.block_size, blocks, free, observer, longest=o.max_model_len, **bounds)
@@ -354,4 +405,5 @@ VLLM = SchedulerKind(
     padding="vllm",
     serves=tuple(Sight),
     balance=balance,
+    drafts=("ngram", "eagle", "draft_model"),
 )

@@ -14,6 +14,7 @@ from cbsim.policy.groups import FULL, LayerGroup, Sight
 from cbsim.policy.kind import Count, Natural, Settings, Share, Site, require, resolved
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, AsText, AtLeast, InProbe, Solved
+from cbsim.policy.speculation import Speculation
 
 VERSIONS = ("0.19", "0.33")  # the versions whose rules these are
 CONNECTOR_OPTIONS = {  # each with the connectors that have it
@@ -136,6 +137,7 @@ class VllmOptions(VllmSettings):
     host_blocks: int = 0
     kv_role: Literal["kv_consumer", "kv_producer", "kv_both"] = "kv_both"
     async_scheduling: bool = True
+    speculation: Speculation | None = None
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -208,6 +210,8 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Return the options: slots and tokens by the GPU, a cache beside a full step, the longest sequence it holds."""
     servers = "got hand_off, which takes two servers, and a scenario has one"
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
+    if site.speculation:
+        _check_speculation(settings, site)
     slots, tokens = _steps(settings, site)
     exports = bool(site.state_rule) and exports_states(settings, site)
     size = block_size(settings, site, exports=exports)
@@ -238,6 +242,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         host_blocks=_host_blocks(settings, site, host_bytes or 0),
         async_scheduling=site.depth > 1,
         groups=grouping.groups,
+        speculation=site.speculation,
         state_checkpoints=exports if site.state_rule else None,
     )
 
@@ -283,6 +288,17 @@ def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
         f"got {interval}, must be a multiple of {'the block' if site.state_rule else 'kv_cache.block_size'} ({size})"
     )
     require(not interval or not interval % size, "prefix_cache_retention_interval", message)
+
+
+def _check_speculation(settings: VllmSettings, site: Site) -> None:
+    """Raise SettingsError for settings whose rules with speculation are not followed."""
+    required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    for name, must in required.items():
+        value = getattr(settings, name)
+        got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
+        require(value == must, name, f"got {got}, must be {bound} with speculation")
+    whole = all(one == FULL for one in site.attention)
+    require(whole, "name", f"got {settings.name}, which does not speculate with layers that see less than everything")
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:

@@ -31,6 +31,8 @@ class Step:
         self.defer_prefill = defer_prefill
         self.rows: dict[Request, Chunk] = {}
         self.prefill = False
+        self.drafts = False  # whether drafts behind any of its rows may be verified
+        self.blanks = 0  # drafts of no content that pad an admitted row of one token
 
 
 class Admission(Protocol):

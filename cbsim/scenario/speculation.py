@@ -1,0 +1,142 @@
+"""The speculation part of a scenario: who drafts how many tokens, how many of them come true, what a draft costs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from cbsim.policy import speculation
+from cbsim.scenario import catalog, rows
+from cbsim.scenario.fields import DataPath, Frozen, Many, Real, Text, Whole, complaint
+from cbsim.scenario.shapes import NamedModel
+
+MOST_DRAFTS = 64
+CURVES = "public_measured/speculation/golden_acceptance.csv"  # of InferenceX, below the data folder
+Pair = Annotated[Many[Whole], Field(min_length=2, max_length=2)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+
+
+def _ascending(entries: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if any(after[0] <= before[0] for before, after in pairwise(entries)):
+        raise complaint("must be ascending in the rows")
+    return entries
+
+
+class Acceptance(Frozen):
+    """How many drafts of a row the target accepts: one of these. Drawn for each request and position of its output, so
+    that schedulers and loops see the same draws.
+    """
+
+    rate: Share | None = None  #: A draft behind accepted ones comes true with this probability.
+    rates: Annotated[Many[Share], Field(min_length=1)] | None = None
+    """Of the first, second, ... draft: that it and all before it come true, not rising; with `conditional`: that it
+    does if all before it do. As many as drafts, or fewer: those behind come true never."""
+    conditional: bool = False  #: What `rates` are.
+    length: Annotated[Real, Field(ge=1)] | None = None
+    """Mean tokens of a verification, the target's own included; whole ones in every row, the rest by chance, as vLLM's
+    synthetic_acceptance_length."""
+    curve: Text | Annotated[Many[Annotated[Real, Field(ge=1)]], Field(min_length=1)] | None = None
+    """Such means for 1, 2, ... drafts; or the name of one that InferenceX measured: qwen3.5_mtp/on."""
+    path: DataPath | None = None
+    """A CSV file of `request,accepted`: the request's number in the workload, and how many drafts came true, in the
+    order of its verifications; from the first again if there are more."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        stated = [name for name in ("rate", "rates", "length", "curve", "path") if getattr(self, name) is not None]
+        if len(stated) != 1:
+            raise complaint(f"got {' and '.join(stated) or 'none'}, expected one of rate, rates, length, curve, path")
+        if self.conditional and self.rates is None:
+            raise complaint("got true, must be false without rates", "conditional")
+        if self.rates and not self.conditional and any(b > a for a, b in pairwise(self.rates)):
+            raise complaint("must not rise: each is the probability that all drafts up to there come true", "rates")
+        return self
+
+    def recorded(self) -> dict[int, list[int]] | None:
+        """Return the numbers of the file, by request; None without one. Raises ScenarioError."""
+        if self.path is None:
+            return None
+        numbers: dict[int, list[int]] = {}
+        path = catalog.data(self.path, "speculation.acceptance.path")
+        with rows.open_text(path) as file:
+            table = rows.CsvTable(path, file, ("request", "accepted"))
+            for cells in table.rows(None):
+                request, accepted = (table.count(at, cell, 0) for at, cell in enumerate(cells))
+                numbers.setdefault(request, []).append(accepted)
+        return numbers
+
+    def conditional_rates(self, drafts: int) -> list[float]:
+        """Return the probability of each of so many drafts to come true behind accepted ones. Raises ScenarioError."""
+        if self.rate is not None:
+            return [self.rate] * drafts
+        if self.rates is not None and self.conditional:
+            return [*self.rates, *[0.0] * (drafts - len(self.rates))]
+        survival = [*(self.rates or self._survival(drafts)), *[0.0] * drafts][:drafts]
+        return [b / a if a else 0.0 for a, b in zip([1.0, *survival], survival, strict=False)]
+
+    def _survival(self, drafts: int) -> list[float]:
+        """Return the probability that all drafts up to each one come true."""
+        if self.length is not None:
+            return [min(1.0, max(0.0, self.length - 1 - at)) for at in range(drafts)]
+        lengths = named_curve(self.curve) if isinstance(self.curve, str) else self.curve or ()
+        survival, least = [], 1.0
+        for before, after in pairwise([1.0, *lengths]):
+            least = min(least, max(0.0, after - before))  # a noisy curve falls now and then
+            survival.append(least)
+        return survival
+
+
+def named_curve(name: str) -> Sequence[float]:
+    """Return the mean acceptance lengths for 1, 2, ... drafts that were measured. Raises ScenarioError."""
+    with catalog.data(CURVES, "speculation.acceptance.curve").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: int(row["drafts"])):
+        curves.setdefault(f"{row['file']}/{row['thinking']}", []).append(float(row["acceptance_length"]))
+    return curves[catalog.known([*curves], name, "curve")]
+
+
+class Drafter(Frozen):
+    """Who drafts, and the time that it takes."""
+
+    model: NamedModel | None = None  #: Shape of a draft model; for eagle, of the head. Null: a layer of the target's.
+    fraction: Share | None = (
+        None  #: Kernels of one draft, as a share of the target's step of as many rows; null: by shape.
+    )
+
+
+class Speculation(Frozen):
+    """Drafts that a step verifies beside the tokens that are due."""
+
+    method: speculation.Method  #: Who drafts: prompt lookup, a head on the target's states (EAGLE, MTP), or a model.
+    k: Annotated[Whole, Field(ge=1, le=MOST_DRAFTS)]  #: Drafts of a row.
+    by_rows: Annotated[Many[Pair], AfterValidator(_ascending)] = ()
+    """Pairs of most rows of a step and drafts of each, in place of k; the last one also for more rows."""
+    acceptance: Acceptance  #: How many come true.
+    drafter: Drafter = Drafter()  #: What a draft costs.
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        for at, (most, drafts) in enumerate(self.by_rows):
+            if most < 1 or not 0 <= drafts <= self.k:
+                raise complaint(f"got [{most}, {drafts}], must be >= 1 and 0 to k ({self.k})", f"by_rows.{at}")
+        accepts = self.acceptance
+        if accepts.rates and len(accepts.rates) > self.k:
+            raise complaint(f"got {len(accepts.rates)} rates, must be <= k ({self.k})", "acceptance.rates")
+        if accepts.length is not None and accepts.length > self.k + 1:
+            raise complaint(f"got {accepts.length:g}, must be <= k + 1 ({self.k + 1})", "acceptance.length")
+        if self.method == "draft_model" and self.drafter == Drafter():
+            raise complaint("needs model or fraction with method draft_model", "drafter")
+        if self.method == "ngram" and self.drafter != Drafter():
+            raise complaint("must be left out with method ngram, which has no model", "drafter")
+        return self
+
+    @property
+    def rule(self) -> speculation.Speculation:
+        """What a scheduler knows of it."""
+        by_rows = tuple([(most, drafts) for most, drafts in self.by_rows])
+        return speculation.Speculation(self.method, self.k, by_rows)
