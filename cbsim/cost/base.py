@@ -2,8 +2,8 @@
 
 The CPU cost of a phase is a constant plus terms in what the step holds and in what is new in it. Requests are the rows
 of the step, tokens its query tokens, blocks those in the block tables of its rows, chunks the rows that are listed one
-by one, and changes the decoding requests that get a block, leave or end: a loop that keeps its state from step to step
-works on these. Without a plan a phase costs its constant.
+by one, changes the decoding requests that get a block, leave or end (a loop that keeps its state from step to step
+works on these), and drafts the guesses that it verifies. Without a plan a phase costs its constant.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class PhaseCost(NamedTuple):
     per_block: float = 0.0
     per_chunk: float = 0.0
     per_change: float = 0.0
+    per_draft: float = 0.0
 
 
 def changes(plan: StepPlan) -> int:
@@ -71,14 +72,14 @@ class CpuCost:
         rows = work.decodes + chunks
         if not self._by_rows:
             tokens = work.prefill_tokens + work.decodes
-            return self._evaluate(rows, tokens, plan.counts.table_blocks, chunks, changes(plan))
+            return self._evaluate(rows, tokens, plan.counts.table_blocks, chunks, changes(plan), work.guesses)
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._evaluate(rows)
         return known
 
     def _evaluate(
-        self, rows: int, tokens: int = 0, blocks: int = 0, chunks: int = 0, changes: int = 0
+        self, rows: int, tokens: int = 0, blocks: int = 0, chunks: int = 0, changes: int = 0, drafts: int = 0
     ) -> tuple[int, int, int, int]:
         schedule, prepare, launch, update = [
             round(
@@ -88,6 +89,7 @@ class CpuCost:
                 + c.per_block * blocks
                 + c.per_chunk * chunks
                 + c.per_change * changes
+                + c.per_draft * drafts
             )
             for c in self._coefficients
         ]

@@ -100,7 +100,7 @@ class Bundle:
         return NS_A_US * sum([curve(rows) for curve in self._head])
 
     def attention_ns(self, work: Attention, *, skew: bool) -> float:
-        prefill, cached, decodes, context, longest = work
+        prefill, cached, decodes, context, longest, *_ = work
         mean = self._attention(prefill, decodes, cached, context)
         if skew and self._skew and decodes > 1 and longest > context:
             alpha = self._skew(work)
@@ -174,7 +174,7 @@ class TableCost:
         work = plan.work
         rows = work.rows + work.padding_rows
         attention = self._tables.attention_ns(attention_work(plan), skew=self._skew)
-        return self._linear_ns(tokens) + attention + self._head_ns(rows) + rows * self._row_ns
+        return self._linear_ns(tokens) + attention + self._head_ns(rows + work.guesses) + rows * self._row_ns
 
     def _exchange_ns(self, tokens: Sequence[int]) -> float:
         """Return the ns of two all-reduces a layer (tensor-parallel), a gather and a scatter (expert-parallel)."""
@@ -218,7 +218,7 @@ class _Skew:
         self._whole_size = float(min((size for size in sizes if size >= whole), default=inf))
 
     def __call__(self, work: Attention) -> float:
-        prefill, cached, decodes, context, longest = work
+        prefill, cached, decodes, context, longest, *_ = work
         rows = float(decodes)
         if not prefill and self._split_size < rows < self._whole_size:
             rows = self._split_size if rows < self._whole else self._whole_size

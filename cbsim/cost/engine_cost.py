@@ -29,13 +29,14 @@ from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.roofline import copy_ns, roofline_cost
 from cbsim.cost.table import KernelTimes, attention_work
 from cbsim.errors import ScenarioError
-from cbsim.policy.captures import one_each
+from cbsim.policy.captures import alike
 from cbsim.policy.plan import StepPlan
 from cbsim.scenario import catalog
 from cbsim.scenario.costs import RooflineSettings, TableSettings, untabulated
 from cbsim.scenario.fields import bare
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import DTYPE_BYTES, Hardware, ModelShape
+from cbsim.scenario.speculation import row_tokens
 
 LARGEST_CAPTURED = 512
 """Query tokens of the largest graph if the scenario names no size: vLLM's maximum, with which terms were calibrated.
@@ -50,13 +51,14 @@ TensorRT-LLM's CustomAllReduceHelper, and vLLM's FI_ALLREDUCE_FUSION_MAX_SIZE_MB
 
 
 class Captured(NamedTuple):
-    """The steps that run as a graph: of at most `tokens`, and if only `decodes` are, of rows of one query token."""
+    """The steps that run as a graph: of at most `tokens`; if only `decodes` do, of rows of `width` query tokens."""
 
     tokens: int
     decodes: bool = False
+    width: int = 1
 
     def holds(self, plan: StepPlan, tokens: int) -> bool:
-        return tokens <= self.tokens and (one_each(plan) or not self.decodes)
+        return tokens <= self.tokens and (not self.decodes or alike(plan, self.width))
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, modules: bool = False) -> float:
@@ -80,7 +82,8 @@ def elementwise_bytes(model: ModelShape, tensor: int, *, fused: bool = False, mo
 class EngineCost:
     """A cost model on kernel times. Steps that are not `captured` have no graph and launch all-reduces one by one; a
     message of up to `fused_bytes` is reduced, added and normed at once. Memory moves `bytes_ns` bytes a nanosecond.
-    Copies take `copied_ns` a byte. Layers that see different parts of the sequence have their own attention.
+    Copies take `copied_ns` a byte. Layers that see different parts of the sequence have their own attention. Unless it
+    is `whole`, a pass over the layers does not take what a step and its rows take beside kernels.
     """
 
     def __init__(
@@ -93,11 +96,13 @@ class EngineCost:
         captured: Captured,
         copied_ns: float = 0.0,
         fused_bytes: float = 0.0,
+        whole: bool = True,
     ) -> None:
         self.cpu_ns, self.launch_ns = cpu_cost(settings.cpu), round(settings.launch_s_per_layer * model.layers * NS)
         self._kernels, self._captured, self._copied_ns = kernels, captured, copied_ns
         self._settings, self._decode_attention = settings, settings.decode_attention
-        step_ns, layer_ns, self._row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
+        step_ns, layer_ns, row_ns, reduce_ns = nanoseconds(settings, "step", "layer", "row", "reduce")
+        step_ns, self._row_ns = (step_ns, row_ns) if whole else (0.0, 0.0)
         tensor = settings.tensor_parallel
         self._token_ns, self._fused_ns = (
             settings.elementwise * elementwise_bytes(model, tensor, fused=fused, modules=kernels.modules) / bytes_ns
@@ -106,7 +111,7 @@ class EngineCost:
         self._fused_tokens = fused_bytes // (model.hidden * model.dtype_bytes)
         self._reduces = model.parts + 1 if tensor > 1 else 0
         self._step_ns = step_ns + model.layers * layer_ns + (self._reduces + kernels.exchanges) * reduce_ns
-        self._of_tokens, self._of_rows = cache(self._all_tokens), cache(self._all_rows)
+        self._of_tokens, self._of_logits = cache(self._all_tokens), cache(kernels.head_ns)
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.work.rows + plan.work.padding_rows:
@@ -123,7 +128,7 @@ class EngineCost:
         """
         graph = all(self._captured.holds(plan, count) for plan, count in zip(plans, tokens, strict=False))
         own = [self._own_ns(*at, sum(tokens), graph=graph) for at in zip(plans, tokens, strict=False)]
-        decode = all(one_each(plan) for plan in plans)
+        decode = all(alike(plan) for plan in plans)
         return round(max(own) + self._kernels.exchange_ns(tokens, decode=decode))
 
     def _own_ns(self, plan: StepPlan, tokens: int, of_all: int, *, graph: bool) -> float:
@@ -132,10 +137,11 @@ class EngineCost:
         for of in self._kernels.attended:
             work = attention_work(plan, of.sees)
             attention += self._decode_attention * of.rows_ns(work, skew=self._settings.skew)
-            attention += of.prompt_ns(work, tokens - plan.work.decodes, graph=graph)
+            attention += of.prompt_ns(work, tokens - plan.work.decodes - work.guesses, graph=graph)
         attention += self._kernels.states_ns(plan.work)
         rows = plan.work.rows + plan.work.padding_rows
-        return self._of_tokens(tokens, of_all, graph=graph) + self._of_rows(rows) + attention
+        time = self._of_tokens(tokens, of_all, graph=graph) + self._of_logits(rows + plan.work.guesses)
+        return time + rows * self._row_ns + attention
 
     def _all_tokens(self, tokens: int, of_all: int, *, graph: bool) -> float:
         kernels, settings = self._kernels, self._settings
@@ -144,9 +150,6 @@ class EngineCost:
         token_ns = self._fused_ns if tokens <= self._fused_tokens else self._token_ns
         return time + (self._reduces * kernels.reduce_ns(tokens, graph=graph) + tokens * token_ns + self._step_ns)
 
-    def _all_rows(self, rows: int) -> float:
-        return self._kernels.head_ns(rows) + rows * self._row_ns
-
 
 def captured(scenario: Scenario) -> Captured:
     """Return the steps that run as a graph."""
@@ -154,7 +157,8 @@ def captured(scenario: Scenario) -> Captured:
     if not graphs.enabled:
         return Captured(0)
     largest = getattr(scenario.scheduler, "max_cudagraph_capture_size", None) or LARGEST_CAPTURED
-    return Captured((graphs.vllm_capture_sizes or [largest])[-1], graphs.vllm_cudagraph_mode == "FULL_DECODE_ONLY")
+    only = graphs.vllm_cudagraph_mode == "FULL_DECODE_ONLY"
+    return Captured((graphs.vllm_capture_sizes or [largest])[-1], only, row_tokens(scenario.speculation))
 
 
 def fused_bytes(scenario: Scenario, settings: TableSettings) -> float:
@@ -169,8 +173,10 @@ def fused_bytes(scenario: Scenario, settings: TableSettings) -> float:
     return float(given or known[0])
 
 
-def table(scenario: Scenario, settings: TableSettings) -> Cost:
-    """Build the cost model `table`, on an engine's tables of one card if it names an engine. Raises ScenarioError."""
+def table(scenario: Scenario, settings: TableSettings, *, whole: bool = True) -> Cost:
+    """Build the cost model `table`, on an engine's tables of one card if it names an engine; unless `whole`, of passes
+    of a drafter. Raises ScenarioError.
+    """
     if not settings.engine:
         return bundle.table_cost(scenario, settings)
     model, folder = scenario.model, catalog.tables(settings.path)
@@ -188,6 +194,7 @@ def table(scenario: Scenario, settings: TableSettings) -> Cost:
         bytes_ns=scenario.hardware.memory_bandwidth_bytes_s / NS,
         captured=captured(scenario),
         fused_bytes=fused_bytes(scenario, settings),
+        whole=whole,
     )
 
 
@@ -200,9 +207,10 @@ def _kernels(
     return EngineTables(folder, engine, model, share, fastest=fastest, gpu=gpu)
 
 
-def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
+def roofline(scenario: Scenario, settings: RooflineSettings, *, whole: bool = True) -> Cost:
     """Build the cost model `roofline`: on efficiency curves of the scheduler's engine, vLLM's for schedulers of no such
-    engine, with an engine's defaults for what no table holds; or with the efficiencies that are given.
+    engine, with an engine's defaults for what no table holds; or with the efficiencies that are given. Unless `whole`,
+    of passes of a drafter.
     """
     gpu, model, tensor = scenario.hardware, scenario.model, settings.tensor_parallel
     known = sources(gpu)
@@ -210,7 +218,7 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
         if scenario.ranks > 1:
             bound = "must be 1 with constant efficiencies: what ranks exchange is known with curves or tables"
             raise ScenarioError(f"cost.data_parallel: got {scenario.ranks}, {bound}")
-        return roofline_cost(scenario, settings)
+        return roofline_cost(scenario, settings, whole=whole)
     engine = scenario.scheduler.name.partition("_")[0]
     terms: dict[str, Any] = {**untabulated(engine)}
     terms["step_s"] = terms.get("step_s", 0.0) + settings.step_overhead_s
@@ -218,4 +226,5 @@ def roofline(scenario: Scenario, settings: RooflineSettings) -> Cost:
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
     kernels = CurveTimes(known, engine, gpu, model, tensor, settings.data_parallel)
-    return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=captured(scenario), copied_ns=copied_ns)
+    graphs = captured(scenario)
+    return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=graphs, copied_ns=copied_ns, whole=whole)

@@ -13,9 +13,10 @@ results, which takes a latency and 2 (p - 1) / p of the residual stream over the
 A layer with a state reads and writes that of every request once, and computes with it for every token.
 
 Where layers have windows, each kind of layer reads and computes what it sees, so its share of attention's time is that
-of its own pairs and tokens. Schedulers of such models list all rows one by one, none as a decode batch; rows of one
-token run at the rates of decoding. With an indexer attention is as if in a window of the tokens that it chooses, beside
-the indexer itself, whose keys and scores are of all tokens, on every GPU.
+of its own pairs and tokens. Schedulers of such models list all rows one by one, none as a decode batch, as they do with
+speculation; rows of one token, and those with guesses, run at the rates of decoding. With an indexer attention is as if
+in a window of the tokens that it chooses, beside the indexer itself, whose keys and scores are of all tokens, on every
+GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from cbsim.scenario.scenario import Scenario
 
 
 class Read(NamedTuple):
-    """Seconds of a pair of a query and a KV token, of reading a KV token, and of one that a decoding row attends to."""
+    """Seconds of a pair of a query and a KV token, of reading a KV token, of a decoding row's pair, and of a KV token
+    that a row of one token attends to.
+    """
 
     pair_s: float
     kv_s: float
+    decode_pair_s: float
     context_s: float
 
 
@@ -51,8 +55,8 @@ class Rates(NamedTuple):
 
     def read(self, pair_flop: float, decode_flop: float, kv_bytes: float) -> Read:
         """Return the seconds of such pairs and tokens."""
-        kv_s = kv_bytes / self.bytes_kv
-        return Read(pair_flop / self.flops_prefill, kv_s, max(kv_s, decode_flop / self.flops_decode))
+        kv_s, decode_pair_s = kv_bytes / self.bytes_kv, decode_flop / self.flops_decode
+        return Read(pair_flop / self.flops_prefill, kv_s, decode_pair_s, max(kv_s, decode_pair_s))
 
 
 class Weights(NamedTuple):
@@ -90,7 +94,7 @@ class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
     `reduces_s`: seconds of a step's all-reduces whatever its size, and for each query token. `attention` is what each
-    layer sees.
+    layer sees. `listed`: also decoding rows are listed one by one.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class RooflineCost:
         *,
         reduces_s: tuple[float, float] = (0.0, 0.0),
         attention: Sequence[Attention] = (FULL,),
+        listed: bool = False,
     ) -> None:
         self.cpu_ns = cpu
         self._overhead_s = overhead_s
@@ -120,7 +125,7 @@ class RooflineCost:
         self._state_flop = weights.state_flop
         read = rates.read(weights.attention_flop, weights.decode_flop, weights.kv_bytes)
         self._reads = [(kind, share, read) for kind, share in kinds(attention)]
-        self._windows = any(kind != FULL for kind, *_ in self._reads) or self._state_s > 0
+        self._listed = listed or any(kind != FULL for kind, *_ in self._reads) or self._state_s > 0
         if weights.indexer_bytes:
             scored = rates.read(weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes)
             self._reads.append((FULL, 1.0, scored))
@@ -137,7 +142,7 @@ class RooflineCost:
         if self._state_s:
             time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])
         if chunks:
-            if not self._windows or any(chunk.tokens > 1 for chunk in chunks):
+            if not self._listed or any(chunk.tokens > max(1, chunk.outputs) for chunk in chunks):
                 flops = self._flops_prefill
             sampled += sum([c.outputs for c in chunks])
             time += sum([share * self._attention_s(kind, read, chunks) for kind, share, read in self._reads])
@@ -161,15 +166,13 @@ class RooflineCost:
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding
-            if tokens == 1 and self._windows:
-                time += kind.seen(start, 1) * read.context_s
-            else:
-                time += max(kind.pairs(start, tokens) * read.pair_s, kind.seen(start, tokens) * read.kv_s)
+            pair_s = read.decode_pair_s if self._listed and tokens <= max(1, c.outputs) else read.pair_s
+            time += max(kind.pairs(start, tokens) * pair_s, kind.seen(start, tokens) * read.kv_s)
         return time
 
 
-def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCost:
-    """Build the cost model `roofline` with the efficiencies that are given."""
+def roofline_cost(scenario: Scenario, settings: RooflineSettings, *, whole: bool = True) -> RooflineCost:
+    """Build the cost model `roofline` with the efficiencies that are given; unless `whole`, without the overhead."""
     model, gpu = scenario.model, scenario.hardware
     flops = getattr(gpu.flops, model.dtype)
     (compute, memory), bandwidth = settings.efficiencies, gpu.memory_bandwidth_bytes_s
@@ -212,8 +215,9 @@ def roofline_cost(scenario: Scenario, settings: RooflineSettings) -> RooflineCos
         cpu_cost(settings.cpu),
         rates,
         weights,
-        settings.step_overhead_s,
+        whole * settings.step_overhead_s,
         settings.launch_s_per_layer * model.layers,
         reduces_s=(reduces * settings.all_reduce_latency_s, reduces * token_s),
         attention=[Attention(Sight.SLIDING, indexer.top_k)] if indexer else attending,
+        listed=scenario.speculation is not None,
     )

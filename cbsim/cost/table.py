@@ -3,7 +3,8 @@ kernels that add up to a step.
 
 A step's chunks count as one chunk of as many query tokens and as many query-key pairs; where that would need a negative
 cache, as the uncached chunk with as many pairs. A single chunk is unchanged. A chunk of one token is a decoding row, as
-in the profiles.
+in the profiles; so is one whose other tokens are guesses: it reads its context once for all of them, and takes as long
+as their pairs do in a prompt if that is longer.
 
 A `Ladder` interpolates linearly in a measured table of any number of axes, whose grid need not be full. The table is a
 tree, one level an axis: under each value of an axis are the values of the next one that were measured with it. A point
@@ -36,7 +37,8 @@ HEAD_DIM = 128  # of the heads whose attention was measured, but for those of vL
 
 class Attention(NamedTuple):
     """The attention work of a step: chunks merged into one of `prefill` query tokens behind `cached` tokens of context;
-    `decodes` rows, which read `context` cached tokens on average, the longest of them `longest`.
+    `decodes` rows, which read `context` cached tokens on average, the longest of them `longest`. They have `guesses`
+    query tokens beside one each; those that have some make `pairs` query-key pairs.
     """
 
     prefill: float
@@ -44,6 +46,8 @@ class Attention(NamedTuple):
     decodes: int
     context: float
     longest: float
+    guesses: int = 0
+    pairs: int = 0
 
 
 def attention_work(plan: StepPlan, kind: groups.Attention = groups.FULL) -> Attention:
@@ -51,15 +55,17 @@ def attention_work(plan: StepPlan, kind: groups.Attention = groups.FULL) -> Atte
     work = plan.work
     decodes = work.decodes + work.padding_rows
     context, longest = counted(work, kind), kind.seen(work.longest_context, 1) - 1
-    prefill = pairs = 0
+    prefill = pairs = guesses = guessed = 0
     for chunk in work.chunks:
         tokens, start = chunk.tokens + chunk.padding, chunk.start
-        if tokens == 1:
-            cached = kind.seen(start, 1) - 1
+        if tokens == 1 or tokens <= chunk.outputs:
+            cached = kind.seen(start, tokens) - 1
             decodes, context, longest = decodes + 1, context + cached, max(longest, cached)
+            if tokens > 1:
+                guesses, guessed = guesses + tokens - 1, guessed + kind.pairs(start, tokens)
         else:
             prefill, pairs = prefill + tokens, pairs + kind.pairs(start, tokens)
-    rows = Attention(0.0, 0.0, decodes, context / decodes if decodes else 0.0, longest)
+    rows = Attention(0.0, 0.0, decodes, context / decodes if decodes else 0.0, longest, guesses, guessed)
     if not prefill:
         return rows
     before = pairs / prefill - (prefill + 1) / 2
@@ -170,12 +176,14 @@ class Attended(NamedTuple):
 
     def rows_ns(self, work: Attention, *, skew: bool) -> float:
         """Return the ns of a step's decoding rows: at their mean context or, with `skew`, between that and all at the
-        longest, unless contexts are split because few rows decode alone.
+        longest, unless contexts are split because few rows decode alone. If `whole`, a guess is a row of its own.
         """
+        if self.whole:
+            return self.decode_ns(work.decodes + work.guesses, work.context + 1)
         mean, blocks = self.decode_ns(work.decodes, work.context + 1), work.decodes * self.kv
-        if not (skew and blocks) or work.longest <= work.context or (blocks < SPLIT_BLOCKS and not work.prefill):
-            return mean
-        return mean + min(1.0, SKEW_BLOCKS / blocks) * (self.decode_ns(work.decodes, work.longest + 1) - mean)
+        if skew and blocks and work.longest > work.context and (blocks >= SPLIT_BLOCKS or work.prefill):
+            mean += min(1.0, SKEW_BLOCKS / blocks) * (self.decode_ns(work.decodes, work.longest + 1) - mean)
+        return max(mean, self.unit_ns * self.prompt(work.pairs)) if work.pairs else mean
 
     def decode_ns(self, rows: int, context: float) -> float:
         """Return the ns of decoding rows, each over `context` tokens, its own included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 
-from cbsim.policy.captures import captured, one_each, up_to_multiple, up_to_power
+from cbsim.policy.captures import alike, captured, up_to_multiple, up_to_power
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.value import value
 
@@ -60,15 +60,19 @@ def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, p
     return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
 
-def vllm_bucket(sizes: Sequence[int], plan: StepPlan, *, decodes: bool = False) -> Bucket:
-    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens, of all steps or `decodes`."""
-    if decodes and not one_each(plan):
+def vllm_bucket(sizes: Sequence[int], plan: StepPlan, *, width: int = 0) -> Bucket:
+    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens, of all steps, or only of those
+    whose rows have `width` query tokens.
+    """
+    if width and not alike(plan, width):
         return None
     at = bisect_left(sizes, plan.work.computed_tokens)
     return (sizes[at], sizes[at]) if at < len(sizes) else None
 
 
-def engine_bucket(sizes: Sequence[int], plan: StepPlan) -> Bucket:
-    """Return the graph by our engine's rule: decoding steps run at a captured batch size, others eagerly."""
-    size = captured(plan, sizes)
+def engine_bucket(sizes: Sequence[int], plan: StepPlan, width: int = 1) -> Bucket:
+    """Return the graph by our engine's rule: steps of decoding rows, which have `width` query tokens with all their
+    drafts, run at a captured batch size, others eagerly.
+    """
+    size = captured(plan, sizes, width)
     return None if size is None else (size, size)

@@ -18,7 +18,7 @@ import simpy
 
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Shape
-from cbsim.policy.captures import one_each
+from cbsim.policy.captures import alike
 from cbsim.policy.loop import Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -76,8 +76,8 @@ class Lockstep:
     def _tokens(self, steps: Sequence[_Launched]) -> list[int]:
         """Return the query tokens that every rank computes, those of `steps` first."""
         tokens = [step.shape.tokens for step in steps] + [1] * (len(self.ranks) - len(steps))
-        alike = all(not step.shape.eager and (self._mixed or one_each(step.plan)) for step in steps)
-        return [max(tokens)] * len(tokens) if alike else tokens
+        padded = all(not step.shape.eager and (self._mixed or alike(step.plan)) for step in steps)
+        return [max(tokens)] * len(tokens) if padded else tokens
 
 
 def _fill(times: StepTimes, start_ns: int, end_ns: int) -> None:

@@ -13,12 +13,12 @@ from cbsim.errors import ScenarioError
 from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
-from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.graphs import Bucket, Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
 from cbsim.machine.scaling import Scaled
 from cbsim.machine.separate import Separate
-from cbsim.policy.captures import CAPTURED, captured_sizes, vllm_sizes
-from cbsim.policy.loop import Scheduler, Waves
+from cbsim.policy.captures import CAPTURED, captured_sizes, multiples, vllm_sizes
+from cbsim.policy.loop import Limits, Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
@@ -26,6 +26,7 @@ from cbsim.runs.assemble import acceptance, copies, cost_model, router, schedule
 from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
 from cbsim.runs.result import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
+from cbsim.scenario.speculation import row_tokens
 from cbsim.workload.requests import Workload
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
@@ -67,18 +68,24 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     if not settings.enabled:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
-        sizes = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST)
-        if decodes := settings.vllm_cudagraph_mode == "FULL_DECODE_ONLY":  # of those sizes that the seats can fill
-            sizes = [size for size in sizes if size <= (limits.slots or sizes[-1])]
-        return Graphs(partial(vllm_bucket, sizes, decodes=decodes), capture_ns)
+        return Graphs(_vllm_graphs(scenario, limits), capture_ns)
     if scenario.graph_padding == "cbengine":
         sizes = captured_sizes(limits.slots or limits.rows or CAPTURED[-1])
-        return Graphs(partial(engine_bucket, sizes), capture_ns)
+        return Graphs(partial(engine_bucket, sizes, width=row_tokens(scenario.speculation)), capture_ns)
     if scenario.graph_padding == "transformers":
         rows, tokens = limits.rows or TRANSFORMERS_ROWS, limits.tokens or UNBOUNDED
         cache_tokens = pool.num_blocks * pool.block_size
         return Graphs(partial(transformers_bucket, min(rows, tokens), tokens, cache_tokens), capture_ns)
     return Graphs(unpadded, capture_ns)
+
+
+def _vllm_graphs(scenario: Scenario, limits: Limits) -> Callable[[StepPlan], Bucket]:
+    settings, width = scenario.loop.cuda_graphs, row_tokens(scenario.speculation)
+    sizes = multiples(settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST), width)
+    if settings.vllm_cudagraph_mode != "FULL_DECODE_ONLY":
+        return partial(vllm_bucket, sizes)
+    most = limits.slots * width if limits.slots else sizes[-1]  # that the seats can fill
+    return partial(vllm_bucket, [size for size in sizes if size <= most], width=width)
 
 
 class Fleet:

@@ -17,6 +17,14 @@ def vllm_sizes(largest: int) -> list[int]:
     return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if size <= largest]
 
 
+def multiples(sizes: Sequence[int], width: int) -> list[int]:
+    """Return the sizes as vLLM rounds them up for rows of `width` query tokens, up to the largest
+    (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`).
+    """
+    rounded = {-(-size // width) * width for size in sizes}
+    return sorted(size for size in rounded if size <= sizes[-1])
+
+
 def up_to_multiple(value: int, interval: int, most: int) -> int:
     """Return `value` rounded up to a multiple of `interval`, at least one interval, at most `most`."""
     return min(max(interval, -(-value // interval) * interval), most)
@@ -32,19 +40,21 @@ def captured_sizes(rows: int) -> list[int]:
     return list(CAPTURED[: bisect_left(CAPTURED, rows) + 1])
 
 
-def one_each(plan: StepPlan) -> bool:
-    """Return whether every row of a step has one query token, as decoding rows have."""
-    return not any(c.tokens > 1 or c.padding for c in plan.work.chunks)
+def alike(plan: StepPlan, width: int = 1) -> bool:
+    """Return whether every row of a step has `width` query tokens: one, as decoding rows have, or with its guesses."""
+    work = plan.work
+    return not (any(c.tokens != width or c.padding for c in work.chunks) or (work.decodes and width > 1))
 
 
-def captured(plan: StepPlan, sizes: Sequence[int]) -> int | None:
-    """Return the captured size at which our engine runs a step on a GPU, or None if it runs kernel by kernel. Steps in
-    which every row has one query token and samples have a graph, up to the largest size.
+def captured(plan: StepPlan, sizes: Sequence[int], width: int = 1) -> int | None:
+    """Return the query tokens at which our engine runs a step on a GPU, or None if it runs kernel by kernel. Steps in
+    which every row has one query token and samples have a graph, up to the largest size; with speculation those in
+    which every row verifies as many drafts as it may and gets as many, `width` - 1.
     """
     work = plan.work
-    if work.tokens > sizes[-1] or not one_each(plan) or any(not c.outputs for c in work.chunks):
+    if work.rows > sizes[-1] or not alike(plan, width) or any(c.outputs < width for c in work.chunks):
         return None
-    return bucket(sizes, work.tokens)
+    return None if width > 1 and work.drafts < width - 1 else bucket(sizes, work.rows) * width
 
 
 def bucket(sizes: Sequence[int], rows: int) -> int:

@@ -49,10 +49,14 @@ class Attention(NamedTuple):
 
     def seen(self, start: int, tokens: int) -> int:
         """Return the KV tokens that query tokens start .. start + tokens - 1 read between them; none but a state."""
+        if self.sight is Sight.FULL:
+            return start + tokens
         return 0 if self.sight is Sight.STATE else start + tokens - self.gone(start)
 
     def pairs(self, start: int, tokens: int) -> int:
         """Return the pairs of these query tokens, each with every token that it sees."""
+        if self.sight is Sight.FULL:
+            return tokens * start + _triangle(tokens)
         return self._up_to(start + tokens) - self._up_to(start)
 
     def _up_to(self, tokens: int) -> int:

@@ -122,6 +122,11 @@ class StepWork:
         return self.decodes + sum([chunk.decodes for chunk in self.chunks])
 
     @property
+    def guesses(self) -> int:
+        """The query tokens that are guesses."""
+        return sum([chunk.outputs - 1 for chunk in self.chunks if chunk.outputs > 1])
+
+    @property
     def computed_tokens(self) -> int:
         """The query tokens that the step computes by itself, with the padding of a static batch."""
         tokens = self.prefill_tokens + self.decodes + self.padding_rows

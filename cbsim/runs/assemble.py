@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import cast
 
 from cbsim.cost.base import Copies, Cost
+from cbsim.cost.drafting import DraftingCost
 from cbsim.policy.groups import LayerGroup, page_layers
 from cbsim.policy.loop import Scheduler
 from cbsim.routers import base
@@ -52,8 +53,21 @@ def rule(scaled: Autoscale) -> Rule:
 
 def cost_model(scenario: Scenario) -> Cost:
     """Build the scenario's cost model. Raises ScenarioError for tables that are missing, or of another GPU or model."""
+    cost, drafts = _cost_model(scenario), scenario.speculation
+    if drafts is None or drafts.method == "ngram":
+        return cost
+    fraction, shape = drafts.drafter.fraction, drafts.drafts_with(scenario.model)
+    if fraction is None and shape is not None:
+        if scenario.cost.kind == "roofline" or getattr(scenario.cost, "engine", None):
+            drafter = scenario.model_copy(update={"model": shape, "speculation": None})
+            return DraftingCost(cost, _cost_model(drafter, whole=False), 1.0, drafts.k)
+        fraction = shape.weight_bytes / scenario.model.weight_bytes
+    return DraftingCost(cost, cost, fraction or 0.0, drafts.k)
+
+
+def _cost_model(scenario: Scenario, **passes: bool) -> Cost:
     module, _, name = scenario.cost.builder.partition(":")
-    cost: Cost = getattr(import_module(module), name)(scenario, scenario.cost)
+    cost: Cost = getattr(import_module(module), name)(scenario, scenario.cost, **passes)
     return cost
 
 

@@ -45,6 +45,7 @@ class PhaseSettings(Frozen):
     per_chunk_s: Seconds = 0.0
     """Seconds a request that is listed by itself: a chunk of its prompt, a first or a resumed row."""
     per_change_s: Seconds = 0.0  #: Seconds a decoding request that gets a block, leaves the others or ends.
+    per_draft_s: Seconds = 0.0  #: Seconds a draft token that the step verifies: prompt lookup is CPU time of `update`.
 
 
 class CpuSettings(Frozen):

@@ -208,8 +208,12 @@ class Scenario(Frozen):
         if drafts.k >= self.model.max_position:
             bound = f"must be < model.max_position ({self.model.max_position:,})"
             raise complaint(f"got {drafts.k}, {bound}", "speculation.k")
-        if (drafter := drafts.drafter.model) and drafter.vocab != self.model.vocab:
-            bound = f"must have the target's vocab ({self.model.vocab:,})"
+        drafter, least = (
+            drafts.drafter.model,
+            1 if drafts.method == "eagle" else self.model.vocab,
+        )  # a head's may be less
+        if drafter and not least <= drafter.vocab <= self.model.vocab:
+            bound = f"must have {'at most ' * (least == 1)}the target's vocab ({self.model.vocab:,})"
             raise complaint(f"got {drafter.name} with {drafter.vocab:,}, {bound}", "speculation.drafter.model")
         if self.ranks > 1:
             raise complaint(f"got {self.ranks}, must be 1 with speculation", "cost.data_parallel")
@@ -456,7 +460,7 @@ def site(scenario: Scenario, loop: str) -> Place:
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
     sizes = depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
     drafts = scenario.speculation
-    rule, drafter = (drafts.rule, drafts.drafter.model) if drafts else (None, None)
+    rule, drafter = (drafts.rule, drafts.drafts_with(model, stored=True)) if drafts else (None, None)
     return Place(model, gpu, *sizes, ranks=scenario.ranks, speculation=rule, drafter=drafter)
 
 

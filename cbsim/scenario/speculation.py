@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from cbsim.policy import speculation
 from cbsim.scenario import catalog, rows
 from cbsim.scenario.fields import DataPath, Frozen, Many, Real, Text, Whole, complaint
-from cbsim.scenario.shapes import NamedModel
+from cbsim.scenario.shapes import ModelShape, NamedModel
 
 MOST_DRAFTS = 64
 CURVES = "public_measured/speculation/golden_acceptance.csv"  # of InferenceX, below the data folder
@@ -40,7 +40,8 @@ class Acceptance(Frozen):
     """Mean tokens of a verification, the target's own included; whole ones in every row, the rest by chance, as vLLM's
     synthetic_acceptance_length."""
     curve: Text | Annotated[Many[Annotated[Real, Field(ge=1)]], Field(min_length=1)] | None = None
-    """Such means for 1, 2, ... drafts; or the name of one that InferenceX measured: qwen3.5_mtp/on."""
+    """Such means for 1, 2, ... drafts; or the name of one that InferenceX measured: qwen3.5_mtp/on. Where noise lets it
+    fall or rise faster than before, drafts next to each other have equal probabilities; the means hold."""
     path: DataPath | None = None
     """A CSV file of `request,accepted`: the request's number in the workload, and how many drafts came true, in the
     order of its verifications; from the first again if there are more."""
@@ -52,6 +53,10 @@ class Acceptance(Frozen):
             raise complaint(f"got {' and '.join(stated) or 'none'}, expected one of rate, rates, length, curve, path")
         if self.conditional and self.rates is None:
             raise complaint("got true, must be false without rates", "conditional")
+        lengths = () if self.curve is None or isinstance(self.curve, str) else self.curve
+        for drafts, length in enumerate(lengths, 1):
+            if length > drafts + 1:
+                raise complaint(f"got {length:g}, must be <= {drafts + 1}: {drafts} drafts", f"curve.{drafts - 1}")
         if self.rates and not self.conditional and any(b > a for a, b in pairwise(self.rates)):
             raise complaint("must not rise: each is the probability that all drafts up to there come true", "rates")
         return self
@@ -83,11 +88,13 @@ class Acceptance(Frozen):
         if self.length is not None:
             return [min(1.0, max(0.0, self.length - 1 - at)) for at in range(drafts)]
         lengths = named_curve(self.curve) if isinstance(self.curve, str) else self.curve or ()
-        survival, least = [], 1.0
-        for before, after in pairwise([1.0, *lengths]):
-            least = min(least, max(0.0, after - before))  # a noisy curve falls now and then
-            survival.append(least)
-        return survival
+        steps: list[tuple[float, int]] = []  # (sum, number), pooled until they fall, none < 0
+        for before, after in pairwise([1.0, *lengths[:drafts]]):
+            total, count = after - before, 1
+            while steps and (total < 0 or steps[-1][0] * count < total * steps[-1][1]):
+                total, count = total + steps[-1][0], count + steps.pop()[1]
+            steps.append((total, count))
+        return [total / count for total, count in steps for _ in range(count)]
 
 
 def named_curve(name: str) -> Sequence[float]:
@@ -104,9 +111,9 @@ class Drafter(Frozen):
     """Who drafts, and the time that it takes."""
 
     model: NamedModel | None = None  #: Shape of a draft model; for eagle, of the head. Null: a layer of the target's.
-    fraction: Share | None = (
-        None  #: Kernels of one draft, as a share of the target's step of as many rows; null: by shape.
-    )
+    fraction: Share | None = None
+    """Kernels of one draft, as a share of the target's step of as many rows. Null: by shape; where the cost follows
+    from no shape (constant, fitted, vLLM layer profiles) its share of the target's weights."""
 
 
 class Speculation(Frozen):
@@ -135,8 +142,24 @@ class Speculation(Frozen):
             raise complaint("must be left out with method ngram, which has no model", "drafter")
         return self
 
+    def drafts_with(self, target: ModelShape, *, stored: bool = False) -> ModelShape | None:
+        """Return the shape of the model that drafts for `target`; None for prompt lookup. Without one of its own it is
+        a layer of the target's that sees everything, with experts if there are some, and the target's embedding and
+        output head, which are not `stored` again.
+        """
+        if self.method != "eagle" or self.drafter.model:
+            return self.drafter.model
+        layer = {"layers": 1, "attention": ("full",), "linear": None, "feed_forward": (), "first_dense": 0}
+        layer |= {"vocab": 1} if stored else {}
+        return target.model_copy(update={"name": f"a layer of {target.name}", **layer})
+
     @property
     def rule(self) -> speculation.Speculation:
         """What a scheduler knows of it."""
         by_rows = tuple([(most, drafts) for most, drafts in self.by_rows])
         return speculation.Speculation(self.method, self.k, by_rows)
+
+
+def row_tokens(speculation: Speculation | None) -> int:
+    """Return the query tokens of a decoding row with all its drafts."""
+    return 1 + (speculation.k if speculation else 0)

@@ -47,7 +47,12 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
 
 
 def still(scenario: Scenario) -> bool:
-    """Return whether another seed gives the same requests, as with a trace: then all replicates are one run."""
+    """Return whether another seed gives the same requests, as with a trace, and no acceptance of drafts is drawn: then
+    all replicates are one run.
+    """
+    drafts = [server.speculation for _, server in scenario.pools]
+    if any(each is not None and each.acceptance.path is None for each in drafts):
+        return False
     other = scenario.model_copy(update={"seed": scenario.seed + 1})
     return build(scenario).fingerprint() == build(other).fingerprint()
 

@@ -126,6 +126,19 @@ def test_where_the_seed_changes_nothing_no_confidence_is_claimed(constant: Path,
     assert contrast.status == 0 and "without an interval" in contrast.out, contrast
 
 
+def test_the_best_number_of_drafts(constant: Path, tmp_path: Path) -> None:
+    """Steps cost the same, and each draft 0.3 of one: (1 - 0.7^(k+1)) / 0.3 / (1 + 0.3 k) is 1.31, 1.37 and 1.26 for
+    1, 2 and 4 drafts. All requests are given, but which drafts come true is drawn, so a difference has an interval."""
+    acceptance = "acceptance: {rate: 0.7}, drafter: {fraction: 0.3}"
+    text = CONSTANT.replace("{uniform: {low: 8, high: 16}}", "400")
+    constant.write_text(text + f"speculation: {{method: eagle, k: 1, {acceptance}}}\n")
+    found = tuned(constant, tmp_path / "store", "speculation.k=1..6", goal(most=10))
+    outcome = found.outcome
+    assert [found.settings(at)["speculation.k"] for at in range(3)] == [1, 2, 4]
+    assert outcome.best is not None and found.settings(outcome.best) == {"speculation.k": 2}
+    assert outcome.won and not found.still
+
+
 def test_a_condition_takes_the_best_away(constant: Path, tmp_path: Path) -> None:
     """Whoever waits for a seat breaks a limit on TTFT; of the others the fewest seats are best for nothing but this."""
     found = tuned(

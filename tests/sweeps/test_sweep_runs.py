@@ -18,6 +18,7 @@ from analysis.statistics import sweep_table
 from cbsim.errors import ScenarioError
 from cbsim.metrics import catalogue, checks, coverage
 from cbsim.scenario import documents
+from cbsim.scenario.speculation import CURVES
 from cbsim.stats import pareto, replicated
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
@@ -218,6 +219,21 @@ def test_a_key_names_what_numbers_follow_from(small: Path) -> None:
         trace.write_text(text)
         keys.append(identity.key(load(small, workload)))
     assert len({same, *keys}) == 3
+
+
+def test_a_key_names_how_many_drafts_come_true(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of a named curve, and those of a file."""
+    keys, data = set[str](), small.with_name("data")
+    curves, recorded = data / CURVES, data / "recorded.csv"
+    curves.parent.mkdir(parents=True)
+    monkeypatch.setenv("CBSIM_DATA", str(data))
+    for length, drafts in (("1.8", "1"), ("1.9", "1"), ("1.9", "0")):
+        curves.write_text(f"file,thinking,drafts,acceptance_length\nmtp,on,1,{length}\n")
+        recorded.write_text(f"request,accepted\n0,{drafts}\n")
+        for acceptance in ({"curve": "mtp/on"}, {"path": "recorded.csv"}):
+            speculation = {"method": "ngram", "k": 1, "acceptance": acceptance}
+            keys.add(identity.key(cbsim.load(small, {"scheduler": {"name": "vllm"}, "speculation": speculation})))
+    assert len(keys) == 4
 
 
 def test_a_key_names_a_fleets_routers_and_the_files_of_its_servers(

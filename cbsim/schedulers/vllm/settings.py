@@ -145,8 +145,8 @@ class VllmOptions(VllmSettings):
 
     @property
     def most_in_flight(self) -> int:
-        """The query tokens of all steps that may be in flight."""
-        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+        """The query tokens of all steps that may be in flight, and those that a drafter writes behind them."""
+        return in_flight(self.max_num_batched_tokens, 2 if self.async_scheduling else 1, self.speculation)
 
     @property
     def hands_on(self) -> bool:
@@ -157,6 +157,11 @@ class VllmOptions(VllmSettings):
     def limits(self) -> Limits:
         graphs = self.max_cudagraph_capture_size
         return Limits(self.max_num_seqs, tokens=self.max_num_batched_tokens, longest=self.max_model_len, graphs=graphs)
+
+
+def in_flight(tokens: int, depth: int, speculation: Speculation | None) -> int:
+    """Return the most query tokens of so many steps, and of what a drafter writes behind them."""
+    return tokens * depth + (speculation.ahead if speculation else 0)
 
 
 class Tier(NamedTuple):
@@ -222,8 +227,8 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     blocks = site.blocks(tokens, slots, grouping.block_bytes, size * site.token_bytes if site.state_rule else 0)
     if grouping.groups:
         _check_groups(settings, site, size)
-        in_flight = tokens * site.depth
-        longest = longest_sequence(grouping.groups, in_flight, blocks - 1, settings.max_model_len, site.max_position)
+        most = in_flight(tokens, site.depth, site.speculation)
+        longest = longest_sequence(grouping.groups, most, blocks - 1, settings.max_model_len, site.max_position)
     else:
         longest = settings.max_model_len or min(site.max_position, (blocks - 1) * site.block_size)
     message = f"got {tokens}, must be >= max_model_len ({longest}) without chunked prefill"
@@ -293,12 +298,15 @@ def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
 def _check_speculation(settings: VllmSettings, site: Site) -> None:
     """Raise SettingsError for settings whose rules with speculation are not followed."""
     required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    windows = "" if all(one == FULL for one in site.attention) else " and layers with windows"
+    if windows:  # what vLLM's hashes cover then has not been recorded
+        required["enable_prefix_caching"] = False
     for name, must in required.items():
         value = getattr(settings, name)
         got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
-        require(value == must, name, f"got {got}, must be {bound} with speculation")
-    whole = all(one == FULL for one in site.attention)
-    require(whole, "name", f"got {settings.name}, which does not speculate with layers that see less than everything")
+        require(value == must, name, f"got {got}, must be {bound} with speculation{windows}")
+    known = {one.sight for one in site.attention} <= {Sight.FULL, Sight.SLIDING}
+    require(known, "name", f"got {settings.name}, which does not speculate with layers that have chunks or states")
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
@@ -322,7 +330,8 @@ def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
 def _largest_graph(settings: VllmSettings, site: Site, slots: int, tokens: int) -> int:
     """Return what `VllmConfig._set_cudagraph_sizes` does; 0.28 raised the bound for compute capability 10."""
     raised = settings.version == "0.33" and BLACKWELL.search(site.gpu)
-    return min(2 * slots, 1024 if raised else 512, tokens)
+    width = 1 + site.speculation.k if site.speculation else 1
+    return min(2 * slots * width, 1024 if raised else 512, tokens)
 
 
 def sees_all(groups: Sequence[LayerGroup]) -> bool:
