@@ -15,6 +15,7 @@ from typing import Any
 import simpy
 
 from cbsim.cost.base import Cost
+from cbsim.machine.adaptive import Adaptive
 from cbsim.machine.device import Device
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
@@ -39,6 +40,7 @@ class Machine:
         self.scheduler = scheduler
         self.record = record
         self.acceptance: Acceptance | None = None  # of drafts, with speculation
+        self.adaptive: Adaptive | None = None  # how many of them a step verifies; None: all
         self.on_plan: Callable[[StepPlan], None] | None = None  # called with each plan after its launch
         self.on_applied: Callable[[StepPlan, int], None] | None = None  # called with each plan applied, and when
         self._cost = cost
@@ -114,7 +116,10 @@ class Machine:
         if plan.work.chunks:
             note_admissions(self.record, self.scheduler, plan)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
-        shape, device, now = self._graphs.shape(plan), self._device, self.now_ns
+        ran = plan
+        if self.adaptive is not None:
+            ran = times.ran = self.adaptive.verified(plan)
+        shape, device, now = self._graphs.shape(ran), self._device, self.now_ns
         if shape.eager:
             launch_ns += cost.launch_ns
         if device.cpu_share:
@@ -125,7 +130,7 @@ class Machine:
         times.schedule_end_ns = times.prepare_start_ns = now + schedule_ns
         times.prepare_end_ns = times.launch_start_ns = times.schedule_end_ns + prepare_ns
         self.now_ns = times.launch_end_ns = times.launch_start_ns + launch_ns + shape.capture_ns
-        device.launch(plan, shape, times)
+        device.launch(ran, shape, times)
         if self.on_plan is not None:
             self.on_plan(plan)
         return times
@@ -150,8 +155,9 @@ class Machine:
             self.record.took_over(effect.plan.step, parents)
         if self.acceptance is not None:
             alive = self.scheduler.requests
-            result = StepResult(accepted=self.acceptance.of(effect.plan, alive), moved=moved)
-            self.record.verified(effect.plan, result, alive)
+            ran = times.ran or effect.plan
+            result = StepResult(accepted=self.acceptance.of(effect.plan, ran, alive), moved=moved)
+            self.record.verified(ran, result, alive)
             return Completed(result, cancels)
         if not (ends or cancels or moved or parents):
             return NO_NEWS

@@ -10,10 +10,11 @@ import simpy
 
 from cbsim.cost.base import Cost
 from cbsim.errors import ScenarioError
+from cbsim.machine.adaptive import Adaptive
 from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
-from cbsim.machine.graphs import Bucket, Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
 from cbsim.machine.scaling import Scaled
 from cbsim.machine.separate import Separate
@@ -49,6 +50,11 @@ def machine(
     inbox = Inbox(workload, record, workload.arriving())
     made = Machine(policy, cost, graphs(scenario, policy), device, inbox, record, steps)
     made.acceptance = acceptance(scenario)
+    if (drafts := scenario.speculation) and drafts.adaptive:
+        rates, limits = drafts.acceptance.conditional_rates(drafts.k), policy.limits
+        sizes = vllm_graphs(scenario, limits) if scenario.loop.cuda_graphs.enabled else []
+        most = limits.tokens or policy.pool.num_blocks * policy.pool.block_size
+        made.adaptive = Adaptive(cost, rates, sizes, most, limits.longest or scenario.model.max_position)
     return made
 
 
@@ -68,7 +74,9 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     if not settings.enabled:
         return Graphs(None, 0)
     if scenario.graph_padding == "vllm":
-        return Graphs(_vllm_graphs(scenario, limits), capture_ns)
+        only = settings.vllm_cudagraph_mode == "FULL_DECODE_ONLY"
+        width = row_tokens(scenario.speculation) if only else 0
+        return Graphs(partial(vllm_bucket, vllm_graphs(scenario, limits), width=width), capture_ns)
     if scenario.graph_padding == "cbengine":
         sizes = captured_sizes(limits.slots or limits.rows or CAPTURED[-1])
         return Graphs(partial(engine_bucket, sizes, width=row_tokens(scenario.speculation)), capture_ns)
@@ -79,13 +87,17 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     return Graphs(unpadded, capture_ns)
 
 
-def _vllm_graphs(scenario: Scenario, limits: Limits) -> Callable[[StepPlan], Bucket]:
-    settings, width = scenario.loop.cuda_graphs, row_tokens(scenario.speculation)
-    sizes = multiples(settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST), width)
-    if settings.vllm_cudagraph_mode != "FULL_DECODE_ONLY":
-        return partial(vllm_bucket, sizes)
-    most = limits.slots * width if limits.slots else sizes[-1]  # that the seats can fill
-    return partial(vllm_bucket, [size for size in sizes if size <= most], width=width)
+def vllm_graphs(scenario: Scenario, limits: Limits) -> Sequence[int]:
+    """Return the query tokens of vLLM's graphs. Those of rows with drafts hold whole rows, unless only some drafts are
+    verified.
+    """
+    settings, drafts = scenario.loop.cuda_graphs, scenario.speculation
+    sizes, width = settings.vllm_capture_sizes or vllm_sizes(limits.graphs or VLLM_LARGEST), row_tokens(drafts)
+    if drafts and not drafts.adaptive:
+        sizes = multiples(sizes, width)
+    if settings.vllm_cudagraph_mode == "FULL_DECODE_ONLY" and limits.slots:  # of those sizes that the seats can fill
+        sizes = [size for size in sizes if size <= limits.slots * width]
+    return sizes
 
 
 class Fleet:

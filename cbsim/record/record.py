@@ -33,7 +33,7 @@ STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting
 class StepTimes:
     """The starts and ends of a step's phases and lanes. The driver fills them in while the step is under way."""
 
-    __slots__ = (*STEP_TIMES, "padded_tokens", "update_ns")
+    __slots__ = (*STEP_TIMES, "padded_tokens", "ran", "update_ns")
     schedule_start_ns: int
     schedule_end_ns: int
     prepare_start_ns: int
@@ -53,8 +53,11 @@ class StepTimes:
     padded_tokens: int
     update_ns: int  # CPU time that applying the result will take
 
+    ran: StepPlan | None  # the step as it ran, where it verified fewer drafts than planned
+
     def __init__(self, now_ns: int) -> None:
         self.schedule_start_ns = now_ns
+        self.ran = None
 
 
 class RequestRow(NamedTuple):
@@ -224,7 +227,7 @@ class Record:
                 self.sampled_tokens += true
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
-        work, counts = plan.work, plan.counts
+        work, counts = (times.ran or plan).work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
         sampled, recomputed, cached = decodes, 0, 0

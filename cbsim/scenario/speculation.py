@@ -123,6 +123,9 @@ class Speculation(Frozen):
     k: Annotated[Whole, Field(ge=1, le=MOST_DRAFTS)]  #: Drafts of a row.
     by_rows: Annotated[Many[Pair], AfterValidator(_ascending)] = ()
     """Pairs of most rows of a step and drafts of each, in place of k; the last one also for more rows."""
+    adaptive: bool = False
+    """Verify only as many of a step's drafts as give most tokens a second, by the declared rates and a profile of the
+    cost: vLLM's rule for DSpark, on its main branch."""
     acceptance: Acceptance  #: How many come true.
     drafter: Drafter = Drafter()  #: What a draft costs.
 
@@ -138,6 +141,9 @@ class Speculation(Frozen):
             raise complaint(f"got {accepts.length:g}, must be <= k + 1 ({self.k + 1})", "acceptance.length")
         if self.method == "draft_model" and self.drafter == Drafter():
             raise complaint("needs model or fraction with method draft_model", "drafter")
+        if self.adaptive and (self.method == "ngram" or accepts.path is not None):
+            what = "acceptance.path, whose rates are not known" if accepts.path is not None else "method ngram"
+            raise complaint(f"got true, must be false with {what}", "adaptive")
         if self.method == "ngram" and self.drafter != Drafter():
             raise complaint("must be left out with method ngram, which has no model", "drafter")
         return self

@@ -34,18 +34,16 @@ class Acceptance:
         self._by_drafts: dict[int, Sequence[float]] = {}
         self._verifications: dict[int, int] = {}  # so far, by index of the request
 
-    def of(self, plan: StepPlan, requests: Mapping[RequestSpec, Request]) -> Accepted:
-        """Return how many drafts come true of each row that has some. Drafts that pad an admitted row never do."""
-        return tuple(
-            [
-                (
-                    chunk.spec,
-                    0 if chunk.admitted else self.row(chunk.spec, requests[chunk.spec].seen, chunk.outputs - 1),
-                )
-                for chunk in plan.work.chunks
-                if chunk.outputs > 1 and chunk.spec in requests
-            ]
-        )
+    def of(self, plan: StepPlan, ran: StepPlan, requests: Mapping[RequestSpec, Request]) -> Accepted:
+        """Return how many drafts come true of each row that has some in the plan of a step; of those with which it
+        `ran`, which may be fewer. Drafts that pad an admitted row never do.
+        """
+        accepted = list[tuple[RequestSpec, int]]()
+        for chunk, row in zip(plan.work.chunks, ran.work.chunks, strict=True):
+            if chunk.outputs > 1 and (request := requests.get(chunk.spec)) is not None:
+                drafts = 0 if chunk.admitted else row.outputs - 1
+                accepted.append((chunk.spec, self.row(chunk.spec, request.seen, drafts) if drafts else 0))
+        return tuple(accepted)
 
     def row(self, spec: RequestSpec, position: int, drafts: int) -> int:
         """Return how many of the drafts behind output `position` come true."""
