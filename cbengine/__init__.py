@@ -28,11 +28,13 @@ def run(
     requests: Any = None,
     window_s: tuple[float, float] | None = None,
     weights: str | Path | None = None,
+    draft_weights: str | Path | None = None,
 ) -> Result | Results:
     """Serve a scenario on a device and return what `cbsim.run` does, measured. Nothing is written.
 
     `device` is inline, process, modelled or cuda; by default cuda if there is a GPU, else process. `weights` is a local
-    Hugging Face folder; without it weights are random. `changes`, `requests` and `window_s` are those of `cbsim.run`.
+    Hugging Face folder, `draft_weights` that of a model that drafts; without it weights are random. `changes`,
+    `requests` and `window_s` are those of `cbsim.run`.
     Raises ScenarioError, UsageError.
     """
     from cbengine import build, servers
@@ -44,7 +46,8 @@ def run(
     if chosen not in get_args(build.DeviceName):
         bound = f"expected one of {', '.join(get_args(build.DeviceName))}"
         raise UsageError(f"device: got {chosen!r}, {bound}", field="device", value=chosen, bound=bound)
-    setup = build.Setup(device=chosen, weights=None if weights is None else Path(weights))
+    target, drafter = (None if folder is None else Path(folder) for folder in (weights, draft_weights))
+    setup = build.Setup(device=chosen, weights=target, draft_weights=drafter)
     command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
     ready = build.adapted(scenario_of(scenario, changes), setup, open_ended=requests is not None)
     return running.answer(ready, servers.maker(setup), command, requests, window_s)

@@ -33,7 +33,9 @@ class Sent(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """A device's largest step and most requests. `beams` as in `Header`; each of `groups` has its own block tables."""
+    """A device's largest step and most requests. `beams` as in `Header`; each of `groups` has its own block tables.
+    `drafts` of a row at most, 0 without speculation.
+    """
 
     slots: int
     width: int  # entries of a block table
@@ -41,6 +43,7 @@ class Capacity(NamedTuple):
     tokens: int
     beams: int = 0
     groups: tuple[LayerGroup, ...] = ()
+    drafts: int = 0
 
     @property
     def tables(self) -> int:
@@ -60,7 +63,7 @@ class Capacity(NamedTuple):
     @property
     def _largest(self) -> Header:
         rows = self.sampling
-        return Header(rows, 0, 0, self.tokens, 1, rows, self.updates, random=True, padded=True, beams=self.beams)
+        return Header(rows, 0, 0, self.tokens, 1, rows, self.updates, True, True, self.beams, self.drafts)
 
     @property
     def updates(self) -> int:
@@ -125,7 +128,7 @@ class Batcher:
     def __init__(self, capacity: Capacity, *, padded: bool) -> None:
         self.sequences: dict[RequestSpec, Sequence] = {}
         self._width, self._groups, self._most_updates = capacity.width, capacity.groups, capacity.updates
-        self._scratch_slot = capacity.slots
+        self._scratch_slot, self._drafts = capacity.slots, capacity.drafts
         self._free = list(range(capacity.slots))[::-1]
         self._decoding = DecodingRows(capacity.rows)
         self._padded = padded
@@ -140,20 +143,23 @@ class Batcher:
         live = going + len(singles)
         beams = len(plan.ranked[0]) if plan.ranked else 0
         decodes = bucket(live) if live and not (chunks or beams) else live
-        widths = self._widths(plan, chunks)
+        filling = self._filling(plan, chunks, bucket) if self._drafts else []
+        widths = self._widths(plan, chunks) + filling
         listed = [self.sequences[chunk.spec] for chunk in _sampling(singles, chunks)]
-        draws = bool(self._decoding.temperature[:going].any()) or any(not one.sampling.greedy for one in listed)
         header = Header(
             rows=decodes + len(widths),
             decodes=decodes,
             live=live,
             tokens=decodes + sum(widths),
             longest=max(widths, default=1),
-            further=len(listed) - len(singles),
+            further=len(listed) - len(singles) + len(filling),
             updates=min(len(self._places), self._most_updates),
-            random=draws,
+            random=self._random(going, listed),
             padded=self._padded,
             beams=beams,
+            most_drafts=self._drafts,
+            verified=sum(_drafts(chunks)) + sum(filling) - len(filling),
+            proposed=plan.work.drafts,
         )
         assert not beams or header.sampling == beams * len(plan.ranked), "whoever samples is a text of a search"
         self._write(header, into, singles, chunks, widths)
@@ -169,6 +175,18 @@ class Batcher:
         if self._padded:
             return [chunk.tokens + chunk.padding for chunk in chunks]
         return [chunk.tokens for chunk in chunks] + [c.padding for c in plan.work.chunks if c.padding]
+
+    def _random(self, going: int, listed: list[Sequence]) -> bool:
+        """Whether any of the rows that go on or are listed draws its token."""
+        return bool(self._decoding.temperature[:going].any()) or any(not one.sampling.greedy for one in listed)
+
+    def _filling(self, plan: StepPlan, chunks: list[Chunk], bucket: Callable[[int], int]) -> list[int]:
+        """Return the query tokens of rows that pad a step to a captured size: all of its rows verify as many drafts as
+        a row may have, and get as many.
+        """
+        each = 1 + self._drafts
+        full = plan.work.drafts == self._drafts and all(chunk.tokens == chunk.outputs == each for chunk in chunks)
+        return [each] * (bucket(len(chunks)) - len(chunks)) if chunks and full else []
 
     def _forget(self, plan: StepPlan) -> None:
         """Free the rows and slots that are no longer used, then bring the block tables up to this step."""
@@ -231,8 +249,8 @@ class Batcher:
     def _listed(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk]]:
         """Return the chunks that are decode rows to a device, and the others."""
         listed = plan.work.chunks
-        assert all(chunk.outputs <= 1 for chunk in listed), "a device gives a row one token"
-        if self._padded or not listed:
+        assert all(chunk.outputs <= 1 + self._drafts for chunk in listed), "a row without drafts gives one token"
+        if self._padded or self._drafts or not listed:
             return [], list(listed)
         singles = [chunk for chunk in listed if chunk.tokens == 1 and chunk.outputs]
         return singles, [chunk for chunk in listed if chunk.tokens > 1 or not chunk.outputs]
@@ -247,7 +265,12 @@ class Batcher:
         step.starts[: decodes + 1] = np.arange(decodes + 1)
         step.starts[decodes + 1 :] = decodes + np.cumsum(widths)
         step.tokens[:going], step.tokens[live:decodes] = CARRIED, 0
-        step.sampled[:] = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
+        sampled = [decodes + i for i, chunk in enumerate(chunks) if chunk.outputs]
+        step.sampled[: len(sampled)] = sampled
+        if header.most_drafts:
+            step.sampled[len(sampled) :] = range(len(chunks), header.rows)  # rows that fill a captured size
+            step.verifies[: len(sampled)] = _drafts(chunks)
+            step.verifies[len(sampled) :] = header.most_drafts
         step.places[:], step.blocks[:] = self._places[: header.updates], self._blocks[: header.updates]
         if self._padded:
             step.first[:going], step.first[live:decodes] = decoding.first[:going], 0
@@ -270,11 +293,15 @@ class Batcher:
         step.slots[row], step.kv_tokens[row] = sequence.slot, end + left
         tokens = step.tokens[step.starts[row] : step.starts[row + 1]]
         tokens[:left] = 0
-        sequence.write(chunk.start, tokens[left:])
-        lost = chunk.admitted and tokens[-1] == CARRIED
+        drafts = max(0, chunk.outputs - 1)
+        known = len(tokens) - drafts
+        sequence.write(chunk.start, tokens[left:known])
+        if drafts:  # entries of its slot on the device, of which an admitted row has none but the blank
+            tokens[known:] = CARRIED - 1 - (self._drafts if chunk.admitted else np.arange(drafts))
+        lost = chunk.admitted and tokens[known - 1] == CARRIED
         assert not lost, f"{chunk.spec.id}: its last token was left in another slot"
         if chunk.outputs:
-            sequence.expect(end)
+            sequence.expect(end - drafts)
 
     def _write_draws(self, header: Header, step: Arrays[Ints], going: int, listed: list[Chunk]) -> None:
         """Write each sampling row's settings, and a number by its seed and the token's position. Padding is greedy."""
@@ -287,11 +314,16 @@ class Batcher:
         top_p[:going] = decoding.top_p[:going]
         temperature[live:decodes], top_k[live:decodes], top_p[live:decodes] = 0, 0, 1
         rows = [*range(going, live), *range(decodes, header.sampling)]
-        for row, chunk in zip(rows, listed, strict=True):
+        filling = rows[len(listed) :]
+        temperature[filling], top_k[filling], top_p[filling] = 0, 0, 1
+        for row, chunk in zip(rows, listed, strict=False):
             sequence = self.sequences[chunk.spec]
             seeds[row], positions[row] = sequence.seed, chunk.start + chunk.tokens
             temperature[row], top_k[row], top_p[row] = sequence.sampling.on_device
-        step.uniforms[:] = uniforms(seeds, positions).view(np.int32)
+        if header.most_drafts:  # positions are the device's to know
+            step.seeds[:] = seeds.view(np.int32)
+        else:
+            step.uniforms[:] = uniforms(seeds, positions).view(np.int32)
 
     def _go_on(self, plan: StepPlan) -> None:
         """Add the requests that decode from the next step on to the decode batch."""
@@ -307,6 +339,11 @@ class Batcher:
 def _sampling(singles: list[Chunk], chunks: list[Chunk]) -> list[Chunk]:
     """Return the listed rows that sample, in the order of a step's results."""
     return [*singles, *(chunk for chunk in chunks if chunk.outputs)]
+
+
+def _drafts(chunks: list[Chunk]) -> list[int]:
+    """Return the drafts of those that sample."""
+    return [chunk.outputs - 1 for chunk in chunks if chunk.outputs]
 
 
 class Load(NamedTuple):
@@ -327,10 +364,13 @@ class Load(NamedTuple):
             max((spec.prompt_tokens + spec.max_tokens for spec in specs), default=1),
         )
 
-    def capacity(self, options: Options) -> Capacity:
-        """Return the largest step and block table of a scheduler with these options."""
+    def capacity(self, options: Options, drafts: int = 0) -> Capacity:
+        """Return the largest step and block table of a scheduler with these options, and so many drafts a row: of two
+        rows in flight, and of one that is drafted behind them.
+        """
         limits = options.limits
-        longest = min(self.longest, limits.longest or self.longest)
+        longest = self.longest + 3 * (drafts + 1) * bool(drafts)
+        longest = min(longest, limits.longest or longest)
         slots = max(1, min(self.requests, limits.slots or self.requests))
         rows = min(slots, limits.rows or slots)
         rows *= 1 + limits.filled  # the padding of a row is a row of its own
@@ -339,5 +379,5 @@ class Load(NamedTuple):
             budget, longest = slots * self.prompt, self.prompt + self.answer
         budget = min(budget, rows * longest)  # a row computes no more tokens than its sequence has
         width = min(max(-(-longest // options.block_size) + 2, limits.table or 0), options.num_blocks)
-        sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget)
-        return sizes._replace(tokens=max(budget, sizes.sampling))
+        sizes = Capacity(slots=slots, width=width, rows=rows, tokens=budget, drafts=drafts)
+        return sizes._replace(tokens=max(budget, sizes.sampling * (1 + drafts)))

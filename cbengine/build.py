@@ -14,6 +14,7 @@ from torch import Tensor
 from cbengine.batch import Batcher, Capacity, Load
 from cbengine.device.base import Clock, CpuClock, EngineDevice, Inline, Modelled
 from cbengine.device.cuda import Cuda
+from cbengine.device.drafts import DraftModel, Lookup
 from cbengine.device.executor import Executor
 from cbengine.device.process import Process
 from cbengine.driver import Engine, Hooks
@@ -36,11 +37,13 @@ from cbsim.scenario.fields import shown
 from cbsim.scenario.rows import host_memory
 from cbsim.scenario.scenario import Scenario, depth, longest_text, loops
 from cbsim.scenario.shapes import ModelShape, activation_bytes
+from cbsim.scenario.speculation import Acceptance, Speculation
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 DeviceName = Literal["inline", "process", "modelled", "cuda"]
 UNKNOWN = 0.05  # share of a GPU's memory left free for what nobody has counted: libraries, graphs, fragments
+ACCEPTED = "accepted.csv"  # in a run directory: the drafts that came true, as speculation.acceptance.path has them
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -50,6 +53,7 @@ class Setup:
 
     device: DeviceName
     weights: Path | None = None
+    draft_weights: Path | None = None  # of the model that drafts
     sampling: Sampling = field(default_factory=Sampling)
     requests: SamplingSettings = field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
@@ -77,8 +81,8 @@ def device_name(setup: Setup) -> str:
 
 def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Scenario:
     """Return the scenario as this device runs it, for the record to state: the shape of the weights, float32 on a CPU,
-    on a GPU a cache that fits its memory, and which steps are CUDA graphs. `open_ended`: requests come that are not in
-    its workload. Raises ScenarioError, UsageError.
+    on a GPU a cache that fits its memory, and which steps are CUDA graphs; the acceptance of drafts that will be
+    measured. `open_ended`: requests come that are not in its workload. Raises ScenarioError, UsageError.
     """
     shape = scenario.model
     if setup.weights is not None:
@@ -86,11 +90,46 @@ def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Sc
     if setup.device in ("inline", "process"):
         shape = shape.model_copy(update={"dtype": "float32"})
     ready = scenario.model_copy(update={"model": shape})
+    if setup.draft_weights is not None and (ready.speculation is None or ready.speculation.method != "draft_model"):
+        raise UsageError("--draft-weights: needs speculation.method draft_model")
+    if ready.speculation is not None:
+        ready = ready.model_copy(update={"speculation": _measuring(ready.speculation, shape, setup)})
     if setup.device == "modelled":
         return ready
     check_model(shape)
     check_setup(ready, setup)
     return _with_graphs(_fitted(ready, setup, open_ended=open_ended) if setup.device == "cuda" else ready, setup)
+
+
+def _measuring(drafts: Speculation, target: ModelShape, setup: Setup) -> Speculation:
+    """Return a speculation that names the acceptance to be measured, with the drafter that runs. Raises UsageError,
+    ScenarioError.
+    """
+    if setup.device == "modelled":
+        raise UsageError("--device modelled: got a scenario with speculation, and computes no tokens to verify by")
+    if drafts.method == "eagle":
+        bound = "must be ngram or draft_model: the engine reads no weights of such heads"
+        raise UsageError(f"speculation.method: got eagle, {bound}")
+    update: dict[str, Any] = {"acceptance": Acceptance(path=ACCEPTED)}
+    if drafts.method == "draft_model":
+        shape = shape_of(setup.draft_weights) if setup.draft_weights is not None else drafts.drafter.model
+        if shape is None:
+            raise UsageError("speculation.drafter.model: got null, must be the shape of the model that drafts")
+        if setup.draft_weights is None:  # random weights have the vocabulary of the target, whatever that became
+            shape = shape.model_copy(update={"vocab": target.vocab})
+        if shape.vocab != target.vocab:
+            raise UsageError(
+                f"{setup.draft_weights}: vocab: got {shape.vocab:,}, must be the target's, {target.vocab:,}"
+            )
+        if not shape.sees_all:
+            raise UsageError("speculation.drafter.model.attention: must be full, since all layers have the same tables")
+        try:
+            check_model(shape)
+        except (ScenarioError, UsageError) as error:
+            raise UsageError(f"speculation.drafter.{error}") from None
+        shape = shape.model_copy(update={"dtype": target.dtype})
+        update["drafter"] = drafts.drafter.model_copy(update={"model": shape})
+    return drafts.model_copy(update=update)
 
 
 UNCOMPUTED = (
@@ -192,13 +231,17 @@ def _fitted(scenario: Scenario, setup: Setup, *, open_ended: bool) -> Scenario:
     plan = executor_plan(scenario, loop, [] if load else generators.build(scenario).specs(), setup, load)
     sizes = plan.capacity._replace(groups=groups)
     beside = step_bytes(scenario.model, replace(plan, capacity=sizes), depth(loop))
-    room = int(free - UNKNOWN * total) - scenario.model.weight_bytes - beside
-    layers = kvcache.pages_of(scenario.model, groups)
-    fitting = room * scenario.model.layers // (options.block_size * scenario.model.kv_bytes_per_token * layers)
+    weights_bytes = scenario.model.weight_bytes
+    token_bytes = scenario.model.kv_bytes_per_token * kvcache.pages_of(scenario.model, groups) // scenario.model.layers
+    if plan.drafter:
+        weights_bytes += plan.drafter.architecture.weight_bytes
+        token_bytes += plan.drafter.architecture.kv_bytes_per_token
+    room = int(free - UNKNOWN * total) - weights_bytes - beside
+    fitting = room // (options.block_size * token_bytes)
     if fitting >= options.num_blocks:
         return scenario
     if fitting < 2:
-        taken = f"{scenario.model.weight_bytes / 1e9:.1f} GB of weights and {beside / 1e9:.1f} GB for steps of"
+        taken = f"{weights_bytes / 1e9:.1f} GB of weights and {beside / 1e9:.1f} GB for steps of"
         taken = f"{taken} {sizes.tokens:,} query tokens in {sizes.rows:,} rows leave no room for a cache"
         lower = "lower limits of the scheduler, or model.max_position, make room"
         raise DeviceMemoryError(f"--device cuda: {taken} in {free / 1e9:.1f} GB: {lower}")
@@ -213,7 +256,9 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
-    """An executor's ingredients, for a worker, too. `random`: some request draws. `host_blocks`: of a host tier."""
+    """An executor's ingredients, for a worker, too. `random`: some request draws. `host_blocks`: of a host tier.
+    `drafter` is a model that drafts; without it a capacity for drafts is one for prompt lookup.
+    """
 
     architecture: Architecture
     weights: Path | None
@@ -226,6 +271,7 @@ class ExecutorPlan:
     capacity: Capacity
     random: bool
     host_blocks: int = 0
+    drafter: ExecutorPlan | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under their Hugging Face names. Raises WeightsError."""
@@ -237,24 +283,31 @@ class ExecutorPlan:
     def check(self) -> None:
         """Raise the errors of building the executor that a user can cause, before any memory is allocated."""
         _check_memory(self)
-        if self.weights is not None:
-            weights.load(self.weights, DTYPES[self.dtype], torch.device("meta"))
+        for plan in (self, self.drafter):
+            if plan is not None and plan.weights is not None:
+                weights.load(plan.weights, DTYPES[plan.dtype], torch.device("meta"))
 
     def __call__(self) -> Executor:
         """Load or draw the weights and allocate the cache. Raises WeightsError, DeviceMemoryError."""
         _check_memory(self)
+        model, cache = self._model()
+        host, drafter = None, None
+        if self.host_blocks:
+            assert not self.capacity.groups, "a host tier has blocks of all layers"
+            pinned, dtype = self.device != "cpu", DTYPES[self.dtype]
+            host = host_tier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
+        if self.capacity.drafts:
+            drafter = DraftModel(*self.drafter._model()) if self.drafter else Lookup(cache)
+        return Executor(model, cache, self.capacity, host, drafter)
+
+    def _model(self) -> tuple[Model, KvCache]:
         dtype, device = DTYPES[self.dtype], torch.device(self.device)
         try:
             model = Model(self.architecture, self.tensors(), ops(self.device), positions=self.positions)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
-        groups, host = self.capacity.groups, None
-        cache = KvCache(self.architecture, self.num_blocks, self.block_size, dtype, device, groups)
-        if self.host_blocks:
-            assert not groups, "a host tier has blocks of all layers"
-            pinned = self.device != "cpu"
-            host = host_tier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
-        return Executor(model, cache, self.capacity, host)
+        sizes = self.num_blocks, self.block_size
+        return model, KvCache(self.architecture, *sizes, dtype, device, self.capacity.groups)
 
 
 def step_bytes(model: ModelShape, plan: ExecutorPlan, steps: int) -> int:
@@ -264,12 +317,13 @@ def step_bytes(model: ModelShape, plan: ExecutorPlan, steps: int) -> int:
     sizes, queries = plan.capacity, model.heads * model.head_dim * model.dtype_bytes
 
     def tensors(tokens: int, rows: int) -> int:
+        rows *= 1 + sizes.drafts
         logits = rows * (4 + model.dtype_bytes) + min(rows, SLICE) * DRAWN_BYTES * plan.random
         return activation_bytes(model, tokens, 0) + tokens * queries + logits * model.vocab
 
     tables = (sizes.slots + 1) * sizes.tables * sizes.width + steps * (sizes.staging + sizes.results)
     captured = min(sizes.sampling, CAPTURED[-1])
-    largest = tensors(sizes.tokens, sizes.rows) + tensors(captured, captured)
+    largest = tensors(sizes.tokens, sizes.rows) + tensors(captured * (1 + sizes.drafts), captured)
     return 4 * (tables + plan.positions * model.head_dim) + largest
 
 
@@ -301,14 +355,17 @@ def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
     """Return the bytes of model, cache and tables. Raises DeviceMemoryError if they are not free."""
     dtype, sizes = DTYPES[plan.dtype], plan.capacity
     blocks = KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups)
+    drafting = _needed_on_cpu(plan.drafter, free) if plan.drafter else 0
     needed = {
         "model": 2 * dtype.itemsize * plan.architecture.parameters,  # twice: parts and joined matrices coexist
         "kv_cache.num_blocks": blocks,
+        "speculation.drafter": drafting,
         "workload": 4 * (sizes.slots * sizes.tables * sizes.width + 2 * sizes.staging),
     }
     if sum(needed.values()) > free:
-        model, cache, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
+        model, cache, other, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
         taken = f"the weights of {plan.architecture.name} take up to {model}, {plan.num_blocks:,} blocks {cache} and"
+        taken = f"{taken} a drafter {other} and" if drafting else taken
         taken = f"{taken} tables and steps of {sizes.slots:,} requests {tables}"
         largest = max(needed, key=needed.__getitem__)
         raise DeviceMemoryError(f"{largest}: {taken}, the host has {free / 1e9:,.2f} GB free")
@@ -320,14 +377,15 @@ def executor_plan(
 ) -> ExecutorPlan:
     """Return the plan for these requests, or a load that may draw. Raises ScenarioError for too long prompts."""
     options = scenario.options(loop)
-    sizes = (load or Load.of(specs)).capacity(options)._replace(beams=beams(scenario))
+    drafts = scenario.speculation
+    sizes = (load or Load.of(specs)).capacity(options, drafts.k if drafts else 0)._replace(beams=beams(scenario))
     architecture = architecture_of(scenario, setup)
     prompts = [spec.prompt_tokens for spec in specs]
     longest = max((tokens for tokens in prompts if tokens < (options.limits.longest or math.inf)), default=0)
     if longest >= architecture.max_position:
         bound = f"must be > {longest}, the longest prompt's tokens"
         raise ScenarioError(f"model.max_position: got {architecture.max_position}, {bound}")
-    return ExecutorPlan(
+    plan = ExecutorPlan(
         architecture=architecture,
         weights=setup.weights,
         seed=scenario.seed,
@@ -339,6 +397,13 @@ def executor_plan(
         capacity=sizes,
         random=load is not None or not all(setup.sampling_of(spec).greedy for spec in specs),
     )
+    return plan if drafts is None or drafts.method == "ngram" else _with_drafter(plan, drafts, setup.draft_weights)
+
+
+def _with_drafter(plan: ExecutorPlan, drafts: Speculation, folder: Path | None) -> ExecutorPlan:
+    assert drafts.drafter.model is not None
+    drafter = weights.architecture(folder) if folder else Architecture(**dict(drafts.drafter.model))
+    return replace(plan, drafter=replace(plan, architecture=drafter, weights=folder))
 
 
 def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, clock: Clock) -> EngineDevice:

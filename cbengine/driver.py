@@ -6,6 +6,7 @@ later one. Only waiting for arrivals belongs to none.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from cbengine.batch import Batcher, Sent
 from cbengine.device.base import Clock, EngineDevice
+from cbengine.device.drafts import BLANK
 from cbengine.device.layout import Ints, Ranked
 from cbengine.sequence import Prompts, Sequence
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
@@ -72,6 +74,7 @@ class Engine:
         self._inbox = Inbox(client, self.record)
         self._inbox.news = self._feed
         self._injected, self._clock = injected, clock
+        self.accepted = array("q")  # of each verification: the request's index, and how many drafts came true
         self._failed: list[RequestSpec] = []
         self._moving: dict[tuple[int, int], Transfer] = {}  # (step, index in its plan) -> a transfer under way
         self._start_ns = self._cpu_ns = 0
@@ -210,18 +213,27 @@ class Engine:
         times.compute_start_ns, times.compute_end_ns = lanes.compute_start_ns - start, lanes.compute_end_ns - start
         times.d2h_start_ns, times.d2h_end_ns = lanes.d2h_start_ns - start, lanes.d2h_end_ns - start
         plan = effect.plan
+        if ticket.sent.header.most_drafts:
+            result = self._verify(ticket.sent, plan, results, moved)
+            self.record.verified(plan, result, self.scheduler.requests)
+            return Completed(result, self._cancels(effect))
         parents = self._rank(plan, results) if plan.ranked else ()
         stopped = [] if plan.ranked else self._deliver(ticket.sent, results.tolist())
         stopped += [s for s in plan.changes.ends if s.output_tokens < s.max_tokens and s not in stopped]
+        cancels = self._cancels(effect)
+        if not (stopped or moved or parents):
+            return Completed(NOTHING_STOPPED, cancels)
+        return Completed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
+
+    def _cancels(self, effect: Await) -> list[RequestSpec]:
+        """Return what was cancelled until now, if the scheduler takes it between a result and its application."""
         cancels: list[RequestSpec] = []
         if effect.cancels:
             self.record.polls += 1
             if self._feed:
                 self._feed(self._inbox)
             cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
-        if not (stopped or moved or parents):
-            return Completed(NOTHING_STOPPED, cancels)
-        return Completed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
+        return cancels
 
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """Return the jobs that have ended, each once. A step without rows waits for one of them, or for a request."""
@@ -254,6 +266,43 @@ class Engine:
             if self._on_token:
                 self._on_token(sequence.spec, token)
         return stopped
+
+    def _verify(self, sent: Sent, plan: StepPlan, results: Ints, moved: tuple[int, ...]) -> StepResult:
+        """Append the tokens of rows that may have verified drafts, up to a stop token or the declared end. What lies
+        behind a stop token has not come true.
+        """
+        each = sent.header.most_drafts + 1
+        rows, proposed = np.split(results, [sent.header.sampling * each])
+        stopped = list[RequestSpec]()
+        accepted, drafted = list[tuple[RequestSpec, int]](), list[tuple[RequestSpec, int]]()
+        chunks = [chunk for chunk in plan.work.chunks if chunk.outputs]
+        for chunk, row, drafts in zip(chunks, rows.reshape(-1, each).tolist(), proposed.tolist(), strict=False):
+            spec, request = chunk.spec, self.scheduler.requests.get(chunk.spec)
+            if request is None:
+                continue
+            tokens = [token for token in row if token != BLANK]
+            true, stop = len(tokens) - 1, self._append(self.sequences[spec], tokens[: request.last - request.seen])
+            if stop is not None:
+                stopped.append(spec)
+                true = stop
+            accepted += [(spec, true)] * (chunk.outputs > 1)
+            drafted += [(spec, drafts)] * (drafts != plan.work.drafts)
+            if chunk.tokens == chunk.outputs and chunk.start >= spec.prompt_tokens and not chunk.admitted:
+                self.accepted.extend((spec.index, true))
+        return StepResult(tuple(stopped), moved=moved, accepted=tuple(accepted), drafted=tuple(drafted))
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> int | None:
+        """Append the tokens of a row that may have verified drafts; return the index of a stop token among them."""
+        for at, token in enumerate(tokens if not sequence.over else ()):
+            if token < 0:
+                self._fail([sequence])
+                return None
+            sequence.outputs.append(token)
+            if self._on_token:
+                self._on_token(sequence.spec, token)
+            if token in sequence.stops and sequence.stopped:
+                return at
+        return None
 
     def _rank(self, plan: StepPlan, results: Ints) -> Parents:
         """Continue the beams of searches as they were ranked. Returns (beam, its parent) where these differ."""

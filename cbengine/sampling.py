@@ -28,6 +28,7 @@ from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import near, shown
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+SHIFTS, FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
 LEAST_TEMPERATURE, MOST_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 SLICE = 128  # rows whose tokens are drawn at a time, which bounds the memory: sorted copies, weights, their sums
@@ -129,6 +130,27 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
     return (_hash(seeds, positions) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
+def uniforms_on_device(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return what `uniforms` does, of int64 tensors: their products wrap, their right shifts have to be masked."""
+    return (
+        _shifted(_mixed_on_device(_mixed_on_device(seeds) + (positions + 1) * _signed(GOLDEN)), 40)
+    ).float() * 2**-24
+
+
+def _mixed_on_device(z: Tensor) -> Tensor:
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    return z ^ _shifted(z, SHIFTS[-1])
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 63 << 64)
+
+
 def request_seed(seed: int, index: int) -> int:
     """Return the seed of a run's request: 64 bits."""
     return int(_hash(np.array([seed & MASK], dtype=np.uint64), np.array([index]))[0])
@@ -142,9 +164,9 @@ def _hash(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt
 
 def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply SplitMix64's finaliser. Products of arrays wrap at 64 bits without a warning."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return z ^ (z >> np.uint64(SHIFTS[-1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cbengine.build import Setup
+from cbengine.build import ACCEPTED, Setup
 from cbengine.build import engine as built
 from cbengine.device import gpu
 from cbengine.device.base import EngineDevice
@@ -38,12 +38,14 @@ class Measured:
     ) -> None:
         self.engine, self.record = engine, engine.record
         self._device, self._setup, self._profile = device, setup, profile
-        self._on_gpu = setup.device == "cuda"
+        self._on_gpu, self._speculates = setup.device == "cuda", scenario.speculation is not None
+        drafts_by_model = scenario.speculation is not None and scenario.speculation.method == "draft_model"
         self.facts: dict[str, Any] = {
             **device.facts,
             **({"gpu_before": gpu.state()} if self._on_gpu else {}),
             "engine": "cbengine",
-            "weights": str(setup.weights) if setup.weights else "random",
+            "weights": str(setup.weights or "random"),
+            **({"draft_weights": str(setup.draft_weights or "random")} if drafts_by_model else {}),
             "dtype": scenario.model.dtype,
             **facts,
         }
@@ -79,7 +81,11 @@ class Measured:
             print(self._profile.verdict(), file=sys.stderr)
 
     def files(self) -> Mapping[str, bytes]:
-        files = self._profile.files() if self._profile else {}
+        files = dict(self._profile.files()) if self._profile else {}
+        if self._speculates:
+            pairs = zip(self.engine.accepted[::2], self.engine.accepted[1::2], strict=True)
+            lines = "".join(f"{request},{accepted}\n" for request, accepted in pairs)
+            files[ACCEPTED] = f"request,accepted\n{lines}".encode()
         if self._setup.saves_tokens:
             texts = sorted(self.engine.sequences.values(), key=lambda text: text.spec.index)
             table = {

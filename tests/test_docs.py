@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import shlex
+from array import array
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -215,6 +216,7 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
     moved = {"kv_moves": optional_tables.summarise_transfers(TransferLog(), 1.0)}  # of runs that move KV
     moved["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
+    moved["speculation"] = optional_tables.summarise_drafts(array("q", (0, 0, 2, 1, 2)))  # of runs with drafts
     names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("scaling.")]
     moved["scaling"] = dict.fromkeys(names, 1.0)  # of fleets whose servers come and go, as is the status `retried`
     given = {"requests_by_status.retried": 0} | dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
@@ -276,7 +278,7 @@ def test_units_are_those_that_the_page_explains() -> None:
 def test_the_files_of_a_run_are_documented(runs: list[Path], measured: Path) -> None:
     """Of both runs together: the picture of both loops lies in the second directory."""
     given = {str(file.relative_to(run)) for run in [*runs, measured] for file in run.rglob("*") if file.is_file()}
-    given |= {"INCOMPLETE", "workload.FIELD.gz", optional_tables.TRANSFERS, optional_tables.PARENTS}
+    given |= {"INCOMPLETE", "workload.FIELD.gz", "accepted.csv", *optional_tables.TABLES}
     assert sorted(listed("Files", DIRECTORY)) == sorted(given)
 
 

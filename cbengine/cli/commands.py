@@ -50,7 +50,8 @@ def serve(arguments: argparse.Namespace) -> int:
     from cbengine.serving import backend
 
     device = arguments.device or build.default_device()
-    setup = Setup(device=device, weights=arguments.model, sampling=Sampling(temperature=1.0))
+    folders = {"weights": arguments.model, "draft_weights": arguments.draft_weights}
+    setup = Setup(device=device, **folders, sampling=Sampling(temperature=1.0))
     line = arguments.line if arguments.device else f"{arguments.line} --device {device}"
     names = (arguments.served_model_name, arguments.tokenizer)
     scenario = with_one_loop(scenarios.load(arguments.scenario, arguments.set))
@@ -127,4 +128,5 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         injected=tuple(arguments.inject),
         saves_tokens=arguments.save_tokens,
         spin=arguments.wait == "spin",
+        draft_weights=arguments.draft_weights,
     )

@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_verb("cbengine", command_line(), VERBS, argv)
 
 
+DRAFTS = "a local Hugging Face folder of the model that drafts (random weights of speculation.drafter.model)"
+
+
 def command_line() -> Parser:
     """Return the parser with all commands."""
     about = "Run continuous batching for real, with the simulator's own policies."
@@ -48,6 +51,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--wait", choices=("block", "spin"), default="block", help=about)
     about = "let the end tokens of --weights end a request early"
     replay.add_argument("--stop-at-end-tokens", action="store_true", help=about)
+    replay.add_argument("--draft-weights", type=a_path, metavar="DIR", help=DRAFTS)
     about = "GPU only: profile N steps with torch: their kernels go to kernels.csv, their GPU-active beside ours"
     replay.add_argument("--profile", type=COUNT, default=0, metavar="N", help=about)
 
@@ -58,6 +62,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     _device_argument(serve, "inline", "process", "cuda")
     about = "a local Hugging Face folder, as --weights of replay, and its tokenizer (random weights, and our tokenizer)"
     serve.add_argument("--model", type=a_path, metavar="DIR", help=about)
+    serve.add_argument("--draft-weights", type=a_path, metavar="DIR", help=DRAFTS)
 
 
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:

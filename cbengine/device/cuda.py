@@ -81,7 +81,8 @@ class Cuda(EngineDevice):
         """Capture every graph that the run may need, and run every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
-        self._sizes = captured_sizes(capacity.rows) if graphs else []
+        drafts = capacity.drafts
+        self._sizes = captured_sizes(capacity.rows) if graphs and drafts < executor.reach else []
         self._graphs: dict[tuple[int, bool], Graph] = {}  # by rows, and whether some draw
         self._capture_s = 0.0  # seconds to capture one graph, the kernels' compilation included
         self.staging: list[Ints] = []
@@ -159,8 +160,7 @@ class Cuda(EngineDevice):
     def _enqueue(self, slot: int, header: Header, marks: Marks, plan: StepPlan, excess: Ints | None) -> None:
         inbound, outbound, size = self._inbound[slot], self._outbound[slot][: header.results], header.size
         transfers = bool(plan.transfers or plan.awaited)
-        plain = header.decodes == header.rows and not (header.padded or header.beams)
-        graph = self._graphs.get((header.rows, header.random)) if plain else None
+        graph = self._graphs.get((header.rows, header.random)) if header.plain else None
         step = arrays(inbound, header) if graph is None or header.updates else None
         with torch.cuda.stream(self._h2d):
             marks.h2d_start.record(self._h2d)
@@ -232,7 +232,10 @@ class Cuda(EngineDevice):
             self.wait(0)
 
     def _capture(self, rows: int, pool: Any, *, random: bool) -> Graph:
-        header, values = scratch_step([], self._capacity.slots, decodes=rows, random=random)
+        drafts = self._capacity.drafts
+        counts = [1 + drafts] * rows if drafts else []
+        decodes = 0 if drafts else rows
+        header, values = scratch_step(counts, self._capacity.slots, decodes=decodes, random=random, drafts=drafts)
         with torch.cuda.stream(self._compute):
             inputs = torch.from_numpy(values).to(self._executor.device)
         step = arrays(inputs, header)
@@ -483,7 +486,7 @@ def warm_ups(capacity: Capacity, reach: int, *, graphs: bool, random: bool) -> I
     no row more than the `reach` of a slot.
     """
     most, beams, tokens = capacity.rows, capacity.beams, 64  # tokens of the least warm-up that mixes prefill and decode
-    step = partial(scratch_step, slot=capacity.slots, random=random)
+    step = partial(scratch_step, slot=capacity.slots, random=random, drafts=capacity.drafts)
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})  # doubling the rows halves the splits of each
     for rows in sizes:
         if 0 < beams <= rows:
@@ -507,10 +510,22 @@ def spread(tokens: int, rows: int, reach: int) -> list[int]:
 
 
 def scratch_step(
-    chunks: list[int], slot: int, *, random: bool, decodes: int = 0, padded: bool = False, beams: int = 0
+    chunks: list[int],
+    slot: int,
+    *,
+    random: bool,
+    decodes: int = 0,
+    padded: bool = False,
+    beams: int = 0,
+    drafts: int = 0,
 ) -> tuple[Header, Ints]:
-    """Return a step on the scratch slot: decode rows, then the first chunks of sequences. Every row samples."""
+    """Return a step on the scratch slot: decode rows, then the first chunks of sequences. Every row samples. With
+    `drafts` there are no decode rows: each row verifies so many, or all its tokens but one.
+    """
+    if drafts:
+        chunks, decodes = [1] * decodes + chunks, 0
     counts = [1] * decodes + chunks
+    verifies = [min(drafts, count - 1) for count in counts]
     header = Header(
         rows=len(counts),
         decodes=decodes,
@@ -522,10 +537,14 @@ def scratch_step(
         random=random,
         padded=padded,
         beams=beams,
+        most_drafts=drafts,
+        verified=sum(verifies),
+        proposed=drafts,
     )
     values: Ints = np.zeros(header.size, dtype=np.int32)
     step = arrays(values, header)
     step.slots[:], step.kv_tokens[:] = slot, counts
     step.starts[:] = [0, *accumulate(counts)]
     step.sampled[:] = range(decodes, header.rows)
+    step.verifies[:] = verifies if drafts else []
     return header, values

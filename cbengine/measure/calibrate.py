@@ -57,6 +57,8 @@ def calibrate(
     base: Scenario, setup: Setup, progress: Callable[[str], None], *, reach: Reach, quick: bool
 ) -> Calibration:
     """Probe and fit, up to `reach`. Raises UsageError."""
+    if base.speculation is not None:
+        raise UsageError("speculation: must be null: the probes of calibrate verify no drafts")
     for option, tokens in (("--longest", reach.longest), ("--tokens", reach.tokens)):
         if tokens < probes.SHORTEST:
             raise UsageError(f"{option}: got {tokens}, must be >= {probes.SHORTEST}: shorter steps all cost the same")

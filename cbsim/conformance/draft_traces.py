@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cbsim.conformance.reader import Line
+from cbsim.policy.kind import Speculation
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.speculation import Speculation
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 
 BY_ROWS = "num_speculative_tokens_per_batch_size"

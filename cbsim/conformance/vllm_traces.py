@@ -276,17 +276,8 @@ class VllmReplay(Replay):
 
     def _applied(self, effect: Applied) -> None:
         self._cancelled()
-        finished = [spec.id for spec, _ in effect.outcome.finished]
-        got = [
-            row.spec
-            for row in self._rows.pop(effect.plan.step)
-            if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
-            if (effect.plan.step, row.spec) not in self._dropped
-        ]
-        count = self._drafts.took if self._drafts else {}
-        tokens: list[Any] = [s.id for s in got]
-        if self._format == 2:
-            tokens = [[s.id, count.get(s, 1)] for s in got]
+        finished, got = [spec.id for spec, _ in effect.outcome.finished], self._tokens(effect.plan.step)
+        tokens: list[Any] = [[s.id, count] if self._format == 2 else s.id for s, count in got.items()]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
         if self._offload:
@@ -296,13 +287,23 @@ class VllmReplay(Replay):
         if self._groups:
             line["cached"] = self._groups.cached()
         self._now += self._timing["update_us"]
-        for spec in got:
-            self._reports.token(spec, self._now, count.get(spec, 1))
+        for spec, count in got.items():
+            self._reports.token(spec, self._now, count)
         for spec, _ in effect.outcome.finished:
             del self._alive[spec]
         self._written.append(line)
         if self._drafts and (proposed := self._drafts.proposed(effect.plan)):
             self._written.append(proposed)
+
+    def _tokens(self, step: int) -> dict[RequestSpec, int]:
+        """Return how many tokens each live request got from a step."""
+        count = self._drafts.took if self._drafts else {}
+        return {
+            row.spec: count.get(row.spec, 1)
+            for row in self._rows.pop(step)
+            if row.spec in self._alive and (row.chunk is None or row.chunk.outputs)
+            if (step, row.spec) not in self._dropped
+        }
 
 
 class GroupLines:

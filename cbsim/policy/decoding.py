@@ -362,13 +362,14 @@ class Decoding:
         members.applied()
         if self.pool.groups:
             self.pool.completed(step)
-        if not (notes or late or result.stopped or result.delivered or result.accepted):
+        yields = result.delivered + result.accepted
+        if not (notes or late or result.stopped or yields):
             return []
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         completions = in_order(notes or ([], [], []), late, stopped)
-        if result.delivered or result.accepted:
+        if yields:
             listed = {completion.request.spec for completion in completions}
-            assert listed.issuperset([spec for spec, _ in result.delivered + result.accepted]), "members yield one"
+            assert listed.issuperset([spec for spec, _ in yields]), "members yield one"
         return completions
 
     def _apply(self, completion: Completion, stopped: list[Request]) -> bool:

@@ -16,10 +16,10 @@ from cbsim.errors import ScenarioError
 from cbsim.policy.groups import Attention, Sight
 from cbsim.policy.loop import Limits, Scheduler
 from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
-from cbsim.policy.speculation import Method, Speculation
 
 CHECK_POLICY = "CBSIM_CHECK_POLICY"  # set to 1: everything of a user's own scheduler is checked in every step
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
+Method = Literal["ngram", "eagle", "draft_model"]
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), Below(1)]
@@ -58,6 +58,40 @@ class Options(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def limits(self) -> Limits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Each row that samples brings `k` draft tokens, or by the rows of a step: `by_rows` has pairs of (most rows,
+    drafts) in ascending order, the last of them also for more rows. `eagle` stands for all heads on the target's
+    states, such as MTP modules. A runner that `skips` drafts does not propose those that no row would verify.
+    """
+
+    method: Method
+    k: int
+    by_rows: Sequence[tuple[int, int]] = ()
+    skips: bool = True
+
+    def drafts(self, rows: int) -> int:
+        """Return the drafts that a step of so many rows proposes for each."""
+        if not self.by_rows:
+            return self.k
+        return next((drafts for most, drafts in self.by_rows if rows <= most), self.by_rows[-1][1])
+
+    @property
+    def ahead(self) -> int:
+        """The tokens behind a row for which it takes room in the cache, since a drafter will write them."""
+        return 0 if self.method == "ngram" else self.k
+
+    @property
+    def slots(self) -> int:
+        """The tokens of a step's budget that a row takes beside its own."""
+        return int(self.method == "draft_model")
+
+    @property
+    def hashed_ahead(self) -> int:
+        """The tokens behind a block that its content covers: a head reads the next token with each state."""
+        return int(self.method == "eagle")
 
 
 class Model(Protocol):

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
-from cbsim.policy.speculation import Speculation
+from cbsim.policy.kind import Speculation
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cbsim.policy import speculation
+from cbsim.policy import kind
 from cbsim.scenario import catalog, rows
 from cbsim.scenario.fields import DataPath, Frozen, Many, Real, Text, Whole, complaint
 from cbsim.scenario.shapes import ModelShape, NamedModel
@@ -119,7 +119,7 @@ class Drafter(Frozen):
 class Speculation(Frozen):
     """Drafts that a step verifies beside the tokens that are due."""
 
-    method: speculation.Method  #: Who drafts: prompt lookup, a head on the target's states (EAGLE, MTP), or a model.
+    method: kind.Method  #: Who drafts: prompt lookup, a head on the target's states (EAGLE, MTP), or a model.
     k: Annotated[Whole, Field(ge=1, le=MOST_DRAFTS)]  #: Drafts of a row.
     by_rows: Annotated[Many[Pair], AfterValidator(_ascending)] = ()
     """Pairs of most rows of a step and drafts of each, in place of k; the last one also for more rows."""
@@ -139,10 +139,15 @@ class Speculation(Frozen):
             raise complaint(f"got {len(accepts.rates)} rates, must be <= k ({self.k})", "acceptance.rates")
         if accepts.length is not None and accepts.length > self.k + 1:
             raise complaint(f"got {accepts.length:g}, must be <= k + 1 ({self.k + 1})", "acceptance.length")
+        return self
+
+    @model_validator(mode="after")
+    def _method_has_its_parts(self) -> Self:
         if self.method == "draft_model" and self.drafter == Drafter():
             raise complaint("needs model or fraction with method draft_model", "drafter")
-        if self.adaptive and (self.method == "ngram" or accepts.path is not None):
-            what = "acceptance.path, whose rates are not known" if accepts.path is not None else "method ngram"
+        recorded = self.acceptance.path is not None
+        if self.adaptive and (self.method == "ngram" or recorded):
+            what = "acceptance.path, whose rates are not known" if recorded else "method ngram"
             raise complaint(f"got true, must be false with {what}", "adaptive")
         if self.method == "ngram" and self.drafter != Drafter():
             raise complaint("must be left out with method ngram, which has no model", "drafter")
@@ -160,10 +165,10 @@ class Speculation(Frozen):
         return target.model_copy(update={"name": f"a layer of {target.name}", **layer})
 
     @property
-    def rule(self) -> speculation.Speculation:
+    def rule(self) -> kind.Speculation:
         """What a scheduler knows of it."""
         by_rows = tuple([(most, drafts) for most, drafts in self.by_rows])
-        return speculation.Speculation(self.method, self.k, by_rows)
+        return kind.Speculation(self.method, self.k, by_rows)
 
 
 def row_tokens(speculation: Speculation | None) -> int:

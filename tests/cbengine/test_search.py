@@ -167,7 +167,7 @@ def check_derived(run: Run, folder: Path) -> dict[int, list[tuple[int, int]]]:
     known = {one.index: one for one in run.engine.sequences}
     verdict = replan._compare(recorded, assemble.scheduler(run.scenario, "sync"), 1, known.get)
     assert verdict == (len(run.steps), len(run.steps), None)
-    return optional_tables.parents(recorded.source)
+    return optional_tables.by_step(recorded.source, optional_tables.PARENTS)
 
 
 # -- a real model -----------------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from cbsim.kv.layer_groups import Grouping, LayerKind, States, grouped, rules
 from cbsim.policy.groups import FULL, LayerGroup, Sight
-from cbsim.policy.kind import Count, Natural, Settings, Share, Site, require, resolved
+from cbsim.policy.kind import Count, Natural, Settings, Share, Site, Speculation, require, resolved
 from cbsim.policy.loop import Limits
 from cbsim.policy.marks import DEFAULT_IN_PROBE, SLOTS, STEP_TOKENS, AsText, AtLeast, InProbe, Solved
-from cbsim.policy.speculation import Speculation
 
 VERSIONS = ("0.19", "0.33")  # the versions whose rules these are
 CONNECTOR_OPTIONS = {  # each with the connectors that have it

@@ -21,6 +21,11 @@ import cbengine.cli
 from cbengine.cli.parser import DEVICES
 
 
+def speculation(method: str, drafter: str = "") -> str:
+    more = f", drafter: {{{drafter}}}" if drafter else ""
+    return f"speculation={{method: {method}, k: 2, acceptance: {{rate: 0.5}}{more}}}"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -42,6 +47,16 @@ from cbengine.cli.parser import DEVICES
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
         (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
         (("--set", "scheduler.kv_connector=hand_off"), ("scheduler.kv_connector: got hand_off, which takes two",)),
+        (("--set", speculation("eagle")), ("speculation.method: got eagle, must be ngram or draft_model",)),
+        (
+            ("--set", speculation("ngram"), "--device", "modelled"),
+            ("modelled: got a scenario with speculation",),
+        ),
+        (
+            ("--set", speculation("draft_model", "fraction: 0.1")),
+            ("speculation.drafter.model: got null",),
+        ),
+        (("--draft-weights", "nowhere"), ("--draft-weights: needs speculation.method draft_model",)),
         (("--set", "scheduler.max_num_seqs=0"), ("scheduler.max_num_seqs: got 0, must be >= 1",)),
         (("--check", "speed>1"), ("--check 'speed>1': unknown metric",)),
         (("--window", "1:nan"), ("argument --window", "0 <= A < B")),
@@ -66,6 +81,10 @@ def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], s
         (("replay", str(ROOT)), (f"{ROOT}: is a folder",)),
         (("calibrate",), ("--out",)),
         (("calibrate", "--out", "x", "--device", "inline"), ("--device", "'inline'", "process", "cuda")),
+        (
+            ("calibrate", "--out", "x", "--device", "process", "--set", speculation("ngram")),
+            ("speculation: must be null",),
+        ),
         (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", "from 1")),
         (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
         (("calibrate", "--out", "x", "--device", "process", "nowhere"), ("'nowhere'",)),

@@ -15,7 +15,20 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("transformers", reason="the text is compared with transformers'")
 
 from support.engine.peer_model import to_transformers
-from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, drawn_weights, spec, steps
+from support.engine.served import (
+    DRAFTERS,
+    INLINE,
+    LOOPS,
+    MS,
+    SCHEDULERS,
+    Run,
+    asked,
+    check_texts,
+    drawn_weights,
+    spec,
+    speculating,
+    steps,
+)
 from support.engine.tiny_runs import MIXED, SAMPLED, WAYS, tiny_load, tiny_run, tiny_server
 from test_group_tables import MIXES
 from test_group_tables import case as windowed_case
@@ -27,7 +40,7 @@ from cbengine import build, servers
 from cbengine.build import Setup
 from cbengine.device.base import DeviceError
 from cbengine.sampling import Sampling, SamplingSettings
-from cbsim.record import invariants
+from cbsim.record import invariants, optional_tables
 from cbsim.workload.requests import Workload
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -66,6 +79,21 @@ def test_texts_are_those_of_the_cpu(scheduler: str, loop: str, graphs: bool, fol
     run = tiny_run(scheduler, loop, on(folder, graphs))
     check_texts(run)
     assert bool(run.device.facts["captured_batches"]) == (graphs and scheduler != "static")
+
+
+@pytest.mark.gpu
+@GPU
+@each_graphs
+@each_loop
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_with_speculation_are_those_of_the_cpu(drafter: str, loop: str, graphs: bool, folder: Path) -> None:
+    """Drafts are verified, looked up and computed on the device, in steps that are replayed or launched one by one."""
+    setup = replace(on(folder, graphs), draft_weights=folder if drafter == "own" else None)
+    run = Run(speculating(tiny_server("vllm 0.33"), drafter), loop, tiny_load(), setup)
+    check_texts(run)
+    assert bool(run.device.facts["captured_batches"]) == graphs
+    if drafter == "own":
+        assert optional_tables.summarise_drafts(run.engine.record.drafts)["acceptance"] > 0.99
 
 
 @pytest.mark.gpu

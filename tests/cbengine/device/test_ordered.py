@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from support.engine.ordered import Event, Stream, WholeTables, World, ordered
 from support.engine.restless import Restless
-from support.engine.served import INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec
+from support.engine.served import DRAFTERS, INLINE, LOOPS, MS, SCHEDULERS, Run, asked, check_texts, spec, speculating
 from test_moved_tokens import KINDS, case, restless
 
 from cbengine import batch, build
@@ -43,12 +43,14 @@ def served(
     plant: Plant = lambda *_: None,
     requests: int = 3,
     setup: Setup = INLINE,
+    drafter: str | None = None,
 ) -> tuple[Run, list[str]]:
     """A run on the stand-in, and what was out of order. `before` the device is made and after it a fault is planted."""
     specs = [spec(i, *((13, 9), (30, 5), (8, 14), (1, 20))[i % 4], arrival_ns=6 * MS * i) for i in range(requests)]
     budget = ["scheduler.max_num_batched_tokens=24", "scheduler.max_num_seqs=4"]
     limits = budget if scheduler.startswith("vllm") else []
     server = asked(scheduler, "kv_cache={block_size: 4, num_blocks: 60}", "model.dtype=float32", *limits)
+    server = server if drafter is None else speculating(server, drafter)
     with ordered() as world:
 
         def device(scenario: Any, loop: str, plan: Any, *_: Any) -> Cuda:
@@ -83,6 +85,36 @@ def test_every_order_that_a_gpu_may_take_is_the_same(
     assert races == []
     assert bool(run.device.facts["captured_batches"]) == captures
     check_texts(run)
+
+
+@each_loop
+@each_graphs
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_with_speculation_every_order_is_the_same_too(
+    drafter: str, graphs: bool, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose rows all verify as many drafts as may be are replayed, padded to a captured size; sampled rows and
+    greedy ones. No draft and no start of a row waits for the host.
+    """
+    setup = replace(INLINE, requests=SamplingSettings({"r1": Sampling(temperature=1.0, seed=4)}))
+    met: list[bool] = []
+
+    def plant(device: Cuda, _: World) -> None:
+        launch = device.launch
+
+        def launched(slot: int, header: Header, *more: Any) -> None:
+            met.append((header.rows, header.random) in device._graphs and header.plain)
+            launch(slot, header, *more)
+
+        device.launch = launched  # type: ignore[method-assign]
+
+    run, races = served(monkeypatch, loop, graphs=graphs, plant=plant, setup=setup, requests=4, drafter=drafter)
+    assert races == []
+    assert run.steps["padded_tokens"].max() >= run.steps["tokens"].max()
+    assert any(met) == (graphs and (drafter, loop) != ("ngram", "sync"))
+    server, load = run.scenario, Workload(run.load.specs(), len(run.load.specs()))
+    plain = server.model_copy(update={"speculation": None})
+    assert run.texts == Run(plain, loop, load, setup).texts
 
 
 @each_loop

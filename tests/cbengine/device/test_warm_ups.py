@@ -80,6 +80,21 @@ def test_warm_ups_mix_prefill_and_decode_at_every_size(capacity: Capacity, reach
     assert roomy == [64 << i for i in range(len(roomy))]
 
 
+@given(capacity=capacities, reach=st.integers(2, 400), random=st.booleans(), drafts=st.integers(1, 64))
+def test_warm_ups_verify_as_many_drafts_as_a_row_may_have(
+    capacity: Capacity, reach: int, random: bool, drafts: int
+) -> None:
+    """No row is a decode row; the last step has as many drafts as its tokens allow."""
+    capacity = capacity._replace(drafts=drafts)
+    for header, values in warm_ups(capacity, reach, graphs=False, random=random):
+        assert len(values) == header.size <= capacity.staging
+        assert header.results <= capacity.results
+        verifies = arrays(values, header).verifies
+        assert (header.decodes, header.most_drafts, header.verified) == (0, drafts, verifies.sum())
+        counts = np.diff(arrays(values, header).starts)
+        assert (verifies == np.minimum(counts - 1, drafts)).all()
+
+
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_warm_ups_are_steps_that_a_model_can_compute(how: Sampling) -> None:
     """Places, positions and tables are within bounds, every row gets a token, and no slot but scratch is touched."""

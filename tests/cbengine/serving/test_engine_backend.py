@@ -21,7 +21,18 @@ pytest.importorskip("uvicorn", reason="clients are served")
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.engine.served import INLINE, LOOPS, SCHEDULERS, VOCAB, asked, check_text, least_blocks, server
+from support.engine.served import (
+    DRAFTERS,
+    INLINE,
+    LOOPS,
+    SCHEDULERS,
+    VOCAB,
+    asked,
+    check_text,
+    least_blocks,
+    server,
+    speculating,
+)
 from support.engine.served import spec as a_spec
 from support.engine.talking import Answer, Server
 from support.scripted import next_tokens
@@ -85,6 +96,22 @@ def test_a_seed_makes_a_request_the_same_again() -> None:
     none, first, minus, again, other = (answer.tokens for answer in Server(sizes(), "async").talk(twice))
     assert first == again == Server(sizes(), "sync").talk(late).tokens
     assert len({tuple(tokens) for tokens in (none, first, minus, other)}) == 4
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculation_changes_no_text(drafter: str, loop: str, tmp_path: Path) -> None:
+    """Greedy texts, sampled ones, those that end at a stop token; and the plans follow from the directory."""
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}, {"stop_token_ids": (3, 11, 42, 77, 101)}]
+
+    async def several(server: Server) -> list[list[int]]:
+        asked = [server.request(prompt, 15, **way) for prompt in PROMPTS for way in ways]
+        leaves = server.request(SHARED, 15, give_up_after=2)
+        return [answer.tokens for answer in (await asyncio.gather(leaves, *asked))[1:]]
+
+    served = Server(speculating(sizes(), drafter), loop)
+    assert served.talk(several) == Server(sizes(), loop).talk(several)
+    assert served.check(tmp_path).summary["speculation"]["accepted_tokens"] > 0
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

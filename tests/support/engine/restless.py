@@ -150,7 +150,7 @@ class Restless(VllmScheduler):
             else:
                 table = self.pool.tables[trip.request]
                 self._replace(trip.request, trip.indices, [table[i] for i in trip.indices], self._let_go(trip))
-                self._end(trip)
+                self._trip_over(trip)
 
     def _bring_back(self, trip: Trip) -> None:
         """A swapped request, if there is room: its blocks first, a row when they are there."""
@@ -169,7 +169,7 @@ class Restless(VllmScheduler):
             self.decoding.admit(request, trip.computed)
             self.running[request] = None
             pool.tables[request] = self._let_go(trip)
-            self._end(trip)
+            self._trip_over(trip)
 
     def _drop(self, request: Request) -> None:
         """It has ended or has to be computed again: what moves is nobody's; the next plan waits for it."""
@@ -181,7 +181,7 @@ class Restless(VllmScheduler):
                 self.decoding.awaited.append(trip.job)
                 self._count("awaited")
             self.pool._free.give(self._let_go(trip), 0)
-            self._end(trip)
+            self._trip_over(trip)
 
     def _finish(self, request: Request, reason: Finish) -> None:
         parked = any(trip.request is request and trip.indices is None for trip in self._trips)
@@ -225,7 +225,7 @@ class Restless(VllmScheduler):
         self._rng.shuffle(self._places)
         return [self._places.pop() for _ in range(count)]
 
-    def _end(self, trip: Trip) -> None:
+    def _trip_over(self, trip: Trip) -> None:
         self._trips.remove(trip)
         self._places += trip.places
 
