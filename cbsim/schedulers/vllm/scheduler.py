@@ -104,8 +104,8 @@ class VllmScheduler(SchedulerBase):
             self._run(step)
         if decoding.preempted:
             return self._commit(step)
-        if self._speculation is not None and self._pads(step):
-            step.blanks = self._speculation.k
+        if self._speculation is not None and not (self._speculation.by_rows or step.prefill):
+            step.blanks, step.alone = self._speculation.k, not step.rows
         if transfers is not None:
             transfers.admit(self, step)
         elif self.swapping is not None and self.swapping.out:
@@ -237,7 +237,7 @@ class VllmScheduler(SchedulerBase):
         if step.defer_prefill and computed < request.target - 1:
             return False
         tokens = request.target - computed
-        if step.blanks and tokens == 1 and (step.rows or computed) and computed + step.blanks + 2 <= o.max_model_len:
+        if tokens == 1 and self._pads(computed, step):
             tokens += step.blanks
             if tokens > step.budget:
                 return False
@@ -262,10 +262,10 @@ class VllmScheduler(SchedulerBase):
         """Return the tokens for which a request needs room whose row ends behind `tokens` tokens."""
         return min(tokens + self._ahead, max(tokens, self.options.max_model_len)) if self._ahead else tokens
 
-    def _pads(self, step: Step) -> bool:
-        """Whether admitted rows of one token are padded to the shape of those that verify drafts."""
-        speculation = self._speculation
-        return speculation is not None and not speculation.by_rows and all(row.outputs for row in step.rows.values())
+    def _pads(self, computed: int, step: Step) -> bool:
+        """Whether an admitted row of one token, behind `computed` ones, gets the shape of those that verify drafts."""
+        shaped = step.blanks > 0 and (computed > 0 or not step.alone)
+        return shaped and computed + step.blanks + 2 <= self.options.max_model_len
 
     def _aligned(self, request: Request, start: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens a row has, so that states for later prompts are behind it."""

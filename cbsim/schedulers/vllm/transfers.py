@@ -33,6 +33,7 @@ class Step:
         self.prefill = False
         self.drafts = False  # whether drafts behind any of its rows may be verified
         self.blanks = 0  # drafts of no content that pad an admitted row of one token
+        self.alone = False  # no request ran before those that are admitted
 
 
 class Admission(Protocol):
