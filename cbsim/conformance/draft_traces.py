@@ -53,9 +53,10 @@ class DraftLines:
         drafts = row.chunk.outputs - 1 if row.chunk else 0
         return {"draft": drafts} if drafts > 0 else {}
 
-    def planned(self, plan: StepPlan) -> Line:
-        skips = self._scheduler.options.speculation
-        skipped = skips is not None and bool(skips.ahead) and skips.skips and not plan.work.drafts
+    def planned(self) -> Line:
+        speculation, drafting = self._scheduler.options.speculation, self._scheduler.drafting
+        assert speculation is not None
+        skipped = speculation.skips and speculation.ahead > 0 and not drafting
         return {"k": self._scheduler.drafts, "skip_drafts": skipped}
 
     def launched(self, plan: StepPlan) -> None:

@@ -251,7 +251,7 @@ class VllmReplay(Replay):
         if self._offload:
             line |= self._offload.planned(plan)
         if self._drafts:
-            line |= self._drafts.planned(plan)
+            line |= self._drafts.planned()
         if self._groups:
             line |= self._groups.planned(plan)
         self._added = []

@@ -57,7 +57,8 @@ class VllmScheduler(SchedulerBase):
         self._watermark = int(o.watermark * o.num_blocks)
         self._ahead = o.speculation.ahead if o.speculation else 0
         self._slots = o.speculation.slots if o.speculation else 0
-        self.drafts = 0  # that the newest step proposes for each of its rows
+        self.drafts = 0  # that the newest step proposes for each of its rows,
+        self.drafting = False  # unless none of them would come to be verified
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
@@ -312,8 +313,8 @@ class VllmScheduler(SchedulerBase):
             self._last_prefill = self._executed
         transfers, speculation = self.transfers, self._speculation
         if speculation is not None:
-            self.drafts = speculation.drafts(len(step.rows))
-        drafts = self.drafts if step.drafts else 0
+            self.drafts, self.drafting = speculation.drafts(len(step.rows)), step.drafts
+        drafts = self.drafts if self.drafting else 0
         waiting = len(self.waiting)
         if transfers is not None:
             transfers.order(self.running, step.rows)
