@@ -110,6 +110,8 @@ def _measuring(drafts: Speculation, target: ModelShape, setup: Setup) -> Specula
     if drafts.method == "eagle":
         bound = "must be ngram or draft_model: the engine reads no weights of such heads"
         raise UsageError(f"speculation.method: got eagle, {bound}")
+    if drafts.adaptive:
+        raise UsageError("speculation.adaptive: got true, must be false: the engine verifies all drafts")
     update: dict[str, Any] = {"acceptance": Acceptance(path=ACCEPTED)}
     if drafts.method == "draft_model":
         shape = shape_of(setup.draft_weights) if setup.draft_weights is not None else drafts.drafter.model

@@ -155,8 +155,8 @@ def with_fields(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def resolved(base: Mapping[str, Any], given: Mapping[str, Any], checked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields `given` as they are once `checked`: parts that replace others with all their defaults."""
     return {
-        name: checked[name]
-        if _replaces(base.get(name), value, CHOSEN.get(name)) or not isinstance(checked[name], dict)
+        name: checked.get(name)
+        if _replaces(base.get(name), value, CHOSEN.get(name)) or not isinstance(checked.get(name), dict)
         else resolved(base[name], value, checked[name])
         for name, value in given.items()
     }

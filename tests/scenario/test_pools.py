@@ -138,3 +138,14 @@ def test_a_mistake_is_named_by_its_field(fleet: dict[str, Any], problem: str) ->
 def test_a_session_is_served_by_one_server() -> None:
     with pytest.raises(ScenarioError, match="fleet: got 2 servers, must be null"):
         served.with_one_loop(of({"count": 2}))
+
+
+def test_a_pool_may_do_without_the_speculation_of_the_others() -> None:
+    """Beside a server that verifies drafts one that does not; written out and read again they are the same."""
+    drafts = {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}
+    fleet = {"pools": [{}, {"server": {"speculation": None}}], "router": TURNS}
+    scenario = parse(BASE | {"speculation": drafts, "fleet": fleet}, "fleet")
+    assert [server.speculation is None for server in scenario.servers] == [False, True]
+    again = Scenario.model_validate(scenario.model_dump(mode="json"))
+    assert again == scenario
+    assert [server.speculation is None for server in again.servers] == [False, True]

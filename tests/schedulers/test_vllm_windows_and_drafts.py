@@ -48,7 +48,7 @@ class Reads(Acceptance):
         pool.check()
         self._spans[plan.step] = {c.spec: pool.spans(requests[c.spec]) for c in plan.work.chunks}
 
-    def of(self, plan: StepPlan, requests: Mapping[RequestSpec, Request]) -> Any:
+    def of(self, plan: StepPlan, ran: StepPlan, requests: Mapping[RequestSpec, Request]) -> Any:
         spans = self._spans.pop(plan.step)
         for chunk in plan.work.chunks:
             if chunk.outputs > 1 and chunk.spec in requests and not chunk.admitted:
@@ -61,7 +61,7 @@ class Reads(Acceptance):
                     assert low <= gone, (plan.step, chunk.spec.id, "freed what is seen", low)
                     assert high >= min(chunk.start + chunk.tokens + self._ahead, MODEL["max_position"]), "no room"
                     self.passed += low > 0
-        return self._inner.of(plan, requests)
+        return self._inner.of(plan, ran, requests)
 
 
 def drive(
