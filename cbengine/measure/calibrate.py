@@ -31,7 +31,7 @@ from cbsim.scenario.scenario import Scenario
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
-CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields)
+CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields if term != "per_draft")  # which no probe has
 RANGE = {"rows": "requests", "tokens": "query_tokens", "context_tokens": "read"}  # largest sizes measured, by column
 EQUAL_TIMES = ("sync_s", "async_s", "difference_s")
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))

@@ -233,11 +233,11 @@ def server(
     return plain.model_copy(update={"scheduler": rules, "kv_cache": cache})
 
 
-def speculating(sizes: Scenario, drafter: str, k: int = 3, **more: object) -> Scenario:
+def speculating(sizes: Scenario, by: str, k: int = 3, **more: object) -> Scenario:
     """A server that speculates; the acceptance that its scenario states is not the engine's."""
     fields: dict[str, Any] = {"method": "ngram", "k": k, "acceptance": {"rate": 0.5}}
-    if drafter != "ngram":
-        layers = SHAPE["layers"] - (drafter == "other")
+    if by != "ngram":
+        layers = SHAPE["layers"] - (by == "other")
         model = sizes.model.model_dump(mode="json") | {"layers": layers, "dtype": "float32"}
         fields |= {"method": "draft_model", "drafter": {"model": model}}
     return Scenario.model_validate(sizes.model_dump(mode="json") | {"speculation": fields | more})
