@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cbsim.conformance.reader import Line
@@ -9,6 +10,7 @@ from cbsim.policy.kind import Speculation
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
+from cbsim.workload.acceptance import Acceptance
 
 BY_ROWS = "num_speculative_tokens_per_batch_size"
 
@@ -28,14 +30,15 @@ def options(config: Line, *, skips: bool) -> Line:
 
 
 class DraftLines:
-    """The fields of a scheduler that speculates, and the recording's executor: the nth verification of a request, which
-    no row of an admission is, accepts the nth of the declared numbers, the nth proposal has the nth declared length.
+    """The fields of a scheduler that speculates, and the recording's executor: a verification, which no row of an
+    admission is, accepts the next of a request's declared numbers, a proposal has the next declared length.
     """
 
-    def __init__(self, scheduler: VllmScheduler, workload: Line) -> None:
+    def __init__(self, scheduler: VllmScheduler, workload: Line, requests: Iterable[RequestSpec]) -> None:
         self._scheduler, self._async = scheduler, scheduler.options.async_scheduling
         self._declared = {r["id"]: r for r in workload["requests"]}
-        self._verified: dict[str, int] = {}
+        accept = {spec.index: self._declared[spec.id]["accept"] for spec in requests}
+        self._acceptance = Acceptance(0, lambda _: (), accept)
         self._proposed: dict[str, int] = {}
         self.took: dict[RequestSpec, int] = {}  # tokens of the rows with drafts of the newest result
         self._accepted: dict[int, list[list[Any]]] = {}  # by step: [id, drafts, accepted]
@@ -64,12 +67,8 @@ class DraftLines:
         accepted = self._accepted[plan.step] = []
         for chunk in plan.work.chunks:
             if (drafts := chunk.outputs - 1) > 0:
-                name, true = chunk.spec.id, 0
-                if not chunk.admitted:
-                    at = self._verified[name] = self._verified.get(name, -1) + 1
-                    declared = self._declared[name]["accept"]
-                    true = min(declared[at % len(declared)], drafts)
-                accepted.append([name, drafts, true])
+                true = 0 if chunk.admitted else self._acceptance.row(chunk.spec, 0, drafts)
+                accepted.append([chunk.spec.id, drafts, true])
 
     def accepted(self, plan: StepPlan) -> tuple[tuple[RequestSpec, int], ...]:
         """Return how many drafts of each row came true. `took` has its tokens, up to the last one of its request."""

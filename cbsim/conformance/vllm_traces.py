@@ -134,14 +134,15 @@ class VllmReplay(Replay):
         self._offload: ConnectorLines | None = None
         if connector:
             self._offload = offload_traces.LINES[connector["kind"]](self.scheduler, heard, connector, workload)
-        self._drafts = DraftLines(self.scheduler, workload) if "spec" in config else None
-        if self._drafts:
-            self.header = {"effective": self._drafts.effective()}
         self._groups = GroupLines(self.scheduler, heard, config) if "layers" in config else None
         if self._groups:
             self.header = {"effective": self._groups.effective()}
         self._timing = config["timing"]
         self._coming = vllm_requests(workload)[::-1]
+        specs = [spec for spec, _ in self._coming]
+        self._drafts = DraftLines(self.scheduler, workload, specs) if "spec" in config else None
+        if self._drafts:
+            self.header = {"effective": self._drafts.effective()}
         aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
         self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
         self._added: list[str] = []

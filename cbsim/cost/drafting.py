@@ -38,10 +38,10 @@ class DraftingCost:
         sampled, ends, furthest = rows, context + rows, longest + 1
         for chunk in work.chunks:
             end = chunk.start + chunk.tokens
-            if chunk.tokens > max(1, chunk.outputs):
-                prompts.append(chunk)
-            else:
+            if chunk.reads_once:
                 rows, context, longest = rows + 1, context + end - 1, max(longest, end - 1)
+            else:
+                prompts.append(chunk)
             if chunk.outputs:
                 sampled, ends, furthest = sampled + 1, ends + end, max(furthest, end)
         prefill = sum([chunk.tokens for chunk in prompts])

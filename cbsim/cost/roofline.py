@@ -142,7 +142,7 @@ class RooflineCost:
         if self._state_s:
             time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])
         if chunks:
-            if not self._listed or any(chunk.tokens > max(1, chunk.outputs) for chunk in chunks):
+            if not self._listed or not all(chunk.reads_once for chunk in chunks):
                 flops = self._flops_prefill
             sampled += sum([c.outputs for c in chunks])
             time += sum([share * self._attention_s(kind, read, chunks) for kind, share, read in self._reads])
@@ -166,7 +166,7 @@ class RooflineCost:
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding
-            pair_s = read.decode_pair_s if self._listed and tokens <= max(1, c.outputs) else read.pair_s
+            pair_s = read.decode_pair_s if self._listed and c.reads_once else read.pair_s
             time += max(kind.pairs(start, tokens) * pair_s, kind.seen(start, tokens) * read.kv_s)
         return time
 

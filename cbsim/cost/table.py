@@ -58,7 +58,7 @@ def attention_work(plan: StepPlan, kind: groups.Attention = groups.FULL) -> Atte
     prefill = pairs = guesses = guessed = 0
     for chunk in work.chunks:
         tokens, start = chunk.tokens + chunk.padding, chunk.start
-        if tokens == 1 or tokens <= chunk.outputs:
+        if chunk.reads_once:
             cached = kind.seen(start, tokens) - 1
             decodes, context, longest = decodes + 1, context + cached, max(longest, cached)
             if tokens > 1:

@@ -6,8 +6,9 @@ The scheduler plans all drafts of a row; the worker verifies B of those of the w
     B = argmax over B of (N + the sum of the B largest S) / (draft[N] + verify[T + B])
 
 N rows sample, T tokens are no drafts, and S is the probability that a draft and all before it come true. Both times
-come from a profile: steps of whole graphs, and some above, at a context of 8,192 tokens, made to rise. Probabilities
-are those that the scenario declares, alike for all requests, where vLLM has a drafter's confidences.
+come from a profile: steps of the sizes of graphs, and some larger ones, at a context of 8,192 tokens; no larger step
+is taken to be faster. S is that of the acceptance that the scenario declares, the same for all requests, where vLLM has
+a drafter's confidences.
 """
 
 from __future__ import annotations

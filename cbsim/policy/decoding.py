@@ -15,7 +15,6 @@ rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys
@@ -41,18 +40,6 @@ NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
 Scheduled = tuple[list[RequestSpec], list[RequestSpec], int, int, int]
 """The listed rows of a step: requests that join or sample a declared last token, tokens, blocks, new blocks."""
 NOTHING: Scheduled = [], [], 0, 0, 0
-
-
-class Yields(NamedTuple):
-    """How many tokens rows have yielded, where that is not as scheduled, and how many of their guesses came true."""
-
-    delivered: dict[RequestSpec, int]
-    accepted: dict[RequestSpec, int]
-
-    def of(self, spec: RequestSpec, most: int) -> int:
-        """Return the tokens of a row that may yield `most`."""
-        tokens = self.delivered.get(spec)
-        return min(most, 1 + self.accepted.get(spec, most)) if tokens is None else tokens
 
 
 class Decoding:
@@ -336,7 +323,7 @@ class Decoding:
         if not completions:
             return UNCHANGED
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        yields = Yields(dict(result.delivered), dict(result.accepted)) if result.delivered or result.accepted else None
+        accepted = dict(result.accepted)
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
@@ -347,7 +334,7 @@ class Decoding:
                 self._observer.wasted(row, step)
                 continue
             if row.outputs and (request.batch is None or step < request.since):
-                completion = self._receive(row, step, yields)
+                completion = self._receive(row, step, accepted)
                 if completion.short < row.outputs:
                     received.append(request.spec)
             if self._apply(completion, stopped):
@@ -362,14 +349,13 @@ class Decoding:
         members.applied()
         if self.pool.groups:
             self.pool.completed(step)
-        yields = result.delivered + result.accepted
-        if not (notes or late or result.stopped or yields):
+        if not (notes or late or result.stopped or result.accepted):
             return []
         stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         completions = in_order(notes or ([], [], []), late, stopped)
-        if yields:
+        if result.accepted:
             listed = {completion.request.spec for completion in completions}
-            assert listed.issuperset([spec for spec, _ in yields]), "members yield one"
+            assert listed.issuperset([spec for spec, _ in result.accepted]), "members yield one"
         return completions
 
     def _apply(self, completion: Completion, stopped: list[Request]) -> bool:
@@ -406,15 +392,17 @@ class Decoding:
             self._replaced += replaced
         self._observer.completed(completion, over=False)
 
-    def _receive(self, completion: Completion, step: int, yields: Yields | None) -> Completion:
-        """Deliver the tokens of a row: as many as came, or else as scheduled, up to the declared last one."""
+    def _receive(self, completion: Completion, step: int, accepted: dict[RequestSpec, int]) -> Completion:
+        """Deliver the tokens of a row, up to the declared last one: one, and one for each guess that came true, which
+        are all unless `accepted` says otherwise.
+        """
         request, outputs = completion.request, completion.outputs
-        if outputs == 1 and yields is None:
+        if outputs == 1:
             request.receive(step)
             return completion
-        most = min(outputs, request.last - request.seen)
-        tokens = most if yields is None else yields.of(request.spec, most)
-        assert 0 <= tokens <= most, (request.spec.id, tokens, outputs, most)
+        true = accepted.get(request.spec, outputs - 1)
+        assert 0 <= true < outputs, (request.spec.id, true, outputs)
+        tokens = min(1 + true, request.last - request.seen)
         request.receive(step, tokens)
         short = outputs - tokens
         return replace(completion, short=short, reach=completion.reach - short) if short else completion

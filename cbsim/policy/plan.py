@@ -59,6 +59,13 @@ class Chunk:
         """Whether the row is what a decoding request has in a step: one new token behind a computed prompt."""
         return self.outputs == self.tokens == 1 and self.start >= self.spec.prompt_tokens and not self.recomputed
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether attention takes it for a decoding row, whose context is read once: one query token, or guesses behind
+        one.
+        """
+        return self.tokens + self.padding <= max(1, self.outputs)
+
 
 class Preempted(NamedTuple):
     """A request that lost its blocks in this step: the tokens that it has to compute again, none of them if their KV is
@@ -232,17 +239,16 @@ class StepPlan:
 
 @value(frozen=True)
 class StepResult:
-    """The result of a step. `stopped` are the requests that sampled a stop token; `delivered` gives the output tokens
-    of rows that yielded fewer than they might, a stop token included and nothing behind it. Every other row delivered
-    as scheduled, up to the declared last token of its request. `moved` are the jobs of transfers that are over since
-    the result before. `parents` are the texts of ranked groups that go on with another one's text, each with that one.
-    `broken` are blocks that transfers should have filled and have not. `accepted` gives, of rows with guesses, how many
-    came true: so many tokens and one more are delivered, unless the request ends before. `drafted` gives the draft
+    """The result of a step. `stopped` are the requests that sampled a stop token. `moved` are the jobs of transfers
+    that are over since the result before. `parents` are the texts of ranked groups that go on with another one's text,
+    each with that one. `broken` are blocks that transfers should have filled and have not.
+
+    `accepted` gives, of rows with guesses, how many came true, none behind a stop token: so many tokens and one more
+    are delivered, up to the declared last one of the request; without an entry all came true. `drafted` gives the draft
     tokens behind rows for which there are fewer than the plan proposes.
     """
 
     stopped: tuple[RequestSpec, ...] = ()
-    delivered: tuple[tuple[RequestSpec, int], ...] = ()
     moved: tuple[int, ...] = ()
     parents: tuple[tuple[RequestSpec, RequestSpec], ...] = ()
     broken: tuple[int, ...] = ()

@@ -189,8 +189,8 @@ def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:
 
 def _flapping(scenario: Scenario, summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each rule of autoscaling that more than once let replicas go for less than the time of a start,
-    which saved nothing, as one that starts costs as much; and for each that started replicas which were never ready. Of
-    our rule it says the window that bridges these times of this run, and others that it makes as short as these.
+    which saved nothing, as one that starts costs as much; and for each that started replicas which were never ready.
+    For HPA it adds a lower bound of the down_window_s by which replicas would have stayed.
     """
     for at, pool in enumerate(scenario.fleet.pools if scenario.fleet else ()):
         if (scaled := pool.autoscale) is None:

@@ -107,7 +107,7 @@ class Verifier(Executor):
             self._yielded.setdefault(step, []).append((row, first))
 
     def result(self, step: int) -> StepResult:
-        delivered, stopped = [], []
+        accepted, stopped = [], []
         for row, first in self._yielded.pop(step, []):
             outputs = 1 if row.chunk is None else row.chunk.outputs
             assert first == len(self.tokens[row.spec]), "outputs follow each other"
@@ -118,10 +118,10 @@ class Verifier(Executor):
             self.most = max(self.most, tokens)
             self.computed[row.spec] -= outputs - tokens
             if tokens != most:
-                delivered.append((row.spec, tokens))
+                accepted.append((row.spec, tokens - 1))
             if first + tokens == row.spec.output_tokens < row.spec.max_tokens:
                 stopped.append(row.spec)
-        return StepResult(tuple(stopped), tuple(delivered))
+        return StepResult(tuple(stopped), accepted=tuple(accepted))
 
 
 REQUEST = st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2), st.integers(0, 12))
@@ -175,8 +175,8 @@ def step(decoding: Decoding, request: Request, tokens: int, guesses: int = 0, sa
     return decoding.plan({request: row}, running=1, waiting=0)
 
 
-def land(decoding: Decoding, plan: StepPlan, *delivered: tuple[RequestSpec, int]) -> Outcome:
-    return decoding.complete(plan, StepResult(delivered=delivered), decoding.end)
+def land(decoding: Decoding, plan: StepPlan, *accepted: tuple[RequestSpec, int]) -> Outcome:
+    return decoding.complete(plan, StepResult(accepted=accepted), decoding.end)
 
 
 def test_what_did_not_come_is_given_back() -> None:
@@ -185,7 +185,7 @@ def test_what_did_not_come_is_given_back() -> None:
     decoding, request = decoding_request()
     plan = step(decoding, request, 8, guesses=3)
     assert (plan.work.chunks[0].outputs, request.computed, request.scheduled) == (4, 8, 4)
-    assert land(decoding, plan, (request.spec, 2)).received == (request.spec,)
+    assert land(decoding, plan, (request.spec, 1)).received == (request.spec,)
     assert (request.computed, request.scheduled, request.seen, request.uncomputed) == (6, 2, 2, 1)
     plan = step(decoding, request, 7, guesses=6)
     assert plan.changes.ends == (request.spec,)
@@ -193,13 +193,9 @@ def test_what_did_not_come_is_given_back() -> None:
     assert request.seen == 8
 
 
-def test_a_row_may_yield_nothing() -> None:
-    """A decoding row that brought no token is planned again; one that is not to sample promises none."""
+def test_a_row_that_is_not_to_sample_promises_no_token() -> None:
     decoding, request = decoding_request()
     land(decoding, step(decoding, request, 5))
-    plan = step(decoding, request, 1)
-    assert land(decoding, plan, (request.spec, 0)).received == ()
-    assert (request.computed, request.uncomputed, request.seen) == (5, 1, 1)
     plan = step(decoding, request, 1, samples=False)
     assert (plan.work.chunks[0].outputs, plan.changes.ends, request.uncomputed) == (0, (), 0)
 
@@ -211,7 +207,7 @@ def test_rows_behind_guesses_begin_as_if_all_came_true() -> None:
     decoding, request = decoding_request()
     first, second = step(decoding, request, 8, guesses=3), step(decoding, request, 1)
     assert second.work.chunks[0].start == 8
-    land(decoding, first, (request.spec, 2))
+    land(decoding, first, (request.spec, 1))
     assert (request.seen, request.scheduled, request.computed) == (2, 3, 7)
     land(decoding, second)
     assert (request.seen, request.scheduled, request.computed) == (3, 3, 7)
@@ -227,11 +223,11 @@ def test_accepted_guesses_bring_one_more_token() -> None:
     """Of three guesses one came true: two tokens. All that came true are delivered up to the request's end alone."""
     decoding, request = decoding_request()
     plan = step(decoding, request, 8, guesses=3)
-    decoding.complete(plan, StepResult(accepted=((request.spec, 1),)), decoding.end)
+    land(decoding, plan, (request.spec, 1))
     assert (request.seen, request.scheduled, request.computed) == (2, 2, 6)
     plan = step(decoding, request, 9, guesses=8)
-    outcome = decoding.complete(plan, StepResult(accepted=((request.spec, 7),)), decoding.end)
-    assert (request.seen, outcome.finished) == (8, ((request.spec, Finish.STOP),))
+    assert land(decoding, plan, (request.spec, 7)).finished == ((request.spec, Finish.STOP),)
+    assert request.seen == 8
 
 
 def test_after_blocks_are_lost_nothing_is_owed() -> None:
@@ -239,16 +235,16 @@ def test_after_blocks_are_lost_nothing_is_owed() -> None:
     decoding, request = decoding_request()
     plan = step(decoding, request, 8, guesses=3)
     decoding.preempt(request, drop_in_flight=False)
-    land(decoding, plan, (request.spec, 2))
+    land(decoding, plan, (request.spec, 1))
     assert (request.seen, request.scheduled, request.computed) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("tokens", [5, -1])
-def test_no_row_delivers_more_than_it_may(tokens: int) -> None:
+@pytest.mark.parametrize("true", [4, -1])
+def test_no_more_guesses_come_true_than_there_are(true: int) -> None:
     decoding, request = decoding_request()
     plan = step(decoding, request, 8, guesses=3)
     with pytest.raises(AssertionError):
-        land(decoding, plan, (request.spec, tokens))
+        land(decoding, plan, (request.spec, true))
 
 
 def test_tokens_that_nobody_knows_are_called_guesses() -> None:
