@@ -196,8 +196,8 @@ def recommend(
 
     check_strings("slo", slo)
     check_strings("cards", cards)
-    wish = searching.wish(model, load, changes, most_gpus)
-    of = searching.candidates(wish, cards, tensor, knobs or {})
+    sizing = searching.sizing(model, load, changes, most_gpus)
+    of = searching.candidates(sizing, cards, tensor, knobs or {})
     runs = Runs(Store(Path(store)), executor(jobs, ray))
     return recommended.recommend(of, slo, runs, confidence=confidence, replicates=replicates)
 

@@ -244,8 +244,8 @@ def recommend(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps.store import Progress, Runs, Store
 
     check_out(arguments.out)
-    wish = searching.wish(arguments.model, arguments.load, arguments.set, arguments.most)
-    of = searching.candidates(wish, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
+    sizing = searching.sizing(arguments.model, arguments.load, arguments.set, arguments.most)
+    of = searching.candidates(sizing, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
     workers = executor(arguments)
     if not arguments.json:
         print(f"{len(of)} candidates; {workers.about}", file=sys.stderr)

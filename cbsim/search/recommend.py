@@ -46,7 +46,7 @@ MIXES = 2  # of two cards
 MOST = 1000  # kinds of servers
 
 
-class Wish(NamedTuple):
+class Sizing(NamedTuple):
     """What is to be served: the fields of a scenario but for its servers, the folder of their paths, and the bounds."""
 
     document: Document
@@ -71,7 +71,7 @@ class Candidate:
     search begins with `first`.
     """
 
-    wish: Wish
+    sizing: Sizing
     server: Server
     beside: tuple[tuple[int, Server], ...] = ()
     ranks: bool = False
@@ -106,7 +106,7 @@ class Candidate:
     @cached_property
     def last(self) -> int:
         """The most that may be sought, by the GPUs in all; of ranks also by the model and the link."""
-        most = (self.wish.most_gpus - self.gpus(1)) // self.server.tensor + self.count(1)
+        most = (self.sizing.most_gpus - self.gpus(1)) // self.server.tensor + self.count(1)
         if not self.ranks:
             return most
         return len(list(takewhile(lambda value: not self.misfit(value), range(1, most.bit_length()))))
@@ -127,7 +127,7 @@ class Candidate:
         return built.model_copy(update={"seed": built.seed + replicate}) if replicate else built
 
     def _build(self, value: int) -> Scenario:
-        fields, pools, changes = dict(self.wish.document.data), list[dict[str, Any]](), dict[str, Any]()
+        fields, pools, changes = dict(self.sizing.document.data), list[dict[str, Any]](), dict[str, Any]()
         fleet = _part(fields, "fleet")
         cost = {name: setting for name, setting in _part(fields, "cost").items() if name not in PARALLEL}
         fields["cost"] = {"kind": "roofline", **cost}
@@ -142,8 +142,8 @@ class Candidate:
         fields["fleet"] = {"router": {"name": "least_in_flight"}, **fleet, "failures": [], "pools": pools}
         if self.ranks:
             fields["fleet"], changes["cost.data_parallel"] = None, 2**value
-        overrides = [*written(self.wish.changes), *written(changes)]
-        return Variants(replace(self.wish.document, data=fields), self.wish.folder)(overrides)
+        overrides = [*written(self.sizing.changes), *written(changes)]
+        return Variants(replace(self.sizing.document, data=fields), self.sizing.folder)(overrides)
 
 
 def _part(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -154,7 +154,7 @@ def _part(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part
 
 
-class Hunt:
+class Search:
     """The search for the least value of a candidate that keeps the conditions: `low` is the largest that fails by its
     means, or by the data sheet, and `likely` the least one above; `fails` is the largest that surely fails and `sure`
     the least that surely holds. `out` states why there is no answer.
@@ -270,7 +270,7 @@ class Hunt:
         return None if math.isnan(fmean(each)) else fmean(each)
 
 
-def wish(model: str, load: str | Path | Mapping[str, Any], changes: Changes = (), most_gpus: int = 64) -> Wish:
+def sizing(model: str, load: str | Path | Mapping[str, Any], changes: Changes = (), most_gpus: int = 64) -> Sizing:
     """Return what is to be served. `load` is a scenario, by name or file, or a file of the fields of its workload, or
     these; the model and servers of a scenario do not count. Raises ScenarioError.
     """
@@ -286,42 +286,42 @@ def wish(model: str, load: str | Path | Mapping[str, Any], changes: Changes = ()
     about = {"name": "recommended", "question": f"Which servers of {model} keep the conditions at the least price?"}
     loop = {"mode": "async"} | {name: value for name, value in _part(document.data, "loop").items() if value != "both"}
     data = {**document.data, **about, "model": model, "loop": loop}
-    return Wish(replace(document, data=data), folder, changes, most_gpus)
+    return Sizing(replace(document, data=data), folder, changes, most_gpus)
 
 
 def candidates(
-    wish: Wish, cards: Sequence[str], tensor: Sequence[int], knobs: Mapping[str, Sequence[Any]]
+    sizing: Sizing, cards: Sequence[str], tensor: Sequence[int], knobs: Mapping[str, Sequence[Any]]
 ) -> list[Candidate]:
     """Return each card with each number of GPUs that share a model and each combination of the knobs' values; of a
     mixture also as ranks. Raises ScenarioError.
     """
-    _check_fields(wish, knobs)
-    knobs = knobs or _usual_knobs(wish)
+    _check_fields(sizing, knobs)
+    knobs = knobs or _usual_knobs(sizing)
     if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values()))) > MOST:
         raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
     servers = [Server(*card, *rest) for card, *rest in product(_cards(cards), tensor, settings)]
-    ranks = (False, True) if shapes.model(str(wish.document.data["model"]), wish.folder).experts else (False,)
-    made = [Candidate(wish, server, ranks=each) for server in servers for each in ranks]
-    if fit := [each for each in made if 0 < each.gpus(1) <= wish.most_gpus]:
+    ranks = (False, True) if shapes.model(str(sizing.document.data["model"]), sizing.folder).experts else (False,)
+    made = [Candidate(sizing, server, ranks=each) for server in servers for each in ranks]
+    if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
         return fit
-    bound = f"expected names such as h100,l40s, and --tensor of at most --most ({wish.most_gpus})"
+    bound = f"expected names such as h100,l40s, and --tensor of at most --most ({sizing.most_gpus})"
     raise ScenarioError(f"--cards {','.join(cards)}: no candidate, {bound}", field="cards", bound=bound)
 
 
-def _usual_knobs(wish: Wish) -> Mapping[str, Sequence[Any]]:
+def _usual_knobs(sizing: Sizing) -> Mapping[str, Sequence[Any]]:
     """Return the knobs if none is named: those of vLLM, unless the load or a change states them."""
-    parts = [(part, _part(wish.document.data, part)) for part in ("scheduler", "cost")]
+    parts = [(part, _part(sizing.document.data, part)) for part in ("scheduler", "cost")]
     stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
-    stated |= fields_of(wish.changes)
+    stated |= fields_of(sizing.changes)
     usual = stated.get("scheduler.name", "vllm") == "vllm" and stated.get("cost.kind", "roofline") in SHEET
     return BATCHES if usual and not stated.keys() & {"scheduler", *BATCHES} else {}
 
 
-def _check_fields(wish: Wish, knobs: Mapping[str, Sequence[Any]]) -> None:
+def _check_fields(sizing: Sizing, knobs: Mapping[str, Sequence[Any]]) -> None:
     """Raise ScenarioError for a change of what the search sets, or a knob that is no setting of a server."""
     bound = "expected a setting that MODEL, --cards and --tensor do not set, such as scheduler.max_num_seqs"
-    for name in (*fields_of(wish.changes), *knobs):
+    for name in (*fields_of(sizing.changes), *knobs):
         sought = name == "model" or any(f"{name}.".startswith(f"{field}.") for field in SOUGHT)
         option, head = "--knob" if name in knobs else "--set", name.partition(".")[0]
         if sought or (name in knobs and head not in SERVER):
@@ -371,7 +371,7 @@ def _unfit(of: Sequence[Candidate]) -> ScenarioError:
     sizes = [(shapes.hardware(name), name, tensor) for name in known for tensor in TENSOR]
     for card, name, tensor in sorted(sizes, key=lambda size: (size[0].memory_bytes * size[2], size[2])):
         server = last.server._replace(card=card, tensor=tensor)
-        if tensor <= last.wish.most_gpus and not replace(last, server=server).misfit():
+        if tensor <= last.sizing.most_gpus and not replace(last, server=server).misfit():
             names, bound = dict.fromkeys(each.server.name for each in of), f"the least that would: {tensor} x {name}"
             return ScenarioError(f"--cards {','.join(names)}: {last.misfit()}; {bound}", field="cards", bound=bound)
     return ScenarioError(last.misfit())
@@ -407,21 +407,21 @@ def _by_operations(scenario: Scenario, weights: float) -> int:
     return max(1, math.ceil(2 * weights * fresh / (rate * span_s))) if span_s else 1
 
 
-def _race(hunts: Sequence[Hunt], earlier: Sequence[Hunt], runs: Runs) -> None:
+def _race(searches: Sequence[Search], earlier: Sequence[Search], runs: Runs) -> None:
     """Search all numbers at once, probe by probe, so that the runs of one round may be made beside each other. Those
     that cost DEARER times the cheapest that holds, by means, or more than the cheapest of their card, get no more.
     """
-    walks = {each: each.steps() for each in hunts if not each.out}
+    walks = {each: each.steps() for each in searches if not each.out}
     while steps := {each: step for each, walk in walks.items() if not each.out and (step := next(walk, None))}:
         with suppress(RunError):  # the probe that needs the run has it again
-            runs.of([run for each, step in steps.items() for run in each.needed(*step)], hunts[0].terms.warmup)
+            runs.of([run for each, step in steps.items() for run in each.needed(*step)], searches[0].terms.warmup)
         for each, step in steps.items():
             each.probe(*step)
-        _leave(list(steps), [each for each in (*earlier, *hunts) if each.answered])
+        _leave(list(steps), [each for each in (*earlier, *searches) if each.answered])
 
 
-def _leave(hunts: Sequence[Hunt], answers: Sequence[Hunt]) -> None:
-    for each in hunts:
+def _leave(searches: Sequence[Search], answers: Sequence[Search]) -> None:
+    for each in searches:
         alike = [other.candidate.cards == each.candidate.cards for other in answers]
         bounds = [other.usd_hour * (1 if same else DEARER) for other, same in zip(answers, alike, strict=True)]
         floor = each.candidate.usd_hour(min(each.low + 1, each.at))
@@ -429,12 +429,12 @@ def _leave(hunts: Sequence[Hunt], answers: Sequence[Hunt]) -> None:
             each.out = f"dearer: $ {floor:,.2f} an hour or more"
 
 
-def mixes(hunts: Sequence[Hunt]) -> list[Candidate]:
+def mixes(searches: Sequence[Search]) -> list[Candidate]:
     """Return candidates of two cards, of the cheapest kind of each: those that would be cheapest if capacities were in
     proportion.
     """
-    best, chosen = dict[str, Hunt](), list[Candidate]()
-    for each in sorted(hunts, key=lambda each: each.usd_hour):
+    best, chosen = dict[str, Search](), list[Candidate]()
+    for each in sorted(searches, key=lambda each: each.usd_hour):
         if not each.candidate.ranks:
             best.setdefault(each.candidate.server.name, each)
     for one, other in combinations(best.values(), 2):  # the first costs less
@@ -442,35 +442,35 @@ def mixes(hunts: Sequence[Hunt]) -> list[Candidate]:
         for number in range(1, one.at):
             first = math.ceil(other.at * (1 - number / one.at) - 1e-9)
             made.append(replace(other.candidate, beside=((number, one.candidate.server),), first=first))
-        fit = [each for each in made if each.gpus(each.first) <= each.wish.most_gpus]
+        fit = [each for each in made if each.gpus(each.first) <= each.sizing.most_gpus]
         chosen += sorted(fit, key=lambda each: each.usd_hour(each.first))[:MIXES]
     return chosen
 
 
-def search(of: Sequence[Candidate], terms: Terms, runs: Runs) -> list[Hunt]:
+def search(of: Sequence[Candidate], terms: Terms, runs: Runs) -> list[Search]:
     """Return the searches of all candidates, ranked. Raises a ScenarioError with the nearest thing if nothing keeps the
     conditions; CheckError.
     """
-    hunts = [Hunt(each, terms, runs) for each in of]
-    _race(hunts, [], runs)
-    answers = [each for each in hunts if each.answered]
+    searches = [Search(each, terms, runs) for each in of]
+    _race(searches, [], runs)
+    answers = [each for each in searches if each.answered]
     if not answers:
-        raise _nothing(hunts)
-    mixed = [Hunt(each, terms, runs) for each in mixes(answers)]
-    _race(mixed, hunts, runs)
+        raise _nothing(searches)
+    mixed = [Search(each, terms, runs) for each in mixes(answers)]
+    _race(mixed, searches, runs)
 
-    def rank(each: Hunt) -> tuple[bool, bool, float, float]:
+    def rank(each: Search) -> tuple[bool, bool, float, float]:
         excess = each.probes[each.at].excess if each.answered else 0.0
         return not each.answered, each.sure is None, each.usd_hour, excess
 
-    return sorted([*hunts, *mixed], key=rank)
+    return sorted([*searches, *mixed], key=rank)
 
 
-def _nothing(hunts: Sequence[Hunt]) -> ScenarioError:
+def _nothing(searches: Sequence[Search]) -> ScenarioError:
     """Return that no candidate keeps the conditions, with the one that comes nearest."""
-    each = max(hunts, key=lambda each: each.usd_hour)
+    each = max(searches, key=lambda each: each.usd_hour)
     nearest = f"{each.label}: {each.out}"
-    if probed := [(each, probe) for each in hunts for probe in each.probes.values()]:
+    if probed := [(each, probe) for each in searches for probe in each.probes.values()]:
         each, probe = min(probed, key=lambda entry: (entry[1].excess, entry[0].candidate.usd_hour(int(entry[1].value))))
         pairs = zip(probe.conditions, probe.intervals, strict=False)
         values = [f"{check.spelled} of {check.shown(value.mean)}" for check, value in pairs]
@@ -479,5 +479,5 @@ def _nothing(hunts: Sequence[Hunt]) -> ScenarioError:
         if probe.excess <= 0:
             doubt = "those of more servers do not" if each.low > probe.value else "which is not sure"
             nearest += f": its means keep them, {doubt}"
-    text = f"--slo: nothing of up to {each.candidate.wish.most_gpus} GPUs keeps the conditions; nearest is {nearest}"
+    text = f"--slo: nothing of up to {each.candidate.sizing.most_gpus} GPUs keeps the conditions; nearest is {nearest}"
     return ScenarioError(text, field="slo", bound=nearest)

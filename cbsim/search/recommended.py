@@ -18,7 +18,7 @@ from cbsim.draw.report import Report, Source, Table
 from cbsim.metrics import catalogue, coverage
 from cbsim.scenario import scenario as scenarios
 from cbsim.search import recommend as searching
-from cbsim.search.recommend import Candidate, Hunt
+from cbsim.search.recommend import Candidate, Search
 from cbsim.stats.intervals import COVERS, STILL
 from cbsim.sweeps.store import Runs
 
@@ -27,30 +27,30 @@ COST = "cost.usd_per_million_output_tokens"
 
 @dataclass(frozen=True, eq=False)
 class Recommended:
-    """The answer: `hunts` ranked, those that surely hold first, by price. Its string is the table."""
+    """The answer: `searches` ranked, those that surely hold first, by price. Its string is the table."""
 
-    hunts: Sequence[Hunt]
+    searches: Sequence[Search]
 
     @property
-    def best(self) -> Hunt:
+    def best(self) -> Search:
         """The first: the cheapest that surely keeps the conditions, or if none is sure, likely does."""
-        return self.hunts[0]
+        return self.searches[0]
 
     @cached_property
-    def answers(self) -> Sequence[tuple[str, Hunt]]:
+    def answers(self) -> Sequence[tuple[str, Search]]:
         """Each candidate that has an answer, with its rank and label."""
-        return [(f"{rank}: {each.label}", each) for rank, each in enumerate(self.hunts, start=1) if each.answered]
+        return [(f"{rank}: {each.label}", each) for rank, each in enumerate(self.searches, start=1) if each.answered]
 
     @cached_property
     def bases(self) -> list[str]:
         """What the step times of answers rest on, and what of it was not measured."""
-        return coverage.bases(server for _, hunt in self.answers for _, server in hunt.scenario.pools)
+        return coverage.bases(server for _, search in self.answers for _, server in search.scenario.pools)
 
     def __str__(self) -> str:
         return report.terminal(study(self))
 
     def __repr__(self) -> str:
-        return f"<Recommended {self.best.label} of {len(self.hunts)} candidates>"
+        return f"<Recommended {self.best.label} of {len(self.searches)} candidates>"
 
 
 def recommend(of: Sequence[Candidate], slo: Sequence[str], runs: Runs, **precision: float) -> Recommended:
@@ -65,7 +65,7 @@ def study(answer: Recommended, out: Path = Path()) -> Report:
     """Return the report, which names the scenarios that `write` puts into the folder `out`."""
     terms, model = answer.best.terms, answer.best.scenario.model.name
     rules = [check.rule for check in terms.conditions]
-    left = [(hunt.label, hunt.out) for hunt in answer.hunts if not hunt.answered]
+    left = [(search.label, search.out) for search in answer.searches if not search.answered]
     data = {"slo": rules, "confidence": None if terms.still else terms.confidence}
     return Report(
         title=f"Servers of {model}",
@@ -73,7 +73,7 @@ def study(answer: Recommended, out: Path = Path()) -> Report:
         findings=_findings(answer),
         tables=[_table(answer), *([Table("left out", ("", "why"), left)] if left else [])],
         charts=[_chart(answer)],
-        data={**data, "candidates": [_facts(hunt) for hunt in answer.hunts]},
+        data={**data, "candidates": [_facts(search) for search in answer.searches]},
         sources=[
             Source(label, name, "simulated", (), content, "", f"python -m cbsim run {out / name}")
             for (label, _), (name, content) in zip(answer.answers, _scenarios(answer).items(), strict=True)
@@ -84,7 +84,7 @@ def study(answer: Recommended, out: Path = Path()) -> Report:
 def _scenarios(answer: Recommended) -> dict[str, str]:
     """Return the files of the answers' scenarios, by name."""
     return {
-        f"scenarios/{label.partition(':')[0]}.yaml": scenarios.dump(hunt.scenario) for label, hunt in answer.answers
+        f"scenarios/{label.partition(':')[0]}.yaml": scenarios.dump(search.scenario) for label, search in answer.answers
     }
 
 
@@ -96,28 +96,28 @@ def write(answer: Recommended, out: Path, command: str) -> None:
     folder.write(out, {name: content.encode() for name, content in files.items()})
 
 
-def _verdict(hunt: Hunt) -> str:
-    least, most = hunt.span
+def _verdict(search: Search) -> str:
+    least, most = search.span
     sure = f"likely; {least} or more" if most is None else "holds" if least == most else f"holds; {least} may do"
-    return hunt.out or sure
+    return search.out or sure
 
 
-def _metrics(hunt: Hunt) -> list[str]:
-    return list(dict.fromkeys([COST, *(check.metric for check in hunt.terms.conditions)]))
+def _metrics(search: Search) -> list[str]:
+    return list(dict.fromkeys([COST, *(check.metric for check in search.terms.conditions)]))
 
 
 def _table(answer: Recommended) -> Table:
     metrics, rows = [catalogue.metric(name) for name in _metrics(answer.best)], []
-    for label, hunt in answer.answers:
+    for label, search in answer.answers:
         cells = []
         for metric in metrics:
-            value = hunt.interval(metric.name)
+            value = search.interval(metric.name)
             half = f" ± {metric.shown((value.high - value.low) / 2)}" if value and value.high > value.low else ""
             cells.append(metric.shown(value.mean) + half if value else "-")
-        energy = "-" if hunt.joules is None else f"{hunt.joules:.3g}"
-        notes = [f"[{answer.bases.index(each) + 1}]" for each in coverage.bases(of for _, of in hunt.scenario.pools)]
-        lead = label, f"{hunt.scenario.all_gpus:,}", f"{hunt.usd_hour:,.2f}"
-        rows.append((*lead, cells[0], energy, *cells[1:], hunt.binds, ", ".join(notes), _verdict(hunt)))
+        energy = "-" if search.joules is None else f"{search.joules:.3g}"
+        notes = [f"[{answer.bases.index(each) + 1}]" for each in coverage.bases(of for _, of in search.scenario.pools)]
+        lead = label, f"{search.scenario.all_gpus:,}", f"{search.usd_hour:,.2f}"
+        rows.append((*lead, cells[0], energy, *cells[1:], search.binds, ", ".join(notes), _verdict(search)))
     spelled = [metric.spelled for metric in metrics[1:]]
     return Table("candidates", ("", "GPUs", "$/h", "$/M output", "J/token", *spelled, "binds", "times", ""), rows)
 
@@ -151,20 +151,20 @@ def _chart(answer: Recommended) -> Chart:
     return Chart("price", title, caption, [Panel(marks, "$ an hour", f"{metric.label}, {metric.unit}")])
 
 
-def _facts(hunt: Hunt) -> dict[str, Any]:
-    values = {name: hunt.interval(name) for name in _metrics(hunt)}
-    least, most = hunt.span if hunt.answered else (None, None)
+def _facts(search: Search) -> dict[str, Any]:
+    values = {name: search.interval(name) for name in _metrics(search)}
+    least, most = search.span if search.answered else (None, None)
     return {
-        "label": hunt.label,
-        "servers": hunt.candidate.count(hunt.at),
+        "label": search.label,
+        "servers": search.candidate.count(search.at),
         "least": least,
         "sure": most,
-        "gpus": hunt.candidate.gpus(hunt.at),
-        "usd_hour": hunt.usd_hour,
-        "joules_per_output_token": hunt.joules,
-        "binds": hunt.binds,
-        "verdict": _verdict(hunt),
-        "runs": len(hunt.runs),
+        "gpus": search.candidate.gpus(search.at),
+        "usd_hour": search.usd_hour,
+        "joules_per_output_token": search.joules,
+        "binds": search.binds,
+        "verdict": _verdict(search),
+        "runs": len(search.runs),
         "values": {name: value._asdict() if value else None for name, value in values.items()},
-        "scenario": json.loads(hunt.scenario.model_dump_json()) if hunt.answered else None,
+        "scenario": json.loads(search.scenario.model_dump_json()) if search.answered else None,
     }

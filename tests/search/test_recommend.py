@@ -27,7 +27,7 @@ from cbsim.scenario.shapes import Hardware
 from cbsim.search import recommend as searching
 from cbsim.search import recommended
 from cbsim.search.probe import Terms
-from cbsim.search.recommend import Candidate, Hunt, Server, Wish
+from cbsim.search.recommend import Candidate, Search, Server, Sizing
 from cbsim.sweeps.store import Run, Runs, Store
 from cbsim.sweeps.work import Here, Task
 from cbsim.workload import generators
@@ -40,7 +40,7 @@ CARD = shapes.hardware("h100-sxm")
 # -- queues whose answer is known -------------------------------------------------------------------------------------
 
 
-def queue(rate: float, seed: int, requests: int) -> Wish:
+def queue(rate: float, seed: int, requests: int) -> Sizing:
     """Servers that need exactly a second for each request, which Poisson arrivals reach at random: each is M/D/1."""
     fields = {
         "seed": 1000 * seed,
@@ -57,7 +57,7 @@ def queue(rate: float, seed: int, requests: int) -> Wish:
         "loop": {"mode": "sync", "cuda_graphs": {"enabled": False}},
         "fleet": {"router": {"name": "random"}},
     }
-    return searching.wish("llama-3.1-8b", fields, {"loop.mode": "sync"}, 24)
+    return searching.sizing("llama-3.1-8b", fields, {"loop.mode": "sync"}, 24)
 
 
 def exact(rate: float, ttft_s: float) -> int:
@@ -110,13 +110,13 @@ class Quick(Candidate):
         return self.built[1].model_copy(update={"fleet": fleet.model_copy(update={"pools": pools})})
 
 
-def only(wish: Wish, card: Hardware = CARD, name: str = "h100", kind: type[Candidate] = Candidate) -> Candidate:
-    return kind(wish, Server(name, card, 1, {}))
+def only(sizing: Sizing, card: Hardware = CARD, name: str = "h100", kind: type[Candidate] = Candidate) -> Candidate:
+    return kind(sizing, Server(name, card, 1, {}))
 
 
 def answer(
     of: Sequence[Candidate], ttft_s: float, runs: Runs, replicates: int = 16, confidence: float = 0.95
-) -> list[Hunt]:
+) -> list[Search]:
     terms = searching.terms(of, [f"ttft.mean<={ttft_s}s"], replicates=replicates, confidence=confidence)
     return searching.search(of, terms, runs)
 
@@ -151,11 +151,11 @@ def test_simulated_servers_agree_with_the_closed_form(tmp_path: Path) -> None:
 def test_prices_times_a_factor_leave_the_ranking() -> None:
     """Cards of one speed whose prices are ties or nearly so: any factor leaves the order, and what is given up."""
     prices, drawn = (3.0, 1.5, 1.5, 2.0000001, 7.0), random.Random(1)
-    wish = queue(2.5, 1, 1000)
+    sizing = queue(2.5, 1, 1000)
 
     def ranking(factor: float) -> list[tuple[str, bool]]:
         of = [
-            only(wish, CARD.model_copy(update={"price_usd_hour": price * factor}), f"card{at}", Quick)
+            only(sizing, CARD.model_copy(update={"price_usd_hour": price * factor}), f"card{at}", Quick)
             for at, price in enumerate(prices)
         ]
         ranked = answer(of, 2.0, Recursion(), 8)
@@ -198,8 +198,8 @@ def test_a_card_that_is_better_in_everything_is_never_behind(tmp_path: Path) -> 
     drawn, runs = random.Random(3), Runs(Store(tmp_path), Here())
     for name in ("h100-sxm", "l40s", "a100-80gb"):
         card = shapes.hardware(name)
-        wish = searching.wish("llama-3.1-8b", LOAD, (), 16)
-        ranked = answer([only(wish, card, "card"), only(wish, better(card, drawn), "better")], 0.3, runs, 4)
+        sizing = searching.sizing("llama-3.1-8b", LOAD, (), 16)
+        ranked = answer([only(sizing, card, "card"), only(sizing, better(card, drawn), "better")], 0.3, runs, 4)
         names = [each.candidate.server.name for each in ranked if not each.candidate.beside]
         assert names == ["better", "card"]
 
@@ -207,8 +207,8 @@ def test_a_card_that_is_better_in_everything_is_never_behind(tmp_path: Path) -> 
 def test_two_cards_together_are_a_scenario_that_can_be_run(tmp_path: Path) -> None:
     """The dearer card with a part of the load and a cheap one with the rest; the scenario is read as it was written."""
     cheap = Server("l40s", shapes.hardware("l40s"), 1, {"scheduler.max_num_seqs": 8})
-    wish = searching.wish("llama-3.1-8b", LOAD, {"workload.requests": 5}, 16)
-    mixed = Candidate(wish, Server("h100", CARD, 2, {}), ((3, cheap),)).scenario(2, 4)
+    sizing = searching.sizing("llama-3.1-8b", LOAD, {"workload.requests": 5}, 16)
+    mixed = Candidate(sizing, Server("h100", CARD, 2, {}), ((3, cheap),)).scenario(2, 4)
     (_, first), (_, second) = mixed.pools
     assert (first.gpus, second.gpus, mixed.all_gpus) == (2, 1, 7)
     assert (first.hardware, second.hardware) == (CARD, cheap.card)
@@ -224,16 +224,16 @@ def test_two_cards_are_tried_where_rounding_leaves_room() -> None:
     come first, and the dearer kind of a card is not tried.
     """
 
-    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
-    terms = searching.terms([only(wish)], ["ttft.p99<=1s"])
+    sizing = searching.sizing("llama-3.1-8b", LOAD, (), 8)
+    terms = searching.terms([only(sizing)], ["ttft.p99<=1s"])
 
-    def hunt(name: str, count: int, price: float, **settings: int) -> Hunt:
+    def search(name: str, count: int, price: float, **settings: int) -> Search:
         card = CARD.model_copy(update={"price_usd_hour": price})
-        made = Hunt(Candidate(wish, Server(name, card, 1, settings)), terms, Recursion())
+        made = Search(Candidate(sizing, Server(name, card, 1, settings)), terms, Recursion())
         made.likely = count
         return made
 
-    of = [hunt("dear", 3, 3.0), hunt("cheap", 5, 1.7), hunt("dear", 4, 3.0, seed=1)]
+    of = [search("dear", 3, 3.0), search("cheap", 5, 1.7), search("dear", 4, 3.0, seed=1)]
     mixed = searching.mixes(of)
     assert [each.label(each.first) for each in mixed] == ["2 x dear + 2 x cheap", "1 x dear + 4 x cheap"]
 
@@ -243,11 +243,11 @@ def test_two_cards_together_are_the_answer_where_they_are_cheapest(tmp_path: Pat
     one of each for $ 4.6, which has enough capacity. Energy is that of both boards by their activity.
     """
     fields = {**queue(2.4, 1, 200).document.data, "fleet": {"router": {"name": "least_in_flight"}}}
-    wish = searching.wish("llama-3.1-8b", fields, (), 8)
+    sizing = searching.sizing("llama-3.1-8b", fields, (), 8)
     pairs = [("fast", 3.0, 0.5, 700.0), ("slow", 1.6, 1.0, 300.0)]
     cards = [CARD.model_copy(update={"price_usd_hour": usd, "power_w": watts}) for _, usd, _, watts in pairs]
     steps = [{"cost.step_s": step_s} for _, _, step_s, _ in pairs]
-    of = [Candidate(wish, Server(pairs[at][0], cards[at], 1, steps[at])) for at in (0, 1)]
+    of = [Candidate(sizing, Server(pairs[at][0], cards[at], 1, steps[at])) for at in (0, 1)]
     ranked = answer(of, 4.0, Runs(Store(tmp_path), Here()), 6)
     best = ranked[0]
     assert (best.usd_hour, sorted(best.candidate.cards)) == (4.6, ["fast", "slow"])
@@ -269,8 +269,8 @@ def test_energy_is_that_of_active_boards(tmp_path: Path) -> None:
 
 
 def test_mixtures_that_share_experts_are_candidates_too() -> None:
-    wish = searching.wish("qwen3-30b-a3b", LOAD, (), 8)
-    of = searching.candidates(wish, ["h100"], (1, 2), {})
+    sizing = searching.sizing("qwen3-30b-a3b", LOAD, (), 8)
+    of = searching.candidates(sizing, ["h100"], (1, 2), {})
     ranks = [each for each in of if each.ranks]
     assert [[each.count(value) for value in range(1, each.last + 1)] for each in ranks] == [[2, 4, 8]] * 2 + [
         [2, 4]
@@ -283,16 +283,16 @@ def test_mixtures_that_share_experts_are_candidates_too() -> None:
 
 def test_the_data_sheet_rules_out_and_bounds() -> None:
     """Weights that are read longer than a token may take, and a rate whose operations need several cards."""
-    wish = searching.wish("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 64)
-    built = only(wish).scenario(1)
-    _, out = searching.by_data_sheet(only(wish), Terms((parse("tpot.p99<=1ms"),)))
+    sizing = searching.sizing("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 64)
+    built = only(sizing).scenario(1)
+    _, out = searching.by_data_sheet(only(sizing), Terms((parse("tpot.p99<=1ms"),)))
     assert out == "tpot.p99<=1ms: reading the weights alone takes 4.48 ms a token"
     requests = generators.build(built).open
     span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / 1e9
     flop = 2 * built.model.layer_parameters * 544 * 60
     expected = math.ceil(flop / CARD.flops.bfloat16 / span_s)
-    assert searching.by_data_sheet(only(wish), Terms((parse("tpot.p99<=1s"),))) == (expected, "") and expected > 8
-    few = searching.wish("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 8)
+    assert searching.by_data_sheet(only(sizing), Terms((parse("tpot.p99<=1s"),))) == (expected, "") and expected > 8
+    few = searching.sizing("llama-3.1-8b", {**LOAD, "loop": {}}, {"workload.arrivals.rate_per_s": 2000}, 8)
     _, out = searching.by_data_sheet(only(few), Terms((parse("tpot.p99<=1s"),)))
     assert out == f"the rate needs {expected} servers by the data sheet, 8 may be"
 
@@ -309,9 +309,9 @@ class Counted(Here):
 
 def test_a_second_search_makes_no_run(tmp_path: Path) -> None:
     """Runs are in the store, so a search that was interrupted goes on, and another goal uses what is there."""
-    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
+    sizing = searching.sizing("llama-3.1-8b", LOAD, (), 8)
     runs = [Runs(Store(tmp_path), Counted()) for _ in range(2)]
-    texts = [str(recommended.recommend([only(wish)], ["ttft.p99<=2s"], each, replicates=4)) for each in runs]
+    texts = [str(recommended.recommend([only(sizing)], ["ttft.p99<=2s"], each, replicates=4)) for each in runs]
     assert Counted.tasks == runs[0].made > runs[1].made == 0 and texts[0] == texts[1]
 
 
@@ -374,8 +374,8 @@ def test_a_list_of_requests_is_one_run_a_number(tmp_path: Path) -> None:
 
 def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are answered; of the one that failed the reason is said."""
-    wish = searching.wish("llama-3.1-8b", LOAD, (), 8)
-    of, pilot = [only(wish), only(wish, name="b")], searching.Prober.pilot
+    sizing = searching.sizing("llama-3.1-8b", LOAD, (), 8)
+    of, pilot = [only(sizing), only(sizing, name="b")], searching.Prober.pilot
 
     def failing(self: Any, value: float) -> Any:
         if self._make == of[1].scenario:
@@ -391,8 +391,8 @@ def test_a_candidate_whose_runs_fail_is_left_out(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("words", [("--set", "scheduler.max_num_batched_tokens=5"), ("load", 5), ("load", None)])
 def test_a_setting_that_is_stated_is_no_knob_of_the_defaults(words: tuple[str, Any]) -> None:
     load = {**LOAD, "scheduler": {"name": "vllm", "max_num_batched_tokens": words[1]}} if words[0] == "load" else LOAD
-    wish = searching.wish("llama-3.1-8b", load, [words[1]] if words[0] == "--set" else ())
-    knobs = [dict(each.server.settings) for each in searching.candidates(wish, ["h100"], (1,), {})]
+    sizing = searching.sizing("llama-3.1-8b", load, [words[1]] if words[0] == "--set" else ())
+    knobs = [dict(each.server.settings) for each in searching.candidates(sizing, ["h100"], (1,), {})]
     usual = [{"scheduler.max_num_batched_tokens": tokens} for tokens in (2048, 8192)]
     assert knobs == ([{}] if words[1] else usual)
 
@@ -508,7 +508,7 @@ def test_a_mistake_in_a_load_is_told_with_its_line(within: str, line: int, tmp_p
     fields = ("kind: synthetic", "requests: 6", "arivals: {kind: burst}", "prompt_tokens: 1", "output_tokens: 1")
     load.write_text(within + "".join(f"{indent}{each}\n" for each in fields))
     with pytest.raises(ScenarioError) as caught:
-        only(searching.wish("llama-3.1-8b", load)).scenario(1)
+        only(searching.sizing("llama-3.1-8b", load)).scenario(1)
     assert f"{load}:{line}: workload.arivals: unknown field; did you mean arrivals?" in str(caught.value)
 
 
@@ -517,7 +517,7 @@ def test_the_servers_of_a_load_do_not_count(tmp_path: Path) -> None:
     fleet = {"router": {"name": "round_robin"}, "pools": [{"count": 4, "server": {"hardware": "l4"}}]}
     fleet["failures"] = [{"server": 3, "at_s": 0.1}]  # type: ignore[assignment]
     load = {**LOAD, "fleet": fleet, "hardware": "l4", "cost": {"kind": "roofline", "tensor_parallel": 2}}
-    scenario = only(searching.wish("llama-3.1-8b", load)).scenario(1)
+    scenario = only(searching.sizing("llama-3.1-8b", load)).scenario(1)
     assert scenario.fleet is not None and (scenario.fleet.router.name, scenario.all_gpus) == ("round_robin", 1)
     assert scenario.hardware == CARD and not scenario.fleet.failures
 
