@@ -216,7 +216,7 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     """What is documented is in a summary and the other way round, and `--check` knows what is said to be checked."""
     moved = {"kv_moves": optional_tables.summarise_transfers(TransferLog(), 1.0)}  # of runs that move KV
     moved["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
-    moved["speculation"] = optional_tables.summarise_drafts(array("q", (0, 0, 2, 1, 2)))  # of runs with drafts
+    moved["drafts"] = optional_tables.summarise_drafts(array("q", (0, 0, 8, 1, 2)))  # of runs with drafts
     names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("scaling.")]
     moved["scaling"] = dict.fromkeys(names, 1.0)  # of fleets whose servers come and go, as is the status `retried`
     given = {"requests_by_status.retried": 0} | dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))

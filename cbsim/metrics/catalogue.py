@@ -18,6 +18,7 @@ MORE, LESS = 1, -1
 FORMS = {"s": "s", "share": "share", "tokens/s": "number", "1/s": "number", "USD": "number", "USD/h": "number"}
 FINE, REAL = "fine share", "number"  # a share with more digits; a count that need not be whole
 MAIN = ("p50", "p99")
+POSITIONS = 8  # of drafts, each with a metric of its own; summary.json has the acceptance of all
 PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
 STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
 
@@ -135,14 +136,20 @@ _AFTER = (
            "span"),
     Metric("kv_moves.in_busy", "share", LESS, "lane from the host, busy", "time that moves from the host took, over "
            "the span"),
-    Metric("speculation.acceptance_length", "count", MORE, "tokens a verification", "tokens that a row with drafts "
-           "gives, the target's own included; only with speculation, as all of `speculation`", listed=True, style=REAL),
-    Metric("speculation.acceptance", "share", MORE, "drafts accepted", "of all that were verified", listed=True),
-    Metric("speculation.drafted_tokens", "tokens", 0, "draft tokens", "verified, of requests that had not ended"),
-    Metric("speculation.accepted_tokens", "tokens", MORE, "accepted draft tokens", "of these, those that came true"),
-    Metric("speculation.rejected_tokens", "tokens", LESS, "rejected draft tokens", "of these, those that did not: "
+    Metric("drafts.acceptance_length", "count", MORE, "tokens a verification", "mean tokens that a row with drafts "
+           "gives, the target's own included; only with speculation, as all of `drafts`", listed=True, style=REAL),
+    Metric("drafts.acceptance_rate", "share", MORE, "drafts accepted",
+           "`drafts.accepted_tokens` / `drafts.verified_tokens`", listed=True),
+    *(Metric(f"drafts.acceptance_by_position.{at}", "share", MORE, f"accepted at position {at}",
+             f"of rows that verified {at} drafts or more, those in which the first {at} came true", listed=True)
+      for at in range(1, POSITIONS + 1)),
+    Metric("drafts.verified_tokens", "tokens", 0, "draft tokens verified", "of requests that had not ended",
+           listed=True),
+    Metric("drafts.accepted_tokens", "tokens", MORE, "draft tokens accepted", "of these, those that came true",
+           listed=True),
+    Metric("drafts.rejected_tokens", "tokens", LESS, "draft tokens rejected", "of these, those that did not: "
            "computed for nothing", listed=True),
-    Metric("speculation.verifications", "rows", 0, "rows with drafts", "rows that verified them"),
+    Metric("drafts.verifications", "rows", 0, "rows with drafts", "rows that verified them"),
     Metric("recomputed_tokens", "tokens", LESS, "recomputed tokens", "query tokens that had been computed before a "
            "preemption, and were lost: those of swapped requests are not", listed=True),
     Metric("wasted_rows", "rows", LESS, "wasted rows",

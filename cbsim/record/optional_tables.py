@@ -71,20 +71,19 @@ def by_step(files: Files, name: str) -> dict[int, list[tuple[int, ...]]]:
 
 
 def summarise_drafts(rows: array[int]) -> dict[str, Any]:
-    """Return the draft tokens verified, those that came true, and the share of them that did by position."""
+    """Return the draft tokens verified, those that came true, and the share of rows in which they did, by position."""
     table = values_of(DRAFTS, rows)
     drafts, accepted = table["drafts"], table["accepted"]
-    offered = [int((drafts > at).sum()) for at in range(int(drafts.max(initial=0)))]
-    true = [int((accepted > at).sum()) for at in range(len(offered))]
+    places = range(1, 1 + int(drafts.max(initial=0)))
     total, came, rows_with = int(drafts.sum()), int(accepted.sum()), int((drafts > 0).sum())
     return {
-        "drafted_tokens": total,
+        "verified_tokens": total,
         "accepted_tokens": came,
         "rejected_tokens": total - came,
         "verifications": rows_with,
         "acceptance_length": 1 + came / rows_with if rows_with else None,
-        "acceptance": came / total if total else None,
-        "acceptance_by_position": [b / a for a, b in zip(offered, true, strict=True)],
+        "acceptance_rate": came / total if total else None,
+        "acceptance_by_position": {f"{at}": int((accepted >= at).sum()) / int((drafts >= at).sum()) for at in places},
     }
 
 

@@ -148,7 +148,7 @@ class Session:
             busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
             numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
         if drafts := record.drafts:
-            numbers["speculation"] = optional_tables.summarise_drafts(drafts)
+            numbers["drafts"] = optional_tables.summarise_drafts(drafts)
         requests = self._terms.requests
         files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
         files |= {**optional_tables.files_of(record), **self.server.files()}

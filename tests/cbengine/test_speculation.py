@@ -371,10 +371,10 @@ def test_a_measured_run_is_simulated_with_the_acceptance_that_it_had(loop: str, 
     measured = cbengine.run(scenario, "inline", changes={"loop.mode": loop})
     path = measured.save(tmp_path)
     assert replan.rederive(path) == (len(measured.steps), len(measured.steps), None)
-    assert measured.summary["speculation"]["accepted_tokens"] > 0
+    assert measured.summary["drafts"]["accepted_tokens"] > 0
     assert measured.environment["draft_weights"] == "random"
     simulated = cbsim.run(path / "scenario.resolved.yaml")
     assert verifications(simulated.files) == verifications(measured.files)
-    assert simulated.summary["speculation"] == measured.summary["speculation"]
+    assert simulated.summary["drafts"] == measured.summary["drafts"]
     again = cbengine.run(path / "scenario.resolved.yaml", "inline")
     assert again.files[build.ACCEPTED] == (path / build.ACCEPTED).read_bytes()

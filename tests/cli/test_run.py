@@ -203,6 +203,23 @@ def test_what_a_person_sees(small: Path, out: Path) -> None:
     assert said.err.splitlines()[-1].startswith("async: ")
 
 
+def test_a_person_sees_what_came_of_drafts(small: Path, out: Path) -> None:
+    """Tokens a verification, and drafts: how many, how many came true, in all and by position, and how many did not."""
+    drafts = {"method": "ngram", "k": 3, "acceptance": {"rates": [1.0, 1.0, 0.0]}}
+    check = "drafts.acceptance_by_position.2>=100%"
+    said = call("run", small, "--set", f"speculation={json.dumps(drafts)}", "--out", out, "--check", check)
+    assert said.status == 0, said
+    (path,) = out.iterdir()
+    numbers = json.loads((path / "summary.json").read_text())["drafts"]
+    assert numbers["verified_tokens"] == numbers["accepted_tokens"] + numbers["rejected_tokens"]
+    assert numbers["acceptance_by_position"] == {"1": 1, "2": 1, "3": 0}
+    cells = {label.strip(): value for label, _, value in (line.rpartition("  ") for line in said.out.splitlines())}
+    assert [cells[f"accepted at position {at}"] for at in (1, 2, 3)] == ["100.0%", "100.0%", "0.0%"]
+    for label in ("verified", "accepted", "rejected"):
+        assert cells[f"draft tokens {label}"] == f"{numbers[f'{label}_tokens']:,}"
+    assert cells["tokens a verification"] == "3"
+
+
 def test_quiet_says_where_and_nothing_but_verdicts(small: Path, out: Path) -> None:
     """--quiet: neither progress nor table, only the run directories, for scripts; a check is still answered."""
     said = call("run", small, "--quiet", "--out", out)

@@ -336,7 +336,7 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     summary["scaling"] = {name.partition(".")[2]: 1.0 for name in METRICS if name.startswith("scaling.")}
     summary["requests_by_status"]["retried"] = 0  # both of fleets whose servers come and go
     summary["kv_moves"] = optional_tables.summarise_transfers(TransferLog(), 1.0)  # of runs that move KV
-    summary["speculation"] = optional_tables.summarise_drafts(array("q", (0, 0, 2, 1, 2)))  # of runs with drafts
+    summary["drafts"] = optional_tables.summarise_drafts(array("q", (0, 0, 8, 1, 2)))  # of runs with drafts
     found = leaves(summary)
     assert set(METRICS) - set(found) == set()
     assert set(found) - set(METRICS) <= UNCHECKED

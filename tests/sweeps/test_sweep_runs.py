@@ -236,6 +236,19 @@ def test_a_key_names_how_many_drafts_come_true(small: Path, monkeypatch: pytest.
     assert len(keys) == 4
 
 
+def test_how_many_drafts_come_true_is_an_axis_and_how_many_did_a_metric(small: Path, tmp_path: Path) -> None:
+    """Both are columns of the table, and `contrast` finds either by its name."""
+    drafts = "speculation: {method: ngram, k: 2, acceptance: {rate: 0.5}}"
+    file = small.with_name("drafts.yaml")
+    file.write_text(
+        f"scenario: small.yaml\nset: {{{drafts}}}\naxes:\n  speculation.acceptance: [{{rate: 0}}, {{rate: 1}}]\n"
+    )
+    swept = a_sweep(file, tmp_path / "store").run(Here())
+    assert swept.table["drafts.acceptance_rate"].to_pylist() == [0, 1]
+    said = call("contrast", swept.path, "--by", "speculation.acceptance", "--metric", "drafts.acceptance_length")
+    assert said.status == 0 and said.out.startswith("drafts.acceptance_length\n"), said
+
+
 def test_a_key_names_a_fleets_routers_and_the_files_of_its_servers(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

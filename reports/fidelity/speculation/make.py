@@ -68,7 +68,7 @@ def drawn_length(curve: str, drafts: int) -> float:
         "cost": {"kind": "constant", "step_s": 0.01},
         "speculation": {"method": "ngram", "k": drafts, "acceptance": {"curve": curve}},
     }
-    return float(summary(fields)["speculation"]["acceptance_length"])
+    return float(summary(fields)["drafts"]["acceptance_length"])
 
 
 def acceptance() -> tuple[Table, list[dict[str, Any]]]:

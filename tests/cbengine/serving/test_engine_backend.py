@@ -111,7 +111,7 @@ def test_speculation_changes_no_text(drafter: str, loop: str, tmp_path: Path) ->
 
     served = Server(speculating(sizes(), drafter), loop)
     assert served.talk(several) == Server(sizes(), loop).talk(several)
-    assert served.check(tmp_path).summary["speculation"]["accepted_tokens"] > 0
+    assert served.check(tmp_path).summary["drafts"]["accepted_tokens"] > 0
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
