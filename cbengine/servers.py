@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from cbengine.build import ACCEPTED, Setup
@@ -83,7 +84,9 @@ class Measured:
     def files(self) -> Mapping[str, bytes]:
         files = dict(self._profile.files()) if self._profile else {}
         if self._speculates:
-            pairs = zip(self.engine.accepted[::2], self.engine.accepted[1::2], strict=True)
+            requests = self.engine.accepted[::2]
+            never = {row.index for row in self.record.requests()} - {*requests}
+            pairs = chain(zip(requests, self.engine.accepted[1::2], strict=True), ((one, 0) for one in sorted(never)))
             lines = "".join(f"{request},{accepted}\n" for request, accepted in pairs)
             files[ACCEPTED] = f"request,accepted\n{lines}".encode()
         if self._setup.saves_tokens:

@@ -161,7 +161,7 @@ def tune(
     from cbsim.sweeps.sweep import executor
 
     check_strings("slo", slo)
-    conditions = [checks.parse(condition, "slo", sweep=True) for condition in slo]
+    conditions = checks.parse_all(slo, "slo", sweep=True)
     goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates, draws)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
     return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))

@@ -269,7 +269,7 @@ def run_options(arguments: argparse.Namespace, *more: str) -> RunOptions:
         out=arguments.out,
         window=arguments.trace_steps,
         span_s=arguments.window,
-        conditions=[checks.parse(condition) for condition in arguments.check],
+        conditions=checks.parse_all(arguments.check),
         as_json=arguments.json,
         quiet=arguments.quiet,
         line=" ".join([arguments.line, *([shlex.join(more)] if more else [])]),

@@ -204,7 +204,7 @@ def pareto(arguments: argparse.Namespace) -> int:
 
     check_out(arguments.out)
     x, y = (checks.objective(getattr(arguments, axis), f"--{axis} {getattr(arguments, axis)}") for axis in "xy")
-    where = [checks.parse(condition, sweep=True) for condition in arguments.check]
+    where = checks.parse_all(arguments.check, sweep=True)
     question = frontiers.Question(x, y, where, arguments.confidence)
     study = frontiers.study(replicated.read(arguments.table), question, all_places=arguments.all)
     return answer(study, arguments, "simulated")
@@ -221,7 +221,7 @@ def tune(arguments: argparse.Namespace) -> int:
     metric, option, sign = arguments.maximise, "--maximise", 1
     if metric is None:
         metric, option, sign = arguments.minimise, "--minimise", -1
-    slo = [checks.parse(each, sweep=True) for each in arguments.check]
+    slo = checks.parse_all(arguments.check, sweep=True)
     objective = checks.objective(metric, f"{option} {metric}", sign)
     goal = Goal(objective, slo, arguments.confidence, arguments.replicates, draws(arguments))
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -92,6 +92,23 @@ class Check:
         if not plain or self.bound < IMPLAUSIBLE * value or not self.bound:
             return ""
         return f"; a bound without a unit is in seconds: is {self.bound:g}ms meant?"
+
+
+def parse_all(conditions: Iterable[str], option: str = "--check", *, sweep: bool = False) -> list[Check]:
+    """Parse conditions. Raises a CheckError that lists all that cannot be parsed."""
+    parsed, errors = list[Check](), list[CheckError]()
+    for condition in conditions:
+        try:
+            parsed.append(parse(condition, option, sweep=sweep))
+        except CheckError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise CheckError(
+            "\n".join(map(str, errors)), field=errors[0].field, value=errors[0].value, bound=errors[0].bound
+        )
+    if errors:
+        raise errors[0]
+    return parsed
 
 
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:

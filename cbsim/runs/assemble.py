@@ -75,8 +75,8 @@ def acceptance(scenario: Scenario) -> Acceptance | None:
     """Return how many drafts of a server come true; None without speculation. Raises ScenarioError."""
     if scenario.speculation is None:
         return None
-    stated = scenario.speculation.acceptance
-    return Acceptance(scenario.seed, stated.conditional_rates, stated.recorded())
+    stated, drafts = scenario.speculation.acceptance, scenario.speculation.k
+    return Acceptance(scenario.seed, stated.conditional_rates, stated.recorded(drafts))
 
 
 def copies(scenario: Scenario, groups: Sequence[LayerGroup] = ()) -> Copies:

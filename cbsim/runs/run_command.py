@@ -49,9 +49,11 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
 
     `adapt` changes the scenario to one that this server can run; that one is recorded.
     """
-    scenario = adapt(scenarios.load(options.scenario, options.overrides))
+    variants = scenarios.variants(options.scenario)
+    scenario = adapt(variants(options.overrides))
     folder.check(options.out, shared=True)
-    results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
+    with variants.placing(options.overrides):
+        results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
     results.draw(list(results.values())[-1].folder)
     _print_notices(results, options)
     if options.as_json:

@@ -88,6 +88,8 @@ class Session:
         workload = generators.build(self.scenario, terms.requests)
         self.requests, self.notices = workload.total, (*_notices(self.scenario), *workload.notices)
         self.server = serve(self.scenario, loop, workload)
+        if not self.server.measured and workload.total:
+            _check_drafts(self.scenario, workload)
         self._terms = terms
         self._pieces: Pieces | None = None
         self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed, terms.process)
@@ -171,6 +173,16 @@ class Session:
         left = int(rows.numbers("output_tokens")[ended].sum() - made.sum())
         if longest is not None and left > 0:
             yield f"requests end at {longest:,} tokens, as the scheduler has it: {left:,} output tokens were not made"
+
+
+def _check_drafts(scenario: Scenario, workload: Workload) -> None:
+    """Raise ScenarioError for a file of accepted drafts that is not of this workload's requests."""
+    for _, server in scenario.pools:
+        if (drafts := server.speculation) and drafts.acceptance.path is not None:
+            specs = (workload.find(index) for index in range(workload.total))
+            drafts.acceptance.recorded(
+                drafts.k, [min(spec.output_tokens, spec.max_tokens) if spec else 0 for spec in specs]
+            )
 
 
 def _notices(scenario: Scenario) -> list[str]:

@@ -97,4 +97,4 @@ def _found(field: str, what: str, candidates: list[Path], there: Callable[[Path]
     looked = "; ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     unset = "" if os.environ.get("CBSIM_DATA") else " ($CBSIM_DATA is not set)"
     hint = f"{get}docs/data.md says where to get it"
-    raise ScenarioError(f"{field}: {what} beside the scenario, nor at {looked}{unset}; {hint}")
+    raise ScenarioError(f"{field}: {what} beside the scenario, nor at {looked}{unset}; {hint}", field=field)

@@ -152,6 +152,8 @@ def _decimal(value: Any) -> Any:
 
 
 def _lookable(path: str) -> str:
+    if not path:
+        raise complaint("got '', expected a path")
     if too_long(path):
         raise complaint(f"got {shown(path)}, {PATH_BOUND}")
     return path

@@ -24,13 +24,14 @@ Changes = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 def apply(
     document: Document, overrides: Sequence[str], part: type[Frozen], make: Callable[[], dict[str, Any]], base: Path
 ) -> Document:
-    """Return the document of a `part` with the overrides applied in order, those that choose a kind before the rest.
+    """Return the document of a `part` with the overrides applied in order, but those that choose a kind before those of
+    other fields of that part.
 
-    Parts of the path to a field that the file leaves out are taken from the defaults, unless their kind has changed;
-    `make` is called once one is needed. Fields of the file that a chosen kind does not have are dropped.
+    Parts of the path to a field that the file leaves out are taken from the defaults, unless their kind has changed or
+    an override made them null; `make` is called once one is needed. Fields of the file that a chosen kind does not have
+    are dropped.
     """
-    written = [(*parsed(override), override) for override in overrides]
-    written.sort(key=lambda entry: union_at(part, entry[0]) is None)
+    written = _ordered(overrides, part)
     data, changed = copy.deepcopy(document.data), list[PathParts]()
 
     def usual(path: PathParts) -> Any:
@@ -41,6 +42,8 @@ def apply(
             if name in shapes.NAMED and path[:at][-1:] in ((), ("server",)):
                 _spell_out(_at(data, path[:at]), str(name), base)
         union, present = union_at(part, path), _at(data, path)
+        if value is None:
+            changed.append(path)
         if union and value != (usual(path) if present is None else present):
             changed.append(path[:-1])
         assign(data, path, value, override, usual)
@@ -49,6 +52,21 @@ def apply(
             for unknown in chosen.keys() - member.model_fields:
                 del chosen[unknown]
     return Document(document.file, document.root, data, tuple((path, override) for path, _, override in written))
+
+
+def _ordered(overrides: Sequence[str], part: type[Frozen]) -> list[tuple[PathParts, Any, str]]:
+    """Return path, value and text of overrides in the order in which they apply: one that chooses a kind comes directly
+    behind the last one that sets the part, or one around it, as a whole or chooses its kind.
+    """
+    ordered: list[tuple[PathParts, Any, str]] = []
+    for override in overrides:
+        path, value = parsed(override)
+        at = len(ordered)
+        if union_at(part, path):
+            roots = [its[:-1] if union_at(part, its) else its for its, *_ in ordered]
+            at = max((n for n, root in enumerate(roots, 1) if root == path[: len(root)]), default=0)
+        ordered.insert(at, (path, value, override))
+    return ordered
 
 
 def union_at(part: type[Frozen], path: PathParts) -> By | None:

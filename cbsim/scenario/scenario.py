@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from functools import cached_property
@@ -27,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from cbsim.errors import ScenarioError, in_line
+from cbsim.errors import ScenarioError, UserError, in_line
 from cbsim.policy.kind import Options, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, costs, documents
@@ -407,20 +408,31 @@ class Variants:
 
     def __call__(self, overrides: Sequence[str] = ()) -> Scenario:
         """Return the scenario with these overrides. Raises ScenarioError."""
-        document = self._document
-        if overrides:
-            document = apply(document, overrides, Scenario, lambda: self._defaults, self._base)
+        document = self._changed(overrides)
         scenario = document.checked(Scenario, self._base)
         for loop in loops(scenario):
             try:
                 _solve(scenario, loop)
             except ScenarioError as error:
-                field, _, reason = str(error).partition(": ")
-                path = documents.split(field)
-                where, given = document.where(path), ", ".join(f"--set {cut(each)}" for each in overrides)
-                by = f" with {given}" if given and not where.startswith("--set ") else ""
-                raise document.error(f"{where}{by}: {error}", path, reason) from None
+                raise _placed(document, error) from None
         return scenario
+
+    @contextmanager
+    def placing(self, overrides: Sequence[str]) -> Iterator[None]:
+        """Let errors of a field that only a run finds, such as a file that is not there, name what set it."""
+        try:
+            yield
+        except ScenarioError as error:
+            if error.field is None or error.file is not None or not str(error).startswith(f"{error.field}: "):
+                raise
+            raise _placed(self._changed(overrides), error) from None
+
+    def _changed(self, overrides: Sequence[str]) -> Document:
+        return (
+            apply(self._document, overrides, Scenario, lambda: self._defaults, self._base)
+            if overrides
+            else self._document
+        )
 
     @cached_property
     def _defaults(self) -> dict[str, Any]:
@@ -431,6 +443,15 @@ class Variants:
             parts = {name: field.default for name, field in Scenario.model_fields.items()}
             defaults = {name: part.model_dump(mode="json") for name, part in parts.items() if isinstance(part, Frozen)}
             return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
+
+
+def _placed(document: Document, error: ScenarioError) -> UserError:
+    """Return an error, whose text begins with a field, as one of what set the field in a document."""
+    field, _, reason = str(error).partition(": ")
+    path = documents.split(field)
+    where, given = document.where(path), ", ".join(f"--set {cut(override)}" for _, override in document.overrides)
+    by = f" with {given}" if given and not where.startswith("--set ") else ""
+    return document.error(f"{where}{by}: {error}", path, reason)
 
 
 def _solve(scenario: Scenario, loop: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from cbsim.errors import ScenarioError
 from cbsim.policy import kind
 from cbsim.scenario import catalog, rows
-from cbsim.scenario.fields import DataPath, Frozen, Many, Real, Text, Whole, complaint
+from cbsim.scenario.fields import DataPath, Frozen, Many, Real, Whole, complaint, shown
 from cbsim.scenario.shapes import ModelShape, NamedModel
 
 MOST_DRAFTS = 64
@@ -24,6 +25,25 @@ def _ascending(entries: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], .
     if any(after[0] <= before[0] for before, after in pairwise(entries)):
         raise complaint("must be ascending in the rows")
     return entries
+
+
+def _read(curve: Any) -> Any:
+    """Return the mean acceptance lengths for 1, 2, ... drafts that were measured, by a curve's name; a list as it is.
+    Raises ScenarioError.
+    """
+    if not isinstance(curve, str):
+        if isinstance(curve, list | tuple) and curve:
+            return curve
+        raise complaint(f"got {shown(curve)}, expected the name of a curve or a list of mean lengths")
+    curves: dict[str, list[float]] = {}
+    with catalog.data(CURVES, "InferenceX's curves").open(newline="") as file:
+        for row in sorted(csv.DictReader(file), key=lambda row: int(row["drafts"])):
+            curves.setdefault(f"{row['file']}/{row['thinking']}", []).append(float(row["acceptance_length"]))
+    return curves[catalog.known([*curves], curve, "curve")]
+
+
+Lengths = Annotated[Many[Annotated[Real, Field(ge=1)]], Field(min_length=1)]
+Curve = Annotated[Lengths, BeforeValidator(_read, json_schema_input_type=str | Lengths)]
 
 
 class Acceptance(Frozen):
@@ -39,12 +59,14 @@ class Acceptance(Frozen):
     length: Annotated[Real, Field(ge=1)] | None = None
     """Mean tokens of a verification, the target's own included; whole ones in every row, the rest by chance, as vLLM's
     synthetic_acceptance_length."""
-    curve: Text | Annotated[Many[Annotated[Real, Field(ge=1)]], Field(min_length=1)] | None = None
+    curve: Curve | None = None
     """Such means for 1, 2, ... drafts; or the name of one that InferenceX measured: qwen3.5_mtp/on. Where noise lets it
-    fall or rise faster than before, drafts next to each other have equal probabilities; the means hold."""
+    fall or rise faster than before, drafts next to each other have equal probabilities; the means hold. Drafts behind
+    its end come true never."""
     path: DataPath | None = None
-    """A CSV file of `request,accepted`: the request's number in the workload, and how many drafts came true, in the
-    order of its verifications; from the first again if there are more."""
+    """A CSV file of `request,accepted`: the request's number in the workload, and how many drafts came true, at most k,
+    in the order of its verifications; from the first again if there are more. It has all requests of two tokens or
+    more."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -53,16 +75,17 @@ class Acceptance(Frozen):
             raise complaint(f"got {' and '.join(stated) or 'none'}, expected one of rate, rates, length, curve, path")
         if self.conditional and self.rates is None:
             raise complaint("got true, must be false without rates", "conditional")
-        lengths = () if self.curve is None or isinstance(self.curve, str) else self.curve
-        for drafts, length in enumerate(lengths, 1):
+        for drafts, length in enumerate(self.curve or (), 1):
             if length > drafts + 1:
                 raise complaint(f"got {length:g}, must be <= {drafts + 1}: {drafts} drafts", f"curve.{drafts - 1}")
         if self.rates and not self.conditional and any(b > a for a, b in pairwise(self.rates)):
             raise complaint("must not rise: each is the probability that all drafts up to there come true", "rates")
         return self
 
-    def recorded(self) -> dict[int, list[int]] | None:
-        """Return the numbers of the file, by request; None without one. Raises ScenarioError."""
+    def recorded(self, drafts: int, outputs: Sequence[int] | None = None) -> dict[int, list[int]] | None:
+        """Return the numbers of the file, by request; None without one. A verification has at most `drafts`; `outputs`
+        are the output tokens of each request, if they are known. Raises ScenarioError.
+        """
         if self.path is None:
             return None
         numbers: dict[int, list[int]] = {}
@@ -71,7 +94,16 @@ class Acceptance(Frozen):
             table = rows.CsvTable(path, file, ("request", "accepted"))
             for cells in table.rows(None):
                 request, accepted = (table.count(at, cell, 0) for at, cell in enumerate(cells))
+                if outputs is not None and request >= len(outputs):
+                    raise table.bad(0, request, f"a request's number, from 0 to {len(outputs) - 1:,}")
+                if accepted > drafts:
+                    raise table.bad(1, accepted, f"at most {drafts} drafts (speculation.k)")
                 numbers.setdefault(request, []).append(accepted)
+        missing = [at for at, tokens in enumerate(outputs or ()) if tokens > 1 and at not in numbers]
+        if missing:
+            more = f" and {len(missing) - 1:,} others" if missing[1:] else ""
+            bound = f"has no row of request {missing[0]}{more}, expected one of each of 2 tokens or more"
+            raise ScenarioError(f"{path}: request: {bound}", file=path, field="request", bound=bound)
         return numbers
 
     def conditional_rates(self, drafts: int) -> list[float]:
@@ -87,24 +119,13 @@ class Acceptance(Frozen):
         """Return the probability that all drafts up to each one come true."""
         if self.length is not None:
             return [min(1.0, max(0.0, self.length - 1 - at)) for at in range(drafts)]
-        lengths = named_curve(self.curve) if isinstance(self.curve, str) else self.curve or ()
         steps: list[tuple[float, int]] = []  # (sum, number), pooled until they fall, none < 0
-        for before, after in pairwise([1.0, *lengths[:drafts]]):
+        for before, after in pairwise([1.0, *(self.curve or ())[:drafts]]):
             total, count = after - before, 1
             while steps and (total < 0 or steps[-1][0] * count < total * steps[-1][1]):
                 total, count = total + steps[-1][0], count + steps.pop()[1]
             steps.append((total, count))
         return [total / count for total, count in steps for _ in range(count)]
-
-
-def named_curve(name: str) -> Sequence[float]:
-    """Return the mean acceptance lengths for 1, 2, ... drafts that were measured. Raises ScenarioError."""
-    with catalog.data(CURVES, "speculation.acceptance.curve").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    curves: dict[str, list[float]] = {}
-    for row in sorted(rows, key=lambda row: int(row["drafts"])):
-        curves.setdefault(f"{row['file']}/{row['thinking']}", []).append(float(row["acceptance_length"]))
-    return curves[catalog.known([*curves], name, "curve")]
 
 
 class Drafter(Frozen):
@@ -132,8 +153,10 @@ class Speculation(Frozen):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         for at, (most, drafts) in enumerate(self.by_rows):
-            if most < 1 or not 0 <= drafts <= self.k:
-                raise complaint(f"got [{most}, {drafts}], must be >= 1 and 0 to k ({self.k})", f"by_rows.{at}")
+            if most < 1:
+                raise complaint(f"got {most} rows, must be >= 1", f"by_rows.{at}.0")
+            if not 0 <= drafts <= self.k:
+                raise complaint(f"got {drafts} drafts, must be 0 to k ({self.k})", f"by_rows.{at}.1")
         accepts = self.acceptance
         if accepts.rates and len(accepts.rates) > self.k:
             raise complaint(f"got {len(accepts.rates)} rates, must be <= k ({self.k})", "acceptance.rates")

@@ -15,7 +15,7 @@ from typing import Any
 
 from cbsim.errors import CheckError, ScenarioError
 from cbsim.metrics import catalogue
-from cbsim.metrics.checks import OPERATORS, Check, parse
+from cbsim.metrics.checks import OPERATORS, Check, parse, parse_all
 from cbsim.metrics.terminal import flat
 from cbsim.record.record import FAILED
 from cbsim.scenario import demand
@@ -84,7 +84,7 @@ def terms(
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
-    checks = [parse(condition, option) for condition in slo]
+    checks = parse_all(slo, option)
     if goodput is not None:
         check = parse(f"{SHARE}>={goodput}", "--goodput")
         if not 0 < check.bound < 1:  # no sample can prove a share of 1

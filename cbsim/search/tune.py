@@ -107,7 +107,10 @@ def _values(name: str, values: str, where: str) -> Sequence[Any]:
         return Ranged.model_validate(rule).values()
     except ValidationError as error:
         entry: dict[str, Any] = dict(error.errors(include_url=False)[0])
-        raise ScenarioError(f"{where}: {wording(entry)}", field=name, value=values) from None
+        form = ""
+        if step is None and low is not None and low <= 0:
+            form = f" where it doubles; {name}=A..B:STEP may begin with less"
+        raise ScenarioError(f"{where}: {wording(entry)}{form}", field=name, value=values) from None
 
 
 def candidates(

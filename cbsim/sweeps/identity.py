@@ -12,7 +12,6 @@ from typing import Any
 from cbsim.routers import registry as routers
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.speculation import CURVES
 from cbsim.schedulers import registry
 from cbsim.workload import generators
 
@@ -49,16 +48,9 @@ def key(scenario: Scenario, warmup: float = 0.0) -> str:
     fields = scenario.model_dump(mode="json", exclude=set(LABELS))
     servers = [(within, server.model_dump(mode="json")) for within, server in scenario.pools]
     named = [(within, *each) for within, server in servers for each in generators.files(server)]
-    named += [(within, *each) for within, server in scenario.pools for each in _curves(server)]
     files = {f"{within}{field}": _content(field, path) for within, field, path in named}
     parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
-
-
-def _curves(server: Scenario) -> list[tuple[str, str]]:
-    """Return the field and the file of a curve of acceptance that a scenario names."""
-    curve = server.speculation.acceptance.curve if server.speculation else None
-    return [("speculation.acceptance.curve", CURVES)] if isinstance(curve, str) else []
 
 
 def _content(field: str, path: str) -> str:

@@ -378,3 +378,14 @@ def test_a_measured_run_is_simulated_with_the_acceptance_that_it_had(loop: str, 
     assert simulated.summary["drafts"] == measured.summary["drafts"]
     again = cbengine.run(path / "scenario.resolved.yaml", "inline")
     assert again.files[build.ACCEPTED] == (path / build.ACCEPTED).read_bytes()
+
+
+def test_a_request_that_verified_nothing_is_recorded_too(tmp_path: Path) -> None:
+    """... such as a refused one: the file of a measured run has all requests, as its simulation demands."""
+    sizes = server("vllm 0.33", 4, 24, 64, 4, sharing=True, max_model_len=40)
+    lengths = {"empirical": {"values": [12, 45]}}
+    load = {"kind": "synthetic", "requests": 6, "prompt_tokens": lengths, "output_tokens": 9}
+    measured = cbengine.run(with_load(speculating(sizes, "other"), **load), "inline", changes={"loop.mode": "sync"})
+    path = measured.save(tmp_path)
+    assert 0 < len(verifications(measured.files)) < 6
+    assert verifications(cbsim.run(path / "scenario.resolved.yaml").files) == verifications(measured.files)

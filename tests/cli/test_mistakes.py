@@ -8,6 +8,7 @@ import pytest
 from support.calls import SMALL, call, refused
 
 from cbsim.scenario import documents, rows
+from cbsim.scenario.speculation import CURVES
 from cbsim.workload import generators
 
 
@@ -39,6 +40,62 @@ def test_a_bad_option_is_named(small: Path, out: Path, option: str, value: str, 
     (small.parent / "folder").mkdir()
     refused(call("run", small, option, value, "--out", out), 2, *words)
     assert not out.exists()
+
+
+DRAFTS = "speculation: {method: ngram, k: 3, acceptance: {path: accepted.csv}}\n"
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "words"),
+    [
+        ("{curve: nope}", "curve: unknown curve 'nope'"),
+        ("{curve: []}", "curve: got [], expected the name of a curve or a list of mean lengths"),
+        ("{curve: {a: 1}}", "curve: got {'a': 1}, expected the name of a curve or a list of mean lengths"),
+        ("{curve: 3}", "curve: got 3, expected the name of a curve or a list of mean lengths"),
+        ("{curve: [0.5]}", "curve.0: got 0.5, must be >= 1"),
+        ("{curve: [1.5, 4]}", "curve.1: got 4, must be <= 3: 2 drafts"),
+        ('{path: ""}', "path: got '', expected a path"),
+        ("{path: nowhere.csv}", "path: no file 'nowhere.csv' beside the scenario"),
+    ],
+)
+def test_acceptance_that_is_none_is_named_with_what_states_it(
+    small: Path, out: Path, acceptance: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of the file, or the override; also where only a run would have looked for the data."""
+    curves = small.parent / CURVES
+    curves.parent.mkdir(parents=True)
+    curves.write_text("file,thinking,drafts,acceptance_length\nmtp,on,1,1.5\n")
+    monkeypatch.setenv("CBSIM_DATA", str(small.parent))
+    small.write_text(SMALL + DRAFTS.replace("{path: accepted.csv}", acceptance))
+    refused(call("run", small, "--out", out), 2, f"{small}:12: speculation.acceptance.{words}")
+    small.write_text(SMALL)
+    override = DRAFTS.replace(": ", "=", 1).replace("{path: accepted.csv}", acceptance).strip()
+    refused(call("run", small, "--set", override, "--out", out), 2, f"--set {override}: speculation.acceptance.{words}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("0,1\n0,4\n", ":3: accepted: got 4, expected at most 3 drafts (speculation.k)"),
+        ("0,1\n12,1\n", ":3: request: got 12, expected a request's number, from 0 to 11"),
+        ("0,1\n0,-1\n", ":3: accepted: got '-1', expected a whole number"),
+        ("1,0\n2,0\n", ": request: has no row of request 0 and 9 others, expected one of each of 2 tokens or more"),
+    ],
+)
+def test_accepted_drafts_of_another_run_are_refused(small: Path, out: Path, rows: str, words: str) -> None:
+    """More of them than drafts, requests that the workload lacks, or lacking its own; nothing is cut or filled in."""
+    small.write_text(SMALL + DRAFTS)
+    small.with_name("accepted.csv").write_text(f"request,accepted\n{rows}")
+    refused(call("run", small, "--out", out), 2, f"accepted.csv{words}")
+    assert not out.exists()
+
+
+def test_every_wrong_condition_is_told_at_once(small: Path, out: Path) -> None:
+    checks = [part for text in ("nope<3", "ttft.p99<2s", "nix<4") for part in ("--check", text)]
+    said = call("run", small, "--out", out, *checks)
+    assert (said.status, out.exists()) == (2, False)
+    assert ["'nope<3'" in said.err, "ttft.p99<2s" in said.err, "'nix<4'" in said.err] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, scenario, terms
 from cbsim.scenario.costs import sealed
-from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.scenario import Scenario, Slo
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.transformers.settings import TransformersOptions
 from cbsim.schedulers.vllm.settings import VllmOptions
@@ -310,6 +310,30 @@ def test_override_of_a_kind_takes_the_new_kinds_defaults(small: Path) -> None:
     """A constant cost has no CPU time by default, though roofline, which the file would have, does."""
     s = scenario.load(small, ["cost.kind=constant", "cost.step_s=1", "cost.cpu.update.per_token_s=1"])
     assert s.cost.cpu.schedule.base_s == 0
+
+
+def test_what_an_override_made_null_begins_from_nothing(small: Path) -> None:
+    """... whatever the file gives; an override before it is undone, too. The order counts, also where one of them
+    chooses a kind, which comes before fields of that kind only.
+    """
+    small.write_text(SMALL + "slo: {ttft_s: 2}\nspeculation: {method: ngram, k: 5, acceptance: {rate: 0.5}}\n")
+    assert scenario.load(small, ["slo.e2e_s=3", "slo=null", "slo.tpot_s=1"]).slo == Slo(tpot_s=1.0)
+    assert scenario.load(small, ["speculation.k=3", "speculation=null"]).speculation is None
+    message = refused(small, "speculation=null", "speculation.k=3")
+    assert "--set speculation=null: speculation.method: is required" in message
+    kinds = ["cost.step_s=1", "cost={kind: fitted, base_s: 1}", "cost.kind=constant", "cost.step_s=2"]
+    assert scenario.load(small, kinds).cost.step_s == 2  # type: ignore[union-attr]
+    assert scenario.load(small, ["scheduler.name=static", "scheduler={name: vllm}"]).scheduler.name == "vllm"
+    assert (
+        scenario.load(small, ["scheduler={name: vllm}", "speculation=null", "scheduler.name=static"]).scheduler.name
+        == "static"
+    )
+
+
+def test_by_rows_names_the_number_that_is_wrong(small: Path) -> None:
+    small.write_text(SMALL + "speculation: {method: ngram, k: 3, acceptance: {rate: 0.5}}\n")
+    assert "speculation.by_rows.0.1: got 4 drafts, must be 0 to k (3)" in refused(small, "speculation.by_rows=[[8, 4]]")
+    assert "speculation.by_rows.0.0: got 0 rows, must be >= 1" in refused(small, "speculation.by_rows=[[0, 2]]")
 
 
 LINEAR = (

@@ -49,7 +49,7 @@ def test_knobs_are_ranges_or_lists(text: str, values: list[Any]) -> None:
         (["=1..2"], "expected FIELD=A..B"),
         (["x="], "expected FIELD=A..B"),
         (["x=8..2"], "--knob x=8..2: got 2, must be > 8"),
-        (["x=0..2"], "must be > 0"),
+        (["x=0..2"], "--knob x=0..2: got 0.0, must be > 0 where it doubles; x=A..B:STEP may begin with less"),
         (["x=1..2:0"], "must be > 0"),
         (["x=1..9e9:1"], "more than 100,000 values"),
         *(([f"x={values}"], "expected FIELD=A..B") for values in ("1.2.3..4", "4..", "..4", "1...4", "a..b", "4..8:")),
