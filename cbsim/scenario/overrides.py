@@ -39,7 +39,7 @@ def apply(
 
     for path, value, override in written:
         for at, name in enumerate(path[:-1]):
-            if name in shapes.NAMED and path[:at][-1:] in ((), ("server",)):
+            if name in shapes.NAMED and path[:at][-1:] in ((), ("server",), ("drafter",)):
                 _spell_out(_at(data, path[:at]), str(name), base)
         union, present = union_at(part, path), _at(data, path)
         if value is None:

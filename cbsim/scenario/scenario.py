@@ -206,9 +206,6 @@ class Scenario(Frozen):
             raise complaint(
                 f"got {drafts.method}, must be {known} scheduler {self.scheduler.name}", "speculation.method"
             )
-        if drafts.k >= self.model.max_position:
-            bound = f"must be < model.max_position ({self.model.max_position:,})"
-            raise complaint(f"got {drafts.k}, {bound}", "speculation.k")
         drafter, least = (
             drafts.drafter.model,
             1 if drafts.method == "eagle" else self.model.vocab,
@@ -509,6 +506,10 @@ def _solved_options(scenario: Scenario, loop: str) -> Options:
             raise
         reason = f"{scenario.scheduler.name} cannot solve its options: {in_line(error)}"
         raise ScenarioError(f"scheduler: {reason}") from error
+    longest = min(scenario.model.max_position, options.limits.longest or scenario.model.max_position)
+    if scenario.speculation and scenario.speculation.k >= longest:
+        bound = f"must be < {longest:,}, the longest sequence that model, scheduler and cache take"
+        raise ScenarioError(f"speculation.k: got {scenario.speculation.k}, {bound}")
     if options.num_blocks > MOST_BLOCKS:
         bound = f"must be <= {MOST_BLOCKS:,}; fewer blocks or a larger block_size would do"
         raise ScenarioError(f"kv_cache.num_blocks: got {options.num_blocks:,}, {bound}")

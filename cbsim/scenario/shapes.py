@@ -405,9 +405,11 @@ class Place:
         self.speculation = speculation
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
         self.block_bytes, self._weight_bytes = block_size * model.kv_token_bytes(gpus), model.shard_bytes(gpus, ranks)
+        self._drafter, self._drafter_bytes = drafter, 0
         if drafter is not None:  # its layers are cached in the same blocks
             self.block_bytes += block_size * drafter.kv_token_bytes(gpus)
-            self._weight_bytes += drafter.shard_bytes(gpus, ranks)
+            self._drafter_bytes = drafter.shard_bytes(gpus, ranks)
+            self._weight_bytes += self._drafter_bytes
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
         self.state_rule: str = model.linear.rule if model.linear else ""
@@ -440,9 +442,15 @@ class Place:
         share, each = self.memory_fraction, f" on each of {self.gpus} GPUs" if self.gpus > 1 else ""
         step = f", a step at its peak {peak}, the runtime {VLLM_RUNTIME_BYTES / 1e9:.2f} GB" if peak_bytes else ""
         weights += f" of weights{each}{step}; fraction {share:g} of the memory leaves {left}"
-        reason = f"{self.gpu} has {memory} and {self.model.name} {weights}"
+        with_it = (
+            f" with the drafter {self._drafter.name} ({self._drafter_bytes / 1e9:.2f} GB)" if self._drafter else ""
+        )
+        reason = f"{self.gpu} has {memory} and {self.model.name}{with_it} {weights}"
         if self.num_blocks is None and share < 1:
             return ScenarioError(f"{FRACTION}: got {share}, too little for a cache: {reason}", field=FRACTION)
+        if self.num_blocks is None and self._drafter and left_bytes + self._drafter_bytes > 0:
+            got = f"speculation.drafter.model: got {self._drafter.name}, which"
+            return ScenarioError(f"{got} leaves too little for a cache: {reason}; a smaller drafter may fit")
         if self.num_blocks is None:
             less = "a smaller model, model.weights_dtype or more GPUs (cost.tensor_parallel) may fit"
             return ScenarioError(f"model: got {self.model.name}, which leaves too little for a cache: {reason}; {less}")

@@ -55,6 +55,9 @@ def plain_pool(options: Options, observer: Observer = NULL_OBSERVER) -> BlockPoo
     return BlockPool(options.block_size, options.num_blocks, free, observer)
 
 
-def too_large(tokens: int, needed: int, blocks: int) -> str | None:
-    """Return why a request of `tokens` tokens can never be served, or None if the cache has the blocks it needs."""
-    return f"{tokens} tokens need {needed} blocks, the cache has {blocks}" if needed > blocks else None
+def too_large(tokens: int, needed: int, blocks: int, drafts: int = 0) -> str | None:
+    """Return why a request of `tokens` tokens, and of `drafts` behind them, can never be served, or None if the cache
+    has the blocks it needs.
+    """
+    beside = f" and {drafts} drafts" if drafts else ""
+    return f"{tokens} tokens{beside} need {needed} blocks, the cache has {blocks}" if needed > blocks else None

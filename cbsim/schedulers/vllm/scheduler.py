@@ -30,7 +30,7 @@ from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase, too_large
 from cbsim.schedulers.vllm.offload import EagerOffload, LazyOffload, NativeOffload
-from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, balance, resolve, sees_all
+from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, balance, may_pad, resolve, sees_all
 from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
 
 
@@ -81,7 +81,19 @@ class VllmScheduler(SchedulerBase):
         if not o.enable_chunked_prefill and spec.prompt_tokens > o.max_num_batched_tokens:
             return f"prompt of {spec.prompt_tokens} tokens, max_num_batched_tokens is {o.max_num_batched_tokens}"
         most = min(spec.prompt_tokens + spec.max_tokens, o.max_model_len)
-        return too_large(most, self.pool.most_blocks(most - 1), self.pool.num_blocks)
+        room = self._end(max(most - 1, self._padded(spec, most - 1)))
+        return too_large(most, self.pool.most_blocks(room), self.pool.num_blocks, room + 1 - most)
+
+    def _padded(self, spec: RequestSpec, tokens: int) -> int:
+        """Return the tokens of a request of `tokens` tokens that is admitted, or again after a preemption, with blank
+        drafts: when all but one that it has by then are in the cache. 0 if that cannot be.
+        """
+        o, speculation = self.options, self._speculation
+        if speculation is None or not may_pad(o, speculation):
+            return 0
+        most = min(tokens, o.max_model_len - speculation.k - 1)
+        known = (most - 1) // o.block_size * o.block_size + 1
+        return known + speculation.k if known >= spec.prompt_tokens else 0
 
     def add(self, spec: RequestSpec) -> None:
         limit = min(spec.max_tokens, self.options.max_model_len - spec.prompt_tokens)

@@ -158,6 +158,11 @@ class VllmOptions(VllmSettings):
         return Limits(self.max_num_seqs, tokens=self.max_num_batched_tokens, longest=self.max_model_len, graphs=graphs)
 
 
+def may_pad(settings: VllmSettings, speculation: Speculation) -> bool:
+    """Whether a request that is alone may be admitted with blank drafts: all but one of its tokens in the cache."""
+    return settings.enable_prefix_caching and not speculation.by_rows
+
+
 def in_flight(tokens: int, depth: int, speculation: Speculation | None) -> int:
     """Return the most query tokens of so many steps, and of what a drafter writes behind them."""
     return tokens * depth + (speculation.ahead if speculation else 0)
@@ -214,9 +219,12 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Return the options: slots and tokens by the GPU, a cache beside a full step, the longest sequence it holds."""
     servers = "got hand_off, which takes two servers, and a scenario has one"
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
-    if site.speculation:
-        _check_speculation(settings, site)
     slots, tokens = _steps(settings, site)
+    if (drafts := site.speculation) is not None:
+        _check_speculation(settings, site)
+        least = 1 + drafts.slots + drafts.k * may_pad(settings, drafts)
+        message = f"got {tokens}, must be >= {least} with speculation.k {drafts.k} and method {drafts.method}"
+        require(tokens >= least, "max_num_batched_tokens", message)
     exports = bool(site.state_rule) and exports_states(settings, site)
     size = block_size(settings, site, exports=exports)
     states = States(size, 3 if exports else 2)
@@ -296,6 +304,10 @@ def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
 
 def _check_speculation(settings: VllmSettings, site: Site) -> None:
     """Raise SettingsError for settings whose rules with speculation are not followed."""
+    known = {one.sight for one in site.attention} <= {Sight.FULL, Sight.SLIDING}
+    require(
+        known, "name", f"got {settings.name}, which does not speculate with chunked or linear layers (model.attention)"
+    )
     required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
     windows = "" if all(one == FULL for one in site.attention) else " and layers with windows"
     if windows:  # what vLLM's hashes cover then has not been recorded
@@ -304,8 +316,6 @@ def _check_speculation(settings: VllmSettings, site: Site) -> None:
         value = getattr(settings, name)
         got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
         require(value == must, name, f"got {got}, must be {bound} with speculation{windows}")
-    known = {one.sight for one in site.attention} <= {Sight.FULL, Sight.SLIDING}
-    require(known, "name", f"got {settings.name}, which does not speculate with layers that have chunks or states")
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
