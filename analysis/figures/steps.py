@@ -29,7 +29,8 @@ from cbsim.errors import ScenarioError
 from cbsim.record.columns import NS
 from cbsim.scenario.scenario import parse
 
-PARTS = (("prefill", Style(chart.BLUE)), ("decode", Style(chart.ORANGE)), ("padding", Style(chart.GREY)))
+PARTS = {"prefill": Style(chart.BLUE), "decode": Style(chart.ORANGE), "accepted drafts": Style(chart.GREEN)}
+PARTS |= {"rejected drafts": Style(chart.RED), "padding": Style(chart.GREY), "largest step": Style(chart.PALE)}
 MOST_POINTS = 1000  # points of a run's steps with prefill, and as many of its others
 SEEN = 0.25  # share of the budget that a step must reach for it to be drawn: its line would flatten smaller steps
 
@@ -43,19 +44,23 @@ def budget(scenario: Mapping[str, Any]) -> int | None:
 
 
 def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
-    """Draw two panels a run: query tokens of a step over time, prefill, decode and padding stacked, with the budget;
-    and decode rows alone, which prefill dwarfs. A step lasts from the end of the one before, bubble included.
+    """Draw two panels a run: query tokens of a step over time, prefill, decode, drafts and padding stacked, with the
+    budget; and decode rows alone, with their drafts, which prefill dwarfs. A step lasts from the end of the one before,
+    bubble included.
     """
     time = unit(longest(steps))
-    drawn = {label: _parts(frame, time) if len(frame) else [] for label, frame in steps.items()}
+    drawn = {label: _parts(frame, time) if len(frame) else {} for label, frame in steps.items()}
     panels, far = [], []
     for label, parts in drawn.items():
-        bound, marks = budgets.get(label), list[Mark]()
+        bound, marks, rows = budgets.get(label), list[Mark](), list[Mark]()
+        named = [(name, PARTS[name], part) for name, part in parts.items()]
         if parts:  # stacked, the largest steps behind them
-            whole = parts[-1]
-            behind = Area("largest step", whole.x, np.zeros(len(whole.x)), whole.high, Style(chart.PALE), step=True)
-            marks += [] if whole.exact else [behind]
-            marks += stack([(*named, part) for named, part in zip(PARTS, parts[:-1], strict=True)])
+            behind, style, whole = named.pop()
+            under = Area(behind, whole.x, np.zeros(len(whole.x)), whole.high, style, step=True)
+            marks += [] if whole.exact else [under]
+            marks += stack(named)
+            name, style, decode = named[1]
+            rows = stack(named[1:-1]) if "rejected drafts" in parts else band(name, decode, style)
         most = float(steps[label]["padded_tokens"].max()) if parts else 0.0
         if bound is not None and most >= SEEN * bound:
             marks.append(Level("budget", bound, Style(chart.BLACK, "dashed")))
@@ -63,19 +68,25 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
         elif bound is not None and parts:
             far.append(f"{label} never comes near its budget of {bound:,}.")
         panels.append(Panel(marks, time.name, "tokens", title=label, y_range=(0.0, 1.05 * most) if most else None))
-        rows = band("decode", parts[1], PARTS[1][1]) if parts else []
-        panels.append(Panel(rows, time.name, "rows", title=f"{label}: decode rows"))
-    caption = "Query tokens computed in a step; a decode row has one. A step lasts from the end of the one before."
-    caption += thinned(chain(*drawn.values()), "the largest step of a bin and the range of decode rows are shaded")
+        what = ("tokens", "decode rows and drafts") if "rejected drafts" in parts else ("rows", "decode rows")
+        panels.append(Panel(rows, time.name, what[0], title=f"{label}: {what[1]}"))
+    caption = "Query tokens computed in a step; a decode row has one, and drafts that it verifies. "
+    caption += "A step lasts from the end of the one before."
+    every = chain(*(each.values() for each in drawn.values()))
+    caption += thinned(every, "the largest step of a bin and the range of decode rows are shaded")
     caption = " ".join([caption, *far]) + chart.without(steps)
     return Chart("tokens", "Tokens a step", caption, panels, columns=2, share_x=True)
 
 
-def _parts(steps: Columns, time: Unit) -> list[Binned]:
-    """Return prefill, decode, padding, and their sum."""
-    prefill, decode, total = (chart.column(steps, name) for name in ("prefill_tokens", "decode_rows", "padded_tokens"))
+def _parts(steps: Columns, time: Unit) -> dict[str, Binned]:
+    """Return prefill, decode, drafts by what came of them if there are any, padding, and the sum."""
+    names = ("prefill_tokens", "decode_rows", "draft_tokens", "accepted_tokens", "padded_tokens")
+    prefill, decode, drafts, accepted, total = (chart.column(steps, name) for name in names)
+    came = {"accepted drafts": accepted, "rejected drafts": drafts - accepted} if drafts.any() else {}
+    values = {"prefill": prefill, "decode": decode, **came}
+    values |= {"padding": total - prefill - decode - drafts, "largest step": total}
     start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")
-    return over_time(start, end, (prefill, decode, total - prefill - decode, total), time)
+    return dict(zip(values, over_time(start, end, values.values(), time), strict=True))
 
 
 def step_time(steps: Frames) -> Chart:

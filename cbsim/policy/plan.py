@@ -55,9 +55,17 @@ class Chunk:
         self.padding: Final = padding
 
     @property
+    def drafts(self) -> int:
+        """The draft tokens that it verifies. Those of an admitted row are blank."""
+        return 0 if self.admitted else max(0, self.outputs - 1)
+
+    @property
     def decodes(self) -> bool:
-        """Whether the row is what a decoding request has in a step: one new token behind a computed prompt."""
-        return self.outputs == self.tokens == 1 and self.start >= self.spec.prompt_tokens and not self.recomputed
+        """Whether the row is what a decoding request has in a step: one new token behind a computed prompt, and drafts
+        behind it.
+        """
+        alone = self.outputs > 0 and self.tokens == 1 + self.drafts
+        return alone and self.start >= self.spec.prompt_tokens and not self.recomputed
 
     @property
     def reads_once(self) -> bool:
@@ -125,8 +133,13 @@ class StepWork:
 
     @property
     def decode_rows(self) -> int:
-        """The rows of one new token behind a computed prompt, counted or listed."""
+        """The rows of one new token behind a computed prompt, and drafts behind it, counted or listed."""
         return self.decodes + sum([chunk.decodes for chunk in self.chunks])
+
+    @property
+    def draft_tokens(self) -> int:
+        """The query tokens that are drafts of the rows before."""
+        return sum([chunk.drafts for chunk in self.chunks])
 
     @property
     def guesses(self) -> int:

@@ -17,13 +17,16 @@ NS = 1e9  # nanoseconds of a second
 
 
 class Column(NamedTuple):
-    """A column of a table. `type` is Arrow's name; a list is written `list<int64>`."""
+    """A column of a table. `type` is Arrow's name; a list is written `list<int64>`. `default` is what a table has that
+    was written before the column was declared; without one, every table must have the column.
+    """
 
     name: str
     unit: str
     definition: str
     type: str = "int64"
     nullable: bool = False
+    default: int | None = None
 
 
 TAKES = {
@@ -43,9 +46,11 @@ STEPS = (
     Column("decode_rows", "rows", "of these, rows of one new token behind a computed prompt, counted or listed"),
     Column(
         *("prefill_tokens", "tokens"),
-        "query tokens of other rows: prompts, chunks, first tokens after a preemption, rows with drafts",
+        "query tokens of other rows: prompts, chunks, first tokens after a preemption, blank drafts",
     ),
-    Column("tokens", "tokens", "`prefill_tokens` + `decode_rows`"),
+    Column("draft_tokens", "tokens", "query tokens that are drafts, which decode rows verify", default=0),
+    Column("accepted_tokens", "tokens", "of these, those that came true, of requests that had not ended", default=0),
+    Column("tokens", "tokens", "`prefill_tokens` + `decode_rows` + `draft_tokens`"),
     Column("padded_tokens", "tokens", "query tokens computed, padding included: rows, left padding, CUDA graphs"),
     Column("context_tokens", "tokens", "KV tokens read, those of padding included"),
     Column("sampled_rows", "rows", "rows that yield an output token"),

@@ -117,14 +117,25 @@ def _flight(steps: Steps, depth: int) -> None:
 
 
 def _rows(steps: Steps) -> None:
-    rows, decodes, prefill = steps["rows"], steps["decode_rows"], steps["prefill_tokens"]
-    for name in ("decode_rows", "prefill_tokens", "context_tokens", "waiting", "preempted", "cached_tokens"):
+    rows, decodes, prefill, drafts = (steps[name] for name in ("rows", "decode_rows", "prefill_tokens", "draft_tokens"))
+    for name in (
+        "decode_rows",
+        "prefill_tokens",
+        "draft_tokens",
+        "accepted_tokens",
+        "context_tokens",
+        "waiting",
+        "preempted",
+        "cached_tokens",
+    ):
         _at_most(f"{name} is not negative", np.zeros_like(rows), steps[name])
     others = rows - decodes
     _at_most("decoding rows are rows", decodes, rows)
     _at_most("any other row has a token", others, prefill)
     _require("only such rows have prefill tokens", prefill, others, (prefill > 0) == (others > 0))
-    _equal("tokens = prefill_tokens + decode_rows", steps["tokens"], prefill + decodes)
+    _require("only decoding rows have drafts", drafts, decodes, (drafts == 0) | (decodes > 0))
+    _at_most("only drafts come true", steps["accepted_tokens"], drafts)
+    _equal("tokens = prefill_tokens + decode_rows + draft_tokens", steps["tokens"], prefill + decodes + drafts)
     _at_most("padding is not negative", steps["tokens"], steps["padded_tokens"])
     _at_most("every decoding row samples", decodes, steps["sampled_rows"])
     _at_most("only rows sample", steps["sampled_rows"], rows)

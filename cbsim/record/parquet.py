@@ -76,7 +76,7 @@ class TableFiles:
     """The declared columns of parquet files that follow one another, read on access, and those of `more` that the first
     file has; others are ignored. A file is a path, or its content. Raises RunError naming the file if it is not a
     parquet file, is damaged, has another version, or if a column is missing, has another type, nulls, or negative
-    counts.
+    counts. A column with a default may be missing.
     """
 
     def __init__(self, files: Sequence[Path | bytes], columns: Sequence[Column], *more: Column) -> None:
@@ -127,7 +127,8 @@ class TableFiles:
                 raise RunError(f"{path}: not a parquet table: {problem}", file=path) from error
 
     def _column(self, table: pq.ParquetFile, name: str) -> pa.ChunkedArray:
-        values, column, rows = table.read(columns=[name]).column(name), self._columns[name], table.metadata.num_rows
+        column, rows = self._columns[name], table.metadata.num_rows
+        values = _with_defaults(table.read(columns=[name]), rows, [column]).column(name)
         if len(values) != rows:
             raise TableError(f"column {name} has {len(values)} values, expected {rows}")
         if values.null_count and not column.nullable:
@@ -143,7 +144,8 @@ class TableFiles:
         groups = np.flatnonzero((ends > low) & (ends - sizes < high))
         read = table.read_row_groups(groups.tolist(), columns=list(names))
         before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
-        return read.slice(low - before, high - low)
+        part, asked = read.slice(low - before, high - low), [self._columns[name] for name in names]
+        return _with_defaults(part, max(high - low, 0), asked)
 
     def _check(self, schema: pa.Schema) -> None:
         version = (schema.metadata or {}).get(_VERSION_KEY, str(SCHEMA_VERSION).encode()).decode(errors="replace")
@@ -151,6 +153,8 @@ class TableFiles:
             raise TableError(other_version(version))
         for column in self._columns.values():
             count = schema.names.count(column.name)
+            if count == 0 and column.default is not None:
+                continue
             if count != 1:
                 raise TableError(f"column {column.name} is {'there twice' if count else 'missing'}")
             kind = _name(schema.field(column.name).type)
@@ -164,6 +168,14 @@ def list_items(name: str, values: pa.ChunkedArray) -> tuple[Ints, Ints]:
     if items.null_count:
         raise TableError(f"column {name} has {items.null_count} null values in its lists, and may have none")
     return pc.list_value_length(values).to_numpy(), items.to_numpy()
+
+
+def _with_defaults(table: pa.Table, rows: int, columns: Sequence[Column]) -> pa.Table:
+    """Return a table of so many rows with those of the columns that it lacks."""
+    for column in columns:
+        if column.name not in table.column_names and column.default is not None:
+            table = table.append_column(column.name, int_array(np.full(rows, column.default)))
+    return table
 
 
 def _arrow(name: str) -> pa.DataType:

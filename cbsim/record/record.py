@@ -128,6 +128,7 @@ class Record:
         self.drafts = array("q")  # rows of columns.DRAFTS
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered
+        self._accepted_tokens = 0  # drafts that came true in the step whose result is being applied
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
         self._first_step: dict[RequestSpec, int] = {}
         self._requests: dict[RequestSpec, Request] = {}
@@ -221,28 +222,32 @@ class Record:
         for chunk in plan.work.chunks:
             if chunk.outputs and chunk.spec in alive:
                 true = accepted.get(chunk.spec, 0)
-                drafts = 0 if chunk.admitted else chunk.outputs - 1  # an admitted row has blanks
                 proposed = drafted.get(chunk.spec, plan.work.drafts)
-                self.drafts.extend((plan.step, chunk.spec.index, drafts, true, proposed))
-                self.sampled_tokens += true
+                self.drafts.extend((plan.step, chunk.spec.index, chunk.drafts, true, proposed))
+                self._accepted_tokens += true
+        self.sampled_tokens += self._accepted_tokens
 
     def applied(self, plan: StepPlan, outcome: Outcome, times: StepTimes) -> None:
         work, counts = (times.ran or plan).work, plan.counts
         chunks, decodes = work.chunks, work.decodes
         rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
-        sampled, recomputed, cached = decodes, 0, 0
+        sampled, recomputed, cached, drafts, accepted = decodes, 0, 0, 0, self._accepted_tokens
         for chunk in chunks:
             sampled += chunk.outputs > 0
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
             decodes += chunk.decodes
+            drafts += chunk.drafts
+        self._accepted_tokens = 0
         self.sampled_tokens += sampled - outcome.wasted_rows
         row = BytesWriter()
         write_i64_le(row, plan.step)
         write_i64_le(row, rows)
         write_i64_le(row, decodes)
-        write_i64_le(row, tokens - decodes)
+        write_i64_le(row, tokens - decodes - drafts)
+        write_i64_le(row, drafts)
+        write_i64_le(row, accepted)
         write_i64_le(row, tokens)
         write_i64_le(row, times.padded_tokens)
         write_i64_le(row, context + work.padding_context)

@@ -15,7 +15,16 @@ from cbsim.record.tables import Ints, Steps
 MOST_SERVERS = 8  # whose steps a trace has
 TRANSFER_LANES = ("kv copy", "kv out", "kv in")  # by direction
 TRANSFER_DETAILS = ("step", "request", "job", "blocks")
-DETAILS = ("rows", "decode_rows", "prefill_tokens", "padded_tokens", "context_tokens", "running", "waiting")
+DETAILS = (
+    "rows",
+    "decode_rows",
+    "prefill_tokens",
+    "draft_tokens",
+    "padded_tokens",
+    "context_tokens",
+    "running",
+    "waiting",
+)
 
 
 def chrome_trace(

@@ -35,11 +35,11 @@ READ_TOGETHER = 1 << 14  # steps
 NEVER = 1 << 63
 DECLARED = ("id", "prompt_tokens", "output_tokens", "max_tokens", "priority")  # fields that the workload gives
 COMPARED = (  # columns of a step; the counts before the digest
-    *("rows", "decode_rows", "prefill_tokens", "tokens", "new_blocks", "used_blocks"),
+    *("rows", "decode_rows", "prefill_tokens", "draft_tokens", "tokens", "new_blocks", "used_blocks"),
     *("cached_blocks", "running", "waiting", "preempted", "plan_hash"),
 )
 
-OF_TOKENS = ("decode_rows", "prefill_tokens", "tokens")
+OF_TOKENS = ("draft_tokens", "tokens")
 
 
 class Replanned(NamedTuple):
@@ -255,9 +255,10 @@ class _Polls:
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:
     """Return the first difference of a plan from the record, or None. A step may have verified fewer drafts."""
-    work, counts, decodes = plan.work, plan.counts, plan.work.decode_rows
+    work, counts = plan.work, plan.counts
+    decodes, drafts, tokens = work.decode_rows, work.draft_tokens, work.tokens
     derived = (
-        *(work.rows, decodes, work.tokens - decodes, work.tokens),
+        *(work.rows, decodes, tokens - decodes - drafts, drafts, tokens),
         *(counts.new_blocks, total_blocks - counts.free_blocks, counts.cached_blocks, counts.running, counts.waiting),
         *(len(plan.changes.preempted), digest(plan)),
     )

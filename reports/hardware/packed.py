@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -151,7 +152,8 @@ def _rows(table: pa.Table, row: Mapping[str, Any]) -> pa.Table:
 
 def _added_up(table: pa.Table) -> dict[str, Any]:
     """The columns of a run's own table; each time behind one that is there before it."""
-    made = _columns(table)
+    made = {each.name: np.full(len(table), each.default) for each in columns.STEPS if each.default is not None}
+    made |= _columns(table)
     for name in sorted(BEHIND, key=_depth):
         made[name] = pc.add(made[BEHIND[name]], made[f"{name}_behind"])
     return made

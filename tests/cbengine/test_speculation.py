@@ -96,7 +96,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(loop: str) -> None:
     run, plain = Run(speculating(sizes, "own"), loop, some()), Run(sizes, loop, some())
     check_texts(run)
     assert run.total("cached_tokens") > 0
-    assert summary(run)["acceptance"] == 1.0
+    assert summary(run)["acceptance_rate"] == 1.0
     assert len(run.steps) < len(plain.steps) / 2
     assert run.texts == plain.texts
 
@@ -111,14 +111,14 @@ def test_drafts_behind_the_longest_text_go_nowhere(drafter: str, loop: str) -> N
     check_texts(run)
     assert {len(text.outputs) + len(text.prompt) for text in run.engine.sequences.values()} == {22}
     if drafter == "own":
-        assert summary(run)["acceptance_by_position"][0] == 1.0
+        assert summary(run)["acceptance_by_position"]["1"] == 1.0
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_another_drafter_is_right_now_and_then(loop: str) -> None:
     run = Run(speculating(server("vllm 0.33", 4, 90, 64, 4, sharing=True), "other"), loop, some())
     check_texts(run)
-    assert 0 < summary(run)["accepted_tokens"] < summary(run)["drafted_tokens"]
+    assert 0 < summary(run)["accepted_tokens"] < summary(run)["verified_tokens"]
 
 
 def test_the_weights_of_a_drafter_are_read_from_a_folder(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_weights_of_a_drafter_are_read_from_a_folder(tmp_path: Path) -> None
     sizes = server("vllm 0.33", 4, 90, 64, 4, sharing=True)
     setup = Setup(device="inline", draft_weights=drawn_weights(tmp_path))
     run = Run(build.adapted(speculating(sizes, "other"), setup), "async", some(), setup)
-    assert summary(run)["acceptance"] == 1.0
+    assert summary(run)["acceptance_rate"] == 1.0
     wider = sizes.model_copy(update={"model": sizes.model.model_copy(update={"vocab": 200})})
     with pytest.raises(UsageError, match=r"vocab: got 199, must be the target's, 200"):
         build.adapted(speculating(wider, "own"), setup)
@@ -248,7 +248,7 @@ def test_sampled_texts_are_those_of_the_same_seeds_without(drafter: str, loop: s
     run = Run(speculating(sizes, drafter), loop, some(), setup)
     assert run.texts == Run(sizes, loop, some(), setup).texts
     if drafter != "ngram":
-        assert 0 < summary(run)["accepted_tokens"] < summary(run)["drafted_tokens"]
+        assert 0 < summary(run)["accepted_tokens"] < summary(run)["verified_tokens"]
     check_derived(run, loop)
 
 

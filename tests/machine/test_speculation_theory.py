@@ -153,7 +153,10 @@ def test_throughput_counts_delivered_tokens_and_gaps_within_a_step_are_none() ->
         assert numbers["output_tokens"] == made.record.sampled_tokens == 1001
         span = numbers["makespan_s"]
         assert numbers["output_tokens_per_s"] == pytest.approx(1001 / span)
-        assert of["rejected_tokens"] == of["drafted_tokens"] - of["accepted_tokens"]
+        assert of["rejected_tokens"] == of["verified_tokens"] - of["accepted_tokens"]
+        assert (steps["draft_tokens"] - steps["accepted_tokens"]).sum() == of["rejected_tokens"]
+        assert steps["prefill_tokens"].tolist() == [8] + [0] * (len(steps) - 1)
+        assert (steps["decode_rows"][1:] == steps["rows"][1:]).all()
         assert numbers["itl_s"]["n"] == 1000
         assert numbers["itl_s"]["mean"] == pytest.approx(numbers["tpot_s"]["mean"])
         if rate == 1:

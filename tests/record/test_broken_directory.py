@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from cbsim.errors import RunError
 from cbsim.machine.driver import Machine
+from cbsim.record import columns
+from cbsim.record.parquet import TableFiles
 from cbsim.record.record import STATUSES
 from cbsim.runs import reading
 
@@ -159,6 +161,19 @@ def test_what_is_not_declared_is_ignored(complete: Path, server: Machine) -> Non
     run = reading.load(complete)
     assert run.requests == server.record.requests()
     assert run.steps.table.tobytes() == bytes(server.record.steps)
+
+
+def test_tables_from_before_speculation_have_no_drafts(complete: Path, server: Machine) -> None:
+    """Step tables that lack these columns are read, whole or in part: none of their tokens is a draft."""
+    table = pq.read_table(complete / "steps.parquet")
+    pq.write_table(table.drop_columns(["draft_tokens", "accepted_tokens"]), complete / "steps.parquet")
+    run = reading.load(complete)
+    assert run.steps.table.tobytes() == bytes(server.record.steps)
+    files = TableFiles([complete / "steps.parquet"], columns.STEPS)
+    (part,) = files.rows(1, 3)
+    assert part["draft_tokens"].to_pylist() == [0, 0]
+    assert part["step"].to_pylist() == [1, 2]
+    assert files["accepted_tokens"].to_numpy().tolist() == [0] * len(run.steps)
 
 
 def test_a_table_of_another_version_is_named(complete: Path) -> None:

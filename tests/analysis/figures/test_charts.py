@@ -26,6 +26,7 @@ CASES = {
     "tight": ["landscape", "workload.requests=60", "kv_cache.num_blocks=400"],
     "sparse": ["tiny_cpu", "workload.arrivals={kind: poisson, rate_per_s: 8}", "workload.requests=30"],
     "static": ["landscape", "workload.requests=40", "scheduler={name: static, batch_size: 8}"],
+    "drafts": ["landscape", "workload.requests=40", "speculation={method: ngram, k: 3, acceptance: {rate: 0.5}}"],
 }
 
 
@@ -66,7 +67,10 @@ def tables(draw: Any) -> pd.DataFrame:
         now += draw(st.sampled_from([0, 0, 7_000_000]))
         prefill, decode = draw(st.integers(0, 40)), draw(st.integers(0, 9))
         counts = {"step": step, "rows": decode + (prefill > 0), "decode_rows": decode, "prefill_tokens": prefill}
-        counts |= {"tokens": prefill + decode, "padded_tokens": prefill + decode + draw(st.integers(0, 5))}
+        drafts = draw(st.integers(0, 9))
+        counts |= {"draft_tokens": drafts, "accepted_tokens": draw(st.integers(0, drafts))}
+        tokens = prefill + decode + drafts
+        counts |= {"tokens": tokens, "padded_tokens": tokens + draw(st.integers(0, 5))}
         counts |= {name: draw(st.integers(0, 50)) for name in STEP_COLUMNS if name not in (*counts, *times)}
         rows.append(counts | times)
     return pd.DataFrame(rows, columns=list(STEP_COLUMNS), dtype=np.int64)
@@ -255,6 +259,24 @@ def test_tokens_reach_their_largest_step_and_the_budget(cases: dict[str, list[Lo
     assert steps.budget({"scheduler": {"name": "static", "batch_size": 4}}) is None
     assert steps.budget({}) is None, "nobody knows"
     assert "budget of 999,999" in steps.tokens({"run": run.steps}, {"run": 999_999}).caption
+
+
+def test_tokens_show_what_came_of_drafts(cases: dict[str, list[LoadedRun]]) -> None:
+    """Beside decode rows, and only in runs that have drafts: the rejected ones are the waste of the summary. Steps that
+    verify and compute no prompt are decode steps.
+    """
+    run, without = cases["drafts"][1], cases["tight"][1]
+    shown = steps.tokens({"run": run.steps, "without": without.steps}, {})
+    assert shown.panels[1].title == "run: decode rows and drafts"
+    assert [mark.name for mark in shown.panels[1].marks] == ["decode", "accepted drafts", "rejected drafts"]
+    assert not {mark.name for mark in shown.panels[3].marks} & {"accepted drafts", "rejected drafts"}
+    for area, came in zip(shown.panels[1].marks[1:], ("accepted_tokens", "rejected_tokens"), strict=True):
+        assert isinstance(area, Area)
+        assert len(area.x) <= 800, "nothing is thinned: a height a step"
+        assert (area.high - area.low)[:-1].sum() == pytest.approx(run.summary["drafts"][came])
+    names = [mark.name for mark in steps.step_time({"run": run.steps}).panels[0].marks if isinstance(mark, Points)]
+    assert names == ["run, decode only", "run, mixed"]
+    assert int((run.steps["prefill_tokens"] > 0).sum()) < 41 < int((run.steps["draft_tokens"] > 0).sum())
 
 
 def test_preemptions_end_at_their_total(cases: dict[str, list[LoadedRun]]) -> None:

@@ -93,7 +93,7 @@ def test_texts_with_speculation_are_those_of_the_cpu(drafter: str, loop: str, gr
     check_texts(run)
     assert bool(run.device.facts["captured_batches"]) == graphs
     if drafter == "own":
-        assert optional_tables.summarise_drafts(run.engine.record.drafts)["acceptance"] > 0.99
+        assert optional_tables.summarise_drafts(run.engine.record.drafts)["acceptance_rate"] > 0.99
 
 
 @pytest.mark.gpu
