@@ -7,7 +7,7 @@ and for runs measured on hardware, which shows that both ran the same policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from cbsim.workload.requests import Workload
 OWN = "cbengine"  # the engine that runs our policies; a simulated run names none
 Find = Callable[[int], RequestSpec | None]
 OnPlan = Callable[[Scheduler, StepPlan], None]
+Drafts = Mapping[int, Sequence[tuple[int, ...]]]
 READ_TOGETHER = 1 << 14  # steps
 NEVER = 1 << 63
 DECLARED = ("id", "prompt_tokens", "output_tokens", "max_tokens", "priority")  # fields that the workload gives
@@ -67,12 +68,15 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     servers = scenario.replicas(run.summary) * scenario.ranks
     matched, low, several = 0, 0, len(servers) > 1
     numbers = _waves(run) if scenario.ranks > 1 else None
+    drafts = _drafts(run) if any(its.speculation for its in servers) else {}
     for server, (its, part) in enumerate(zip(servers, reading.servers(run, len(servers)), strict=True)):
         loop = its.loop.mode
         policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
-        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low)
+        verdict = _compare(
+            part, policy, depth(loop), workload.find_attempt, on_plans, low, drafts if its.speculation else None
+        )
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
@@ -100,6 +104,18 @@ class _Together:
             self._on_plan(policy, plan)
 
 
+def _drafts(run: Run) -> Drafts:
+    """Return what the rows of each step verified and proposed. Raises RunError unless they are of the run's steps, in
+    order.
+    """
+    file, steps = run.path / DRAFTS, optional_tables.read(run.source, DRAFTS)["step"]
+    wrong = np.flatnonzero((steps < np.maximum.accumulate(np.maximum(steps, 0))) | (steps >= len(run.steps)))
+    if len(wrong):
+        row, bound = int(wrong[0]), f"expected steps in order, from 0 to {len(run.steps) - 1}"
+        raise RunError(f"{file}: step: row {row}: got {steps[row]}, {bound}", file=file)
+    return optional_tables.by_step(run.source, DRAFTS)
+
+
 def _waves(run: Run) -> Ints:
     """Return the number of the wave that each step was part of: servers that step together start at the same times."""
     started, ran = run.steps["compute_start_ns"], run.steps["rows"] > 0
@@ -122,13 +138,15 @@ def _compare(
     find: Find,
     on_plan: OnPlan | None = None,
     first: int = 0,
+    drafts: Drafts | None = None,
 ) -> Replanned:
-    """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run."""
+    """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run. With
+    speculation `drafts` has what the rows verified and proposed, by step.
+    """
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
     moved, parents = optional_tables.reported_jobs(run.source), optional_tables.by_step(run.source, PARENTS)
-    drafts = optional_tables.by_step(run.source, DRAFTS)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -152,7 +170,7 @@ def _compare(
         elif isinstance(effect, Await):
             done, joined = effect.plan.step, first + effect.plan.step
             pairs = polls.pairs(parents.get(joined, ()))
-            verified = polls.verified(effect.plan, drafts.get(joined, ()))
+            verified = {} if drafts is None else polls.verified(effect.plan, drafts.get(joined, ()), policy.requests)
             result = StepResult(polls.stopped(done), moved=moved.get(joined, ()), parents=pairs, **verified)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 
@@ -220,9 +238,23 @@ class _Polls:
     def stopped(self, step: int) -> tuple[RequestSpec, ...]:
         return tuple(self._known(self._stops.at(step)))
 
-    def verified(self, plan: StepPlan, rows: Iterable[tuple[int, ...]]) -> dict[str, Any]:
-        """Return the fields of a result that say what a step has verified and proposed."""
-        known = [(self._open[index], row) for index, *row in rows if index in self._open]
+    def verified(
+        self, plan: StepPlan, rows: Sequence[tuple[int, ...]], alive: Mapping[RequestSpec, Any]
+    ) -> dict[str, Any]:
+        """Return the fields of a result that say what a step has verified and proposed. Raises RunError unless the rows
+        are of its requests that are `alive` and sample, in order, with no more drafts than planned.
+        """
+        chunks = [chunk for chunk in plan.work.chunks if chunk.outputs and chunk.spec in alive]
+        requests, planned = [row[0] for row in rows], [chunk.spec.index for chunk in chunks]
+        problem = f"has rows of requests {requests}, planned are {planned}" if requests != planned else ""
+        for (index, drafts, true, proposed), chunk in zip(rows, chunks, strict=False):
+            most = (0 if chunk.admitted else chunk.outputs - 1), plan.work.drafts
+            if not (0 <= true <= drafts <= most[0] and 0 <= proposed <= most[1]) and not problem:
+                said = f"{drafts} drafts, {true} accepted, {proposed} proposed"
+                problem = f"request {index} has {said}, planned are {most[0]}, of them accepted, and {most[1]}"
+        if problem:
+            raise RunError(f"{self._file.with_name(DRAFTS)}: step {plan.step}: {problem}", file=self._file)
+        known = [(chunk.spec, row[1:]) for chunk, row in zip(chunks, rows, strict=True)]
         accepted = tuple([(spec, true) for spec, (_, true, _) in known])
         drafted = tuple([(spec, proposed) for spec, (*_, proposed) in known if proposed != plan.work.drafts])
         return {"accepted": accepted, "drafted": drafted}

@@ -108,13 +108,15 @@ def test_a_golden_workload_with_cancels(name: str, scheduler: str, loop: str, tm
 # -- what was altered -------------------------------------------------------------------------------------------------
 
 
+def changed(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
+    place, cells = table.column_names.index(name), table[name].to_pylist()
+    cells[row] = value(cells[row]) if callable(value) else value
+    return table.set_column(place, name, pa.array(cells, table[name].type))
+
+
 def alter(file: Path, name: str, row: int, change: Callable[[Any], Any]) -> None:
     """Change one cell of a table."""
-    table = pq.read_table(file)
-    place = table.column_names.index(name)
-    cells = table[name].to_pylist()
-    cells[row] = change(cells[row])
-    pq.write_table(table.set_column(place, name, pa.array(cells, table[name].type)), file)
+    pq.write_table(changed(pq.read_table(file), name, row, change), file)
 
 
 def test_untouched(run: Path) -> None:
@@ -147,6 +149,37 @@ def test_a_step_too_few_or_too_many(run: Path) -> None:
         pq.write_table(altered, run / "steps.parquet")
         status, out, _ = replayed(run)
         assert status == 1 and problem in out
+
+
+DAMAGES: dict[str, tuple[Callable[[pa.Table], pa.Table | None], str]] = {
+    "absent": (lambda rows: None, "has rows of requests [], planned are ["),
+    "empty": (lambda rows: rows.slice(0, 0), "has rows of requests [], planned are ["),
+    "dropped": (lambda rows: pa.concat_tables([rows.slice(0, 9), rows.slice(10)]), "has rows of requests ["),
+    "doubled": (lambda rows: pa.concat_tables([rows.slice(0, 9), rows.slice(8)]), "has rows of requests ["),
+    "reversed": (lambda rows: rows.take(list(range(len(rows)))[::-1]), "step: row 1: got "),
+    "late": (lambda rows: changed(rows, "step", -1, 10**6), "got 1000000, expected steps in order, from 0 to "),
+    "early": (lambda rows: changed(rows, "step", 0, -1), "step: row 0: got -1, expected steps in order, from 0 to "),
+    "request": (lambda rows: changed(rows, "request", 5, 99), "99"),
+    "accepted": (lambda rows: changed(rows, "accepted", -3, 4), " has 3 drafts, 4 accepted, "),
+    "drafts": (lambda rows: changed(rows, "drafts", -3, 4), " has 4 drafts, "),
+    "proposed": (lambda rows: changed(rows, "proposed", -3, 4), " 4 proposed, "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_altered_drafts_are_refused(damage: str, tmp_path: Path) -> None:
+    """The table of drafts has a row of each that samples, with no more drafts than planned: anything else is told."""
+    drafts = "speculation={method: ngram, k: 3, acceptance: {rate: 0.5}}"
+    run = recorded(tmp_path, "poisson", "scheduler.name=vllm", "loop.mode=async", drafts)
+    assert replayed(run)[0] == 0
+    change, words = DAMAGES[damage]
+    altered = change(pq.read_table(run / "drafts.parquet"))
+    (run / "drafts.parquet").unlink()
+    if altered is not None:
+        pq.write_table(altered, run / "drafts.parquet")
+    status, out, err = replayed(run)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"cbsim: {run / 'drafts.parquet'}: ") and words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])

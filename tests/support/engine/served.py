@@ -393,5 +393,7 @@ def check_derived(run: Run, loop: str) -> None:
     files = optional_tables.files_of(run.engine.record)
     recorded = reading.Run(Path(), "", {}, {}, run.steps, RequestTable.of(list(run.rows.values())), None, files)
     specs = {one.index: one for one in run.engine.sequences}
-    verdict = replan._compare(recorded, assemble.scheduler(run.scenario, loop), depth(loop), specs.get)
+    drafts = replan._drafts(recorded) if run.scenario.speculation else None
+    policy = assemble.scheduler(run.scenario, loop)
+    verdict = replan._compare(recorded, policy, depth(loop), specs.get, drafts=drafts)
     assert verdict == (len(run.steps), len(run.steps), None)
