@@ -109,26 +109,30 @@ def _measuring(drafts: Speculation, target: ModelShape, setup: Setup) -> Specula
         raise UsageError("--device modelled: got a scenario with speculation, and computes no tokens to verify by")
     if drafts.method == "eagle":
         bound = "must be ngram or draft_model: the engine reads no weights of such heads"
-        raise UsageError(f"speculation.method: got eagle, {bound}")
+        raise ScenarioError(f"speculation.method: got eagle, {bound}", field="speculation.method")
     if drafts.adaptive:
-        raise UsageError("speculation.adaptive: got true, must be false: the engine verifies all drafts")
+        bound = "must be false: the engine verifies all drafts"
+        raise ScenarioError(f"speculation.adaptive: got true, {bound}", field="speculation.adaptive")
     update: dict[str, Any] = {"acceptance": Acceptance(path=ACCEPTED)}
     if drafts.method == "draft_model":
         shape = shape_of(setup.draft_weights) if setup.draft_weights is not None else drafts.drafter.model
         if shape is None:
-            raise UsageError("speculation.drafter.model: got null, must be the shape of the model that drafts")
+            field, bound = "speculation.drafter.model", "must be the shape of the model that drafts"
+            raise ScenarioError(f"{field}: got null, {bound}", field=field)
         if setup.draft_weights is None:  # random weights have the vocabulary of the target, whatever that became
             shape = shape.model_copy(update={"vocab": target.vocab})
+        where = "speculation.drafter.model" if setup.draft_weights is None else f"{setup.draft_weights}: model"
         if shape.vocab != target.vocab:
             raise UsageError(
                 f"{setup.draft_weights}: vocab: got {shape.vocab:,}, must be the target's, {target.vocab:,}"
             )
         if not shape.sees_all:
-            raise UsageError("speculation.drafter.model.attention: must be full, since all layers have the same tables")
+            bound = "must be full: all layers have the same tables"
+            raise UsageError(f"{where}.attention: got {', '.join(shape.attention)}, {bound}")
         try:
             check_model(shape)
         except (ScenarioError, UsageError) as error:
-            raise UsageError(f"speculation.drafter.{error}") from None
+            raise UsageError(f"{where}.{str(error).removeprefix('model.')}") from None
         shape = shape.model_copy(update={"dtype": target.dtype})
         update["drafter"] = drafts.drafter.model_copy(update={"model": shape})
     return drafts.model_copy(update=update)
@@ -399,12 +403,19 @@ def executor_plan(
         capacity=sizes,
         random=load is not None or not all(setup.sampling_of(spec).greedy for spec in specs),
     )
-    return plan if drafts is None or drafts.method == "ngram" else _with_drafter(plan, drafts, setup.draft_weights)
+    if drafts is None or drafts.method == "ngram":
+        return plan
+    return _with_drafter(plan, drafts, setup.draft_weights, longest_text(scenario, loop))
 
 
-def _with_drafter(plan: ExecutorPlan, drafts: Speculation, folder: Path | None) -> ExecutorPlan:
+def _with_drafter(plan: ExecutorPlan, drafts: Speculation, folder: Path | None, longest: int) -> ExecutorPlan:
+    """Return a plan with the model that drafts for texts of up to `longest` tokens. Raises UsageError."""
     assert drafts.drafter.model is not None
     drafter = weights.architecture(folder) if folder else Architecture(**dict(drafts.drafter.model))
+    if drafter.max_position < longest:
+        where = f"{folder}: model" if folder else "speculation.drafter.model"
+        bound = f"must be >= {longest:,}, the longest text: scheduler.max_model_len lowers it"
+        raise UsageError(f"{where}.max_position: got {drafter.max_position:,}, {bound}")
     return replace(plan, drafter=replace(plan, architecture=drafter, weights=folder))
 
 

@@ -50,9 +50,10 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
     `adapt` changes the scenario to one that this server can run; that one is recorded.
     """
     variants = scenarios.variants(options.scenario)
-    scenario = adapt(variants(options.overrides))
-    folder.check(options.out, shared=True)
+    scenario = variants(options.overrides)
     with variants.placing(options.overrides):
+        scenario = adapt(scenario)
+        folder.check(options.out, shared=True)
         results = Results(one_loop(scenario, loop, options, serve) for loop in scenarios.loops(scenario))
     results.draw(list(results.values())[-1].folder)
     _print_notices(results, options)

@@ -136,6 +136,9 @@ def test_the_weights_of_a_drafter_are_read_from_a_folder(tmp_path: Path) -> None
         odd = speculating(sizes, "own", drafter={"model": sizes.model.model_dump(mode="json") | {field: value}})
         with pytest.raises(UsageError, match=rf"speculation.drafter.model.{field}: "):
             build.adapted(odd, INLINE)
+    short = {"model": sizes.model.model_dump(mode="json") | {"max_position": 8}}
+    with pytest.raises(UsageError, match=r"speculation.drafter.model.max_position: got 8, must be >= \d+, the longest"):
+        Run(speculating(sizes, "own", drafter=short), "sync", some())
 
 
 def test_an_admitted_row_has_blanks_that_nothing_equals() -> None:

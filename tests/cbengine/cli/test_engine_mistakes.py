@@ -47,7 +47,10 @@ def speculation(method: str, drafter: str = "") -> str:
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
         (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
         (("--set", "scheduler.kv_connector=hand_off"), ("scheduler.kv_connector: got hand_off, which takes two",)),
-        (("--set", speculation("eagle")), ("speculation.method: got eagle, must be ngram or draft_model",)),
+        (
+            ("--set", speculation("eagle")),
+            ("--set speculation=", "eagle, k: 2", "}: speculation.method: got eagle, must be ngram or draft_model"),
+        ),
         (
             ("--set", speculation("draft_model", "fraction: 0.1").replace("k: ", "adaptive: true, k: ")),
             ("speculation.adaptive: got true, must be false: the engine verifies all drafts",),
