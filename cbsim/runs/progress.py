@@ -16,6 +16,7 @@ from typing import Any
 
 from cbsim.runs.running import Session
 
+MANAGER_ENDS_S = 10.0  # it has no more to do than to join terminated processes
 SOON_S = 1.0  # earlier, an estimate of the time left is noise
 
 
@@ -120,10 +121,12 @@ def submitted(to: ProcessPoolExecutor, act: Callable[..., Any], *arguments: Any)
 
 def end_pool(of: ProcessPoolExecutor) -> None:
     """Terminate the processes without waiting for their tasks."""
-    working = list((of._processes or {}).values())
+    working, manager = list((of._processes or {}).values()), of._executor_manager_thread
     of.shutdown(wait=False, cancel_futures=True)
     for process in working:
         process.terminate()
+    if manager is not None:  # else it may close its pipe while the interpreter, at its exit, writes to it
+        manager.join(MANAGER_ENDS_S)
 
 
 def _begin_worker() -> None:

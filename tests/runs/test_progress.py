@@ -51,3 +51,12 @@ def test_what_is_left_follows_from_what_is_done(
     """In proportion to the requests that are over; nothing before the first and after the last of them."""
     begin = f"sync: {finished:,} of 1,000 requests, 1,234 steps, 5.0 s simulated in {spent_s:.1f} s"
     assert line(monkeypatch, capsys, finished, spent_s) == f"{begin}{f', {left} left' if left else ''}\n"
+
+
+def test_a_pool_that_has_ended_leaves_no_thread() -> None:
+    """... which would close its pipe while the exit of the interpreter writes to it: a bad file descriptor."""
+    pool = progress.worker_pool(1)
+    progress.submitted(pool, abs, -1)
+    manager = pool._executor_manager_thread
+    progress.end_pool(pool)
+    assert manager is not None and not manager.is_alive()
