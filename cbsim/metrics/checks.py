@@ -102,12 +102,9 @@ def parse_all(conditions: Iterable[str], option: str = "--check", *, sweep: bool
             parsed.append(parse(condition, option, sweep=sweep))
         except CheckError as error:
             errors.append(error)
-    if len(errors) > 1:
-        raise CheckError(
-            "\n".join(map(str, errors)), field=errors[0].field, value=errors[0].value, bound=errors[0].bound
-        )
     if errors:
-        raise errors[0]
+        first = errors[0]
+        raise CheckError("\n".join(map(str, errors)), field=first.field, value=first.value, bound=first.bound)
     return parsed
 
 

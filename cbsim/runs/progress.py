@@ -121,7 +121,8 @@ def submitted(to: ProcessPoolExecutor, act: Callable[..., Any], *arguments: Any)
 
 def end_pool(of: ProcessPoolExecutor) -> None:
     """Terminate the processes without waiting for their tasks."""
-    working, manager = list((of._processes or {}).values()), of._executor_manager_thread
+    working = list((of._processes or {}).values())
+    manager: Any = of._executor_manager_thread
     of.shutdown(wait=False, cancel_futures=True)
     for process in working:
         process.terminate()

@@ -245,15 +245,14 @@ class _Polls:
         are of its requests that are `alive` and sample, in order, with no more drafts than planned.
         """
         chunks = [chunk for chunk in plan.work.chunks if chunk.outputs and chunk.spec in alive]
-        requests, planned = [row[0] for row in rows], [chunk.spec.index for chunk in chunks]
-        problem = f"has rows of requests {requests}, planned are {planned}" if requests != planned else ""
-        for (index, drafts, true, proposed), chunk in zip(rows, chunks, strict=False):
-            most = (0 if chunk.admitted else chunk.outputs - 1), plan.work.drafts
-            if not (0 <= true <= drafts <= most[0] and 0 <= proposed <= most[1]) and not problem:
-                said = f"{drafts} drafts, {true} accepted, {proposed} proposed"
-                problem = f"request {index} has {said}, planned are {most[0]}, of them accepted, and {most[1]}"
-        if problem:
-            raise RunError(f"{self._file.with_name(DRAFTS)}: step {plan.step}: {problem}", file=self._file)
+        planned = [(c.spec.index, 0 if c.admitted else c.outputs - 1, plan.work.drafts) for c in chunks]
+        right = [row[0] for row in rows] == [index for index, *_ in planned] and all(
+            0 <= true <= drafts <= most and 0 <= proposed <= ahead
+            for (_, drafts, true, proposed), (_, most, ahead) in zip(rows, planned, strict=True)
+        )
+        if not right:
+            bound = f"expected rows of (request, drafts, proposed) up to {planned}"
+            raise RunError(f"{self._file.with_name(DRAFTS)}: step {plan.step}: got {rows}, {bound}", file=self._file)
         known = [(chunk.spec, row[1:]) for chunk, row in zip(chunks, rows, strict=True)]
         accepted = tuple([(spec, true) for spec, (_, true, _) in known])
         drafted = tuple([(spec, proposed) for spec, (*_, proposed) in known if proposed != plan.work.drafts])
