@@ -49,7 +49,7 @@ def compared(runs: Sequence[LoadedRun], *, everything: bool = False) -> Compared
     a, b = runs
     if a.measured == b.measured:
         differences = compare.differences(a, b)
-        table = compare.table(differences, a.label, b.label, everything=everything)
+        table = compare.table(differences, a, b, everything=everything)
         return Compared({"A": a, "B": b}, differences, [table], compare.verdict(differences, everything=everything))
     sim, measured = (b, a) if a.measured else (a, b)
     errors = pairing.errors(sim, measured)

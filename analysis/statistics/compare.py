@@ -163,25 +163,32 @@ def differences(a: LoadedRun, b: LoadedRun) -> list[MetricDifference]:
     return compared
 
 
-def table(differences: Sequence[MetricDifference], a: str, b: str, *, everything: bool = False) -> Table:
-    """Return a row a metric, `a` and `b` naming the runs; without `everything`, only the main metrics."""
+def table(differences: Sequence[MetricDifference], a: LoadedRun, b: LoadedRun, *, everything: bool = False) -> Table:
+    """Return a row a metric that either run has; without `everything`, only the main metrics."""
     methods = sorted({difference.method for difference in differences if difference.interval}, reverse=True)
     note = (
         f"Change of B against A, with {LEVEL} intervals: {'; '.join(methods) or 'none, for want of samples'}. They "
         "know how much requests and steps vary within these runs, not another seed or another run of the same, and are "
         f"too narrow where requests share a queue. {MARK}: too few samples to rely on."
     )
-    header = ("metric", a, b, "change", f"{LEVEL} interval")
-    return Table("Differences", header, rows(differences, everything=everything), note)
+    header = ("metric", a.label, b.label, "change", f"{LEVEL} interval")
+    return Table("Differences", header, rows(differences, (a, b), everything=everything), note)
 
 
-def rows(differences: Sequence[MetricDifference], *, everything: bool) -> list[tuple[str, ...]]:
-    """Return the cells of each metric: its name, A, B, the change and its interval."""
-    known = {difference.metric: difference for difference in differences}
-    chosen = [known[name] for name in (known if everything else SHOWN) if name in known]
-    names = [f"{d.label} {MARK}" if d.few else d.label for d in chosen]
-    values = [(shown(d.a, d.unit), shown(d.b, d.unit), change_text(d), range_text(d)) for d in chosen]
-    return [(name, *cells) for name, cells in zip(names, values, strict=True)]
+def rows(
+    differences: Sequence[MetricDifference], runs: Sequence[LoadedRun], *, everything: bool
+) -> list[tuple[str, ...]]:
+    """Return the cells of each metric that A or B, the `runs`, has: its name, A, B, the change and its interval."""
+    known, cells = {difference.metric: difference for difference in differences}, list[tuple[str, ...]]()
+    for name in METRICS if everything else SHOWN:
+        if d := known.get(name):
+            label = f"{d.label} {MARK}" if d.few else d.label
+            cells.append((label, shown(d.a, d.unit), shown(d.b, d.unit), change_text(d), range_text(d)))
+            continue
+        values = [lookup(run.summary, name) for run in runs]
+        if any(value is not None for value in values):
+            cells.append((METRICS[name].label, *map(METRICS[name].shown, values), "-", "one run has none"))
+    return cells
 
 
 def change_text(difference: MetricDifference) -> str:

@@ -123,7 +123,7 @@ def tables(
     sim: LoadedRun, measured: LoadedRun, known: Sequence[MetricDifference], *, everything: bool = False
 ) -> list[Table]:
     """Return the `known` errors of the metrics, those of a step's phases, and the comparison of the plans."""
-    cells = compare.rows(known, everything=everything)
+    cells = compare.rows(known, (measured, sim), everything=everything)
     rows = [(name, after, before, *rest) for name, before, after, *rest in cells]
     note = f"Simulated against measured, with 95 % intervals. {MARK}: too few samples to rely on."
     found = Table("Errors", ("metric", "simulated", "measured", "error", "interval"), rows, note)

@@ -202,14 +202,15 @@ def quantities(summary: Mapping[str, Any]) -> dict[str, float]:
 
 OF_A_SERVER = (
     *("requests", "input_tokens", "output_tokens", "gpu_active", "kv_utilisation.max", "prefix_hit_rate"),
-    *("ttft_s.p50", "ttft_s.p99", "tpot_s.p50"),
+    *("ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "drafts.acceptance_length", "drafts.rejected_tokens"),
 )
 MOST_LISTED = 64  # servers
 
 
 def servers(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of the servers of a fleet, its header first."""
-    found = [METRICS[name] for name in OF_A_SERVER]
+    """Return a table of the servers of a fleet, its header first; of drafts only if a server has any."""
+    speculates = any("drafts" in server for server in summary["per_server"])
+    found = [METRICS[name] for name in OF_A_SERVER if speculates or not name.startswith("drafts.")]
     header = ["server", "pool", "GPUs", *(each.label for each in found)]
     rows = [
         [

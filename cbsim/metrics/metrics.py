@@ -67,7 +67,7 @@ def summarise(
     """Return all metrics of a run. `slo` maps ttft_s, tpot_s, e2e_s to bounds. Latencies and SLOs are those of requests
     arriving in `window_s`, everything else is the whole run's. The summary names the window, null for an open end.
     `total_blocks` are those of each of `servers`; shares of the span are means over them. The servers of a `fleet` have
-    `pool`, `gpus` and `total_blocks` of their own: `per_server` of the summary repeats them.
+    `pool`, `gpus` and `total_blocks` of their own, and `drafts`: `per_server` of the summary repeats them.
     """
     table = RequestTable.of(rows)
     start = int(table.numbers("arrival_ns").min()) if len(table) else 0
@@ -122,7 +122,9 @@ def _per_server(
         numbers.append(
             {
                 "server": server,
-                **{name: facts[name] for name in ("pool", "gpus", "total_blocks", "lived_s") if name in facts},
+                **{
+                    name: facts[name] for name in ("pool", "gpus", "total_blocks", "lived_s", "drafts") if name in facts
+                },
                 "requests": len(mine.rows),
                 "steps": len(part),
                 **{name: value for name, value in _throughput(mine, part, 0).items() if name.endswith("put_tokens")},

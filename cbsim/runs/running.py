@@ -231,11 +231,13 @@ def _dips_s(events: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def servers_of(scenario: Scenario, record: Record | Records) -> Sequence[Mapping[str, Any]]:
-    """Return pool, GPUs and blocks of each server of a fleet."""
+    """Return pool, GPUs and blocks of each server of a fleet, and what came of its drafts if it has any."""
     if scenario.fleet is None or not isinstance(record, Records):
         return ()
     each = zip(scenario.fleet.pool_names, scenario.servers, record.records, strict=not record.fleet)
-    return record.fleet or [{"pool": of, "gpus": its.gpus, "total_blocks": one.total_blocks} for of, its, one in each]
+    facts = record.fleet or [{"pool": of, "gpus": its.gpus, "total_blocks": one.total_blocks} for of, its, one in each]
+    drafts = [{"drafts": optional_tables.summarise_drafts(one.drafts)} if one.drafts else {} for one in record.records]
+    return [{**own, **came} for own, came in zip(facts, drafts, strict=True)]
 
 
 def counted(

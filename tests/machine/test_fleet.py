@@ -37,6 +37,7 @@ from cbsim.runs import assemble, reading, replan, running
 from cbsim.runs.result import Result
 from cbsim.scenario.scenario import Scenario, dump, parse
 from cbsim.schedulers import registry
+from cbsim.sweeps.work import without
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
@@ -350,6 +351,19 @@ def test_numbers_of_each_server_and_of_all() -> None:
     assert summary["servers"] == 3
     assert "large" in str(result)
     assert summary["cost"]["price_usd_hour"] == pytest.approx(result.scenario.price_usd_hour)
+
+
+def test_what_came_of_the_drafts_of_each_server() -> None:
+    """Their sums are those of all; a server without speculation has none. They stay when a window counts anew."""
+    drafts = {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}
+    pools = [{"count": 2}, {"server": {"speculation": None}}]
+    result = run(of({"pools": pools, "router": {"name": "round_robin"}}, speculation=drafts))
+    for summary in (result.summary, without(result, 0.1, "").summary):
+        each = [server.get("drafts") for server in summary["per_server"]]
+        assert each[2] is None
+        for name in ("verified_tokens", "accepted_tokens", "rejected_tokens", "verifications"):
+            assert each[0][name] + each[1][name] == summary["drafts"][name]
+    assert "tokens a verification" in str(result).split("server", 1)[1]
 
 
 def test_lanes_and_timeline_show_several_servers(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_small_samples_are_marked(mixed: list[LoadedRun], example: list[LoadedRu
     assert not found["ttft_s.mean"].few
     assert found["ttft_s.p95"].few
     assert not found["makespan_s"].few
-    rows = compare.table(list(found.values()), "A", "B").rows
+    rows = compare.table(list(found.values()), *example).rows
     assert [row[0] for row in rows if row[0].startswith("TTFT")] == [
         "TTFT p50",
         "TTFT p90",
@@ -141,13 +141,13 @@ def test_requests_are_paired_by_index_not_by_row(mixed: list[LoadedRun]) -> None
 
 def test_the_table_has_what_the_terminal_shows_and_everything_when_asked(mixed: list[LoadedRun]) -> None:
     found = compare.differences(*mixed)
-    table = compare.table(found, "one", "other")
-    assert list(table.header[1:3]) == ["one", "other"]
+    table = compare.table(found, *mixed)
+    assert list(table.header[1:3]) == [run.label for run in mixed]
     assert {metric.name for metric in METRICS.values() if metric.listed} <= set(SHOWN)
     assert {f"itl_s.p{q}" for q in (50, 90, 95, 99)} <= set(SHOWN)
     assert len(SHOWN) == len(set(SHOWN))
     assert all(len(row) == len(table.header) for row in table.rows)
-    assert len(compare.table(found, "one", "other", everything=True).rows) == len(found)
+    assert len(compare.table(found, *mixed, everything=True).rows) == len(found)
     assert "bootstrap over 80 requests" in table.note
 
 
@@ -194,6 +194,17 @@ def test_the_verdict_prefers_percentiles_with_enough_samples() -> None:
     assert MARK == "*"
 
 
+def test_what_only_one_run_has_is_shown_of_it(mixed: list[LoadedRun]) -> None:
+    """Such as what came of drafts, of a run with speculation beside one without: a condition on it fails."""
+    a, b = mixed[0], replace(mixed[1], summary={**mixed[1].summary, "drafts": {"rejected_tokens": 7}})
+    found = compare.differences(a, b)
+    for one, other, values in ((a, b, ("-", "7")), (b, a, ("7", "-"))):
+        rows = {label: cells for label, *cells in compare.table(found, one, other).rows}
+        assert rows["draft tokens rejected"] == [*values, "-", "one run has none"]
+        assert "draft tokens accepted" not in rows
+    assert compare.judged(compare.parse("drafts.rejected_tokens>0"), found)[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "latencies"), [(["workload.prompt_tokens=3000"], False), (["workload.output_tokens=1"], True)]
 )
@@ -209,7 +220,7 @@ def test_runs_with_next_to_nothing_in_them_can_be_compared(
     assert compare.range_text(found["gpu_active"]) == TOO_FEW
     assert compare.range_text(found["makespan_s"]) == ONE_VALUE
     assert compare.verdict(list(found.values()))
-    assert compare.table(list(found.values()), "A", "B").rows
+    assert compare.table(list(found.values()), *runs).rows
 
 
 # -- which runs may be compared ---------------------------------------------------------------------------------------
