@@ -29,11 +29,13 @@ def run(
     window_s: tuple[float, float] | None = None,
     weights: str | Path | None = None,
     draft_weights: str | Path | None = None,
+    tensor_parallel: int | None = None,
 ) -> Result | Results:
     """Serve a scenario on a device and return what `cbsim.run` does, measured. Nothing is written.
 
     `device` is inline, process, modelled or cuda; by default cuda if there is a GPU, else process. `weights` is a local
-    Hugging Face folder, `draft_weights` that of a model that drafts; without it weights are random. `changes`,
+    Hugging Face folder, `draft_weights` that of a model that drafts; without it weights are random.
+    `tensor_parallel` ranks share every layer, if given in place of the scenario's cost.tensor_parallel. `changes`,
     `requests` and `window_s` are those of `cbsim.run`.
     Raises ScenarioError, UsageError.
     """
@@ -49,5 +51,6 @@ def run(
     target, drafter = (None if folder is None else Path(folder) for folder in (weights, draft_weights))
     setup = build.Setup(device=chosen, weights=target, draft_weights=drafter)
     command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
-    ready = build.adapted(scenario_of(scenario, changes), setup, open_ended=requests is not None)
+    ranks = {} if tensor_parallel is None else {"cost.tensor_parallel": tensor_parallel}
+    ready = build.adapted(scenario_of(scenario_of(scenario, changes), ranks), setup, open_ended=requests is not None)
     return running.answer(ready, servers.maker(setup), command, requests, window_s)

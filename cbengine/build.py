@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,7 @@ from cbengine.model import kvcache, weights
 from cbengine.model.decoder import Model
 from cbengine.model.kvcache import DeviceMemoryError, KvCache, host_tier
 from cbengine.model.ops import TorchOps
+from cbengine.model.ranks import ALONE, SHARED, Group, Rank
 from cbengine.model.weights import Architecture
 from cbengine.sampling import DRAWN_BYTES, SLICE, Sampling, SamplingSettings
 from cbengine.sequence import Prompts, Sequence
@@ -167,12 +170,18 @@ def check_model(shape: ModelShape) -> None:
 
 
 def check_setup(scenario: Scenario, setup: Setup) -> None:
-    """Refuse a group of GPUs, since only one computes, and what beam search lacks. Raises UsageError."""
+    """Refuse several servers, ranks without equal parts or processes, and what beam search lacks. Raises UsageError."""
     if scenario.fleet is not None:
-        raise UsageError(f"fleet: got {scenario.fleet.count} servers, must be null: the engine computes on one device")
-    for name, gpus in (("tensor_parallel", scenario.gpus), ("data_parallel", scenario.ranks)):
-        if gpus > 1:
-            raise UsageError(f"cost.{name}: got {gpus}, must be 1: the engine computes on one device")
+        raise UsageError(f"fleet: got {scenario.fleet.count} servers, must be null: the engine is one server")
+    if scenario.ranks > 1:
+        raise UsageError(f"cost.data_parallel: got {scenario.ranks}, must be 1: the engine is one server")
+    gpus, drafter = scenario.gpus, scenario.speculation.drafter.model if scenario.speculation else None
+    for name, model in (("model", scenario.model), ("speculation.drafter.model", drafter)):
+        for part in SHARED if model else ():
+            if (size := getattr(model, part)) % gpus:
+                raise UsageError(f"cost.tensor_parallel: got {gpus}, must divide {name}.{part} ({size})")
+    if gpus > 1 and setup.device == "inline":
+        raise UsageError(f"cost.tensor_parallel: got {gpus}, must be 1 with --device inline, which is one process")
     texts = beams(scenario)
     if texts and not all(sampling.greedy for sampling in (setup.sampling, *setup.requests.by_id.values())):
         raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")
@@ -227,21 +236,25 @@ def _fitted(scenario: Scenario, setup: Setup, *, open_ended: bool) -> Scenario:
     """
     if not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here")
+    if scenario.gpus > max(1, torch.cuda.device_count()):
+        bound = f"must be <= {torch.cuda.device_count()}: torch finds no more CUDA devices here"
+        raise UsageError(f"cost.tensor_parallel: got {scenario.gpus}, {bound}")
     if scenario.kv_cache.num_blocks is not None:
         return scenario
     loop = loops(scenario)[-1]
     options = scenario.options(loop)
-    free, total = torch.cuda.mem_get_info()
+    free, total = min(map(torch.cuda.mem_get_info, range(scenario.gpus)))
     groups = () if scenario.model.sees_all else assemble.scheduler(scenario, loop).pool.groups
     load = any_load(scenario, loop) if open_ended else None
     plan = executor_plan(scenario, loop, [] if load else generators.build(scenario).specs(), setup, load)
     sizes = plan.capacity._replace(groups=groups)
-    beside = step_bytes(scenario.model, replace(plan, capacity=sizes), depth(loop))
-    weights_bytes = scenario.model.weight_bytes
-    token_bytes = scenario.model.kv_bytes_per_token * kvcache.pages_of(scenario.model, groups) // scenario.model.layers
+    model = plan.rank.part(scenario.model)
+    beside = step_bytes(model, replace(plan, capacity=sizes), depth(loop))
+    weights_bytes = model.weight_bytes
+    token_bytes = model.kv_bytes_per_token * kvcache.pages_of(model, groups) // model.layers
     if plan.drafter:
-        weights_bytes += plan.drafter.architecture.weight_bytes
-        token_bytes += plan.drafter.architecture.kv_bytes_per_token
+        weights_bytes += plan.drafter.part.weight_bytes
+        token_bytes += plan.drafter.part.kv_bytes_per_token
     room = int(free - UNKNOWN * total) - weights_bytes - beside
     fitting = room // (options.block_size * token_bytes)
     if fitting >= options.num_blocks:
@@ -278,13 +291,23 @@ class ExecutorPlan:
     random: bool
     host_blocks: int = 0
     drafter: ExecutorPlan | None = None
+    rank: Rank = ALONE
+
+    @property
+    def part(self) -> Architecture:
+        """The shape of what one rank computes."""
+        return self.rank.part(self.architecture)
+
+    def of(self, rank: Rank) -> ExecutorPlan:
+        """Return the plan of this rank."""
+        return replace(self, rank=rank, drafter=self.drafter and replace(self.drafter, rank=rank))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under their Hugging Face names. Raises WeightsError."""
         dtype = DTYPES[self.dtype]
         if self.weights is not None:
-            return weights.load(self.weights, dtype, torch.device(self.device))[1]
-        return weights.random(self.architecture, self.seed, dtype, torch.device(self.device))
+            return weights.load(self.weights, dtype, torch.device(self.device), self.rank)[1]
+        return weights.random(self.architecture, self.seed, dtype, torch.device(self.device), self.rank)
 
     def check(self) -> None:
         """Raise the errors of building the executor that a user can cause, before any memory is allocated."""
@@ -295,25 +318,27 @@ class ExecutorPlan:
 
     def __call__(self) -> Executor:
         """Load or draw the weights and allocate the cache. Raises WeightsError, DeviceMemoryError."""
-        _check_memory(self)
-        model, cache = self._model()
+        if self.rank.count == 1:  # the ranks of one host were checked together
+            _check_memory(self)
+        group = self.rank.join(torch.device(self.device))
+        model, cache = self._model(group)
         host, drafter = None, None
         if self.host_blocks:
             assert not self.capacity.groups, "a host tier has blocks of all layers"
             pinned, dtype = self.device != "cpu", DTYPES[self.dtype]
-            host = host_tier(self.architecture, self.host_blocks, self.block_size, dtype, pinned=pinned)
+            host = host_tier(self.part, self.host_blocks, self.block_size, dtype, pinned=pinned)
         if self.capacity.drafts:
-            drafter = DraftModel(*self.drafter._model()) if self.drafter else Lookup(cache)
+            drafter = DraftModel(*self.drafter._model(group)) if self.drafter else Lookup(cache)
         return Executor(model, cache, self.capacity, host, drafter)
 
-    def _model(self) -> tuple[Model, KvCache]:
+    def _model(self, group: Group) -> tuple[Model, KvCache]:
         dtype, device = DTYPES[self.dtype], torch.device(self.device)
         try:
-            model = Model(self.architecture, self.tensors(), ops(self.device), positions=self.positions)
+            model = Model(self.part, self.tensors(), ops(self.device), self.positions, group)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
         sizes = self.num_blocks, self.block_size
-        return model, KvCache(self.architecture, *sizes, dtype, device, self.capacity.groups)
+        return model, KvCache(self.part, *sizes, dtype, device, self.capacity.groups)
 
 
 def step_bytes(model: ModelShape, plan: ExecutorPlan, steps: int) -> int:
@@ -350,7 +375,7 @@ def _check_memory(plan: ExecutorPlan) -> None:
     if plan.device == "cpu":
         free -= _needed_on_cpu(plan, free)
     blocks, pinned = plan.host_blocks, plan.device != "cpu"
-    block = KvCache.bytes_for(plan.architecture, 0, plan.block_size, DTYPES[plan.dtype])
+    block = plan.rank.count * KvCache.bytes_for(plan.part, 0, plan.block_size, DTYPES[plan.dtype])
     size = kvcache.pinned_size(blocks * block) if pinned else blocks * block
     if size > free:
         fit = (1 << free.bit_length() - 1 if pinned and free else free) // block
@@ -358,15 +383,15 @@ def _check_memory(plan: ExecutorPlan) -> None:
 
 
 def _needed_on_cpu(plan: ExecutorPlan, free: int) -> int:
-    """Return the bytes of model, cache and tables. Raises DeviceMemoryError if they are not free."""
-    dtype, sizes = DTYPES[plan.dtype], plan.capacity
-    blocks = KvCache.bytes_for(plan.architecture, plan.num_blocks, plan.block_size, dtype, sizes.groups)
+    """Return the bytes of model, cache and tables of all ranks. Raises DeviceMemoryError if they are not free."""
+    dtype, sizes, ranks = DTYPES[plan.dtype], plan.capacity, plan.rank.count
+    blocks = ranks * KvCache.bytes_for(plan.part, plan.num_blocks, plan.block_size, dtype, sizes.groups)
     drafting = _needed_on_cpu(plan.drafter, free) if plan.drafter else 0
     needed = {
-        "model": 2 * dtype.itemsize * plan.architecture.parameters,  # twice: parts and joined matrices coexist
+        "model": 2 * ranks * dtype.itemsize * plan.part.parameters,  # twice: parts and joined matrices coexist
         "kv_cache.num_blocks": blocks,
         "speculation.drafter": drafting,
-        "workload": 4 * (sizes.slots * sizes.tables * sizes.width + 2 * sizes.staging),
+        "workload": 4 * ranks * (sizes.slots * sizes.tables * sizes.width + 2 * sizes.staging),
     }
     if sum(needed.values()) > free:
         model, cache, other, tables = (f"{size / 1e9:,.2f} GB" for size in needed.values())
@@ -402,6 +427,7 @@ def executor_plan(
         block_size=options.block_size,
         capacity=sizes,
         random=load is not None or not all(setup.sampling_of(spec).greedy for spec in specs),
+        rank=Rank(count=scenario.gpus),
     )
     if drafts is None or drafts.method == "ngram":
         return plan
@@ -425,13 +451,24 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     if setup.device == "modelled":
         copies = assemble.copies(scenario, plan.capacity.groups)
         return Modelled(assemble.cost_model(scenario), copies.ns, plan.capacity, steps, clock, graphs=graphs)
-    if setup.device == "process":
+    options = {"graphs": graphs, "overlap": scenario.loop.streams, "random": plan.random, "spin": setup.spin}
+    if setup.device == "process" or plan.rank.count > 1:
         plan.check()  # here, because an error in a worker process is not recognised as a user's mistake
-        return Process(plan, plan.capacity, steps)
-    if setup.device == "inline":
-        return Inline(plan(), plan.capacity, steps)
-    overlap = scenario.loop.streams
-    return Cuda(plan(), plan.capacity, steps, graphs=graphs, overlap=overlap, random=plan.random, spin=setup.spin)
+        return _workers(plan, steps, options if setup.device == "cuda" else None)
+    return Inline(plan(), plan.capacity, steps) if setup.device == "inline" else _gpu(plan, steps, options)
+
+
+def _gpu(plan: ExecutorPlan, steps: int, options: Mapping[str, bool]) -> Cuda:
+    return Cuda(plan(), plan.capacity, steps, **options)
+
+
+def _workers(plan: ExecutorPlan, steps: int, gpus: Mapping[str, bool] | None) -> Process:
+    """Return a worker process for each rank, each with a GPU of these options if there are any."""
+    with TemporaryDirectory() as folder:  # the ranks have met once they are ready
+        ranks = [replace(plan.rank, index=index, store=f"{folder}/ranks") for index in range(plan.rank.count)]
+        plans = [plan.of(rank) for rank in ranks]
+        first, *others = plans if gpus is None else [partial(_gpu, each, steps, gpus) for each in plans]
+        return Process(first, plan.capacity, steps, others)
 
 
 def engine(

@@ -36,10 +36,13 @@ def progress(line: str) -> None:
 
 def replay(arguments: argparse.Namespace) -> int:
     """Run a scenario on a device under each of its loops and write the run directories."""
+    arguments.set = [*arguments.set, *_ranks(arguments)]
     setup = _setup(arguments)
     for option, used in (("--wait spin", setup.spin), ("--profile", arguments.profile)):
         if used and setup.device != "cuda":
             raise UsageError(f"{option}: needs --device cuda")
+    if arguments.profile and scenarios.load(arguments.scenario, arguments.set).gpus > 1:
+        raise UsageError("--profile: needs cost.tensor_parallel 1: kernels of other processes are not seen")
     options = run_options(arguments, *([] if arguments.device else ["--device", setup.device]))
     serve = servers.maker(setup, arguments.profile)
     return run_command.run(options, serve, lambda scenario: build.adapted(scenario, setup))
@@ -54,7 +57,7 @@ def serve(arguments: argparse.Namespace) -> int:
     setup = Setup(device=device, **folders, sampling=Sampling(temperature=1.0))
     line = arguments.line if arguments.device else f"{arguments.line} --device {device}"
     names = (arguments.served_model_name, arguments.tokenizer)
-    scenario = with_one_loop(scenarios.load(arguments.scenario, arguments.set))
+    scenario = with_one_loop(scenarios.load(arguments.scenario, [*arguments.set, *_ranks(arguments)]))
     return backend.serve(scenario, setup, options_of(arguments), line, *names)
 
 
@@ -108,6 +111,11 @@ def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) 
     for case, score in failed:
         print(f"missed: {case}, {score.loop}, {score.bar.label}: {score.shown()[-1]}", file=sys.stderr)
     return CHECK_FAILED if failed else OK
+
+
+def _ranks(arguments: argparse.Namespace) -> list[str]:
+    """Return the override that --tensor-parallel stands for."""
+    return [] if arguments.tensor_parallel is None else [f"cost.tensor_parallel={arguments.tensor_parallel}"]
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:

@@ -41,6 +41,7 @@ def command_line() -> Parser:
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     run_arguments(replay)
     _device_arguments(replay, *DEVICES)
+    _ranks_argument(replay)
     about = f"milliseconds of extra CPU work in every step's {', '.join(WORKED[:-1])} or {WORKED[-1]} (repeatable)"
     replay.add_argument("--inject", action="append", default=[], type=_phase, metavar="PHASE=MS", help=about)
     about = "settings of single requests, JSON Lines: id and any of temperature, top_k, top_p, seed"
@@ -60,6 +61,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     session_arguments(serve)
     door_arguments(serve)
     _device_argument(serve, "inline", "process", "cuda")
+    _ranks_argument(serve)
     about = "a local Hugging Face folder, as --weights of replay, and its tokenizer (random weights, and our tokenizer)"
     serve.add_argument("--model", type=a_path, metavar="DIR", help=about)
     serve.add_argument("--draft-weights", type=a_path, metavar="DIR", help=DRAFTS)
@@ -115,6 +117,11 @@ def _device_arguments(parser: argparse.ArgumentParser, *devices: str) -> None:
 def _device_argument(parser: argparse.ArgumentParser, *devices: str) -> None:
     choices = "; ".join(f"{name}: {DEVICES[name]}" for name in devices)
     parser.add_argument("--device", choices=devices, help=f"{choices} (default: cuda if there is one, else process)")
+
+
+def _ranks_argument(parser: argparse.ArgumentParser) -> None:
+    about = "ranks that share every layer, worker processes or GPUs (the scenario's cost.tensor_parallel)"
+    parser.add_argument("--tensor-parallel", type=COUNT, metavar="N", help=about)
 
 
 def _phase(injected: str) -> tuple[str, int]:

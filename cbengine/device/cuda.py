@@ -80,6 +80,7 @@ class Cuda(EngineDevice):
     ) -> None:
         """Capture every graph that the run may need, and run every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
+        self.group = executor.group
         self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
         drafts = capacity.drafts
         self._sizes = captured_sizes(capacity.rows) if graphs and drafts < executor.reach else []
@@ -120,6 +121,10 @@ class Cuda(EngineDevice):
             lambda: self._enqueue(slot, header, marks, plan, excess),
         )
         self._in_flight[slot] = marks, header.results, at
+
+    def done(self, slot: int) -> bool:
+        """Whether the step is over, so that `wait` returns at once."""
+        return bool(self._in_flight[slot][0].done.query())
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         marks, count, launched = self._in_flight.pop(slot)
@@ -463,8 +468,10 @@ def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) 
         for _ in range(WARM_UPS):
             act()
     graph, first = torch.cuda.CUDAGraph(), None
+    mode = "thread_local" if torch.distributed.is_initialized() else "global"  # NCCL has a thread that queries events
+    capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode)
     try:  # on the stream already, since a capture that cannot be ended leaves its own stream current
-        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.stream(stream), capturing:
             try:
                 result = act()
             except Exception as error:

@@ -35,7 +35,7 @@ class Executor:
         self.device, self.has_host_tier = cache.keys.device, host is not None
         self.scratch = cache.scratch  # a block that belongs to no request
         self.reach = capacity.width * cache.block_size  # the tokens that the longest block table can hold
-        self._model, self._cache, self._host = model, cache, host
+        self._model, self._cache, self._host, self.group = model, cache, host, model.group
         shape, unused = (capacity.slots + 1, capacity.tables, capacity.width), cache.scratch * cache.pages
         self._tables = torch.full(shape, unused, dtype=torch.int32, device=self.device)  # first pages of blocks
         self._last = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=self.device)

@@ -59,6 +59,8 @@ def calibrate(
     """Probe and fit, up to `reach`. Raises UsageError."""
     if base.speculation is not None:
         raise UsageError("speculation: must be null: the probes of calibrate verify no drafts")
+    if base.gpus > 1:
+        raise UsageError(f"cost.tensor_parallel: got {base.gpus}, must be 1: coefficients are of one device")
     for option, tokens in (("--longest", reach.longest), ("--tokens", reach.tokens)):
         if tokens < probes.SHORTEST:
             raise UsageError(f"{option}: got {tokens}, must be >= {probes.SHORTEST}: shorter steps all cost the same")

@@ -11,6 +11,7 @@ from torch.nn.functional import embedding, linear
 
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ops import Rows, TorchOps
+from cbengine.model.ranks import ALONE, Group
 from cbengine.model.weights import Architecture, RopeScaling
 
 
@@ -31,13 +32,22 @@ class Layer:
 class Model:
     """A decoder with its weights. Sequences are at most `positions` tokens long. `tensors` has the names and shapes of
     `weights.expected` and is emptied, a layer at a time, so that the parts of a joined matrix are freed before the next
-    is made. Nothing requires a gradient.
+    is made. Nothing requires a gradient. With a `group` architecture and tensors are a rank's part of a model.
     """
 
-    def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], ops: TorchOps, positions: int) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        tensors: dict[str, Tensor],
+        ops: TorchOps,
+        positions: int,
+        group: Group | None = None,
+    ) -> None:
         self.architecture, self.ops, self._sees = architecture, ops, architecture.layer_attention
+        self.group = group or Group(ALONE)
         self.embedding = tensors.pop("model.embed_tokens.weight")
-        self.head = self.embedding if architecture.tied_embeddings else tensors.pop("lm_head.weight")
+        head = self.embedding if architecture.tied_embeddings else tensors.pop("lm_head.weight")
+        self.head = self.group.share(head)
         self.layers = [_layer(tensors, f"model.layers.{i}", architecture) for i in range(architecture.layers)]
         self.norm = tensors.pop("model.norm.weight")
         assert not tensors, f"weights that no layer takes: {list(tensors)}"
@@ -46,21 +56,22 @@ class Model:
     def forward(self, tokens: Tensor, cache: KvCache, *by_group: Rows) -> Tensor:
         """Map ids [T] to normed hidden [T, hidden]; writes `cache`. Groups' rows differ in tables and slots."""
         eps, ops, residual = self.architecture.norm_eps, self.ops, embedding(tokens, self.embedding)
+        reduce = self.group.reduce
         norms_after = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
             (keys, values), rows = cache.layer(i), by_group[cache.group(i)]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             queries = ops.rotate_and_cache(qkv, self.rotation, layer.qk_norms, eps, keys, values, rows)
-            x = linear(ops.attention(queries, keys, values, rows, self._sees[i]).flatten(1), layer.o)
+            x = reduce(linear(ops.attention(queries, keys, values, rows, self._sees[i]).flatten(1), layer.o))
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
+            x = reduce(linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down))
             x, residual = ops.add_rms_norm(x, residual, norm_after, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map rows [S, hidden] of what `forward` returned to float32 [S, vocab]."""
-        return linear(hidden, self.head).float()
+        return self.group.gather(linear(hidden, self.head), self.architecture.vocab).float()
 
 
 def rotation(architecture: Architecture, positions: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cbengine.errors import UsageError
 from cbengine.model.kvcache import DeviceMemoryError, free_bytes
+from cbengine.model.ranks import ALONE, Rank
 from cbsim import files
 from cbsim.files import too_long
 from cbsim.scenario import pretrained
@@ -86,20 +87,25 @@ def expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def random(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Draw the weights that `expected` lists; each follows from the seed, its name and shape, and the kind of device.
-    Raises DeviceMemoryError. Norms lie around 1, biases around 0. A matrix keeps the size of what it multiplies; those
-    that end a branch are divided by the root of the number of branches, so that the residual stream ends at about 1
-    however deep the model is. Embeddings are small beside it, attention is sharp and biases are small, so greedy text
-    follows from its context more than from its last token and does not repeat itself.
+def random(
+    architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+) -> dict[str, Tensor]:
+    """Draw a rank's part of the weights that `expected` lists; each follows from the seed, its name and shape, and the
+    kind of device, whatever the number of ranks. Raises DeviceMemoryError. Norms lie around 1, biases around 0. A
+    matrix keeps the size of what it multiplies; those that end a branch are divided by the root of the number of
+    branches, so that the residual stream ends at about 1 however deep the model is. Embeddings are small beside it,
+    attention is sharp and biases are small, so greedy text follows from its context more than from its last token and
+    does not repeat itself.
     """
-    _fits(architecture, dtype, device)
-    tensors = {}
+    part = rank.part(architecture)
+    _fits(part, dtype, device)
+    tensors, shapes = {}, expected(part)
     for name, shape in expected(architecture).items():
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
         mean, std = _spread(name, shape, 2 * architecture.layers)
-        tensors[name] = torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+        drawn = torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+        tensors[name] = rank.cut(drawn, shapes[name])
     return tensors
 
 
@@ -124,12 +130,17 @@ def _fits(architecture: Architecture, dtype: torch.dtype, device: torch.device) 
         raise DeviceMemoryError(f"model {architecture.name}: {weights}")
 
 
-def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, dict[str, Tensor]]:
-    """Load a folder as transformers saves it, one file or many. Raises WeightsError, DeviceMemoryError."""
+def load(
+    folder: Path, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE
+) -> tuple[Architecture, dict[str, Tensor]]:
+    """Load a rank's part of a folder as transformers saves it, one file or many. Raises WeightsError,
+    DeviceMemoryError.
+    """
     described = architecture(folder)
     shapes, tensors = expected(described), {}
-    files = _files(folder, described, shapes)
-    _fits(described, dtype, device)
+    files, part = _files(folder, described, shapes), rank.part(described)
+    _fits(part, dtype, device)
+    parts = expected(part)
     for path in sorted(set(files.values())):
         with _opened(path) as file:
             stored = set(file.keys())
@@ -137,7 +148,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Archit
                 if name not in stored:
                     raise WeightsError(f"{path}: tensor {name} is missing, though {INDEX} says that it is here")
                 _check(path, name, file.get_slice(name), shapes[name])
-                tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
+                tensors[name] = rank.cut(file.get_tensor(name), parts[name]).to(device=device, dtype=dtype)
     return described, {name: tensors[name] for name in shapes}
 
 

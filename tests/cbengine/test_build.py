@@ -141,7 +141,11 @@ def test_numbers_that_no_scenario_takes(tmp_path: Path, field: str, value: int, 
         (["model.kv_dtype=fp8"], "model.kv_dtype: got fp8, must be null"),
         (["model.output_gate=true"], "model.output_gate: got true, must be false"),
         (["model.gated=false"], "model.gated: got false, must be true"),
-        (["cost={kind: roofline, tensor_parallel: 2}"], "cost.tensor_parallel: got 2, must be 1"),
+        (["cost.tensor_parallel=4"], "cost.tensor_parallel: got 4, must divide model.kv_heads (2)"),
+        (
+            ["model.intermediate=97", "cost.tensor_parallel=2"],
+            "cost.tensor_parallel: got 2, must divide model.",
+        ),
         (
             ["model.experts=4", "model.experts_per_token=2", "cost={kind: constant, step_s: 0.001}"],
             "model.experts: got 4, must be 0",

@@ -199,7 +199,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         def killing(progress: Any) -> None:
             def tell(now_ns: int) -> None:
                 if server.record.step_count == 5:
-                    os.kill(server.engine._device._worker.pid, signal.SIGKILL)
+                    os.kill(server.engine._device._workers[0].pid, signal.SIGKILL)
                 progress(now_ns)
 
             run(tell)
@@ -248,7 +248,7 @@ def test_a_worker_that_is_stopped_is_not_waited_for_for_ever(monkeypatch: pytest
     monkeypatch.setattr(process, "STEP_S", 0.5)
     plan = executor_plan()
     device = Process(plan, plan.capacity, 1)
-    worker = device._worker
+    worker = device._workers[0]
     os.kill(int(worker.pid or 0), signal.SIGSTOP)
     device.launch(0, Header(0, 0, 0, 0, 1, 0, updates=0, random=False, padded=False), StepPlan(0))
     with pytest.raises(DeviceError, match=r"^the worker process has not answered for "):

@@ -116,9 +116,10 @@ def test_a_second_interrupt_ends_the_process(out: Path) -> None:
         assert process.returncode == -signal.SIGINT
 
 
-def test_a_driver_that_is_killed_leaves_no_worker(out: Path) -> None:
-    """The worker notices, and says nothing."""
-    with replaying(*LONG, "--device", "process", "--out", out) as process:
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_driver_that_is_killed_leaves_no_worker(out: Path, ranks: str) -> None:
+    """The workers notice, and say nothing."""
+    with replaying(*LONG, "--device", "process", "--tensor-parallel", ranks, "--out", out) as process:
         process.kill()
         said, told = process.communicate(timeout=60)  # returns when the worker has closed its end, too
     assert process.returncode == -signal.SIGKILL

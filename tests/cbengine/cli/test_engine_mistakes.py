@@ -65,6 +65,16 @@ def speculation(method: str, drafter: str = "") -> str:
         ),
         (("--draft-weights", "nowhere"), ("--draft-weights: needs speculation.method draft_model",)),
         (("--set", "scheduler.max_num_seqs=0"), ("scheduler.max_num_seqs: got 0, must be >= 1",)),
+        (("--tensor-parallel", "0"), ("--tensor-parallel", "'0'", "from 1")),
+        (("--tensor-parallel", "2"), ("--set cost.tensor_parallel=2: cost.tensor_parallel: unknown field",)),
+        (
+            ("--tensor-parallel", "2", "--set", "cost.kind=roofline"),
+            ("cost.tensor_parallel: got 2, must be 1 with --device inline",),
+        ),
+        (
+            ("--tensor-parallel", "4", "--set", "cost.kind=roofline"),
+            ("cost.tensor_parallel: got 4, must divide model.kv_heads (2)",),
+        ),
         (("--check", "speed>1"), ("--check 'speed>1': unknown metric",)),
         (("--window", "1:nan"), ("argument --window", "0 <= A < B")),
         (("--trace-steps", "5:2"), ("argument --trace-steps", "0 <= A < B")),
@@ -91,6 +101,10 @@ def test_a_bad_option_is_named(small: Path, out: Path, words: tuple[str, ...], s
         (
             ("calibrate", "--out", "x", "--device", "process", "--set", speculation("ngram")),
             ("speculation: must be null",),
+        ),
+        (
+            ("calibrate", "--out", "x", "--device", "process", "--set", "cost.tensor_parallel=2"),
+            ("cost.tensor_parallel: got 2, must be 1: coefficients are of one device",),
         ),
         (("calibrate", "--out", "x", "--rows", "0"), ("--rows", "'0'", "from 1")),
         (("calibrate", "--out", "x", "--device", "process", "--longest", "9999"), ("--longest: got 9999", "8192")),
