@@ -27,7 +27,7 @@ from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.record import columns, optional_tables, parquet
 from cbsim.record.record import TransferLog
 from cbsim.scenario import catalog, scenario
-from cbsim.scenario.scenario import PRESETS
+from cbsim.scenario.demand import PRESETS
 from cbsim.schedulers.registry import OURS
 from reports import reference_tables
 from reports.reference_tables import COLUMNS, MARK
@@ -219,7 +219,10 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     moved["drafts"] = optional_tables.summarise_drafts(array("q", (0, 0, 8, 1, 2)))  # of runs with drafts
     names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("scaling.")]
     moved["scaling"] = dict.fromkeys(names, 1.0)  # of fleets whose servers come and go, as is the status `retried`
-    given = {"requests_by_status.retried": 0} | dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
+    names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("hand_off.")]
+    moved["hand_off"] = dict.fromkeys(names, 1.0)  # of fleets with roles, as is the status `handed_off`
+    further = {f"requests_by_status.{status}": 0 for status in ("retried", "handed_off")}
+    given = further | dict(leaves(json.loads((runs[0] / "summary.json").read_text()) | moved))
     distributions = {key for key, value in given.items() if isinstance(value, dict) and "n" in value}
     assert sorted(listed("Distributions")) == sorted(distributions)
     assert sorted([*listed("Numbers"), *listed("Other keys")]) == sorted(given.keys() - distributions)
@@ -270,7 +273,7 @@ def test_units_are_those_that_the_page_explains() -> None:
     """A column in ns says so in its name; every unit is one of a closed list."""
     for declared in COLUMNS.values():
         for column in declared:
-            assert column.unit in ("ns", "tokens", "blocks", "rows", "requests", "count", "id", "text")
+            assert column.unit in ("ns", "tokens", "blocks", "rows", "requests", "count", "id", "text", "bytes")
             assert (column.unit == "ns") == column.name.endswith("_ns")
             assert (column.unit == "text") == (column.type == "string")
 

@@ -124,6 +124,8 @@ class Lane:
 class Mover:
     """A scheduler of KV transfers: books those of plans, reports finished jobs. `ends` has jobs not yet reported."""
 
+    news: simpy.Event | None = None  # event of the next end, where others say when a job is over
+
     def __init__(self, copies: Copies, log: TransferLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
         self.ends: dict[int, int] = {}  # job -> end of its last transfer
         self._copies, self._log = copies, log
@@ -183,3 +185,8 @@ class Mover:
         self._underway.completed(jobs)
         self._log.reported(jobs, step)
         return jobs
+
+    def broken(self, jobs: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the blocks that these jobs, which are over, should have filled and have not."""
+        del jobs
+        return ()

@@ -16,7 +16,7 @@ import simpy
 
 from cbsim.cost.base import Cost
 from cbsim.machine.adaptive import Adaptive
-from cbsim.machine.device import Device
+from cbsim.machine.device import Device, Mover
 from cbsim.machine.graphs import Graphs
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
@@ -47,11 +47,11 @@ class Machine:
         self._graphs = graphs
         self._depth = depth
         self._device = device
-        self._mover = device.mover
+        self.mover = device.mover
         self.inbox = inbox
         self.now_ns = 0  # the time of the CPU's clock
-        self._times = StepTimes(0)  # of the step being planned
-        self._completion = self._times  # of the step whose result is being applied
+        self.times = StepTimes(0)  # of the step being planned
+        self.completion = self.times  # of the step whose result is being applied
 
     def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
         """Run the loop as a SimPy process. `on_step` is called with the simulated time after every step."""
@@ -78,7 +78,7 @@ class Machine:
                 while (completion := self._device.completion(times)) is not None:
                     yield completion
                 completed_ns = self._completed_ns(effect)
-                if env.peek() <= completed_ns:
+                if env.peek() <= completed_ns or completed_ns >= NEVER_NS:
                     completed_ns = yield from self._until_completed(env, effect, completed_ns)
                 answer = self._await(effect, completed_ns)
             elif isinstance(effect, Applied):
@@ -103,7 +103,7 @@ class Machine:
         """Return arrivals and cancellations until now. A step may be planned next: its times start here."""
         self.record.polls += 1
         now, inbox = self.now_ns, self.inbox
-        self._times = StepTimes(now)
+        self.times = StepTimes(now)
         arrived = inbox.arrived(now) if inbox.due_ns <= now else ()
         cancels = inbox.given_up(now) if inbox.quits else ()
         if arrived or cancels:
@@ -112,7 +112,7 @@ class Machine:
 
     def _launch(self, effect: Launch) -> StepTimes:
         """Advance the CPU by the phases `schedule`, `prepare` and `launch`, and queue the step on the device."""
-        plan, times, cost = effect.plan, self._times, self._cost
+        plan, times, cost = effect.plan, self.times, self._cost
         if plan.work.chunks:
             note_admissions(self.record, self.scheduler, plan)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
@@ -140,14 +140,16 @@ class Machine:
         times: StepTimes = effect.ticket
         times.await_start_ns = self.now_ns
         times.await_end_ns = self.now_ns = completed_ns
-        self._completion = times
+        self.completion = times
         cancels: Sequence[RequestSpec] = ()
         if effect.cancels:
             self.record.polls += 1
             cancels = self.inbox.given_up(self.now_ns) if self.inbox.quits else ()
         moved: tuple[int, ...] = ()
-        if self._mover is not None and self._mover.ends:
-            moved = self._mover.over(completed_ns, effect.plan.step)
+        broken: tuple[int, ...] = ()
+        if self.mover is not None and self.mover.ends:
+            moved = self.mover.over(completed_ns, effect.plan.step)
+            broken = self.mover.broken(moved)
         ends = effect.plan.changes.ends
         parents: Parents = ()
         if effect.plan.ranked:
@@ -162,7 +164,7 @@ class Machine:
         if not (ends or cancels or moved or parents):
             return NO_NEWS
         stopped = tuple([s for s in ends if s.output_tokens < s.max_tokens])
-        return Completed(StepResult(stopped, moved=moved, parents=parents), cancels)
+        return Completed(StepResult(stopped, moved=moved, parents=parents, broken=broken), cancels)
 
     def _completed_ns(self, effect: Await) -> int:
         """Return the time of a step's result. A step without rows completes at once, unless transfers are under way:
@@ -171,14 +173,16 @@ class Machine:
         times: StepTimes = effect.ticket
         waits = times.d2h_end_ns > self.now_ns
         completed_ns = times.d2h_end_ns + self._device.wake_ns if waits else self.now_ns
-        if self._mover is None or not self._waits(effect):
+        if self.mover is None or not self._waits(effect):
             return completed_ns
-        return max(completed_ns, min(self._mover.next_ns, self.inbox.due_ns))
+        return max(completed_ns, min(self.mover.next_ns, self.inbox.due_ns))
 
     def _until_completed(self, env: simpy.Environment, effect: Await, completed_ns: int) -> Generator[Any, Any, int]:
         """Let the environment's clock catch up; returns the time of completion. An arrival that was not known before
         may end the wait of a step without rows.
         """
+        if self.mover is not None and self.mover.news is not None and self._waits(effect):
+            return (yield from self._until_known(env, effect, self.mover))
         until = env.timeout(max(0, completed_ns - env.now))
         if self.inbox.news is not None and self._waits(effect):
             yield until | self.inbox.news
@@ -187,12 +191,21 @@ class Machine:
         yield until
         return completed_ns
 
+    def _until_known(self, env: simpy.Environment, effect: Await, mover: Mover) -> Generator[Any, Any, int]:
+        """Wait as above where others say when transfers end, and a leg may arrive later than its request did."""
+        while (completed_ns := self._completed_ns(effect)) > env.now:
+            events = [each for each in (mover.news, self.inbox.news) if each is not None]
+            if completed_ns < NEVER_NS:
+                events.append(env.timeout(completed_ns - env.now))
+            yield env.any_of(events)
+        return max(completed_ns, int(env.now))
+
     def _waits(self, effect: Await) -> bool:
         """True if a step computes nothing while transfers are under way."""
-        return self._mover is not None and not effect.plan.work.rows and bool(self._mover.ends)
+        return self.mover is not None and not effect.plan.work.rows and bool(self.mover.ends)
 
     def _applied(self, effect: Applied) -> None:
-        times = self._completion
+        times = self.completion
         if self._device.cpu_share:
             times.update_ns = self._device.contended_phase_ns(self.now_ns, times.update_ns)
         times.update_start_ns = self.now_ns

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from types import SimpleNamespace
 from typing import cast
@@ -205,10 +206,22 @@ class CacheEvents:
 
 
 class Choice:
-    """A router's choice among servers, with its books and news of servers. All samples of a request are one to it."""
+    """A router's choice among servers, with its books and news of servers. All samples of a request are one to it. It
+    numbers them by itself: `slots` are their indices in the fleet, if they are not all of it.
+    """
 
-    def __init__(self, router: Router, front: Front, machines: Sequence[Machine | None], signals: Signals) -> None:
+    def __init__(
+        self,
+        router: Router,
+        front: Front,
+        machines: Sequence[Machine | None],
+        signals: Signals,
+        slots: Sequence[int] | None = None,
+    ) -> None:
         self._router = router
+        self.slots = range(len(machines)) if slots is None else slots
+        self._legs: dict[RequestSpec, RequestSpec] = {}  # of requests that a server knows as another object: that one
+        self._of_leg: dict[RequestSpec, RequestSpec] = {}
         self.now_ns, self._events_ns = 0, round(signals.events_s * NS)
         self._server: dict[RequestSpec, int] = {}  # of requests in flight
         self._silent: dict[RequestSpec, None] = {}  # of these, the ones without a token
@@ -229,7 +242,7 @@ class Choice:
         """Return the index of the server that gets a request now; samples of a request go where it went."""
         if self._sample is not None and spec.sample_of is self._sample[0]:
             self._samples[self._sample[0]] += 1
-            return self._sample[1]
+            return self.slots[self._sample[1]]
         self.deliver(now_ns)
         server = self._router.choose(spec, self.views, now_ns)
         self._sample, self._samples[spec] = (spec, server), 1
@@ -238,25 +251,32 @@ class Choice:
         view.in_flight += 1
         view.sent += 1
         self._router.sent(spec, server, now_ns)
-        return server
+        return self.slots[server]
+
+    def goes_as(self, leg: RequestSpec, spec: RequestSpec) -> RequestSpec:
+        """Note that the server gets a leg of a request, and return it."""
+        self._legs[spec], self._of_leg[leg] = leg, spec
+        return leg
 
     def ended(self, spec: RequestSpec, now_ns: int) -> None:
         """Note that a request ends at a time, now or later, with the last of its samples. A step in flight may still
         compute a token of it.
         """
         self._silent.pop(spec, None)
-        first = spec.sample_of or spec
+        if (first := spec.sample_of or spec) not in self._samples:  # it has no part in it, or its server has gone
+            return
         self._samples[first] -= 1
         if not self._samples[first]:
             del self._samples[first]
+            self._of_leg.pop(self._legs.pop(spec, spec), None)
             self._note(now_ns, first, ended=True)
 
     def _applied(self, plan: StepPlan, now_ns: int) -> None:
         """Note the requests whose first token a step delivers at a time, now or later."""
         for chunk in plan.work.chunks:
-            if chunk.outputs and chunk.spec in self._silent:
-                del self._silent[chunk.spec]
-                self._note(now_ns, chunk.spec, ended=False)
+            if chunk.outputs and (spec := self._of_leg.get(chunk.spec, chunk.spec)) in self._silent:
+                del self._silent[spec]
+                self._note(now_ns, spec, ended=False)
 
     def _note(self, at_ns: int, spec: RequestSpec, *, ended: bool) -> None:
         self._number += 1
@@ -265,15 +285,36 @@ class Choice:
     def view(self, machine: Machine | None) -> ServerView:
         """Return the view of a server that has an index from now on, or of none."""
         if machine is not None:
-            machine.on_applied = self._applied
+            machine.on_applied = partial(_both, machine.on_applied, self._applied)
         return ServerView(machine, self, self._events_ns)
 
-    def left(self, server: int, now_ns: int) -> None:
-        """End all requests of a server that goes, and forget it."""
+    @property
+    def ready(self) -> bool:
+        """Whether any server takes requests."""
+        return any(view.ready for view in self.views)
+
+    def came(self, slot: int, machine: Machine) -> None:
+        """Let a server take requests from now on, if it is one of these."""
+        if slot in self.slots:
+            self.views[self.slots.index(slot)] = self.view(machine)
+
+    def drains(self, slot: int) -> None:
+        if slot in self.slots:
+            self.views[self.slots.index(slot)].ready = False
+
+    def seen(self, slot: int) -> ServerView:
+        return self.views[self.slots.index(slot)]
+
+    def left(self, slot: int, now_ns: int) -> None:
+        """End all requests of a server that goes, and forget it, if it is one of these."""
+        if slot not in self.slots:
+            return
+        server = self.slots.index(slot)
         self.deliver(now_ns)
         for spec in [spec for spec, its in self._server.items() if its == server]:
             self._samples.pop(spec, None)
             self._silent.pop(spec, None)
+            self._of_leg.pop(self._legs.pop(spec, spec), None)
             del self._server[spec]
             self._router.ended(spec, server, now_ns)
         self._router.left(server)
@@ -292,6 +333,15 @@ class Choice:
             del self._server[spec]
             self.views[server].in_flight -= 1
             self._router.ended(spec, server, at_ns)
+
+
+OnApplied = Callable[[StepPlan, int], None]
+
+
+def _both(first: OnApplied | None, second: OnApplied, plan: StepPlan, now_ns: int) -> None:
+    if first is not None:
+        first(plan, now_ns)
+    second(plan, now_ns)
 
 
 class Blind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -87,7 +87,7 @@ class Scaled(Front):
         self._slots: list[Replica | None] = [None] * self._fleet.room
         self._pool_of = [pool for pool, each in enumerate(self._fleet.pools) for _ in range(each.room)]
         self._desired = [pool.count for pool in self._fleet.pools]
-        self._choice = Choice(router, self, [None] * self._fleet.room, self._fleet.signals)
+        self._choices = self._routed(router)
         for number, pool in enumerate(self._fleet.pools):
             for slot in self._free(number)[: pool.count]:
                 self._start(slot, 0)
@@ -96,6 +96,10 @@ class Scaled(Front):
                 self.every(period_ns, partial(self._scale, number, scaled, rule(scaled)), period_ns)
         for failure in self._fleet.failures:
             at(self.env, round(failure.at_s * NS), partial(self._fail, failure.server, failure.back_s))
+
+    def _routed(self, router: Router) -> Sequence[Choice]:
+        """Return the choices that are made for a request: who serves it."""
+        return (Choice(router, self, [None] * self._fleet.room, self._fleet.signals),)
 
     @property
     def now_ns(self) -> int:
@@ -123,41 +127,60 @@ class Scaled(Front):
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
         """Go on after a request, unless its server has died and only now sees its end."""
         if (replica := self._open.pop(spec, None)) is not None:
-            replica.in_flight -= 1
-            self._choice.ended(spec, now_ns)
+            self._choices[0].ended(spec, now_ns)
             self._go_on(self._first.pop(spec, spec), now_ns)
-            self._let_go(replica, now_ns)
+            self._left_by(replica, now_ns)
         return []
 
     def _send(self, spec: RequestSpec, now_ns: int) -> None:
         if spec.sample_of is not None:
             self._sampled |= {spec, spec.sample_of}
-        if not any(view.ready for view in self._choice.views):
+        if not self._choices[0].ready:
             self._unsent.append(spec)
             return
-        replica = self._slots[self._choice(spec, now_ns)]
+        self._give(self._choose(self._choices[0], spec, now_ns), spec, spec)
+
+    def _choose(self, choice: Choice, spec: RequestSpec, now_ns: int) -> Replica:
+        replica = self._slots[choice(spec, now_ns)]
         assert replica is not None
+        return replica
+
+    def _give(self, replica: Replica, spec: RequestSpec, leg: RequestSpec) -> None:
+        """Send a request, or a leg of it, to a server."""
         assert replica.machine is not None
-        self._open[spec] = replica
+        self._open[leg] = replica
         replica.in_flight += 1
         if (leaves_ns := self._leaves.get(self._first.get(spec, spec))) is not None:
-            replica.machine.inbox.give_up(leaves_ns, spec)
-        self._put(replica.machine.inbox, spec)
+            replica.machine.inbox.give_up(leaves_ns, leg)
+        self._put(replica.machine.inbox, leg)
 
     def _cut(self, spec: RequestSpec, machine: Machine, reason: str, most_retries: int) -> None:
         """End a request of a server that dies: it is sent again, or fails."""
+        self._cut_off(spec, machine, reason)
+        self._lost(spec, spec, machine, most_retries)
+
+    def _lost(self, spec: RequestSpec, leg: RequestSpec, machine: Machine, most_retries: int) -> None:
+        """Send a request again whose leg was cut off, or let it fail."""
+        if self._again(spec, most_retries):
+            machine.record.retried.add(leg)
+        else:
+            self._go_on(self._first.pop(spec, spec), int(self.env.now))
+
+    def _cut_off(self, leg: RequestSpec, machine: Machine, reason: str) -> None:
+        machine.record.failures[leg] = reason
+        machine.inbox.give_up(int(self.env.now), leg)
+
+    def _again(self, spec: RequestSpec, most_retries: int) -> bool:
+        """Send a request again, unless it has been as often as it may; return whether it is."""
         now_ns, tries = int(self.env.now), spec.index // self._client.total
-        machine.record.failures[spec] = reason
-        machine.inbox.give_up(now_ns, spec)
-        first = self._first.pop(spec, spec)
         if spec in self._sampled or tries >= most_retries:
-            self._go_on(first, now_ns)
-            return
-        machine.record.retried.add(spec)
+            return False
+        first = self._first.pop(spec, spec)
         again = self._client.attempt(spec, tries + 1)
         self._first[again] = first
         heappush(self._due, (now_ns, again.index, again))
         self._arm()
+        return True
 
     def _fail_unsent(self) -> None:
         """End the requests that have waited for a server in vain; they are in the tables of the last one."""
@@ -176,8 +199,9 @@ class Scaled(Front):
 
     def _scale(self, pool: int, scaled: Autoscale, rule: Rule, now_ns: int) -> None:
         """Do what the rule of a pool says, as far as the pool's bounds allow."""
-        self._choice.deliver(now_ns)
-        views = [self._choice.views[each.slot] for each in self._in(pool, State.READY)]
+        choice = next(each for each in self._choices if self._pool_of.index(pool) in each.slots)
+        choice.deliver(now_ns)
+        views = [choice.views[choice.slots.index(each.slot)] for each in self._in(pool, State.READY)]
         desired = rule.desired(views, len(self._in(pool, State.STARTING)), self._desired[pool], now_ns)
         self._desired[pool] = min(max(desired, scaled.least), scaled.most)
         self._reconcile(pool)
@@ -221,7 +245,8 @@ class Scaled(Front):
         self.inboxes.append(machine.inbox)
         facts = {"gpus": scenario.gpus, "total_blocks": machine.record.total_blocks}
         self.record.add(machine.record, {"pool": self._fleet.labels[replica.pool], **facts})
-        self._choice.views[replica.slot] = self._choice.view(machine)
+        for choice in self._choices:
+            choice.came(replica.slot, machine)
         self.env.process(self._served(machine))
         self._becomes(replica, State.READY)
         if chance := self._fleet.random_failures:
@@ -234,11 +259,17 @@ class Scaled(Front):
     def _drain(self, replica: Replica, drain_s: float | None) -> None:
         now_ns = int(self.env.now)
         self._becomes(replica, State.DRAINING)
-        self._choice.views[replica.slot].ready = False
+        for choice in self._choices:
+            choice.drains(replica.slot)
         self._let_go(replica, now_ns)
         if drain_s is not None:
             reason = f"drained for {drain_s:g} s"
             at(self.env, now_ns + round(drain_s * NS), lambda _: self._end(replica, State.DEAD, reason))
+
+    def _left_by(self, replica: Replica, now_ns: int) -> None:
+        """Note that a server has one request less."""
+        replica.in_flight -= 1
+        self._let_go(replica, now_ns)
 
     def _let_go(self, replica: Replica, now_ns: int) -> None:
         """End a draining server once its requests have ended; its CPU may be ahead of the clock."""
@@ -254,8 +285,9 @@ class Scaled(Front):
         if replica.over_ns is not None or not self.is_open():
             return
         replica.over_ns = now_ns = int(self.env.now)
-        if (machine := replica.machine) is not None:
-            self._choice.left(replica.slot, now_ns)
+        machine = replica.machine
+        for choice in self._choices if machine is not None else ():
+            choice.left(replica.slot, now_ns)
         self._slots[replica.slot] = None
         self._becomes(replica, state)
         for spec in [spec for spec, its in self._open.items() if its is replica]:

@@ -15,6 +15,7 @@ from cbsim.machine.device import Device, Mover, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
 from cbsim.machine.scaling import Scaled
 from cbsim.machine.separate import Separate
@@ -43,7 +44,8 @@ def machine(
     record, steps = Record(policy.pool.num_blocks), depth(loop)
     if device is None:
         latencies = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
-        mover = partial(Mover, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
+        kind = Side if scenario.role else Mover
+        mover = partial(kind, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
         device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, mover=mover, **latencies)
     share = scenario.cost.contention
     device.cpu_share, device.gpu_share = share.cpu, share.gpu
@@ -179,7 +181,11 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     fleet = scenario.fleet
     assert fleet is not None
     servers = scenario.servers
-    made, blind = router(fleet, scenario.seed)
+    prefills, decodes = fleet.slots("prefill"), fleet.slots("decode")
+    made, blind = router(fleet.router, len(prefills), scenario.seed)
+    if fleet.hand_off is not None:
+        decoding, _ = router(fleet.hand_off.router, len(decodes), scenario.seed)
+        return Apart(scenario, workload, partial(alone, costs={}), made, decoding)
     if fleet.changes:
         return Scaled(scenario, workload, partial(alone, costs={}), made)
     if blind and workload.follow is None:

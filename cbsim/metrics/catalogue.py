@@ -17,7 +17,8 @@ from cbsim.record.record import PHASES, STATUSES
 MORE, LESS = 1, -1
 FORMS = {"s": "s", "share": "share", "tokens/s": "number", "1/s": "number", "USD": "number", "USD/h": "number"}
 FINE, REAL = "fine share", "number"  # a share with more digits; a count that need not be whole
-MAIN = ("p50", "p99")
+MAIN, MAIN_OF_HAND_OFFS = ("p50", "p99"), ("mean", "p99")
+NEUTRAL = ("length", "stop", "handed_off")  # statuses
 POSITIONS = 8  # of drafts, each with a metric of its own; summary.json has the acceptance of all
 PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
 STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
@@ -136,6 +137,24 @@ _AFTER = (
            "span"),
     Metric("kv_moves.in_busy", "share", LESS, "lane from the host, busy", "time that moves from the host took, over "
            "the span"),
+    Metric("hand_off.transfers", "count", 0, "hand-offs", "prefills whose KV went to the server that decodes; only of "
+           "fleets with roles, as all of `hand_off`", listed=True),
+    Metric("hand_off.bytes", "bytes", 0, "bytes handed over", "that went over after the prefills"),
+    *(Metric(f"hand_off.{name}_{of}_s", "s", LESS, f"{label} {of}", about, listed=name == "after_prefill")
+      for name, label, about in (
+          ("after_prefill", "prefill to last byte", "from the end of a prefill to the last byte of its KV"),
+          ("decode_wait", "wait for decode blocks", "from the end of a prefill until the other server had blocks"),
+          ("link_wait", "wait for the link", "from when both had blocks to the start of the transfer"),
+          ("transfer", "KV transfer", "from the start of the transfer to its end"))
+      for of in MAIN_OF_HAND_OFFS),
+    Metric("hand_off.link_busy", "share", LESS, "link busy", "bytes of the busiest NIC at its rate, over the span",
+           listed=True),
+    Metric("hand_off.local_prefills", "requests", 0, "prefills without hand-off", "at the server that decodes",
+           listed=True),
+    Metric("hand_off.leases_ended", "count", LESS, "leases ended", "prefills whose KV was given up before the server "
+           "that decodes had taken blocks", listed=True),
+    Metric("hand_off.broken", "count", LESS, "broken hand-offs", "by the death of a server, or a prefill that was not "
+           "made", listed=True),
     Metric("drafts.acceptance_length", "count", MORE, "tokens a verification", "mean tokens that a row with drafts "
            "gives, the target's own included; only with speculation, as all of `drafts`", listed=True, style=REAL),
     Metric("drafts.acceptance_rate", "share", MORE, "drafts accepted",
@@ -164,8 +183,9 @@ _AFTER = (
     Metric("scaling.usd", "USD", LESS, "$ of all servers", "their hours at the price of their GPUs", listed=True),
     Metric("scaling.starts", "count", 0, "servers started", "after the beginning", listed=True),
     Metric("scaling.deaths", "count", 0, "servers that died", "failures, and drained too long", listed=True),
-    *(Metric(f"requests_by_status.{status}", "requests", 0 if status in ("length", "stop") else LESS,
-             f"requests: {status}", f"requests with status `{status}` at the end") for status in STATUSES),
+    *(Metric(f"requests_by_status.{status}", "requests", 0 if status in NEUTRAL else LESS,
+             f"requests: {status.replace('_', ' ')}", f"requests with status `{status}` at the end")
+      for status in STATUSES),
     Metric("slo.met", "requests", MORE, "requests within SLO", "done, and within all bounds of the scenario's `slo`"),
     Metric("slo.attainment", "share", MORE, "SLO attainment",
            "`slo.met` over all requests sent, null of none; a request of one token has TPOT 0 here", listed=True),

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from cbsim.policy.request import WHOLE
 from cbsim.record.columns import NS
-from cbsim.record.record import PHASES, RETRIED, STATUSES, RequestRow
+from cbsim.record.optional_tables import BROKEN, FETCHED, LEASE_OVER
+from cbsim.record.record import HANDED_OFF, PHASES, RETRIED, STATUSES, RequestRow
 from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, times, token_times
 
 PERCENTILE_METHOD = "linear"
@@ -26,6 +28,7 @@ ENOUGH = 20  # arrivals or steps from which a trend can be read
 LAG, GROWTH, QUEUED = 0.05, 1.2, 0.1
 """Overload: completions are below arrivals by LAG and by two roots of their number; the queue grows by GROWTH, and by
 QUEUED of the difference: else it is the batch that grows."""
+FURTHER = (RETRIED, HANDED_OFF)  # statuses of rows of requests that have another one
 SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its interval is too wide to be quoted
 
 
@@ -88,8 +91,9 @@ def summarise(
     summary |= {"servers": servers} if servers > 1 else {}
     summary |= {"window_s": named_window(window_s), "makespan_s": span_ns / NS, "steps": len(steps)}
     by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
-    if not by_status[RETRIED]:
-        del by_status[RETRIED]
+    for further in FURTHER:
+        if not by_status[further]:
+            del by_status[further]
     summary |= {"requests": request_count(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latency.items()}
@@ -118,7 +122,8 @@ def _per_server(
         mine, within = (times(table, started, ended) for table in both)
         part = steps if len(fleet) == 1 else Steps(steps.window(low, high).table)
         low = high
-        latency, waste = latencies(within), _waste(mine, part)
+        latency, waste = latencies(within, prefills=True), _waste(mine, part)
+        tokens = _throughput(mine, part, 0, prefills=True)
         numbers.append(
             {
                 "server": server,
@@ -127,7 +132,7 @@ def _per_server(
                 },
                 "requests": len(mine.rows),
                 "steps": len(part),
-                **{name: value for name, value in _throughput(mine, part, 0).items() if name.endswith("put_tokens")},
+                **{name: value for name, value in tokens.items() if name.endswith("put_tokens")},
                 **_machine(part, span_ns, [(facts["total_blocks"], 1, _share(facts, span_ns))]),
                 **{name: waste[name] for name in ("preemptions", "prefix_hit_tokens", "prefix_hit_rate")},
                 **{name: distribution(latency[name]) for name in ("ttft_s", "tpot_s")},
@@ -158,9 +163,11 @@ def named_window(window_s: tuple[float, float] | None) -> list[float | None] | N
     return window_s and [edge if np.isfinite(edge) else None for edge in window_s]
 
 
-def latencies(requests: Requests) -> dict[str, Floats]:
-    """Return the latencies in seconds of requests that ended with their last token; TPOT needs two tokens or more."""
-    done = requests.done
+def latencies(requests: Requests, *, prefills: bool = False) -> dict[str, Floats]:
+    """Return the latencies in seconds of requests that ended with their last token, with those that were handed off if
+    `prefills` count; TPOT needs two tokens or more.
+    """
+    done = _done(requests, prefills=prefills)
     arrival, first, last = requests.arrival_ns[done], requests.first_token_ns[done], requests.last_token_ns[done]
     queued, scheduled, tokens = requests.queued_ns[done], requests.scheduled_ns[done], requests.generated[done]
     several = tokens > 1
@@ -175,9 +182,13 @@ def latencies(requests: Requests) -> dict[str, Floats]:
     }
 
 
+def _done(requests: Requests, *, prefills: bool) -> Mask:
+    return requests.done | requests.rows.is_in((HANDED_OFF,)) if prefills else requests.done
+
+
 def request_count(rows: RequestTable) -> int:
-    """Return how many requests there are; one that was sent again has a further row for each time."""
-    return len(rows) - int(rows.is_in((RETRIED,)).sum())
+    """Return how many requests there are; one that was sent again, or handed off, has a further row for each time."""
+    return len(rows) - int(rows.is_in(FURTHER).sum())
 
 
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
@@ -198,7 +209,7 @@ def overload(requests: Requests) -> str | None:
     """Return how far an open workload is above the capacity, if over the second half of the arrivals fewer requests end
     than arrive, and the queue of requests never scheduled so far grows.
     """
-    sent = ~requests.rows.is_in(("refused", "aborted", "failed", RETRIED))
+    sent = ~requests.rows.is_in(("refused", "aborted", "failed", *FURTHER))
     arrival, ended = requests.arrival_ns[sent] / NS, requests.last_token_ns[sent & requests.done] / NS
     if len(arrival) < ENOUGH:
         return None
@@ -219,9 +230,9 @@ def overload(requests: Requests) -> str | None:
     )
 
 
-def _throughput(requests: Requests, steps: Steps, span_s: float) -> dict[str, Any]:
-    prompt = int(requests.rows.numbers("prompt_tokens")[requests.done].sum())
-    output = int(requests.generated[~requests.rows.is_in((RETRIED,))].sum())  # thrown away where sent again
+def _throughput(requests: Requests, steps: Steps, span_s: float, *, prefills: bool = False) -> dict[str, Any]:
+    prompt = int(requests.rows.numbers("prompt_tokens")[_done(requests, prefills=prefills)].sum())
+    output = int(requests.generated[~requests.rows.is_in(FURTHER)].sum())  # thrown away in these
     rate = 1 / span_s if span_s else 0.0
     return {
         "input_tokens": prompt,
@@ -311,6 +322,32 @@ def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:
         "preemptions": int(steps["preempted"].sum()),
         "prefix_hit_tokens": hits,
         "prefix_hit_rate": hits / prompts if prompts else 0.0,
+    }
+
+
+def hand_offs(table: Mapping[str, Ints], rows: RequestTable, bandwidth_gb_s: float, span_s: float) -> dict[str, Any]:
+    """Return how many hand-offs there were, what became of them, the times of those that were fetched, and the busy
+    share of the busiest NIC: the time of its bytes at its rate over the span.
+    """
+    fate, fetched = table["fate"], table["fate"] == FETCHED
+    prefilled, taken, start, end = (table[f"{name}_ns"][fetched] for name in ("prefilled", "taken", "start", "end"))
+    times = {
+        "after_prefill": end - prefilled,
+        "decode_wait": np.maximum(taken - prefilled, 0),
+        "link_wait": start - np.maximum(prefilled, taken),
+        "transfer": end - start,
+    }
+    spread = {name: distribution(values / NS) for name, values in times.items()}
+    size, busy = table["bytes"][fetched], bandwidth_gb_s * NS * span_s
+    most = max(np.bincount(table[side][fetched], weights=size).max(initial=0) for side in ("source", "target"))
+    return {
+        "transfers": int(fetched.sum()),
+        "bytes": int(size.sum()),
+        **{f"{name}_{of}_s": each.get(of) for name, each in spread.items() for of in ("mean", "p99")},
+        "link_busy": float(most) / busy if busy else 0.0,
+        "local_prefills": int(((rows.numbers("leg") == WHOLE) & (rows.numbers("first_step") >= 0)).sum()),
+        "leases_ended": int((fate == LEASE_OVER).sum()),
+        "broken": int((fate == BROKEN).sum()),
     }
 
 

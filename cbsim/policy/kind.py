@@ -20,6 +20,7 @@ from cbsim.policy.marks import AtLeast, Below, InProbe, ProbeSize, Solved
 CHECK_POLICY = "CBSIM_CHECK_POLICY"  # set to 1: everything of a user's own scheduler is checked in every step
 Padding = Literal["transformers", "vllm", "cbengine", "none"]
 Method = Literal["ngram", "eagle", "draft_model"]
+Role = Literal["prefill", "decode", "both"]
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), Below(1)]
@@ -127,7 +128,8 @@ class Site(Protocol):
     `memory_bytes` on the empty device, of which the cache may fill `memory_fraction`, as the scheduler's rule counts
     it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit. A layer that
     keeps a state by the rule `state_rule`, which is empty if none does, has one of `state_bytes` for a request, one
-    that keeps tokens `token_bytes` for each, on one GPU.
+    that keeps tokens `token_bytes` for each, on one GPU. `role`: what a server does of requests that others do the rest
+    of; None if there are no others.
     """
 
     depth: int
@@ -147,6 +149,7 @@ class Site(Protocol):
     state_rule: str
     state_bytes: int
     speculation: Speculation | None
+    role: Role | None
 
     @property
     def token_bytes(self) -> int: ...
@@ -224,7 +227,7 @@ class SchedulerKind(Generic[S, O]):
     windows are cached whole like others, so that windows change only the time of steps; otherwise the scheduler lists
     every row of such a model, none is counted. `balance` names the rule by which requests are shared among servers that
     step together (machine.lockstep), None if the scheduler cannot be one of them. `drafts` are the methods by which it
-    speculates.
+    speculates. `hands_off`: it can be that of a server which hands requests to others, or gets them.
     """
 
     name: str
@@ -243,6 +246,7 @@ class SchedulerKind(Generic[S, O]):
     samples: Callable[[S], int] = lambda _: 1
     balance: Callable[[S], str | None] = lambda _: None
     drafts: tuple[Method, ...] = ()
+    hands_off: bool = False
 
     @property
     def windows(self) -> bool:

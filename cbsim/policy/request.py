@@ -10,7 +10,7 @@ from bisect import bisect_right
 from enum import Enum
 from operator import itemgetter
 
-from cbsim.policy.value import value
+from cbsim.policy.value import replace, value
 
 EVERY_BLOCK = 1 << 60
 MOST_STRETCHES = 4096  # of steps, from which on it is worth while to forget some
@@ -83,6 +83,18 @@ class RequestSpec:
         if block < self.shared_blocks(block_size, ahead):
             return (self.prefix[last_token // self.prefix_block_tokens] << 24) + block
         return -((self.index << 24) + block + 1)
+
+
+WHOLE, PREFILL, DECODE = range(3)  # legs of requests
+
+
+def leg(spec: RequestSpec, which: int) -> RequestSpec:
+    """Return a request as a server gets it: whole, or the leg of a server that prefills, whose one token counts for
+    nothing, or that of a server which decodes, with the KV of its prompt from there.
+    """
+    if which == PREFILL:
+        return replace(spec, output_tokens=1, max_tokens=1, fetched_later=True)
+    return replace(spec, computed_elsewhere=True) if which == DECODE else spec
 
 
 class Pace:
@@ -172,7 +184,8 @@ class Request:
         self.batch: Pace | None = None
         self.since = 0  # first step whose row comes from the decode batch
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
-        self.restored = 0  # of them, those whose KV came back after it was parked
+        self.restored = 0  # of them, those whose KV came back after it was parked, or from another server
+        self.found: int | None = None  # where another server sends the rest: tokens found in the cache before
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
         self.drafts = 0  # draft tokens that its next row may verify
@@ -226,9 +239,14 @@ class Request:
             raise self._broken("is admitted, and does not wait")
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
-        self.restored = 0
+        found = cached_tokens if self.found is None else min(self.found, cached_tokens)
+        self.restored, self.found = cached_tokens - found, None
         if self.cached is None:
-            self.cached = cached_tokens
+            self.cached = found
+
+    def fetch(self, found: int | None) -> None:
+        """Note that the tokens behind the `found` ones come from another server; None: they do not come after all."""
+        self.found = found
 
     def renew(self, order: int) -> None:
         """Set its place in the order of admission or arrival, for a request outside any decode batch."""

@@ -89,8 +89,8 @@ REQUESTS = (
     Column("first_step", "id", "first step with a row of it, -1 for none"),
     Column(
         *("status", "text"),
-        "`length`, `stop`, `aborted`, `refused`, `failed` (an engine could not go on with it); in an interrupted run "
-        "also `waiting`, `unfinished`",
+        "`length`, `stop`, `aborted`, `refused`, `failed` (an engine could not go on with it), `handed_off` (a "
+        "prefill, with another row); in an interrupted run also `waiting`, `unfinished`",
         "string",
     ),
     Column("reason", "text", "of a refusal or a failure, else empty", "string"),
@@ -108,6 +108,10 @@ REQUESTS = (
     ),
 )
 
+LEG = Column(
+    *("leg", "id"),
+    "what its server did of it: 0 all, 1 the prefill, 2 the rest, with KV from elsewhere; absent without roles",
+)
 SERVER = Column("server", "id", "which of several servers, 0, 1, 2 ...: theirs follow one another; absent for one")
 
 MOVES = (
@@ -119,6 +123,19 @@ MOVES = (
     Column("start_ns", "ns", "start on its lane"),
     Column("end_ns", "ns", "end on its lane"),
     Column("reported_step", "id", "the step whose result said that the job is over, -1 for none"),
+)
+
+HAND_OFFS = (
+    Column("request", "id", "whose KV it is"),
+    Column("source", "id", "the server that prefilled"),
+    Column("target", "id", "the server that decodes, -1 for none yet"),
+    Column("prefilled_ns", "ns", "when the source had kept the blocks, -1 for never"),
+    Column("taken_ns", "ns", "when the target had taken blocks, -1 for never"),
+    Column("start_ns", "ns", "start of the transfer, -1 for none"),
+    Column("end_ns", "ns", "end of the hand-off"),
+    Column("blocks", "blocks", "that the target took for it"),
+    Column("bytes", "bytes", "that went over after the prefill"),
+    Column("fate", "id", "0 fetched, 1 the lease ended, 2 broken, 3 the request ended, 4 under way"),
 )
 
 PARENTS = (

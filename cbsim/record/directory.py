@@ -130,7 +130,7 @@ class RunWriter:
             written = thread.submit(self.steps, steps)
             try:
                 values = requests()
-                declared, made = request_declared(steps.server is not None), request_columns(values)
+                declared, made = request_declared(values.rows, steps.server is not None), request_columns(values)
                 self.file("requests.parquet", parquet.encoded(declared, made, self.group))
                 yield
             finally:
@@ -208,8 +208,12 @@ def recorded_columns(requests: RequestTable) -> dict[str, Any]:
     return values | {RUNS: parquet.list_array(requests.lengths, requests.runs)}
 
 
-def request_declared(several: bool) -> Sequence[Column]:
-    return (*columns.REQUESTS, columns.SERVER) if several else columns.REQUESTS
+def request_declared(requests: RequestTable | TableFiles, several: bool) -> Sequence[Column]:
+    """Return the columns of a request table, perhaps still in pieces. It has legs if any server did a part only."""
+    if not several:
+        return columns.REQUESTS
+    legs = requests.numbers("leg") if isinstance(requests, RequestTable) else requests["leg"].to_numpy()
+    return (*columns.REQUESTS, columns.SERVER, *([columns.LEG] if legs.any() else []))
 
 
 def request_columns(requests: Requests) -> dict[str, Any]:
@@ -244,7 +248,8 @@ class Pieces:
         declared, values = columns.RECORDED, recorded_columns(RequestTable.of(rows))
         if server is not None:
             table.server, name = np.full(len(table), server), f"{server:05}-{name}"
-            declared, values = (*declared, columns.SERVER), values | {"server": np.full(len(rows), server)}
+            declared = (*declared, columns.SERVER, columns.LEG)
+            values |= {"server": np.full(len(rows), server)}
         if not self._count or (server or 0) > self._last:  # another server has come
             writer.json(TERMS, self._terms)
         self._last = max(self._last, server or 0)
@@ -264,17 +269,17 @@ class Pieces:
         path = self._writer.path
         self._writer.steps(steps_so_far(path))
         steps = read_steps(path / "steps.parquet")
-        declared, groups = request_declared(steps.server is not None), self._requests(steps)
-        write = partial(parquet.write_groups, columns=declared, groups=groups)
+        files = request_pieces(path)
+        declared = request_declared(files, steps.server is not None)
+        write = partial(parquet.write_groups, columns=declared, groups=self._requests(files, steps, declared))
         self._writer.file("requests.parquet", write)
         self._writer.joined = True
         return read_requests(path / "requests.parquet"), steps
 
-    def _requests(self, steps: Steps) -> Iterator[pa.Table]:
+    def _requests(self, files: TableFiles, steps: Steps, declared: Sequence[Column]) -> Iterator[pa.Table]:
         """Yield the request table in groups in order of index, with the times that follow from the steps."""
         started, ended = steps["schedule_start_ns"], steps["update_end_ns"]
-        files, group = request_pieces(self._writer.path), self._writer.group
-        last, declared = last_rows(files), request_declared(steps.server is not None)
+        group, last = self._writer.group, last_rows(files)
         for low in range(0, len(last), group):
             requests = times(_joined(_picked(files, last[low : low + group]), steps), started, ended)
             yield parquet.table(declared, request_columns(requests))
@@ -308,7 +313,8 @@ def step_pieces(path: Path) -> TableFiles:
 
 
 def request_pieces(path: Path) -> TableFiles:
-    return TableFiles(sorted((path / REQUEST_PIECES).glob("[0-9]*.parquet")), columns.RECORDED, columns.SERVER)
+    files = sorted((path / REQUEST_PIECES).glob("[0-9]*.parquet"))
+    return TableFiles(files, columns.RECORDED, columns.SERVER, columns.LEG)
 
 
 def _joined(table: RequestTable, steps: Steps) -> RequestTable:
@@ -319,10 +325,12 @@ def _joined(table: RequestTable, steps: Steps) -> RequestTable:
 
 
 def last_rows(files: TableFiles) -> Ints:
-    """Return the positions of the rows that count, the last one of each request, in order of index."""
+    """Return the positions of the rows that count, the last one of each request at each server, in order of index."""
     index = files["index"].to_numpy()
-    order = np.argsort(index, kind="stable")
-    last: Ints = order[np.append(index[order][1:] != index[order][:-1], True)[: len(order)]]
+    server = files["server"].to_numpy() if "server" in files else np.zeros_like(index)
+    order = np.lexsort((server, index))
+    same = (np.diff(index[order]) == 0) & (np.diff(server[order]) == 0)
+    last: Ints = order[np.append(~same, True)[: len(order)]]
     return last
 
 

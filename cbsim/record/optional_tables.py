@@ -1,5 +1,5 @@
-"""Tables that only some runs have: KV transfers (moves.parquet), the parents of beams (parents.parquet), and what rows
-with speculation verified and proposed (drafts.parquet).
+"""Tables that only some runs have: KV transfers (moves.parquet), hand-offs between servers (hand_offs.parquet), the
+parents of beams (parents.parquet), and what rows with speculation verified and proposed (drafts.parquet).
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from cbsim.record.record import Record, Records, TransferLog
 from cbsim.record.tables import Ints
 
 TRANSFERS, PARENTS, DRAFTS = "moves.parquet", "parents.parquet", "drafts.parquet"
+HAND_OFFS = "hand_offs.parquet"
+FETCHED, LEASE_OVER, BROKEN, ENDED, UNDER_WAY = range(5)  # fates of a hand-off
 TABLES: Mapping[str, Sequence[Column]] = {
     TRANSFERS: columns.MOVES,
+    HAND_OFFS: columns.HAND_OFFS,
     PARENTS: columns.PARENTS,
     DRAFTS: columns.DRAFTS,
 }
@@ -37,6 +40,8 @@ def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
 def files_of(record: Record | Records) -> dict[str, bytes]:
     """Return the tables that have rows, as files of the run directory by name."""
     logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents, DRAFTS: record.drafts}
+    if isinstance(record, Records):
+        logs[HAND_OFFS] = record.hand_offs
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}
 
 
@@ -68,6 +73,15 @@ def by_step(files: Files, name: str) -> dict[int, list[tuple[int, ...]]]:
     for step, *row in zip(*(table[column.name].tolist() for column in TABLES[name]), strict=True):
         rows[step].append(tuple(row))
     return dict(rows)
+
+
+def unfetched(files: Files) -> dict[int, set[int]]:
+    """Return, by server that decodes, the requests whose KV it did not get. Raises RunError."""
+    table = read(files, HAND_OFFS)
+    requests: defaultdict[int, set[int]] = defaultdict(set)
+    for server, request in zip(*(table[name][table["fate"] != FETCHED] for name in ("target", "request")), strict=True):
+        requests[int(server)].add(int(request))
+    return requests
 
 
 def summarise_drafts(rows: array[int]) -> dict[str, Any]:

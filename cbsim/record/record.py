@@ -18,16 +18,16 @@ from librt.strings import BytesWriter, write_i64_le
 
 from cbsim.policy.digest import digest
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
-from cbsim.policy.request import Finish, Request, RequestSpec
+from cbsim.policy.request import DECODE, PREFILL, WHOLE, Finish, Request, RequestSpec
 from cbsim.policy.transfers import IN_ORDER, Transfer
 from cbsim.record import columns
 
 PHASES, LANES = columns.PHASES, columns.LANES
 STEP_COLUMNS = tuple(column.name for column in columns.STEPS)
 STEP_TIMES = tuple(column.name for column in columns.STEPS if column.unit == "ns")
-FAILED, RETRIED = "failed", "retried"
+FAILED, RETRIED, HANDED_OFF = "failed", "retried", "handed_off"
 UNREPORTED = -1
-STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting", RETRIED)
+STATUSES = (*(finish.value for finish in Finish), FAILED, "unfinished", "waiting", RETRIED, HANDED_OFF)
 
 
 class StepTimes:
@@ -82,6 +82,7 @@ class RequestRow(NamedTuple):
     cached_tokens: int
     token_runs: list[int]
     server: int = 0
+    leg: int = 0
 
 
 class TransferLog:
@@ -98,6 +99,11 @@ class TransferLog:
         self.rows.extend(row)
         if transfer.job != IN_ORDER:
             self._of_job.setdefault(transfer.job, []).append(len(self.rows) - 1)
+
+    def timed(self, job: int, start_ns: int, end_ns: int) -> None:
+        """Set the start and end of a job, which were not known when its plan listed it."""
+        for at in self._of_job.get(job, ()):
+            self.rows[at - 2], self.rows[at - 1] = start_ns, end_ns
 
     def reported(self, jobs: tuple[int, ...], step: int) -> None:
         for job in jobs:
@@ -122,6 +128,8 @@ class Record:
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
         self.retried: set[RequestSpec] = set()  # of the failures, those that were sent to another server
+        self.prefills: set[RequestSpec] = set()  # those of requests that have a row at another server, whatever happens
+        self.handed_off = 0  # prefills that are over, whose requests have another row
         self.cancels: dict[RequestSpec, int] = {}
         self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
@@ -146,7 +154,7 @@ class Record:
     def finished_count(self) -> int:
         never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
         finished = self._forgotten + sum(r.finish is not None for r in self._requests.values())
-        return finished + never_admitted - len(self.retried)
+        return finished + never_admitted - len(self.retried) - self.handed_off
 
     def request(self, spec: RequestSpec) -> Request:
         return self._requests[spec]
@@ -278,7 +286,10 @@ class Record:
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
         runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
         status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
-        if spec in self.retried:
+        ended = request is not None and request.finish is Finish.LENGTH
+        if spec in self.prefills or (spec.fetched_later and ended):
+            status = HANDED_OFF
+        elif spec in self.retried:
             status = RETRIED
         elif spec in self.refusals:
             status = Finish.REFUSED.value
@@ -306,6 +317,7 @@ class Record:
             request.preemptions if request else 0,
             (request.cached or 0) if request else 0,
             runs,
+            leg=PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE,
         )
 
     def _delivered(self, request: Request | None) -> list[int]:
@@ -342,6 +354,7 @@ class Records:
         self.records, self._alone = list(records), len(records) == 1
         self.fleet: list[dict[str, object]] = []  # pool, gpus, total_blocks of each, where servers come and go
         self.scaling: dict[str, object] = {}  # what became of them, once the run is over
+        self.hand_offs = array("q")  # rows of columns.HAND_OFFS
         self.total_blocks = max([record.total_blocks for record in records], default=0)
         self._take: Callable[..., None] | None = None
         self._piece_steps = 0

@@ -349,7 +349,8 @@ def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> Reques
     """Return a request table in memory; if `lazy` only its token runs are, and other columns are read on access."""
 
     def numbers(name: str) -> Ints:
-        alone = name == "server" and name not in (table if isinstance(table, TableFiles) else table.column_names)
+        there = table if isinstance(table, TableFiles) else table.column_names
+        alone = name in ("server", "leg") and name not in there
         values: Ints = np.zeros(len(table), dtype=np.int64) if alone else table[name].to_numpy()
         return values
 
@@ -378,7 +379,7 @@ def read_steps(file: Path, *, check: bool = False) -> Steps:
 
 def read_requests(file: Path, steps: int | None = None) -> RequestTable:
     """Read a request table, into memory unless it is long, and check it against so many steps. Raises RunError."""
-    files = TableFiles([file], columns.REQUESTS, columns.SERVER)
+    files = TableFiles([file], columns.REQUESTS, columns.SERVER, columns.LEG)
     requests = request_table(files, lazy=len(files) > LARGE)
     if steps is not None:
         try:
@@ -391,8 +392,12 @@ def read_requests(file: Path, steps: int | None = None) -> RequestTable:
 def _check_requests(requests: RequestTable, steps: int) -> None:
     """Raise TableError unless the requests agree with a step table of so many steps."""
     names, index, first = requests.texts("id"), requests.numbers("index"), requests.numbers("first_step")
-    for at in np.flatnonzero(index[1:] <= index[:-1])[:1]:
+    server = requests.numbers("server")  # a request may have a row at each
+    later = (index[1:] > index[:-1]) | ((index[1:] == index[:-1]) & (server[1:] > server[:-1]))
+    for at in np.flatnonzero(~later)[:1]:
         raise TableError(f"index of request {names[at + 1]} is {index[at + 1]}, expected more than {index[at]}")
+    for at in np.flatnonzero((legs := requests.numbers("leg")) >> 2 | legs >> 1 & legs)[:1]:
+        raise TableError(f"leg of request {names[at]} is {legs[at]}, expected 0 to 2")
     for at in np.flatnonzero((first < -1) | (first >= steps))[:1]:
         raise TableError(f"first_step of request {names[at]} is {first[at]}, expected -1 to {steps - 1}")
     for at in np.flatnonzero(~requests.is_in(STATUSES))[:1]:

@@ -14,13 +14,14 @@ from typing import cast
 from cbsim.cost.base import Copies, Cost
 from cbsim.cost.drafting import DraftingCost
 from cbsim.policy.groups import LayerGroup, page_layers
+from cbsim.policy.kind import Settings
 from cbsim.policy.loop import Scheduler
 from cbsim.routers import base
 from cbsim.routers import registry as routers
 from cbsim.routers.base import Router
 from cbsim.routers.scaling import GuardedRule, Rule
 from cbsim.runs.guard import Guarded
-from cbsim.scenario.fleet import Autoscale, Fleet
+from cbsim.scenario.fleet import Autoscale
 from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers import registry
 from cbsim.workload.acceptance import Acceptance
@@ -36,11 +37,11 @@ def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     return cast("Scheduler", Guarded(lambda: kind.make(options), name))
 
 
-def router(fleet: Fleet, seed: int) -> tuple[Router, bool]:
-    """Build a fresh router of a fleet, and say whether it is blind. Raises RouterError."""
-    name = fleet.router.name
+def router(stated: Settings, servers: int, seed: int) -> tuple[Router, bool]:
+    """Build a fresh router of so many servers, and say whether it is blind. Raises RouterError."""
+    name = stated.name
     kind = routers.ROUTERS.find(name)
-    make = partial(kind.make, fleet.router, fleet.room, seed)
+    make = partial(kind.make, stated, servers, seed)
     return make() if name in routers.OURS else base.Guarded(make, name), kind.blind
 
 

@@ -18,7 +18,8 @@ from cbsim.errors import DeadlockError, RunError
 from cbsim.policy.digest import digest
 from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, Waves, serve
 from cbsim.policy.plan import StepPlan, StepResult
-from cbsim.policy.request import Finish, RequestSpec
+from cbsim.policy.request import Finish, RequestSpec, leg
+from cbsim.policy.transfers import Direction
 from cbsim.record import optional_tables
 from cbsim.record.optional_tables import DRAFTS, PARENTS
 from cbsim.record.tables import Ints, RequestTable
@@ -69,20 +70,37 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     matched, low, several = 0, 0, len(servers) > 1
     numbers = _waves(run) if scenario.ranks > 1 else None
     drafts = _drafts(run) if any(its.speculation for its in servers) else {}
+    unfetched = optional_tables.unfetched(run.source)
     for server, (its, part) in enumerate(zip(servers, reading.servers(run, len(servers)), strict=True)):
         loop = its.loop.mode
         policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
-        verdict = _compare(
-            part, policy, depth(loop), workload.find_attempt, on_plans, low, drafts if its.speculation else None
-        )
+        loads = _Loads(unfetched.get(server, set()))
+        verified = drafts if its.speculation else None
+        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low, verified, loads)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
             difference = f"server {server}: {verdict.difference}" if several else verdict.difference
             return Replanned(matched, len(run.steps), difference)
     return Replanned(matched, len(run.steps), None)
+
+
+class _Loads:
+    """The blocks of loads that another server did not fill: of those jobs whose requests are `unfetched`."""
+
+    def __init__(self, unfetched: set[int]) -> None:
+        self._unfetched = unfetched
+        self._blocks: dict[int, tuple[int, ...]] = {}  # of jobs that have been planned
+
+    def planned(self, plan: StepPlan) -> None:
+        for transfer in plan.transfers:
+            if transfer.direction is Direction.IN and transfer.spec and transfer.spec.index in self._unfetched:
+                self._blocks[transfer.job] = transfer.targets
+
+    def broken(self, jobs: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([block for job in jobs for block in self._blocks.pop(job, ())])
 
 
 class _Together:
@@ -127,6 +145,7 @@ def _check_requests(run: Run, workload: Workload) -> None:
     """Raise RunError unless all requests of the run are the workload's."""
     for row in run.requests:
         spec = workload.find_attempt(row.index)
+        spec = spec and leg(spec, row.leg)
         if spec is None or any(getattr(spec, name) != getattr(row, name) for name in DECLARED):
             raise RunError(f"{run.path / 'requests.parquet'}: request {row.id} is not one of the scenario's workload")
 
@@ -139,6 +158,7 @@ def _compare(
     on_plan: OnPlan | None = None,
     first: int = 0,
     drafts: Drafts | None = None,
+    loads: _Loads | None = None,
 ) -> Replanned:
     """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run. With
     speculation `drafts` has what the rows verified and proposed, by step.
@@ -147,6 +167,7 @@ def _compare(
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
     moved, parents = optional_tables.reported_jobs(run.source), optional_tables.by_step(run.source, PARENTS)
+    loads = loads or _Loads(set())
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -166,12 +187,15 @@ def _compare(
             if on_plan:
                 on_plan(policy, effect.plan)
             polls.over(effect.plan.changes.ended)
+            loads.planned(effect.plan)
             step += 1
         elif isinstance(effect, Await):
             done, joined = effect.plan.step, first + effect.plan.step
             pairs = polls.pairs(parents.get(joined, ()))
             verified = {} if drafts is None else polls.verified(effect.plan, drafts.get(joined, ()), policy.requests)
-            result = StepResult(polls.stopped(done), moved=moved.get(joined, ()), parents=pairs, **verified)
+            jobs = moved.get(joined, ())
+            broken = loads.broken(jobs)
+            result = StepResult(polls.stopped(done), moved=jobs, parents=pairs, broken=broken, **verified)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 
 
@@ -218,6 +242,7 @@ class _Polls:
         last_steps = requests.runs[ends - 2] + requests.runs[ends - 1] - 1
         self._stops = _Numbered(last_steps, index[stopped])
         self._index, self._arrival, self._find = index, arrival, find
+        self._leg = requests.numbers("leg")
         self._open: dict[int, RequestSpec] = {}
         self._poll = 0
         self._waits, self._file = 2 * len(requests), run.path / "requests.parquet"
@@ -273,6 +298,7 @@ class _Polls:
         index, arrival_ns = int(self._index[row]), int(self._arrival[row])
         spec = self._find(index)
         assert spec is not None, index
+        spec = leg(spec, int(self._leg[row]))
         of = self._open.get(spec.sample_of.index, spec.sample_of) if spec.sample_of else None
         if spec.arrival_ns != arrival_ns or of is not spec.sample_of:
             spec = replace(spec, arrival_ns=arrival_ns, sample_of=of)

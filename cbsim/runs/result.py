@@ -133,7 +133,7 @@ class Result(Printed):
         """The request table: one row a request, the columns of requests.parquet, then `ttft_s`, `tpot_s` and `e2e_s`,
         which are null without a last token; `tpot_s` needs two.
         """
-        declared = directory.request_declared(self.step_numbers.server is not None)
+        declared = directory.request_declared(self._times.rows, self.step_numbers.server is not None)
         table = parquet.table(declared, directory.request_columns(self._times))
         done, latencies = self._times.done, metrics.latencies(self._times)
         for name, has in (("ttft_s", done), ("tpot_s", done & (self._times.generated > 1)), ("e2e_s", done)):

@@ -88,7 +88,7 @@ class Books:
 
     def __init__(self, head: Head, note: Callable[[str], None] = lambda _: None) -> None:
         """Raises RouterError."""
-        self._router, _ = router(head.fleet, head.seed)
+        self._router, _ = router(head.fleet.router, head.fleet.room, head.seed)
         self.head, self._note = head, note
         self.views = [Upstream() for _ in head.servers]
         self.ends = Counter[str]()

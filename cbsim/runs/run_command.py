@@ -17,7 +17,7 @@ from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, Ru
 from cbsim.metrics import checks
 from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
-from cbsim.record.record import FAILED, RETRIED
+from cbsim.record.record import FAILED, HANDED_OFF, RETRIED
 from cbsim.runs import running
 from cbsim.runs.guard import PolicyError
 from cbsim.runs.progress import Progress
@@ -154,7 +154,7 @@ def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
         rows, requests = result.request_rows, result.summary["requests"]
         again = rows.is_in((RETRIED,)) & (rows.numbers("index") < requests)  # each once, however often
         for status, count in (result.summary["requests_by_status"] | {RETRIED: int(again.sum())}).items():
-            if count and status not in ("length", "stop", *LOST):
+            if count and status not in ("length", "stop", HANDED_OFF, *LOST):
                 print(f"       {count} of {requests} requests {status}; see requests.parquet")
     last = results[-1].folder
     figure = last / (BOTH if len(results) == 2 else "figures/timeline.png")

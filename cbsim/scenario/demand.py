@@ -287,3 +287,36 @@ def is_open(workload: Mapping[str, Any]) -> bool:
     arrivals = (workload.get("arrivals") or {}).get("kind")
     timed = workload.get("kind") in ("azure", "mooncake", "csv", "golden", "vllm_bench")
     return timed or arrivals in ("constant", "poisson", "gamma")
+
+
+PRESETS: dict[str, tuple[float, float]] = {
+    "llama3.1-8b-server": (2.0, 0.1),
+    "llama3.1-8b-interactive": (0.5, 0.03),
+    "llama2-70b-server": (2.0, 0.2),
+    "llama2-70b-interactive": (0.45, 0.04),
+    "llama3.1-405b-server": (6.0, 0.175),
+    "llama3.1-405b-interactive": (4.5, 0.08),
+    "deepseek-r1-server": (2.0, 0.08),
+    "deepseek-r1-interactive": (1.5, 0.015),
+}
+"""MLPerf inference limits for the 99th percentile: (time to first token, time per output token), seconds."""
+
+Preset = Annotated[str, one_of(lambda: PRESETS), Field(json_schema_extra={"enum": [*PRESETS]})]
+
+
+class Slo(Frozen):
+    """Limits that a request has to keep, all of them, to count as good. Null: no limit."""
+
+    preset: Preset | None = None  #: MLPerf's limits for ttft_s and tpot_s, where they are not given.
+    ttft_s: Positive | None = None  #: Time to first token, seconds.
+    tpot_s: Positive | None = None  #: Time per output token after the first, seconds.
+    e2e_s: Positive | None = None  #: Whole request, seconds.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        name = data.get("preset") if isinstance(data, dict) else None
+        if not isinstance(name, str) or name not in PRESETS:
+            return data
+        limits = dict(zip(("ttft_s", "tpot_s"), PRESETS[name], strict=True))
+        return data | {field: limit for field, limit in limits.items() if data.get(field) is None}

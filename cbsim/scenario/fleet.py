@@ -6,13 +6,18 @@ A server is the scenario itself with those fields that its pool gives. So each i
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
+from cbsim.policy.kind import Role
+from cbsim.routers.simple import PlainSettings
+from cbsim.scenario.fields import Frozen, Many, Positive, Real, Seconds, Text, Whole, complaint, near
 from cbsim.scenario.schedulers import Router, Rule
+
+if TYPE_CHECKING:
+    from cbsim.scenario.scenario import Scenario
 
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
 CHOSEN = {"scheduler": "name", "cost": "kind"}  # the field of a part that chooses its kind
@@ -64,6 +69,8 @@ class Pool(Frozen):
     """Servers that are alike."""
 
     count: Replicas = 1  #: How many, at the start if the pool is scaled.
+    role: Role = "both"
+    """What they do of a request: its prefill, whose KV a server that decodes gets; its decoding; both."""
     name: Annotated[Text, Field(min_length=1, max_length=60)] | None = None  #: Names the pool; null: its number.
     server: Annotated[dict[str, Any], AfterValidator(_of_a_server), Field(default_factory=dict)]
     """Fields of the scenario that differ: of model, hardware, scheduler, kv_cache, loop, cost, speculation."""
@@ -92,16 +99,68 @@ class Signals(Frozen):
     events_s: Seconds = 0.0  #: Seconds until the router knows that a block was cached or evicted.
 
 
+class Link(Frozen):
+    """What KV goes over from server to server: a NIC in each, which sends and receives at its rate at the same time. A
+    transfer by itself takes latency_s + descriptors * descriptor_s + bytes / bandwidth.
+    """
+
+    bandwidth_gb_s: Positive  #: Rate of a server's NIC (of all its NICs together), GB/s in each direction.
+    latency_s: Seconds = 0.0  #: Seconds that each transfer takes besides.
+    descriptor_s: Seconds = 0.0
+    """Seconds for each descriptor, a piece of memory that is contiguous on both sides: of a block those of each layer,
+    K and V apart, and of each share of heads where servers have different numbers of GPUs."""
+    sharing: Literal["fair", "fifo"] = "fair"
+    """fair: transfers of a NIC share its rate equally, each at the lower of its two shares; fifo: one at a time."""
+    most_transfers: Annotated[Whole, Field(ge=1)] | None = None
+    """Transfers of a NIC at a time, with fair; others wait, first come, first served. Null: any number."""
+
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> Self:
+        if self.sharing == "fifo" and self.most_transfers not in (None, 1):
+            raise complaint(f"got {self.most_transfers}, must be null or 1 with sharing fifo", "most_transfers")
+        return self
+
+    @property
+    def most(self) -> float:
+        """The most transfers of a NIC at a time."""
+        return 1 if self.sharing == "fifo" else self.most_transfers or float("inf")
+
+
+class HandOff(Frozen):
+    """How a request gets from the server that prefills to the one that decodes. Both are chosen when it arrives."""
+
+    router: Router = PlainSettings(name="least_in_flight")  #: Who decodes.
+    transfer: Literal["pull", "push", "layerwise"] = "pull"
+    """pull: after the prefill the decoding server takes blocks and reads. push: it takes blocks first, then the prefill
+    begins, and writes at its end. layerwise: as push, but layers are written while the prefill goes on."""
+    local_below_tokens: Annotated[Whole, Field(ge=0)] = 0
+    """The decoding server prefills a prompt itself that has fewer tokens than this which it has not cached."""
+    lease_s: Seconds | None = 30.0
+    """Seconds from the end of a prefill after which its blocks are free, unless the decoding server has taken blocks
+    for them by then; it then computes the prompt itself. Null: they are kept, as by a server that renews the lease."""
+    link: Link  #: What KV goes over.
+
+
 class Fleet(Frozen):
     """Several servers behind a router."""
 
     pools: Annotated[Many[Pool], Field(min_length=1)]  #: The servers, numbered from 0 in this order.
-    router: Router  #: Who gets a request.
+    router: Router  #: Who gets a request; where pools have roles, who prefills it.
+    hand_off: HandOff | None = None  #: From prefill to decode; null if every pool has role both.
     signals: Signals = Signals()  #: How old is what the router knows.
     failures: Many[Failure] = ()  #: Servers that die, and when.
     random_failures: RandomFailures | None = None  #: Further deaths, at random; null: none.
     most_retries: Annotated[Whole, Field(ge=0, le=1000)] = 3
     """How often the client sends a request of a dead server again before it fails. One of several samples fails."""
+
+    @model_validator(mode="after")
+    def _pools_differ(self) -> Self:
+        if len(set(self.labels)) < len(self.labels):
+            bound = "must differ (a pool without a name has its number, from 0)"
+            raise complaint(f"got the names {', '.join(self.labels)}, {bound}", "pools")
+        if self.room > MOST_SERVERS:
+            raise complaint(f"got {self.room:,} servers, must be <= {MOST_SERVERS:,} in all", "pools")
+        return self
 
     @model_validator(mode="after")
     def _failures_are_of_servers(self) -> Self:
@@ -112,6 +171,22 @@ class Fleet(Frozen):
             if each.back_s is not None and rooms[each.server].autoscale:
                 bound = "must be null in a pool that is scaled, which starts another at once"
                 raise complaint(f"got {each.back_s:g}, {bound}", f"failures.{at}.back_s")
+        return self
+
+    @model_validator(mode="after")
+    def _roles_have_partners(self) -> Self:
+        roles = {pool.role for pool in self.pools}
+        named = next((at for at, pool in enumerate(self.pools) if pool.role != "both"), None)
+        if named is None:
+            if self.hand_off is not None:
+                raise complaint("must be null if every pool has role both", "hand_off")
+            return self
+        for role in ("prefill", "decode"):
+            if not roles & {role, "both"}:
+                got, bound = self.pools[named].role, f"another pool must have role {role} or both"
+                raise complaint(f"got {got}: {bound}", f"pools.{named}.role")
+        if self.hand_off is None:
+            raise complaint(f"is required with pools.{named}.role {self.pools[named].role}", "hand_off")
         return self
 
     @property
@@ -126,6 +201,11 @@ class Fleet(Frozen):
         """The most servers that it has at a time."""
         return sum(pool.room for pool in self.pools)
 
+    def slots(self, part: Role) -> list[int]:
+        """Return the servers that may do a part of a request, by number, where each pool has room for its most."""
+        roles = [pool.role for pool in self.pools for _ in range(pool.room)]
+        return [slot for slot, role in enumerate(roles) if role in (part, "both")]
+
     @property
     def count(self) -> int:
         return sum(pool.count for pool in self.pools)
@@ -139,6 +219,31 @@ class Fleet(Frozen):
     def labels(self) -> list[str]:
         """The name of each pool."""
         return [str(at) if pool.name is None else pool.name for at, pool in enumerate(self.pools)]
+
+
+def check_roles(fleet: Fleet, servers: Sequence[Scenario]) -> None:
+    """Raise a complaint unless the server of each pool can have its role, and what one has cached another can read."""
+    named = next(at for at, pool in enumerate(fleet.pools) if pool.role != "both")
+    for at, (pool, server) in enumerate(zip(fleet.pools, servers, strict=True)):
+        field = f"fleet.pools.{at}.role" if pool.role != "both" else f"fleet.pools.{named}.role"
+        samples = getattr(server.workload, "samples", 1)
+        for holds, what in (
+            (server.kind.hands_off, f"scheduler {server.scheduler.name}, which hands no requests over"),
+            (server.speculation is None, "speculation"),
+            (server.model.sees_all, "layers with windows, chunks or states (model.attention)"),
+            (samples == 1, f"several samples of a request (workload.samples, {samples})"),
+        ):
+            if not holds:
+                raise complaint(f"got {fleet.pools[int(field.split('.')[2])].role}, must be both with {what}", field)
+        for name, ours, first in (
+            ("model.name", server.model.name, servers[0].model.name),
+            ("kv_cache.block_size", server.block_size, servers[0].block_size),
+            ("model", server.model.kv_bytes_per_token, servers[0].model.kv_bytes_per_token),
+        ):
+            if ours != first:
+                unit = " bytes of KV a token" if name == "model" else ""
+                bound = f"must be that of pool 0 ({first}{unit}): one reads what the other has cached"
+                raise complaint(f"got {ours}{unit}, {bound}", f"fleet.pools.{at}.server.{name}")
 
 
 def with_fields(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,17 +29,16 @@ from pydantic import (
 )
 
 from cbsim.errors import ScenarioError, UserError, in_line
-from cbsim.policy.kind import Options, Settings, SettingsError, sources
+from cbsim.policy.kind import Options, Role, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, costs, documents
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
-from cbsim.scenario.demand import Demand
+from cbsim.scenario.demand import Demand, Slo
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import (
     Frozen,
     Many,
     Number,
-    Positive,
     Real,
     Seconds,
     Text,
@@ -47,10 +46,9 @@ from cbsim.scenario.fields import (
     complaint,
     cut,
     either,
-    one_of,
     shown,
 )
-from cbsim.scenario.fleet import MOST_SERVERS, Fleet, Pool, resolved, with_fields
+from cbsim.scenario.fleet import Fleet, Pool, check_roles, resolved, with_fields
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
 from cbsim.scenario.shapes import FRACTION, Hardware, ModelShape, NamedHardware, NamedModel, Place
@@ -105,39 +103,6 @@ class Loop(Frozen):
     """Copies to and from the device have streams of their own; false: one queue for copies and kernels."""
 
 
-PRESETS: dict[str, tuple[float, float]] = {
-    "llama3.1-8b-server": (2.0, 0.1),
-    "llama3.1-8b-interactive": (0.5, 0.03),
-    "llama2-70b-server": (2.0, 0.2),
-    "llama2-70b-interactive": (0.45, 0.04),
-    "llama3.1-405b-server": (6.0, 0.175),
-    "llama3.1-405b-interactive": (4.5, 0.08),
-    "deepseek-r1-server": (2.0, 0.08),
-    "deepseek-r1-interactive": (1.5, 0.015),
-}
-"""MLPerf inference limits for the 99th percentile: (time to first token, time per output token), seconds."""
-
-Preset = Annotated[str, one_of(lambda: PRESETS), Field(json_schema_extra={"enum": [*PRESETS]})]
-
-
-class Slo(Frozen):
-    """Limits that a request has to keep, all of them, to count as good. Null: no limit."""
-
-    preset: Preset | None = None  #: MLPerf's limits for ttft_s and tpot_s, where they are not given.
-    ttft_s: Positive | None = None  #: Time to first token, seconds.
-    tpot_s: Positive | None = None  #: Time per output token after the first, seconds.
-    e2e_s: Positive | None = None  #: Whole request, seconds.
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, data: Any) -> Any:
-        name = data.get("preset") if isinstance(data, dict) else None
-        if not isinstance(name, str) or name not in PRESETS:
-            return data
-        limits = dict(zip(("ttft_s", "tpot_s"), PRESETS[name], strict=True))
-        return data | {field: limit for field, limit in limits.items() if data.get(field) is None}
-
-
 class Scenario(Frozen):
     """One question to the simulator, completely specified."""
 
@@ -157,6 +122,7 @@ class Scenario(Frozen):
     slo: Slo = Slo()  #: What users are promised.
     speculation: Speculation | None = None  #: Drafts that steps verify; null: none.
     fleet: Fleet | None = None  #: Several servers behind a router; null: one server.
+    _role: Role | None = None
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Scenario:
@@ -239,12 +205,8 @@ class Scenario(Frozen):
         scenario = handler(data)
         if isinstance(data, Scenario) or (fleet := scenario.fleet) is None:
             return scenario
-        if len(set(fleet.labels)) < len(fleet.labels):
-            bound = "must differ (a pool without a name has its number, from 0)"
-            raise complaint(f"got the names {', '.join(fleet.labels)}, {bound}", "fleet.pools")
-        if fleet.room > MOST_SERVERS:
-            raise complaint(f"got {fleet.room:,} servers, must be <= {MOST_SERVERS:,} in all", "fleet.pools")
         base, pools = scenario.model_dump(mode="json", exclude={"fleet"}), list[Pool]()
+        servers = list[Scenario]()
         for at, pool in enumerate(fleet.pools):
             try:
                 server = cls.model_validate(with_fields(base, pool.server), context=info.context)
@@ -260,6 +222,9 @@ class Scenario(Frozen):
                 raise complaint(f"got 'both', {bound}", f"fleet.pools.{at}.server.loop.mode")
             given = resolved(base, pool.server, server.model_dump(mode="json"))
             pools.append(pool.model_copy(update={"server": given}))
+            servers.append(server)
+        if fleet.hand_off is not None:
+            check_roles(fleet, servers)
         return scenario.model_copy(update={"fleet": fleet.model_copy(update={"pools": tuple(pools)})})
 
     @model_serializer(mode="wrap")
@@ -296,8 +261,15 @@ class Scenario(Frozen):
         assert self.fleet is not None
         base, servers = self.model_dump(mode="json", exclude={"fleet"}), list[Scenario]()
         for pool in self.fleet.pools:
-            servers += [Scenario.model_validate(with_fields(base, pool.server))] * pool.count
+            server = Scenario.model_validate(with_fields(base, pool.server))
+            server._role = pool.role if self.fleet.hand_off else None
+            servers += [server] * pool.count
         return tuple(servers)
+
+    @property
+    def role(self) -> Role | None:
+        """What a server does of requests that others of its fleet do the rest of; None if there are no such others."""
+        return self._role
 
     @property
     def gpus(self) -> int:
@@ -479,7 +451,7 @@ def site(scenario: Scenario, loop: str) -> Place:
     sizes = depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
     drafts = scenario.speculation
     rule, drafter = (drafts.rule, drafts.drafts_with(model, stored=True)) if drafts else (None, None)
-    return Place(model, gpu, *sizes, ranks=scenario.ranks, speculation=rule, drafter=drafter)
+    return Place(model, gpu, *sizes, ranks=scenario.ranks, speculation=rule, drafter=drafter, role=scenario.role)
 
 
 def _resolved(scenario: Scenario, loop: str) -> Any:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
-from cbsim.policy.kind import Speculation
+from cbsim.policy.kind import Role, Speculation
 from cbsim.scenario import catalog, documents, pretrained
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
@@ -400,9 +400,10 @@ class Place:
         ranks: int = 1,
         speculation: Speculation | None = None,
         drafter: ModelShape | None = None,
+        role: Role | None = None,
     ) -> None:
         self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
-        self.speculation = speculation
+        self.speculation, self.role = speculation, role
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
         self.block_bytes, self._weight_bytes = block_size * model.kv_token_bytes(gpus), model.shard_bytes(gpus, ranks)
         self._drafter, self._drafter_bytes = drafter, 0

@@ -102,7 +102,7 @@ def test_servers_of_a_blind_router_are_simulated_one_by_one_with_the_same_tables
         alone, processes = (Simulation(scenario, "async", generators.build(scenario), jobs=n)._fleet for n in (1, 2))
         assert isinstance(alone, Separate)
         beside = Fleet(scenario.servers, generators.build(scenario), together=False)
-        beside.front.choose = Blind(assemble.router(scenario.fleet, scenario.seed)[0], 3)
+        beside.front.choose = Blind(assemble.router(scenario.fleet.router, 3, scenario.seed)[0], 3)
         ran = [alone, beside, processes] if router == "random" else [alone, beside]
         for each in ran:
             each.run()

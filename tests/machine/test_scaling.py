@@ -139,7 +139,7 @@ def check_one(name: str, router: str, seed: int, folder: Path) -> None:
         assert machine.scheduler.pool.free == machine.scheduler.pool.num_blocks
         assert not machine.scheduler.requests
     assert servers.record.finished_count == first.summary["requests"] == load.total  # of which progress speaks
-    choice = servers._choice
+    choice = servers._choices[0]
     assert not (servers._open or servers._unsent or servers._first or servers._due)
     orderly(first)
     choice.deliver(1 << 62)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, scenario, terms
 from cbsim.scenario.costs import sealed
-from cbsim.scenario.scenario import Scenario, Slo
+from cbsim.scenario.demand import Slo
+from cbsim.scenario.scenario import Scenario
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.transformers.settings import TransformersOptions
 from cbsim.schedulers.vllm.settings import VllmOptions

@@ -419,4 +419,5 @@ VLLM = SchedulerKind(
     serves=tuple(Sight),
     balance=balance,
     drafts=("ngram", "eagle", "draft_model"),
+    hands_off=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import lcm
 from typing import Annotated, Literal, NamedTuple
@@ -24,6 +24,13 @@ CONNECTOR_OPTIONS = {  # each with the connectors that have it
     "offload_prompt_only": ("offloading",),
 }
 SIMPLE_CPU_BYTES = 8 << 30
+UNCHANGED = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+HANDS_OFF: Mapping[str, object] = UNCHANGED | {"enable_prefix_caching": True}
+KV_ROLES: Mapping[str, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
+    "prefill": "kv_producer",
+    "decode": "kv_consumer",
+    "both": "kv_both",
+}
 NEW_OPTIONS = (  # since 0.19
     "adaptive_long_prefill_threshold",
     "watermark",
@@ -74,7 +81,7 @@ class VllmSettings(Settings):
     Hopper and Blackwell, where its keys are taken to be 128 wide."""
     kv_connector: Annotated[Literal["none", "simple_cpu", "offloading", "hand_off"], DEFAULT_IN_PROBE] = "none"
     """0.33: keep KV in the host's memory, too: by SimpleCPUOffloadConnector, or by OffloadingConnector. hand_off, from
-    a server that prefills to one that decodes, is followed in recorded traces only: a scenario has one server."""
+    a server that prefills to one that decodes, comes with the roles of a fleet's pools and cannot be set."""
     cpu_bytes_to_use: Annotated[Count | None, Solved("SimpleCPUOffloadConnector"), DEFAULT_IN_PROBE] = None
     """Memory of the host for it, bytes, all GPUs together; null: 8 GiB with simple_cpu; offloading has to be told."""
     lazy_offload: Annotated[bool, DEFAULT_IN_PROBE] = False
@@ -217,8 +224,10 @@ def balance(settings: VllmSettings) -> str | None:
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Return the options: slots and tokens by the GPU, a cache beside a full step, the longest sequence it holds."""
-    servers = "got hand_off, which takes two servers, and a scenario has one"
+    servers = "got hand_off, which comes with fleet.pools.N.role and cannot be set"
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
+    if site.role:
+        _check(settings, HANDS_OFF, "in a fleet whose pools have roles")
     slots, tokens = _steps(settings, site)
     if (drafts := site.speculation) is not None:
         _check_speculation(settings, site)
@@ -253,6 +262,7 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         cpu_bytes_to_use=host_bytes,
         host_blocks=_host_blocks(settings, site, host_bytes or 0),
         async_scheduling=site.depth > 1,
+        **({"kv_connector": "hand_off", "kv_role": KV_ROLES[site.role]} if site.role else {}),
         groups=grouping.groups,
         speculation=site.speculation,
         state_checkpoints=exports if site.state_rule else None,
@@ -280,17 +290,22 @@ def block_size(settings: VllmSettings, site: Site, *, exports: bool) -> int:
     return max(size, KERNEL_BLOCK * -(-least // KERNEL_BLOCK))
 
 
+def _check(settings: VllmSettings, required: Mapping[str, object], when: str) -> None:
+    """Raise SettingsError for the first setting that has another value than required."""
+    for name, must in required.items():
+        value = getattr(settings, name)
+        got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
+        require(value == must, name, f"got {got}, must be {bound} {when}")
+
+
 def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
     """Raise SettingsError for settings that are not followed for layers that see less than everything."""
-    required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    required: dict[str, object] = dict(UNCHANGED)
     what = "states" if site.state_rule else "windows"
     if site.state_rule:  # vLLM itself refuses the others
         required["disable_hybrid_kv_cache_manager"] = False
         required["enable_chunked_prefill"] = settings.enable_prefix_caching or settings.enable_chunked_prefill
-    for name, must in required.items():
-        value = getattr(settings, name)
-        got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
-        require(value == must, name, f"got {got}, must be {bound} if layers have {what} (model.attention)")
+    _check(settings, required, f"if layers have {what} (model.attention)")
     interval = settings.prefix_cache_retention_interval
     for attention in site.attention:
         whole = attention.sight is not Sight.CHUNKED or not attention.span % size
@@ -308,14 +323,11 @@ def _check_speculation(settings: VllmSettings, site: Site) -> None:
     require(
         known, "name", f"got {settings.name}, which does not speculate with chunked or linear layers (model.attention)"
     )
-    required = {"version": "0.33", "kv_connector": "none", "preemption_mode": "recompute", "reserve_output": False}
+    required: dict[str, object] = dict(UNCHANGED)
     windows = "" if all(one == FULL for one in site.attention) else " and layers with windows"
     if windows:  # what vLLM's hashes cover then has not been recorded
         required["enable_prefix_caching"] = False
-    for name, must in required.items():
-        value = getattr(settings, name)
-        got, bound = (str(one).lower() if isinstance(one, bool) else one for one in (value, must))
-        require(value == must, name, f"got {got}, must be {bound} with speculation{windows}")
+    _check(settings, required, f"with speculation{windows}")
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:

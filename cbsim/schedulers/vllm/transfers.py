@@ -186,6 +186,7 @@ class Transfers:
         load.named = True
         if not load.computed:
             pool.release(request)
+            request.fetch(None)
             return
         if publish:
             pool.publish(request, load.computed // pool.block_size)
@@ -314,8 +315,7 @@ class HandOff:
     Consumer: a request whose prompt was computed elsewhere loads all of it behind what is cached here; its last token
     is computed again, and gives the first output. It loads once: after a preemption, or if the load fails, it prefills
     here. Producer: a request that ends by itself keeps its blocks until they have been fetched. Every transfer is a job
-    of one request. Policy only: neither world has a second server, so each job names blocks of its own on the other
-    side.
+    of one request. What the blocks are on the other side is not known here: each job names some of its own.
     """
 
     def __init__(self, decoding: Decoding) -> None:
@@ -336,6 +336,7 @@ class HandOff:
 
     def load(self, request: Request, local: int, external: int) -> None:
         self._requested.add(request)
+        request.fetch(local)
         pool = self._decoding.pool
         self._loading[self._jobs] = request
         self._order(Direction.IN, request, pool.tables[request][local // pool.block_size :])

@@ -1,0 +1,233 @@
+"""Prefill and decode apart: what a hand-off takes, that nothing is lost, and that no block is handed out under one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_scenarios import any_document, any_log, checks_of
+
+from cbsim.errors import UserError
+from cbsim.machine.handoff import Apart
+from cbsim.machine.simulate import Simulation
+from cbsim.routers.registry import OURS as ROUTERS
+from cbsim.runs import reading, replan, running
+from cbsim.runs.result import Result
+from cbsim.scenario.scenario import Scenario, load, parse
+from cbsim.workload import generators
+
+US = 1000
+STEP_NS = 2_000 * US
+CPU = {"schedule": 30, "prepare": 10, "launch": 20, "update": 7}  # us
+POOLS = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
+
+
+def of(hand_off: Mapping[str, Any], *, cpu: bool = True, loop: str = "sync", **fields: Any) -> Scenario:
+    """One request alone, 320 tokens in blocks of 16; steps and phases take what they take."""
+    phases = {name: {"base_s": us / 1e6 * cpu} for name, us in CPU.items()}
+    fleet = {"pools": POOLS, "router": {"name": "round_robin"}, "hand_off": {"link": {"bandwidth_gb_s": 8}, **hand_off}}
+    document = {
+        "question": "How long?",
+        "model": "llama-3.1-8b",
+        "hardware": "h100-sxm",
+        "workload": {"kind": "synthetic", "requests": 1, "prompt_tokens": 320, "output_tokens": 3},
+        "loop": {"mode": loop},
+        "cost": {"kind": "constant", "step_s": STEP_NS / 1e9, "cpu": phases},
+        "fleet": fleet | fields.pop("fleet", {}),
+    }
+    return parse(document | fields, "apart")
+
+
+def run(scenario: Scenario) -> tuple[Result, Apart]:
+    made = list[Simulation]()
+
+    def serve(scenario: Scenario, loop: str, workload: Any) -> Simulation:
+        made.append(Simulation(scenario, loop, workload))
+        return made[-1]
+
+    result = running.one_loop(scenario, scenario.loop.mode, serve, running.Terms("any"))
+    assert isinstance(made[0]._fleet, Apart)
+    return result, made[0]._fleet
+
+
+def ttft_ns(scenario: Scenario) -> int:
+    return round(run(scenario)[0].summary["ttft_s"]["max"] * 1e9)
+
+
+KV_NS = 320 * 131_072 // 8  # 8 bytes a nanosecond, 128 KiB of KV a token
+
+
+# -- theory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+@pytest.mark.parametrize("latency_us", [0, 450])
+def test_the_first_token_takes_a_prefill_the_link_and_the_step_of_the_last_token(
+    transfer: str, latency_us: int
+) -> None:
+    """To the nanosecond; with what the CPUs do around three plans: the prefill, the transfer, the last token. With push
+    the prefill waits for the plan of the transfer, and the transfer for that of the server that prefilled.
+    """
+    link = {"bandwidth_gb_s": 8, "latency_s": latency_us / 1e6}
+    expected = 2 * STEP_NS + KV_NS + latency_us * US
+    stated = {"transfer": transfer, "link": link}
+    assert ttft_ns(of(stated, cpu=False)) == ttft_ns(of(stated, cpu=False, loop="async")) == expected
+    plan, update = sum(CPU.values()) - CPU["update"], CPU["update"]
+    assert ttft_ns(of(stated)) == expected + (3 * (plan + update) + plan * (transfer == "push")) * US
+
+
+def test_descriptors_take_their_time_each() -> None:
+    """A piece for K and one for V of each layer of each block: 20 blocks, 32 layers."""
+    link = {"bandwidth_gb_s": 8, "descriptor_s": 1e-6}
+    assert ttft_ns(of({"link": link}, cpu=False)) == 2 * STEP_NS + KV_NS + 20 * 32 * 2 * US
+    pools = [POOLS[0], {**POOLS[1], "server": {"cost": {"kind": "roofline", "tensor_parallel": 2}}}]
+    unequal, _ = run(of({"link": link}, fleet={"pools": pools}))
+    assert unequal.summary["hand_off"]["transfer_p99_s"] * 1e9 == pytest.approx(KV_NS + 20 * 32 * 4 * US)
+
+
+@pytest.mark.parametrize(("bandwidth_gb_s", "share"), [(100, 1 / 32), (1, 1 - 31 / 32 * STEP_NS / (8 * KV_NS))])
+def test_layerwise_leaves_what_the_link_did_not_carry_during_the_prefill(bandwidth_gb_s: float, share: float) -> None:
+    """At least a layer: the last one is written when it has been computed."""
+    stated = {"transfer": "layerwise", "link": {"bandwidth_gb_s": bandwidth_gb_s}}
+    bytes_left = round(320 * 131_072 * share)
+    assert ttft_ns(of(stated, cpu=False)) == 2 * STEP_NS + round(bytes_left / bandwidth_gb_s)
+
+
+def test_a_prompt_with_few_uncached_tokens_is_prefilled_where_it_is_decoded() -> None:
+    result, _ = run(of({"local_below_tokens": 321}, cpu=False))
+    assert result.summary["ttft_s"]["max"] == STEP_NS / 1e9
+    assert result.summary["hand_off"]["local_prefills"] == 1
+    assert run(of({"local_below_tokens": 320}))[0].summary["hand_off"]["local_prefills"] == 0
+
+
+@pytest.mark.parametrize(("sharing", "ends"), [("fifo", [1, 2, 3]), ("fair", [3, 3, 3])])
+def test_transfers_of_a_nic_share_it_or_queue(sharing: str, ends: list[int]) -> None:
+    """Three of the same size, ready at the same time, from three servers to one."""
+    pools = [{**POOLS[0], "count": 3}, POOLS[1]]
+    many = {"kind": "synthetic", "requests": 3, "prompt_tokens": 320, "output_tokens": 3}
+    stated = {"link": {"bandwidth_gb_s": 8, "sharing": sharing}}
+    result, servers = run(of(stated, cpu=False, fleet={"pools": pools}, workload=many))
+    assert sorted(over_ns(servers)) == [STEP_NS + KV_NS * times for times in ends]
+    assert result.summary["hand_off"]["link_busy"] == pytest.approx(3 * KV_NS / (result.summary["makespan_s"] * 1e9))
+
+
+def over_ns(servers: Apart) -> list[int]:
+    return servers.record.hand_offs.tolist()[6::10]
+
+
+def test_rates_change_when_a_transfer_starts_and_ends() -> None:
+    """Processor sharing: the second begins when a quarter of the first is over, which ends after 1 3/4 of its time."""
+    gap_ns = KV_NS // 4
+    pools = [{**POOLS[0], "count": 2}, POOLS[1]]
+    apart = {"kind": "constant", "rate_per_s": 1e9 / gap_ns}
+    two = {"kind": "synthetic", "requests": 2, "prompt_tokens": 320, "output_tokens": 3, "arrivals": apart}
+    _, servers = run(of({"transfer": "push"}, cpu=False, fleet={"pools": pools}, workload=two))
+    first, second = over_ns(servers)
+    began = servers.record.hand_offs.tolist()[5::10]
+    assert first - began[0] == KV_NS + (KV_NS - gap_ns)
+    assert second - began[1] == 2 * KV_NS - gap_ns
+
+
+# -- nothing is lost ---------------------------------------------------------------------------------------------------
+
+
+def any_apart(dice: random.Random, router: str, folder: Path) -> Scenario:
+    """Servers with roles and tiny caches, clients that leave, shared prefixes, deaths, leases that end."""
+    least = {"version": "0.33", "enable_prefix_caching": True, "kv_connector": "none"}
+    while True:
+        document, longest = any_document("vllm", dice)
+        document.pop("speculation", None)
+        document["scheduler"] |= least | {"preemption_mode": "recompute", "reserve_output": False}
+        document["model"] = "tiny"
+        document["workload"].pop("samples", None)
+        roles = dice.choice([["prefill", "decode"], ["prefill", "both"], ["both", "decode"], ["both", "prefill"]])
+        pools: list[dict[str, Any]] = [{"role": role, "count": dice.choice([1, 1, 2, 3])} for role in roles]
+        blocks = document["kv_cache"]["num_blocks"]
+        pools[0]["server"] = {"kv_cache": {"num_blocks": max(4, blocks + dice.choice([0, -2, 7]))}}
+        servers = sum(pool["count"] for pool in pools)
+        moments = [0, dice.random() * 1e-4, dice.random() * 1e-5]
+        deaths = [
+            {"server": dice.randrange(servers), "at_s": dice.choice(moments), "back_s": dice.choice([None, 0, 1e-5])}
+            for _ in range(dice.choice([0, 0, 1, 3]))
+        ]
+        link = {
+            "bandwidth_gb_s": dice.choice([0.05, 1, 100]),
+            "latency_s": dice.choice([0, 1e-6, 1e-5]),
+            "descriptor_s": dice.choice([0, 1e-7]),
+            "sharing": dice.choice(["fair", "fifo"]),
+        }
+        if link["sharing"] == "fair":
+            link["most_transfers"] = dice.choice([None, 1, 2])
+        document["fleet"] = {
+            "pools": pools,
+            "router": {"name": router},
+            "signals": {"metrics_s": 0.001},
+            "failures": deaths,
+            "most_retries": dice.choice([0, 1, 3]),
+            "hand_off": {
+                "router": {"name": dice.choice([*ROUTERS])},
+                "transfer": dice.choice(["pull", "push", "layerwise"]),
+                "local_below_tokens": dice.choice([0, 0, 10]),
+                "lease_s": dice.choice([0, 1e-6, 1e-5, 1e-3]),
+                "link": link,
+            },
+        }
+        (folder / "log.jsonl").write_text(any_log(dice, longest))
+        (folder / "any.yaml").write_text(json.dumps(document))
+        try:
+            scenario = load(folder / "any.yaml")
+            generators.build(scenario)
+        except UserError:
+            continue
+        return scenario
+
+
+def ends(result: Result, total: int) -> Counter[str]:
+    """How requests ended: each once, in the row of the server that had it last."""
+    statuses = dict[int, list[str]]()
+    for row in result.request_rows:
+        statuses.setdefault(row.index % total, []).append(row.status)
+    assert len(statuses) == total
+    last = [[each for each in its if each not in ("retried", "handed_off")] for its in statuses.values()]
+    assert all(len(each) == 1 for each in last), statuses
+    return Counter(each[0] for each in last)
+
+
+def check_one(router: str, seed: int, folder: Path) -> None:
+    scenario = any_apart(random.Random(f"apart {seed}"), router, folder)
+    (first, servers), (again, _) = run(scenario), run(scenario)
+    assert (first.request_rows, first.summary) == (again.request_rows, again.summary)
+    total = generators.build(scenario).total
+    assert ends(first, total).keys() <= {"length", "stop", "aborted", "refused", "failed"}
+    for machine in servers.machines:
+        for check in checks_of(machine.scheduler):
+            check()
+        assert machine.scheduler.pool.free == machine.scheduler.pool.num_blocks
+        assert not machine.scheduler.requests
+        assert machine.mover is not None
+        assert not machine.mover.ends
+    assert not (servers._open or servers._unsent or servers._first or servers._due or servers._of)
+    assert not (servers._wire._active or servers._wire._waiting)
+    assert servers.record.finished_count == first.summary["requests"] == total
+    for choice in servers._choices:
+        choice.deliver(1 << 62)
+        assert not (choice._server or choice._samples or choice._news or choice._legs or choice._of_leg)
+        assert all(view.in_flight == 0 for view in choice.views)
+    path = first.save(folder / "run")
+    reading.check_run(reading.load(path), scenario.loop.mode, fleet=True)
+    assert replan.rederive(path).difference is None
+
+
+@settings(max_examples=60)
+@given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
+def test_every_request_ends_once_and_all_blocks_are_free_whatever_dies(router: str, seed: int) -> None:
+    """Caches that are too small, prefix hits, clients that leave, leases that end, servers of either role that die."""
+    check_one(router, seed, Path(mkdtemp()))
