@@ -78,7 +78,7 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
         loads = _Loads(unfetched.get(server, set()))
         verified = drafts if its.speculation else None
-        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low, verified, loads)
+        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low, verified, loads=loads)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
@@ -158,6 +158,7 @@ def _compare(
     on_plan: OnPlan | None = None,
     first: int = 0,
     drafts: Drafts | None = None,
+    *,
     loads: _Loads | None = None,
 ) -> Replanned:
     """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run. With
