@@ -173,8 +173,9 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
     """Refuse several servers, ranks without equal parts or processes, and what beam search lacks. Raises UsageError."""
     if scenario.fleet is not None:
         raise UsageError(f"fleet: got {scenario.fleet.count} servers, must be null: the engine is one server")
-    if scenario.ranks > 1:
-        raise UsageError(f"cost.data_parallel: got {scenario.ranks}, must be 1: the engine is one server")
+    for name in ("data_parallel", "pipeline_parallel"):
+        if (count := getattr(scenario.cost, name)) > 1:
+            raise UsageError(f"cost.{name}: got {count}, must be 1: the engine is one server of one stage")
     gpus, drafter = scenario.gpus, scenario.speculation.drafter.model if scenario.speculation else None
     for name, model in (("model", scenario.model), ("speculation.drafter.model", drafter)):
         for part in SHARED if model else ():

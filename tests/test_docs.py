@@ -217,6 +217,7 @@ def test_the_summary_keys_are_documented(runs: list[Path]) -> None:
     moved = {"kv_moves": optional_tables.summarise_transfers(TransferLog(), 1.0)}  # of runs that move KV
     moved["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
     moved["drafts"] = optional_tables.summarise_drafts(array("q", (0, 0, 8, 1, 2)))  # of runs with drafts
+    moved["pipeline"] = optional_tables.summarise_stages(array("q", (0, 0, 0, 1)))  # of runs with stages
     names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("scaling.")]
     moved["scaling"] = dict.fromkeys(names, 1.0)  # of fleets whose servers come and go, as is the status `retried`
     names = [name.partition(".")[2] for name in catalogue.METRICS if name.startswith("hand_off.")]

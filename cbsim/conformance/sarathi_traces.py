@@ -50,11 +50,12 @@ class SarathiReplay(Replay):
 
     def __init__(self, config: Line, workload: Line) -> None:
         self._stages: int = config.get("pipeline", 1)
-        server = {"max_num_seqs": config["max_num_seqs"], "pipeline_stages": self._stages, **config["options"]}
+        server = {"max_num_seqs": config["max_num_seqs"], **config["options"]}
         kind, longest = KINDS[config["scheduler"]], config["max_model_len"]
         if kind is policies.VLLM_V0:
             server["max_batched_tokens"] = min(server.get("max_batched_tokens") or longest, longest)
-        options = ServeOptions(kind.settings(**server), **{name: config[name] for name in SIZES})
+        sizes = {name: config[name] for name in SIZES}
+        options = ServeOptions(kind.settings(**server), **sizes, stages=self._stages)
         made: Any = kind.make(options)
         self._policy: Policy = made.policy
         effective = _effective(options)

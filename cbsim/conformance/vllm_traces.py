@@ -43,7 +43,7 @@ SIZES = ("policy", "block_size", "max_model_len", "max_num_seqs", "max_num_batch
 SWITCHES = ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl")
 SINCE_0_33 = ("watermark", "prefill_schedule_interval")
 LAYERS = ("layers", "kv_bytes", "retention", "disable_hybrid", "layout", "state_checkpoints")
-OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done", "spec")
+OTHER = ("num_blocks", "timing", f"{THRESHOLD}_adaptive", "connector", "stop_when_done", "spec", "pipeline")
 OPTIONS = frozenset([*SIZES, *SWITCHES, *SINCE_0_33, *LAYERS, *OTHER])
 
 MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
@@ -95,6 +95,7 @@ def options(version: str, mode: str, config: Line, *, skips_drafts: bool = True)
         **{name: config[name] for name in (*SIZES, *SWITCHES)},
         **{name: config[name] for name in SINCE_0_33 if name in config},
         adaptive_long_prefill_threshold=config.get(f"{THRESHOLD}_adaptive", False),
+        stages=config.get("pipeline", 1),
         **group_options(config),
         **offload_traces.options(config),
         **draft_traces.options(config, skips=skips_drafts),
@@ -124,7 +125,7 @@ class VllmReplay(Replay):
     def __init__(self, header: Line, workload: Line) -> None:
         config, heard = header["config"], Heard()
         made = options(header["vllm"], header["mode"], config, skips_drafts=header.get("v2_model_runner", True))
-        super().__init__(WatchedVllm(made, heard), 2 if header["mode"] == "async" else 1)
+        super().__init__(WatchedVllm(made, heard), made.stages + (header["mode"] == "async"))
         self._leaves_stores = config.get("stop_when_done", False)
         offload = self.scheduler.transfers.connector if self.scheduler.transfers is not None else None
         if self._leaves_stores and isinstance(offload, LazyOffload):
@@ -271,7 +272,7 @@ class VllmReplay(Replay):
             line |= self._groups.row(row, plan)
         if self._drafts:
             line |= self._drafts.row(row)
-        if self._depth > 1:
+        if self.scheduler.options.async_scheduling:
             line["ph"] = request.scheduled - request.seen
         return line
 

@@ -8,7 +8,7 @@ works on these), and drafts the guesses that it verifies. Without a plan a phase
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from cbsim.policy.plan import WORKED, StepPlan
@@ -114,6 +114,32 @@ def nearest(number: float) -> int:
     if rest > 0.5 or (rest == 0.5 and whole % 2):
         return whole + 1
     return whole
+
+
+class StagedCost:
+    """The cost model of a pipeline: that of each of its `stages`, one after the other. From one to the next a step is
+    sent, which takes `latency_ns` and `token_ns` for each of its query tokens.
+    """
+
+    def __init__(self, stages: Sequence[Cost], latency_ns: float, token_ns: float) -> None:
+        self.stages = stages
+        self.cpu_ns = stages[0].cpu_ns
+        self.launch_ns = max([stage.launch_ns for stage in stages])  # each is launched by a process of its own
+        self._latency_ns, self._token_ns = latency_ns, token_ns
+
+    def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
+        """Return what a step takes that has the pipeline to itself."""
+        h2d_ns, stages_ns, d2h_ns = self.stages_ns(plan, tokens)
+        return h2d_ns, sum(stages_ns) + (len(stages_ns) - 1) * self.send_ns(tokens), d2h_ns
+
+    def stages_ns(self, plan: StepPlan, tokens: int) -> tuple[int, list[int], int]:
+        """Return (H2D copy, kernels of each stage, D2H copy), ns."""
+        each = [stage.gpu_ns(plan, tokens) for stage in self.stages]
+        return each[0][0], [kernels_ns for _, kernels_ns, _ in each], each[-1][2]
+
+    def send_ns(self, tokens: int) -> int:
+        """Return the ns from the end of a step's kernels on a stage until the next one has what it needs."""
+        return nearest(self._latency_ns + tokens * self._token_ns)
 
 
 class Copies:

@@ -270,7 +270,7 @@ class KernelTimes:
         ]
         self._states = [Stateful(unit_ns * count, *attention(each)) for (each, _), count in heads.items() if each.state]
         self.modules = modules
-        self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype))
+        self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype)) if model.vocab else None
         self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
         self._hidden, self._vocab = model.hidden, model.vocab
 
@@ -301,7 +301,7 @@ class KernelTimes:
 
     def head_ns(self, rows: int) -> float:
         """Return the ns of the output head's product and of the all-gather of its shares."""
-        if not rows:
+        if not rows or self._head is None:
             return 0.0
         return self._unit_ns * (self._head(rows) + (self._gather(rows * self._vocab) if self._gather else 0.0))
 

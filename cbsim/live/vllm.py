@@ -26,7 +26,15 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import torch
 import vllm
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1 import engine, kv_cache_interface
@@ -53,7 +61,7 @@ START_S = 1000.0
 MOST_STEPS = 10_000
 MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 65536}
 OTHERS = "block_size num_blocks enable_prefix_caching timing connector layers kv_bytes retention layout stop_when_done "
-OTHERS += "state_checkpoints"
+OTHERS += "state_checkpoints pipeline"
 RENAMED = {"disable_hybrid": "disable_hybrid_kv_cache_manager"}  # the other options have vLLM's names
 LAYERS = {  # the beginning of vLLM's class names; the span of a layer, as in workloads and as vLLM calls it
     "full": ("FullAttention", "", ""),
@@ -258,6 +266,7 @@ def configuration(config: Line, *, ahead: bool) -> Any:
         scheduler_config=SchedulerConfig(is_encoder_decoder=False, async_scheduling=ahead, **scheduler),
         cache_config=CacheConfig(num_gpu_blocks_override=config.get("num_blocks"), **cache),
         device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(pipeline_parallel_size=config.get("pipeline", 1)),
         **transfer,
     )
 
@@ -372,7 +381,7 @@ class Recording:
             "enable_chunked_prefill": self.scheduler.scheduler_config.enable_chunked_prefill,
         }
         other = {name: value for name, value in took.items() if self.config.get(name, value) != value}
-        if other or bool(self.engine.batch_queue_size > 1) != self._ahead:
+        if other or self.engine.batch_queue_size != self.config.get("pipeline", 1) + self._ahead:
             raise ValueError(f"vLLM took other options than it was given: {other or 'sync or async'}")
 
     # -- what the engine's objects do ----------------------------------------------------------------------------------

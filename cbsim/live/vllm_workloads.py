@@ -65,6 +65,8 @@ def draw(rng: Random, number: int, *, old: bool) -> Line:
             request["outputs"] = [first, *(_tokens(rng, len(first)) for _ in range(rng.randint(1, 5)))]
             for output in request["outputs"]:
                 output[-1] = first[-1]  # perhaps a stop token
+    if kind == "plain" and not old and rng.random() < 0.5:
+        config["pipeline"] = rng.choice([2, 2, 3, 4])
     return {"name": f"{kind}{number}", "config": config, "requests": requests}
 
 

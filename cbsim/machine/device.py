@@ -11,11 +11,12 @@ on the device takes its time on the compute lane, before the rows of its plan.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import simpy
 
-from cbsim.cost.base import Copies, Cost, nearest
+from cbsim.cost.base import Copies, Cost, StagedCost, nearest
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import StepPlan, Underway
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
@@ -104,6 +105,58 @@ class OneGpu(Device):
         if mover is not None:
             mover.after(plan, times.compute_start_ns, times.compute_end_ns)
         times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(times.compute_end_ns, d2h_ns)
+        self._slots_ns[slot] = times.d2h_end_ns
+
+
+class Pipeline(Device):
+    """GPUs in stages, each with a lane of its own for its layers. A step goes from stage to stage, and the next one is
+    on a stage as soon as that is free. Of its times `compute` is that of the last stage; those of all are in the `log`.
+    If more steps are in flight than there are stages, one begins when the tokens are sent back to the first stage that
+    the step as many before it as there are stages has sampled; else tokens come from the CPU.
+    """
+
+    def __init__(
+        self,
+        cost: StagedCost,
+        log: array[int],
+        *,
+        depth: int,
+        overlap: bool,
+        gap_ns: int = 0,
+        early_ns: int = 0,
+        wake_ns: int = 0,
+    ) -> None:
+        super().__init__(None, wake_ns)
+        self._cost, self._log, self._gap_ns, self._early_ns = cost, log, gap_ns, early_ns
+        self._stages = [Lane() for _ in cost.stages]
+        self._h2d, self._d2h = (Lane(), Lane()) if overlap else (self._stages[0], self._stages[-1])
+        self._slots_ns, self._ahead = [0] * depth, depth > len(self._stages)
+        self._sampled_ns = [0] * len(self._stages)  # when the first stage has the tokens of a step, by its number
+
+    def launch(self, plan: StepPlan, shape: Shape, times: StepTimes) -> None:
+        assert not plan.transfers, (plan.step, "moves KV, which no pipeline does")
+        h2d_ns, stages_ns, d2h_ns = self._cost.stages_ns(plan, shape.tokens)
+        launched, slot, turn = times.launch_end_ns, plan.step % len(self._slots_ns), plan.step % len(self._stages)
+        begins = times.launch_start_ns
+        if not shape.eager:
+            begins = max(begins, launched - self._early_ns)
+        times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(max(begins, self._slots_ns[slot]), h2d_ns)
+        ready, send_ns = max(times.h2d_end_ns, self._sampled_ns[turn]), self._cost.send_ns(shape.tokens)
+        for stage, (lane, kernels_ns) in enumerate(zip(self._stages, stages_ns, strict=True)):
+            took_ns = self.contended_kernels_ns(launched, kernels_ns)
+            if not stage and begins < launched:  # the last kernel does not end before it is launched
+                took_ns = max(took_ns, launched - max(ready, lane.free_ns))
+            start_ns, end_ns = lane.book(ready, took_ns)
+            if plan.work.rows:
+                lane.free_ns += self._gap_ns
+                self._log.extend((plan.step, stage, start_ns, end_ns))
+                ready = end_ns + send_ns
+        times.compute_start_ns, times.compute_end_ns = start_ns, end_ns
+        self.kernels_end_ns = end_ns
+        if self._ahead:
+            sampled = plan.work.decodes + sum([chunk.outputs for chunk in plan.work.chunks])
+            self._sampled_ns[turn] = end_ns + self._cost.send_ns(0) if sampled else 0
+        times.d2h_start_ns, times.d2h_end_ns = self._d2h.book(end_ns, d2h_ns)
         self._slots_ns[slot] = times.d2h_end_ns
 
 

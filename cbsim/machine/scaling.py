@@ -243,7 +243,7 @@ class Scaled(Front):
         replica.number, replica.ready_ns = len(self.machines), now_ns
         self.machines.append(machine)
         self.inboxes.append(machine.inbox)
-        facts = {"gpus": scenario.gpus, "total_blocks": machine.record.total_blocks}
+        facts = {"gpus": scenario.own_gpus, "total_blocks": machine.record.total_blocks}
         self.record.add(machine.record, {"pool": self._fleet.labels[replica.pool], **facts})
         for choice in self._choices:
             choice.came(replica.slot, machine)

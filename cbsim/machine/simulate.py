@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import simpy
 
-from cbsim.cost.base import Cost
+from cbsim.cost.base import Cost, StagedCost
 from cbsim.errors import ScenarioError
 from cbsim.machine.adaptive import Adaptive
-from cbsim.machine.device import Device, Mover, OneGpu
+from cbsim.machine.device import Device, Mover, OneGpu, Pipeline
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
@@ -41,12 +41,16 @@ def machine(
 ) -> Machine:
     """Build the simulated server, with an empty record. `cost` and `device`: in place of the scenario's."""
     policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
-    record, steps = Record(policy.pool.num_blocks), depth(loop)
-    if device is None:
-        latencies = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
+    record, steps = Record(policy.pool.num_blocks), depth(loop, scenario.stages)
+    latencies: dict[str, Any] = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
+    latencies |= {"depth": steps, "overlap": scenario.loop.streams}
+    if device is None and scenario.stages > 1:
+        assert isinstance(cost, StagedCost), cost
+        device = Pipeline(cost, record.stages, **latencies)
+    elif device is None:
         kind = Side if scenario.role else Mover
         mover = partial(kind, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
-        device = OneGpu(cost, depth=steps, overlap=scenario.loop.streams, mover=mover, **latencies)
+        device = OneGpu(cost, mover=mover, **latencies)
     share = scenario.cost.contention
     device.cpu_share, device.gpu_share = share.cpu, share.gpu
     inbox = Inbox(workload, record, workload.arriving())

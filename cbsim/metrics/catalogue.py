@@ -155,6 +155,10 @@ _AFTER = (
            "that decodes had taken blocks", listed=True),
     Metric("hand_off.broken", "count", LESS, "broken hand-offs", "by the death of a server, or a prefill that was not "
            "made", listed=True),
+    Metric("pipeline.gpu_active", "share", MORE, "GPUs of all stages active", "busy time of a stage of the pipeline, "
+           "from the first kernel to the last, mean of all; only with several, as all of `pipeline`", listed=True,
+           style=FINE),
+    Metric("pipeline.bubble", "share", LESS, "bubbles", "1 - `pipeline.gpu_active`", listed=True, style=FINE),
     Metric("drafts.acceptance_length", "count", MORE, "tokens a verification", "mean tokens that a row with drafts "
            "gives, the target's own included; only with speculation, as all of `drafts`", listed=True, style=REAL),
     Metric("drafts.acceptance_rate", "share", MORE, "drafts accepted",

@@ -122,17 +122,18 @@ class Site(Protocol):
     """The model, GPU and cache of a scenario, from which a scheduler's sizes follow. Its methods raise ScenarioError if
     the model does not fit.
 
-    `depth` steps are in flight. `block_size` is tokens; a block has `block_bytes` of KV on one of `gpus` GPUs, which
-    share every layer. The model has `layers` layers and is made for `max_position` tokens at most; `attention` is that
-    of the layers one by one, and again from the first if there are more. `gpu` is the GPU's name; a process sees
-    `memory_bytes` on the empty device, of which the cache may fill `memory_fraction`, as the scheduler's rule counts
-    it. `num_blocks` are the blocks of all layers that the scenario gives, or None for as many as fit. A layer that
-    keeps a state by the rule `state_rule`, which is empty if none does, has one of `state_bytes` for a request, one
-    that keeps tokens `token_bytes` for each, on one GPU. `role`: what a server does of requests that others do the rest
-    of; None if there are no others.
+    `depth` steps are in flight, in a pipeline of `stages`. `block_size` is tokens; a block has `block_bytes` of KV in
+    all layers on one of `gpus` GPUs, which share every layer. The model has `layers` layers and is made for
+    `max_position` tokens at most; `attention` is that of the layers one by one, and again from the first if there are
+    more. `gpu` is the GPU's name; a process sees `memory_bytes` on the empty device, of which the cache may fill
+    `memory_fraction`, as the scheduler's rule counts it. `num_blocks` are the blocks of all layers that the scenario
+    gives, or None for as many as fit. A layer that keeps a state by the rule `state_rule`, which is empty if none does,
+    has one of `state_bytes` for a request, one that keeps tokens `token_bytes` for each, on one GPU. `role`: what a
+    server does of requests that others do the rest of; None if there are no others.
     """
 
     depth: int
+    stages: int
     block_size: int
     gpus: int
     block_bytes: int
@@ -227,7 +228,8 @@ class SchedulerKind(Generic[S, O]):
     windows are cached whole like others, so that windows change only the time of steps; otherwise the scheduler lists
     every row of such a model, none is counted. `balance` names the rule by which requests are shared among servers that
     step together (machine.lockstep), None if the scheduler cannot be one of them. `drafts` are the methods by which it
-    speculates. `hands_off`: it can be that of a server which hands requests to others, or gets them.
+    speculates. `hands_off`: it can be that of a server which hands requests to others, or gets them. `staged`: its
+    rules for steps of a pipeline's stages are followed.
     """
 
     name: str
@@ -247,6 +249,7 @@ class SchedulerKind(Generic[S, O]):
     balance: Callable[[S], str | None] = lambda _: None
     drafts: tuple[Method, ...] = ()
     hands_off: bool = False
+    staged: bool = False
 
     @property
     def windows(self) -> bool:

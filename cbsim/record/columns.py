@@ -36,7 +36,7 @@ TAKES = {
     "await": "CPU: blocked until the outputs are on the host",
     "update": "CPU: applying the result",
     "h2d": "copy of the inputs",
-    "compute": "kernels",
+    "compute": "kernels; in a pipeline those of the last stage",
     "d2h": "copy of the outputs",
 }
 
@@ -150,6 +150,13 @@ DRAFTS = (
     Column("drafts", "tokens", "draft tokens that it verified"),
     Column("accepted", "tokens", "of them, those that came true"),
     Column("proposed", "tokens", "draft tokens that were proposed behind it"),
+)
+
+STAGES = (
+    Column("step", "id", "the step"),
+    Column("stage", "id", "of the pipeline, 0, 1, 2 ..."),
+    Column("start_ns", "ns", "start of the step's kernels on it"),
+    Column("end_ns", "ns", "end of the step's kernels on it"),
 )
 
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps

@@ -1,5 +1,6 @@
 """Tables that only some runs have: KV transfers (moves.parquet), hand-offs between servers (hand_offs.parquet), the
-parents of beams (parents.parquet), and what rows with speculation verified and proposed (drafts.parquet).
+parents of beams (parents.parquet), what rows with speculation verified and proposed (drafts.parquet), and the times of
+steps on the stages of a pipeline (stages.parquet).
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from cbsim.record.record import Record, Records, TransferLog
 from cbsim.record.tables import Ints
 
 TRANSFERS, PARENTS, DRAFTS = "moves.parquet", "parents.parquet", "drafts.parquet"
-HAND_OFFS = "hand_offs.parquet"
+HAND_OFFS, STAGES = "hand_offs.parquet", "stages.parquet"
 FETCHED, LEASE_OVER, BROKEN, ENDED, UNDER_WAY = range(5)  # fates of a hand-off
 TABLES: Mapping[str, Sequence[Column]] = {
     TRANSFERS: columns.MOVES,
     HAND_OFFS: columns.HAND_OFFS,
     PARENTS: columns.PARENTS,
     DRAFTS: columns.DRAFTS,
+    STAGES: columns.STAGES,
 }
 Files = Path | Mapping[str, bytes]
 """The files of a run: a folder, or their contents in memory, by name."""
@@ -39,7 +41,7 @@ def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
 
 def files_of(record: Record | Records) -> dict[str, bytes]:
     """Return the tables that have rows, as files of the run directory by name."""
-    logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents, DRAFTS: record.drafts}
+    logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents, DRAFTS: record.drafts, STAGES: record.stages}
     if isinstance(record, Records):
         logs[HAND_OFFS] = record.hand_offs
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}
@@ -99,6 +101,17 @@ def summarise_drafts(rows: array[int]) -> dict[str, Any]:
         "acceptance_rate": came / total if total else None,
         "acceptance_by_position": {f"{at}": int((accepted >= at).sum()) / int((drafts >= at).sum()) for at in places},
     }
+
+
+def summarise_stages(rows: array[int]) -> dict[str, Any]:
+    """Return the share of the time from the first kernel to the last in which stages of a pipeline compute, their mean
+    and each, and the share in which the mean one does not.
+    """
+    table = values_of(STAGES, rows)
+    span_ns = max(int(table["end_ns"].max() - table["start_ns"].min()), 1)
+    busy_ns = np.bincount(table["stage"], table["end_ns"] - table["start_ns"])
+    active = busy_ns / span_ns
+    return {"gpu_active": float(active.mean()), "bubble": 1 - float(active.mean()), "by_stage": active.tolist()}
 
 
 def summarise_transfers(log: TransferLog, span_s: float) -> dict[str, Any]:

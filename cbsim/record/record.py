@@ -134,6 +134,7 @@ class Record:
         self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
         self.drafts = array("q")  # rows of columns.DRAFTS
+        self.stages = array("q")  # rows of columns.STAGES
         self.polls = 0
         self.sampled_tokens = 0  # output tokens that steps have delivered
         self._accepted_tokens = 0  # drafts that came true in the step whose result is being applied
@@ -333,6 +334,7 @@ class Part(Protocol):
     steps: bytearray
     parents: array[int]
     drafts: array[int]
+    stages: array[int]
     sampled_tokens: int
 
     @property
@@ -404,6 +406,11 @@ class Records:
     def drafts(self) -> array[int]:
         """The verified drafts of all, with their steps as joined."""
         return self._joined([record.drafts for record in self.records], len(columns.DRAFTS), (0,))
+
+    @property
+    def stages(self) -> array[int]:
+        """The times on the stages of all, with their steps as joined."""
+        return self._joined([record.stages for record in self.records], len(columns.STAGES), (0,))
 
     def _joined(self, tables: Sequence[array[int]], width: int, steps_at: Sequence[int]) -> array[int]:
         """Return the rows of all servers, of `width` numbers each, of which those at `steps_at` are steps."""

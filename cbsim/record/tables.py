@@ -198,6 +198,7 @@ class FinishedRecord:
     moves: array[int]
     parents: array[int]
     drafts: array[int]
+    stages: array[int]
     step_count: int
     finished_count: int
     sampled_tokens: int
@@ -205,8 +206,9 @@ class FinishedRecord:
 
     @classmethod
     def of(cls, record: Record) -> FinishedRecord:
-        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents, record.drafts
-        return cls(record.total_blocks, *tables, record.step_count, record.finished_count, record.sampled_tokens)
+        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
+        logs = record.drafts, record.stages
+        return cls(record.total_blocks, *tables, *logs, record.step_count, record.finished_count, record.sampled_tokens)
 
     def hand_to(self, take: Take, steps: int) -> None:
         self._take = take

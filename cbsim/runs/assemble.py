@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import cast
 
-from cbsim.cost.base import Copies, Cost
+from cbsim.cost.base import NS, Copies, Cost, StagedCost
 from cbsim.cost.drafting import DraftingCost
 from cbsim.policy.groups import LayerGroup, page_layers
 from cbsim.policy.kind import Settings
@@ -23,6 +23,7 @@ from cbsim.routers.scaling import GuardedRule, Rule
 from cbsim.runs.guard import Guarded
 from cbsim.scenario.fleet import Autoscale
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.shapes import ModelShape
 from cbsim.schedulers import registry
 from cbsim.workload.acceptance import Acceptance
 
@@ -54,6 +55,8 @@ def rule(scaled: Autoscale) -> Rule:
 
 def cost_model(scenario: Scenario) -> Cost:
     """Build the scenario's cost model. Raises ScenarioError for tables that are missing, or of another GPU or model."""
+    if scenario.stages > 1:
+        return _staged_cost(scenario)
     cost, drafts = _cost_model(scenario), scenario.speculation
     if drafts is None or drafts.method == "ngram":
         return cost
@@ -70,6 +73,23 @@ def _cost_model(scenario: Scenario, **passes: bool) -> Cost:
     module, _, name = scenario.cost.builder.partition(":")
     cost: Cost = getattr(import_module(module), name)(scenario, scenario.cost, **passes)
     return cost
+
+
+def _staged_cost(scenario: Scenario) -> StagedCost:
+    """Build the cost model of a pipeline. What a step and its rows take beside kernels is with the last stage, which
+    samples. vLLM sends the residual stream and what is to be added to it; each of the GPUs that share a layer sends its
+    part, which they gather: as over one link.
+    """
+    model, parts = scenario.model, list(scenario.model.stages(scenario.stages))
+    parts[:-1] = [part.model_copy(update={"vocab": 0}) for part in parts[:-1]]  # without an output layer
+    alone, made = scenario.cost.model_copy(update={"pipeline_parallel": 1}), dict[ModelShape, Cost]()
+    for part in parts:
+        if part not in made:
+            stage = scenario.model_copy(update={"model": part, "cost": alone})
+            made[part] = _cost_model(stage, whole=part is parts[-1])
+    link = scenario.stage_link
+    token_ns = 2 * model.hidden * model.dtype_bytes / link.bytes_s * NS
+    return StagedCost([made[part] for part in parts], link.latency_s * NS, token_ns)
 
 
 def acceptance(scenario: Scenario) -> Acceptance | None:

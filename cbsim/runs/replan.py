@@ -78,7 +78,8 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
         loads = _Loads(unfetched.get(server, set()))
         verified = drafts if its.speculation else None
-        verdict = _compare(part, policy, depth(loop), workload.find_attempt, on_plans, low, verified, loads=loads)
+        steps_in_flight = depth(loop, its.stages)
+        verdict = _compare(part, policy, steps_in_flight, workload.find_attempt, on_plans, low, verified, loads=loads)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:

@@ -435,6 +435,8 @@ def _step(scenario: Scenario, loop: str, steps: Steps, span_ns: float) -> str:
     compute = steps.lane("compute").astype(np.float64)
     waits = 1 - idle - float(compute.sum()) / max(span_ns, 1.0)
     if waits >= SEEN:
+        if scenario.stages > 1:
+            return f"pipeline: its last stage waits {waits:.0%} of the time for the stages before it, or for the CPU"
         cure = "loop.mode: async would hide it"
         if loop != "sync":
             longer = sum(float(steps.lane(phase).sum()) for phase in WORK)

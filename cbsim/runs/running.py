@@ -149,6 +149,8 @@ class Session:
         if (transfers := record.transfers).rows:
             busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
             numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
+        if isinstance(record, Record) and (stages := record.stages):
+            numbers["pipeline"] = optional_tables.summarise_stages(stages)
         if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
             table, rate = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs), fleet.hand_off.link
             of = metrics.hand_offs(table, RequestTable.of(rows), rate.bandwidth_gb_s, numbers["makespan_s"])
@@ -239,7 +241,9 @@ def servers_of(scenario: Scenario, record: Record | Records) -> Sequence[Mapping
     if scenario.fleet is None or not isinstance(record, Records):
         return ()
     each = zip(scenario.fleet.pool_names, scenario.servers, record.records, strict=not record.fleet)
-    facts = record.fleet or [{"pool": of, "gpus": its.gpus, "total_blocks": one.total_blocks} for of, its, one in each]
+    facts = record.fleet or [
+        {"pool": of, "gpus": its.own_gpus, "total_blocks": one.total_blocks} for of, its, one in each
+    ]
     drafts = [{"drafts": optional_tables.summarise_drafts(one.drafts)} if one.drafts else {} for one in record.records]
     return [{**own, **came} for own, came in zip(facts, drafts, strict=True)]
 

@@ -86,6 +86,7 @@ class ConstantSettings(Frozen):
     builder: ClassVar[str] = "cbsim.cost.fitted:constant"
     tensor_parallel: ClassVar[int] = 1
     data_parallel: ClassVar[int] = 1
+    pipeline_parallel: ClassVar[int] = 1
     kind: Literal["constant"]
     step_s: Seconds  #: Seconds a step.
     per_token_s: Seconds = 0.0  #: Seconds a query token.
@@ -186,6 +187,16 @@ def _terms(file: TermsFile, data: Mapping[str, Any]) -> dict[str, Any]:
     return {**_fields(values), **tabled, "calibrated": calibrated}
 
 
+class LinkSettings(Frozen):
+    """What joins the GPUs of a group."""
+
+    latency_s: Seconds  #: Seconds that a message takes whatever its size.
+    bytes_s: Positive  #: Bytes a second in each direction.
+
+
+STAGE_LATENCY_S = 10e-6  # aiconfigurator's p2p_latency, on all of its systems
+
+
 class RooflineSettings(Frozen):
     """Bytes and operations of the model's shape, over the data sheet's rates times an efficiency: by curves that were
     distilled from measured kernels, as long as no efficiency is given.
@@ -201,6 +212,11 @@ class RooflineSettings(Frozen):
     tensor_parallel: Number = 1  #: GPUs that share every layer.
     data_parallel: Number = 1
     """Servers of `tensor_parallel` GPUs, each with a scheduler and a cache, that step together and share experts."""
+    pipeline_parallel: Number = 1
+    """Stages of a pipeline, of `tensor_parallel` GPUs each: the layers are split over them, and each computes another
+    step."""
+    stage_link: LinkSettings | None = None
+    """What joins one stage to the next; null: 10 us, and the GPU's link if it joins all, else the host's."""
     all_reduce_latency_s: Seconds = 5e-6
     """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
     step_overhead_s: Seconds = 0.0  #: Seconds on the device that every step costs, whatever it holds.
@@ -319,6 +335,7 @@ class FittedSettings(Coefficients):
     builder: ClassVar[str] = "cbsim.cost.fitted:fitted"
     tensor_parallel: ClassVar[int] = 1
     data_parallel: ClassVar[int] = 1
+    pipeline_parallel: ClassVar[int] = 1
     kind: Literal["fitted"]
     path: PlainPath | None = None
     """YAML file of coefficients, from the scenario's or the current folder. Once read they stand here, this is null."""
@@ -388,13 +405,6 @@ def untabulated(engine: str) -> Mapping[str, float]:
     return UNTABULATED.get(engine.partition("_")[0], UNTABULATED["vllm"])
 
 
-class LinkSettings(Frozen):
-    """What joins the GPUs of a group."""
-
-    latency_s: Seconds  #: Seconds that a message takes whatever its size.
-    bytes_s: Positive  #: Bytes a second in each direction.
-
-
 ENGINE = "^(vllm|trtllm|sglang)(_[0-9].*)?$"
 
 
@@ -410,6 +420,11 @@ class TableSettings(Frozen):
     tensor_parallel: Number = 1  #: GPUs that share every layer.
     data_parallel: Number = 1
     """Servers of `tensor_parallel` GPUs, each with a scheduler and a cache, that step together and share experts."""
+    pipeline_parallel: Number = 1
+    """Stages of a pipeline, of `tensor_parallel` GPUs each: the layers are split over them, and each computes another
+    step."""
+    stage_link: LinkSettings | None = None
+    """What joins one stage to the next; null: 10 us, and the GPU's link if it joins all, else the host's."""
     all_to_all: Literal["allgather", "deepep"] = "allgather"
     """With `engine`: how these exchange tokens. deepep: by its low-latency kernels if all only decode, else by the
     others."""
@@ -498,3 +513,18 @@ Cost = Annotated[ConstantSettings | RooflineSettings | FittedSettings | TableSet
 def models() -> dict[str, str]:
     """Return what each cost model is, by its kind."""
     return {get_args(each.model_fields["kind"].annotation)[0]: each.about for each in get_args(get_args(Cost)[0])}
+
+
+def check_stages(scenario: Any) -> None:
+    """Raise ValueError for a scenario whose layers cannot be split over stages, or with parts that are not staged."""
+    model, scheduler, cost = scenario.model, scenario.scheduler.name, scenario.cost
+    for holds, bound in (
+        (scenario.stages <= model.layers, f"must be <= layers ({model.layers})"),
+        (scenario.kind.staged, f"must be 1 with scheduler {scheduler}, whose rules for a pipeline are not known"),
+        (scenario.ranks == 1, f"must be 1 with cost.data_parallel {scenario.ranks}"),
+        (scenario.speculation is None, "must be 1 with speculation"),
+        (model.sees_all, f"must be 1 with layers that have windows or states ({model.name})"),
+        (getattr(cost, "engine", None) or cost.kind != "table", "must be 1 with cost.kind table without cost.engine"),
+    ):
+        if not holds:
+            raise complaint(f"got {scenario.stages}, {bound}", "cost.pipeline_parallel")

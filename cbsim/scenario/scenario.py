@@ -32,7 +32,7 @@ from cbsim.errors import ScenarioError, UserError, in_line
 from cbsim.policy.kind import Options, Role, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, costs, documents
-from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
+from cbsim.scenario.costs import Coefficients, Cost, LinkSettings, RooflineSettings
 from cbsim.scenario.demand import Demand, Slo
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import (
@@ -142,6 +142,8 @@ class Scenario(Frozen):
         if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
             bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
+        if self.stages > 1:
+            costs.check_stages(self)
         return self
 
     @model_validator(mode="after")
@@ -282,14 +284,32 @@ class Scenario(Frozen):
         return self.cost.data_parallel
 
     @property
+    def stages(self) -> int:
+        """Stages of a server's pipeline, of `gpus` each."""
+        return self.cost.pipeline_parallel
+
+    @property
+    def stage_link(self) -> LinkSettings:
+        """What joins one stage to the next: as given, else the GPU's link if it joins all, or the host's."""
+        gpu, given = self.hardware, getattr(self.cost, "stage_link", None)
+        joined = self.gpus * self.stages <= (gpu.link_gpus or self.gpus * self.stages)
+        rate = gpu.link_bytes_s if gpu.link_bytes_s and joined else gpu.pcie_bytes_s
+        return given or LinkSettings(latency_s=costs.STAGE_LATENCY_S, bytes_s=rate)
+
+    @property
+    def own_gpus(self) -> int:
+        """GPUs of all stages of a server, or of servers that step together."""
+        return self.gpus * self.stages * self.ranks
+
+    @property
     def all_gpus(self) -> int:
         """GPUs of all servers."""
-        return sum(server.gpus * server.ranks for server in self.servers)
+        return sum(server.own_gpus for server in self.servers)
 
     @property
     def price_usd_hour(self) -> float | None:
         """The price of an hour of all GPUs; None if that of one is not known."""
-        prices = [(server.hardware.price_usd_hour, server.gpus * server.ranks) for server in self.servers]
+        prices = [(server.hardware.price_usd_hour, server.own_gpus) for server in self.servers]
         known = [price * gpus for price, gpus in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
@@ -339,9 +359,9 @@ def loops(scenario: Scenario) -> tuple[str, ...]:
     return ("sync", "async") if scenario.loop.mode == "both" else (scenario.loop.mode,)
 
 
-def depth(loop: str) -> int:
-    """Return the steps in flight of a loop, by its name."""
-    return {"sync": 1, "async": 2}[loop]
+def depth(loop: str, stages: int = 1) -> int:
+    """Return the steps in flight of a loop, by its name: one for each stage of a pipeline, and one more in `async`."""
+    return {"sync": 0, "async": 1}[loop] + stages
 
 
 def longest_text(scenario: Scenario, loop: str) -> int:
@@ -448,10 +468,11 @@ def dump(scenario: Scenario) -> str:
 def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
     model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
-    sizes = depth(loop), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
+    sizes = depth(loop, scenario.stages), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
     drafts = scenario.speculation
     rule, drafter = (drafts.rule, drafts.drafts_with(model, stored=True)) if drafts else (None, None)
-    return Place(model, gpu, *sizes, ranks=scenario.ranks, speculation=rule, drafter=drafter, role=scenario.role)
+    more: dict[str, Any] = {"stages": scenario.stages, "role": scenario.role, "speculation": rule, "drafter": drafter}
+    return Place(model, gpu, *sizes, ranks=scenario.ranks, **more)
 
 
 def _resolved(scenario: Scenario, loop: str) -> Any:
@@ -523,8 +544,12 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
 
 def _beyond_memory(scenario: Scenario) -> tuple[str, ...]:
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
-    weights = model.shard_bytes(gpus, scenario.ranks)
-    cache = (blocks or 0) * scenario.block_size * model.kv_token_bytes(gpus) * model.sees_all
+    tokens = (blocks or 0) * scenario.block_size * model.sees_all
+    sizes = [
+        (part.shard_bytes(gpus, scenario.ranks), tokens * part.kv_token_bytes(gpus))
+        for part in model.stages(scenario.stages)
+    ]
+    weights, cache = max(sizes, key=sum)
     if blocks is None or weights + cache <= gpu.memory_bytes:
         return ()
     needed, memory = (f"{size / 1e9:.2f} GB" for size in (weights + cache, gpu.memory_bytes))

@@ -193,6 +193,27 @@ class ModelShape(Frozen):
             self.shared_intermediate, dtype, experts, chosen, self.intermediate, self.experts_dtype or dtype, inputs
         )
 
+    def stages(self, count: int) -> tuple[ModelShape, ...]:
+        """Return the parts of the model on each stage of a pipeline, split as vLLM does (get_pp_indices): as many
+        layers on each, of those left one more on the last but one, on the one before it, and so on. The first has the
+        embedding, the last the output layer, the others no vocabulary.
+        """
+        sizes = [self.layers // count + (0 <= count - 2 - at < self.layers % count) for at in range(count)]
+        feed_forwards, made, start = self._feed_forwards, list[ModelShape](), 0
+        for at, layers in enumerate(sizes):
+            places, ends = range(start, start + layers), at in (0, count - 1)
+            part: dict[str, Any] = {
+                "layers": layers,
+                "vocab": self.vocab * ends,
+                "tied_embeddings": self.tied_embeddings or count > 1,
+            }
+            part["attention"] = tuple([self.attention[place % len(self.attention)] for place in places])
+            if self.experts:
+                part |= {"feed_forward": tuple([feed_forwards[place] for place in places]), "first_dense": 0}
+            made.append(self.model_copy(update=part))
+            start += layers
+        return tuple(made) if count > 1 else (self,)
+
     @property
     def sees_all(self) -> bool:
         """Whether every layer sees the whole sequence."""
@@ -384,7 +405,8 @@ def activation_bytes(model: ModelShape, tokens: int, requests: int) -> int:
 
 class Place:
     """The `policy.kind.Site` of a model on `gpus` GPUs, on which sizes are solved. `num_blocks`: as given. So many GPUs
-    again are each of the other `ranks`, over which experts are spread. `drafter` is the model that drafts, if any.
+    again are each of the other `ranks`, over which experts are spread, and of the other `stages` of a pipeline, whose
+    tightest one counts. `drafter` is the model that drafts, if any.
     """
 
     def __init__(
@@ -398,12 +420,13 @@ class Place:
         gpus: int = 1,
         *,
         ranks: int = 1,
+        stages: int = 1,
         speculation: Speculation | None = None,
         drafter: ModelShape | None = None,
         role: Role | None = None,
     ) -> None:
         self.model, self.hardware, self.depth, self.gpus = model, hardware, depth, gpus
-        self.speculation, self.role = speculation, role
+        self.speculation, self.stages, self.role = speculation, stages, role
         self.block_size, self.memory_fraction, self.num_blocks = block_size, memory_fraction, num_blocks
         self.block_bytes, self._weight_bytes = block_size * model.kv_token_bytes(gpus), model.shard_bytes(gpus, ranks)
         self._drafter, self._drafter_bytes = drafter, 0
@@ -411,6 +434,11 @@ class Place:
             self.block_bytes += block_size * drafter.kv_token_bytes(gpus)
             self._drafter_bytes = drafter.shard_bytes(gpus, ranks)
             self._weight_bytes += self._drafter_bytes
+        self._shards = [(self._weight_bytes, self.block_bytes, model.layers)]  # of a GPU of each stage
+        if stages > 1:
+            parts = model.stages(stages)
+            sizes = [(part.shard_bytes(gpus), block_size * part.kv_token_bytes(gpus), part.layers) for part in parts]
+            self._shards, self._weight_bytes = sizes, max(size[0] for size in sizes)
         self.max_position, self.layers, self.attention = model.max_position, model.layers, model.pattern
         self.gpu, self.memory_bytes = hardware.name, hardware.memory_bytes
         self.state_rule: str = model.linear.rule if model.linear else ""
@@ -430,9 +458,11 @@ class Place:
         if self.num_blocks is not None:
             return self.num_blocks
         peak = activation_bytes(self.model, tokens, requests)
-        beside = self._weight_bytes + peak + VLLM_RUNTIME_BYTES
-        left = int(self.memory_bytes * self.memory_fraction) - beside
-        blocks = left // ((page_bytes or self.block_bytes // self.layers) * (layers or self.layers))
+        free, fit = int(self.memory_bytes * self.memory_fraction) - peak - VLLM_RUNTIME_BYTES, list[tuple[int, int]]()
+        for weights, block, own in self._shards:
+            left = free - weights
+            fit.append((left // ((page_bytes or block // own) * (layers or own)), left))
+        blocks, left = min(fit)
         if blocks < 2:
             raise self.misfit(left, peak_bytes=peak)
         return blocks

@@ -56,12 +56,17 @@ class Sizing(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A kind of server: a card by the name that the user wrote, the GPUs that share its layers, and settings."""
+    """A kind of server: a card by the name that the user wrote, the GPUs that share each layer, settings, stages."""
 
     name: str
     card: Hardware
     tensor: int
     settings: Mapping[str, Any]
+    stages: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +90,16 @@ class Candidate:
         return [(self.count(value), self.server), *self.beside]
 
     def gpus(self, value: int) -> int:
-        return sum(number * server.tensor for number, server in self.pools(value))
+        return sum(number * server.gpus for number, server in self.pools(value))
 
     def usd_hour(self, value: int) -> float:
         """Return the price to nine digits: equal prices stay equal whatever they are multiplied by."""
-        prices = [number * server.tensor * (server.card.price_usd_hour or 0) for number, server in self.pools(value)]
+        prices = [number * server.gpus * (server.card.price_usd_hour or 0) for number, server in self.pools(value)]
         return float(f"{sum(prices):.9g}")
 
     def label(self, value: int) -> str:
         names = list[str]()
-        for number, (name, _, tensor, settings) in self.pools(value):
+        for number, (name, _, tensor, settings, _) in self.pools(value):
             chosen = [f", {field.rpartition('.')[2]}={setting}" for field, setting in settings.items()]
             names.append(f"{number} x {name}{f' TP{tensor}' if tensor > 1 else ''}{''.join(chosen)}")
         return " + ".join(names) + (", as ranks" if self.ranks else "")
@@ -106,7 +111,7 @@ class Candidate:
     @cached_property
     def last(self) -> int:
         """The most that may be sought, by the GPUs in all; of ranks also by the model and the link."""
-        most = (self.sizing.most_gpus - self.gpus(1)) // self.server.tensor + self.count(1)
+        most = (self.sizing.most_gpus - self.gpus(1)) // self.server.gpus + self.count(1)
         if not self.ranks:
             return most
         return len(list(takewhile(lambda value: not self.misfit(value), range(1, most.bit_length()))))
@@ -265,7 +270,7 @@ class Search:
         for run in self.runs:
             active = [one["gpu_active"] for one in run.summary.get("per_server") or [run.summary]]
             servers = zip(self.scenario.replicas(run.summary), active, strict=True)
-            watts = [(of.hardware.power_w or math.nan) * of.gpus * of.ranks * share for of, share in servers]
+            watts = [(of.hardware.power_w or math.nan) * of.own_gpus * share for of, share in servers]
             each.append(sum(watts) * run.summary["makespan_s"] / max(1, run.summary["output_tokens"]))
         return None if math.isnan(fmean(each)) else fmean(each)
 
@@ -300,7 +305,10 @@ def candidates(
     if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values()))) > MOST:
         raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
-    servers = [Server(*card, *rest) for card, *rest in product(_cards(cards), tensor, settings)]
+    servers = [
+        Server(name, card, gpus, chosen, _stages({**_stated(sizing), **chosen}))
+        for (name, card), gpus, chosen in product(_cards(cards), tensor, settings)
+    ]
     ranks = (False, True) if shapes.model(str(sizing.document.data["model"]), sizing.folder).experts else (False,)
     made = [Candidate(sizing, server, ranks=each) for server in servers for each in ranks]
     if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
@@ -311,11 +319,22 @@ def candidates(
 
 def _usual_knobs(sizing: Sizing) -> Mapping[str, Sequence[Any]]:
     """Return the knobs if none is named: those of vLLM, unless the load or a change states them."""
-    parts = [(part, _part(sizing.document.data, part)) for part in ("scheduler", "cost")]
-    stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
-    stated |= fields_of(sizing.changes)
+    stated = _stated(sizing)
     usual = stated.get("scheduler.name", "vllm") == "vllm" and stated.get("cost.kind", "roofline") in SHEET
     return BATCHES if usual and not stated.keys() & {"scheduler", *BATCHES} else {}
+
+
+def _stated(sizing: Sizing) -> dict[str, Any]:
+    """Return the fields of scheduler and cost that the load or a change states."""
+    parts = [(part, _part(sizing.document.data, part)) for part in ("scheduler", "cost")]
+    stated = {f"{part}.{name}": value for part, of in parts for name, value in of.items() if value is not None}
+    return stated | fields_of(sizing.changes)
+
+
+def _stages(stated: Mapping[str, Any]) -> int:
+    """Return the stages of a server's pipeline; a wrong number is refused when the scenario is built."""
+    stages = stated.get("cost.pipeline_parallel", 1)
+    return max(1, stages) if isinstance(stages, int) else 1
 
 
 def _check_fields(sizing: Sizing, knobs: Mapping[str, Sequence[Any]]) -> None:
@@ -403,7 +422,7 @@ def _by_operations(scenario: Scenario, weights: float) -> int:
     requests = generators.build(scenario).open
     fresh = sum(each.output_tokens + (0 if each.prefix or each.sample_of else each.prompt_tokens) for each in requests)
     span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / NS if requests else 0.0
-    rate = scenario.hardware.flops.of_layers(scenario.model) * scenario.gpus
+    rate = scenario.hardware.flops.of_layers(scenario.model) * scenario.own_gpus
     return max(1, math.ceil(2 * weights * fresh / (rate * span_s))) if span_s else 1
 
 

@@ -162,11 +162,18 @@ def test_all_reasons_are_told(tables: Path) -> None:
     _, refused = score.sort([point])
     assert refused[0].reasons == (
         build.APART,
-        build.PIPELINE,
         build.WIDE,
         "no model file of Kimi-K3: scenarios/models describes none of that name",
         "no kernel tables of gb300",
     )
+
+
+def test_a_point_in_a_pipeline_has_its_stages(tables: Path) -> None:
+    """Two stages of two GPUs. Rules for a pipeline are known of vLLM 0.33, which later versions have, not of 0.19."""
+    made = build.build(changed(stages=2, version="0.30.0"), {})
+    assert (made.gpus, made.stages, made.all_gpus) == (2, 2, 4)
+    with pytest.raises(CannotBuildError, match=r"scheduler\.version: got 0\.19, must be 0\.33 with cost\.pipeline"):
+        build.build(changed(stages=2, version="0.14.0"), {})
 
 
 def test_sizes_of_servers_apart_are_those_of_the_larger(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def server(name: str, *, blocks: int, size: int = 4, seats: int = 6, chunk: int 
     own: dict[str, dict[str, int]] = {"vllm_v0": {"max_batched_tokens": LONGEST}, "sarathi": {"chunk_size": chunk}}
     own["simple_chunking"] = own["sarathi"]
     kind = OURS[name]
-    settings = kind.settings(max_num_seqs=seats, pipeline_stages=stages, **own.get(name, {}))
+    settings = kind.settings(max_num_seqs=seats, **own.get(name, {}))
     sizes = {"block_size": size, "num_blocks": blocks, "max_model_len": LONGEST}
-    made: SarathiServe = kind.make(ServeOptions(settings, **sizes))
+    made: SarathiServe = kind.make(ServeOptions(settings, **sizes, stages=stages))
     return made
 
 
@@ -206,7 +206,6 @@ DYNAMIC = "enable_dynamic_chunking_schedule: true, high_chunk_size: 8, chunk_sch
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        *((f"{{name: {name}, pipeline_stages: 2}}", "scheduler.pipeline_stages: got 2, must be 1") for name in NAMES),
         (f"{{name: sarathi, {DYNAMIC}, low_chunk_size: 4}}", "scheduler.chunk_schedule_max_tokens: got null, must be"),
         (
             f"{{name: sarathi, {DYNAMIC}, low_chunk_size: 9, chunk_schedule_max_tokens: 9}}",

@@ -146,6 +146,9 @@ def priors(scenario: Scenario) -> dict[str, Prior]:
     Raises ScenarioError.
     """
     cost = scenario.cost
+    if scenario.stages > 1:
+        bound = "must be 1: terms are fitted to servers of one stage"
+        raise ScenarioError(f"cost.pipeline_parallel: got {scenario.stages}, {bound}")
     if isinstance(cost, RooflineSettings):
         known = _of_roofline(cost, not curves.sources(scenario.hardware))
     elif isinstance(cost, TableSettings):

@@ -30,7 +30,6 @@ ENGINES = {  # the kernel tables to use where those of the nearest version are u
     ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
 }
 APART = "prefill and decode are apart, on servers of their own"
-PIPELINE = "layers are in a pipeline over GPUs"
 DRAFTS = "drafts of several tokens a step (MTP), which are not simulated"
 WIDE = f"more than {NODE} GPUs share a layer, for which there are no tables of all-reduces"
 FP4 = ("fp4", "nvfp4")
@@ -71,6 +70,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
             "engine": engine_of(point),
             "tensor_parallel": point.gpus,
             "data_parallel": point.ranks,
+            "pipeline_parallel": max(1, point.stages),
             "expert_parallel": _expert_groups(point, model),
             "routing": ROUTING,
             **NOTHING_ADDED,
@@ -86,7 +86,7 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
 
 def check(point: Point) -> None:
     """Check what does not depend on the content of tables. Raises CannotBuildError with all reasons."""
-    unlike = ((point.mode == "disagg", APART), (point.stages > 1, PIPELINE), (point.all_gpus > NODE, WIDE))
+    unlike = ((point.mode == "disagg", APART), (point.all_gpus > NODE, WIDE))
     reasons = [reason for applies, reason in unlike if applies]
     for part in (_undrafted, _hardware, engine_of):
         try:

@@ -55,7 +55,7 @@ class SarathiServe(SchedulerBase):
 
     def __init__(self, options: settings.ServeOptions[Any], policy: Policy, observer: Observer = NULL_OBSERVER) -> None:
         self.pool = plain_pool(options, observer)
-        self.staged = options.settings.pipeline_stages > 1
+        self.staged = options.stages > 1
         super().__init__(options, Decoding(self.pool, together=not self.staged, observer=observer))
         self.options = o = options
         self.policy = policy
@@ -98,6 +98,10 @@ class SarathiServe(SchedulerBase):
         if self.staged:
             self._rows.update(dict.fromkeys(rows, plan.step))
         return plan
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        members = self.decoding.batched
+        return not self.staged or members.planned - members.updated < self.options.stages
 
     def done(self, request: Request) -> int:
         """Return the computed tokens of a request."""
@@ -337,6 +341,7 @@ SARATHI = SchedulerKind(
     settings=settings.SarathiSettings,
     resolve=settings.resolve,
     make=lambda options: SarathiServe(options, Sarathi(options.settings)),
+    staged=True,
 )
 ORCA = SchedulerKind(
     name="orca",
@@ -344,6 +349,7 @@ ORCA = SchedulerKind(
     settings=settings.OrcaSettings,
     resolve=settings.resolve,
     make=lambda options: SarathiServe(options, orca),
+    staged=True,
 )
 FASTER_TRANSFORMER = SchedulerKind(
     name="faster_transformer",
@@ -351,6 +357,7 @@ FASTER_TRANSFORMER = SchedulerKind(
     settings=settings.FasterTransformerSettings,
     resolve=settings.resolve,
     make=lambda options: SarathiServe(options, faster_transformer),
+    staged=True,
 )
 VLLM_V0 = SchedulerKind(
     name="vllm_v0",
@@ -358,6 +365,7 @@ VLLM_V0 = SchedulerKind(
     settings=settings.VllmV0Settings,
     resolve=settings.resolve_vllm_v0,
     make=lambda options: SarathiServe(options, partial(vllm_v0, options.max_batched_tokens or options.max_model_len)),
+    staged=True,
 )
 SIMPLE_CHUNKING = SchedulerKind(
     name="simple_chunking",
@@ -365,4 +373,5 @@ SIMPLE_CHUNKING = SchedulerKind(
     settings=settings.SimpleChunkingSettings,
     resolve=settings.resolve,
     make=lambda options: SarathiServe(options, SimpleChunking(options.settings)),
+    staged=True,
 )

@@ -25,8 +25,6 @@ class ServeSettings(Settings):
     max_num_seqs: Annotated[Count, SLOTS] = 128  #: Requests that may run.
     max_model_len: Annotated[Count | None, Solved("the model's, or what the cache holds"), DEFAULT_IN_PROBE] = None
     """Longest sequence, tokens; null: the model's, capped by what the cache holds of one."""
-    pipeline_stages: Count = 1
-    """Stages of a pipeline, each with a batch of its own; 1 in every run: of more, only the decisions are followed."""
 
     @property
     def step_tokens(self) -> int | None:
@@ -132,12 +130,15 @@ S = TypeVar("S", bound=ServeSettings)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions(Generic[S]):
-    """A scheduler of Sarathi-Serve with its sizes. All of `num_blocks` are usable."""
+    """A scheduler of Sarathi-Serve with its sizes. All of `num_blocks` are usable. Each of `stages` of a pipeline has a
+    batch of its own.
+    """
 
     settings: S
     block_size: int
     num_blocks: int
     max_model_len: int
+    stages: int = 1
 
     @property
     def max_num_seqs(self) -> int:
@@ -164,15 +165,13 @@ def watermark_blocks(num_blocks: int) -> int:
 
 def resolve(settings: S, site: Site, tokens: int | None = None) -> ServeOptions[S]:
     """Return the options: a cache beside a step of `tokens`, the longest sequence it holds. Raises SettingsError."""
-    stages, slots, grows = settings.pipeline_stages, settings.max_num_seqs, settings.grows
-    message = f"got {stages}, must be 1: neither the simulated machine nor the engine has a pipeline"
-    require(stages == 1, "pipeline_stages", message)
+    slots, grows = settings.max_num_seqs, settings.grows
     blocks = site.blocks(max(tokens or settings.probe_tokens, slots), slots)
     most = (blocks - watermark_blocks(blocks) * grows) * site.block_size
     longest = settings.max_model_len or min(site.max_position, most)
     message = f"got {longest}, must be <= {most}: every request reserves it, and the cache has {blocks} blocks"
     require(longest <= most or grows, "max_model_len", message)
-    return ServeOptions(settings, site.block_size, blocks, longest)
+    return ServeOptions(settings, site.block_size, blocks, longest, site.stages)
 
 
 def resolve_vllm_v0(settings: VllmV0Settings, site: Site) -> ServeOptions[VllmV0Settings]:

@@ -1,6 +1,6 @@
 """vLLM V1's scheduler: running requests first, then the queue, one token budget; preemption by recompute.
 
-Rules as in vLLM 0.19 and 0.33 (text only, no speculation, one pipeline stage), restated and checked line by line
+Rules as in vLLM 0.19 and 0.33 (text only), restated and checked line by line
 against traces of the real code (`cbsim conformance`). What windows change is the cache's (group_pool.py). Chunked
 prefill has no phase of its own: a request needs `target - computed` tokens and gets what the budget leaves, in
 admission order.
@@ -45,7 +45,8 @@ class VllmScheduler(SchedulerBase):
         self._new = o.version == "0.33"
         self.pool, keys = cache(o, observer)
         self._speculation = o.speculation
-        together = sees_all(o.groups) and o.speculation is None
+        self._staged = o.stages > 1
+        together = sees_all(o.groups) and o.speculation is None and not self._staged
         super().__init__(o, Decoding(self.pool, keys, together=together, observer=observer))
         self.running: dict[Request, None] = {}  # in admission order
         self.waiting = self._queue()
@@ -59,6 +60,9 @@ class VllmScheduler(SchedulerBase):
         self._slots = o.speculation.slots if o.speculation else 0
         self.drafts = 0  # that the newest step proposes for each of its rows,
         self.drafting = False  # unless none of them would come to be verified
+        self._rows: dict[Request, int] = {}  # with stages: the step of a request's last row,
+        self._rests: dict[Request, int] = {}  # and the first one in which it may decode again
+        self._deferred: set[Request] = set()  # that were passed over since they were preempted
         self._executed = 0
         self._last_prefill = -o.prefill_schedule_interval
         self._capacity_bound = False
@@ -126,7 +130,7 @@ class VllmScheduler(SchedulerBase):
         elif self.waiting:
             self._admit(step)
         if not step.defer_prefill:
-            passed_over = len(transfers.passed_over) if transfers is not None else 0
+            passed_over = len(transfers.passed_over if transfers is not None else self._deferred)
             self._capacity_bound = self._present() - len(self.running) > passed_over
         return self._commit(step)
 
@@ -171,9 +175,13 @@ class VllmScheduler(SchedulerBase):
         """Return the query tokens that a running request needs, before the budget; 0 to be skipped in this step."""
         if request.scheduled > request.seen and request.seen + 1 >= request.limit:
             return 0  # its last token is in flight, whatever comes of drafts
+        if self.decoding.batched.planned < self._rests.get(request, 0):
+            return 0
         if step.defer_prefill and request.status is Status.PREFILL:
             return 0
         tokens = request.uncomputed
+        if self._staged and not self.options.async_scheduling:
+            tokens -= request.scheduled - request.seen  # a token in flight has no row of its own yet
         if request.drafts:
             tokens = min(tokens + request.drafts, self.options.max_model_len - request.computed - 1)
         return min(tokens, step.threshold) if step.threshold else tokens
@@ -234,11 +242,21 @@ class VllmScheduler(SchedulerBase):
             self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
 
     def _admit(self, step: Step) -> None:
-        """Admit the queue, head first: none is passed over, none is preempted for it."""
+        """Admit the queue, head first: none is preempted for it, and none is passed over but those that were preempted
+        and have a row in flight.
+        """
+        passed_over: list[Request] = []
         while self.waiting and step.budget > 0 and len(self.running) < self.options.max_num_seqs:
-            hits = self.hits(self.waiting.head())
+            request = self.waiting.head()
+            if self._rows.get(request, -1) >= self.decoding.batched.updated:
+                passed_over.append(self.waiting.pop())
+                self._deferred.add(request)
+                continue
+            hits = self.hits(request)
             if not self.start(self.waiting, self.pool.tokens_in(hits), hits, step):
                 break
+        for request in reversed(passed_over):
+            self.waiting.push_front(request)
 
     def hits(self, request: Request) -> list[int]:
         """Return the cached blocks of a waiting request; its last token is computed in any case."""
@@ -263,6 +281,7 @@ class VllmScheduler(SchedulerBase):
         if not tokens or not self.has_room(request, end, hits):
             return False
         queue.pop()
+        self._deferred.discard(request)
         self.decoding.admit(request, computed)
         self.running[request] = None
         if not self.pool.allocated(request):
@@ -336,6 +355,10 @@ class VllmScheduler(SchedulerBase):
             transfers.planned(plan)
         if speculation is not None and self.options.async_scheduling:
             self._draft(plan, NO_DRAFTS)
+        if self._staged:
+            self._rows.update(dict.fromkeys(step.rows, plan.step))
+            sampling = [request for request, row in step.rows.items() if row.outputs and self.options.async_scheduling]
+            self._rests.update(dict.fromkeys(sampling, plan.step + self.options.stages))
         return plan
 
     def _draft(self, plan: StepPlan, drafted: dict[RequestSpec, int]) -> None:
@@ -366,6 +389,9 @@ class VllmScheduler(SchedulerBase):
             transfers.holding.remove(request)
         else:
             self.waiting.remove(request)
+        self._deferred.discard(request)
+        self._rows.pop(request, None)
+        self._rests.pop(request, None)
         keeps_blocks = transfers is not None and transfers.ended(request, reason)
         self.decoding.end(request, reason, keeps_blocks=keeps_blocks)
 
@@ -420,4 +446,5 @@ VLLM = SchedulerKind(
     balance=balance,
     drafts=("ngram", "eagle", "draft_model"),
     hands_off=True,
+    staged=True,
 )

@@ -143,6 +143,7 @@ class VllmOptions(VllmSettings):
     host_blocks: int = 0
     kv_role: Literal["kv_consumer", "kv_producer", "kv_both"] = "kv_both"
     async_scheduling: bool = True
+    stages: int = 1
     speculation: Speculation | None = None
     groups: tuple[LayerGroup, ...] = ()
 
@@ -152,7 +153,7 @@ class VllmOptions(VllmSettings):
     @property
     def most_in_flight(self) -> int:
         """The query tokens of all steps that may be in flight, and those that a drafter writes behind them."""
-        return in_flight(self.max_num_batched_tokens, 2 if self.async_scheduling else 1, self.speculation)
+        return in_flight(self.max_num_batched_tokens, self.stages + self.async_scheduling, self.speculation)
 
     @property
     def hands_on(self) -> bool:
@@ -228,6 +229,10 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     require(settings.kv_connector != "hand_off", "kv_connector", servers)
     if site.role:
         _check(settings, HANDS_OFF, "in a fleet whose pools have roles")
+    if site.stages > 1:
+        _check(settings, UNCHANGED, f"with cost.pipeline_parallel {site.stages}")
+        message = f"got {settings.name}, which has no cost.pipeline_parallel ({site.stages}) where pools have roles"
+        require(site.role is None, "name", message)
     slots, tokens = _steps(settings, site)
     if (drafts := site.speculation) is not None:
         _check_speculation(settings, site)
@@ -261,7 +266,8 @@ def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
         max_cudagraph_capture_size=settings.max_cudagraph_capture_size or _largest_graph(settings, site, slots, tokens),
         cpu_bytes_to_use=host_bytes,
         host_blocks=_host_blocks(settings, site, host_bytes or 0),
-        async_scheduling=site.depth > 1,
+        async_scheduling=site.depth > site.stages,
+        stages=site.stages,
         **({"kv_connector": "hand_off", "kv_role": KV_ROLES[site.role]} if site.role else {}),
         groups=grouping.groups,
         speculation=site.speculation,
