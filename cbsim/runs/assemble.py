@@ -21,6 +21,7 @@ from cbsim.routers import registry as routers
 from cbsim.routers.base import Router
 from cbsim.routers.scaling import GuardedRule, Rule
 from cbsim.runs.guard import Guarded
+from cbsim.scenario.costs import STAGE_LATENCY_S, LinkSettings
 from cbsim.scenario.fleet import Autoscale
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.shapes import ModelShape
@@ -87,7 +88,9 @@ def _staged_cost(scenario: Scenario) -> StagedCost:
         if part not in made:
             stage = scenario.model_copy(update={"model": part, "cost": alone})
             made[part] = _cost_model(stage, whole=part is parts[-1])
-    link = scenario.stage_link
+    gpu, given = scenario.hardware, getattr(scenario.cost, "stage_link", None)
+    joined = gpu.link_bytes_s if scenario.own_gpus <= (gpu.link_gpus or scenario.own_gpus) else None
+    link = given or LinkSettings(latency_s=STAGE_LATENCY_S, bytes_s=joined or gpu.pcie_bytes_s)
     token_ns = 2 * model.hidden * model.dtype_bytes / link.bytes_s * NS
     return StagedCost([made[part] for part in parts], link.latency_s * NS, token_ns)
 

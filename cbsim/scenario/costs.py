@@ -518,6 +518,8 @@ def models() -> dict[str, str]:
 def check_stages(scenario: Any) -> None:
     """Raise ValueError for a scenario whose layers cannot be split over stages, or with parts that are not staged."""
     model, scheduler, cost = scenario.model, scenario.scheduler.name, scenario.cost
+    if scenario.stages == 1:
+        return
     for holds, bound in (
         (scenario.stages <= model.layers, f"must be <= layers ({model.layers})"),
         (scenario.kind.staged, f"must be 1 with scheduler {scheduler}, whose rules for a pipeline are not known"),

@@ -32,7 +32,7 @@ from cbsim.errors import ScenarioError, UserError, in_line
 from cbsim.policy.kind import Options, Role, Settings, SettingsError, sources
 from cbsim.policy.loop import Limits
 from cbsim.scenario import catalog, costs, documents
-from cbsim.scenario.costs import Coefficients, Cost, LinkSettings, RooflineSettings
+from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand, Slo
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import (
@@ -142,8 +142,7 @@ class Scenario(Frozen):
         if self.cost.kind == "roofline" and (model.heads % gpus or max(model.kv_heads, gpus) % gpus):
             bound = f"must divide heads ({model.heads}) and, if it is less, kv_heads ({model.kv_heads})"
             raise complaint(f"got {gpus}, {bound}", "cost.tensor_parallel")
-        if self.stages > 1:
-            costs.check_stages(self)
+        costs.check_stages(self)
         return self
 
     @model_validator(mode="after")
@@ -287,14 +286,6 @@ class Scenario(Frozen):
     def stages(self) -> int:
         """Stages of a server's pipeline, of `gpus` each."""
         return self.cost.pipeline_parallel
-
-    @property
-    def stage_link(self) -> LinkSettings:
-        """What joins one stage to the next: as given, else the GPU's link if it joins all, or the host's."""
-        gpu, given = self.hardware, getattr(self.cost, "stage_link", None)
-        joined = self.gpus * self.stages <= (gpu.link_gpus or self.gpus * self.stages)
-        rate = gpu.link_bytes_s if gpu.link_bytes_s and joined else gpu.pcie_bytes_s
-        return given or LinkSettings(latency_s=costs.STAGE_LATENCY_S, bytes_s=rate)
 
     @property
     def own_gpus(self) -> int:
@@ -467,9 +458,8 @@ def dump(scenario: Scenario) -> str:
 
 def site(scenario: Scenario, loop: str) -> Place:
     """Return the site that sizes are solved on: model, GPU and cache, and the steps in flight."""
-    model, gpu, cache, gpus = scenario.model, scenario.hardware, scenario.kv_cache, scenario.gpus
-    sizes = depth(loop, scenario.stages), scenario.block_size, cache.memory_fraction, cache.num_blocks, gpus
-    drafts = scenario.speculation
+    model, gpu, cache, drafts = scenario.model, scenario.hardware, scenario.kv_cache, scenario.speculation
+    sizes = depth(loop, scenario.stages), scenario.block_size, cache.memory_fraction, cache.num_blocks, scenario.gpus
     rule, drafter = (drafts.rule, drafts.drafts_with(model, stored=True)) if drafts else (None, None)
     more: dict[str, Any] = {"stages": scenario.stages, "role": scenario.role, "speculation": rule, "drafter": drafter}
     return Place(model, gpu, *sizes, ranks=scenario.ranks, **more)
@@ -544,15 +534,11 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
 
 def _beyond_memory(scenario: Scenario) -> tuple[str, ...]:
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
-    tokens = (blocks or 0) * scenario.block_size * model.sees_all
-    sizes = [
-        (part.shard_bytes(gpus, scenario.ranks), tokens * part.kv_token_bytes(gpus))
-        for part in model.stages(scenario.stages)
-    ]
-    weights, cache = max(sizes, key=sum)
-    if blocks is None or weights + cache <= gpu.memory_bytes:
+    tokens, parts = (blocks or 0) * scenario.block_size * model.sees_all, model.stages(scenario.stages)
+    most = max([part.shard_bytes(gpus, scenario.ranks) + tokens * part.kv_token_bytes(gpus) for part in parts])
+    if blocks is None or most <= gpu.memory_bytes:
         return ()
-    needed, memory = (f"{size / 1e9:.2f} GB" for size in (weights + cache, gpu.memory_bytes))
+    needed, memory = (f"{size / 1e9:.2f} GB" for size in (most, gpu.memory_bytes))
     reason = f"got {blocks:,}, which need {needed} with the weights; {gpu.name} has {memory}"
     return (f"kv_cache.num_blocks: {reason}: it is taken as given",)
 
