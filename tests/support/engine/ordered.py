@@ -270,7 +270,7 @@ def ordered() -> Iterator[World]:
             world.stream = before
 
     @contextmanager
-    def capture(graph: RecordedGraph, *, pool: Any, stream: Stream) -> Iterator[None]:
+    def capture(graph: RecordedGraph, *, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         with on(stream):
             world.graph = graph
             try:
