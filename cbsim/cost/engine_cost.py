@@ -222,6 +222,7 @@ def roofline(scenario: Scenario, settings: RooflineSettings, *, whole: bool = Tr
     engine = scenario.scheduler.name.partition("_")[0]
     terms: dict[str, Any] = {**untabulated(engine)}
     terms["step_s"] = terms.get("step_s", 0.0) + settings.step_overhead_s
+    terms |= {} if settings.reduce_s is None else {"reduce_s": settings.reduce_s}
     launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s

@@ -218,7 +218,11 @@ class RooflineSettings(Frozen):
     stage_link: LinkSettings | None = None
     """What joins one stage to the next; null: 10 us, and the GPU's link if it joins all, else the host's."""
     all_reduce_latency_s: Seconds = 5e-6
-    """Seconds that each of two all-reduces a layer takes whatever its size, if there are several."""
+    """With constant efficiencies: seconds that each of two all-reduces a layer takes whatever its size, if there are
+    several."""
+    reduce_s: Seconds | None = None
+    """On curves, which have all-reduces in a graph and launched alone: seconds of each on top, as ranks wait for each
+    other; null: what is usual for the engine."""
     step_overhead_s: Seconds = 0.0  #: Seconds on the device that every step costs, whatever it holds.
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6

@@ -220,3 +220,16 @@ def test_distance_of_data_sheets_is_the_sum_of_logarithms() -> None:
     assert sheet(H100).distance(sheet(H200)) == pytest.approx(log(4.8 / 3.35))
     assert sheet(H100).distance(sheet(H100)) == 0
     assert isinstance(sources(H100)[0], Source)
+
+
+def test_ranks_wait_for_each_other_in_every_all_reduce() -> None:
+    """`reduce_s` is the skew: two all-reduces a layer and one at the embedding, 65 in 32 layers; null is vLLM's usual
+    3 us. Both launches have it, and one launched alone takes longer."""
+    shared = ["cost.tensor_parallel=2", "hardware=h100-sxm", "model=llama-3.1-8b", "cost.cpu={}"]
+    usual, none, ten, eager = (
+        cost_model(scenario.load("landscape", [*shared, *more])).gpu_ns(plan(decodes=8, context=800), 8)[1]
+        for more in ([], ["cost.reduce_s=0"], ["cost.reduce_s=10e-6"], ["loop.cuda_graphs.enabled=false"])
+    )
+    assert usual - none == pytest.approx(65 * 3000, abs=2)
+    assert ten - none == pytest.approx(65 * 10_000, abs=2)
+    assert eager > usual + 65 * 5000

@@ -278,6 +278,16 @@ def test_mixtures_that_share_experts_are_candidates_too() -> None:
     assert ranks[0].scenario(2).ranks == 4 and ranks[0].label(2).endswith(", as ranks")
 
 
+def test_gpus_of_all_stages_count() -> None:
+    """A pipeline of two stages of two GPUs is four GPUs at their price, as a knob and as a field of the load."""
+    sizing = searching.sizing("llama-3.1-8b", LOAD, (), 8)
+    of = searching.candidates(sizing, ["h100"], (2,), {"cost.pipeline_parallel": [1, 2]})
+    assert [(each.gpus(1), each.last, each.scenario(2).all_gpus) for each in of] == [(2, 4, 4), (4, 2, 8)]
+    assert of[1].usd_hour(1) == pytest.approx(2 * of[0].usd_hour(1))
+    sizing = searching.sizing("llama-3.1-8b", LOAD, {"cost.pipeline_parallel": 2}, 8)
+    assert {each.gpus(1) for each in searching.candidates(sizing, ["h100"], (2,), {})} == {4}
+
+
 # -- pruning ----------------------------------------------------------------------------------------------------------
 
 

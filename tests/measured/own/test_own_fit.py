@@ -256,3 +256,8 @@ def test_settings_come_from_the_server_where_the_scenario_is_silent(place: Path)
     assert "model: Llama-3.2-1B, assumed to be what is served as 'mine'" in said
     assert "kv_cache.num_blocks: 8192, as the scenario says; 999, as the server says" in said
     assert "loop.cuda_graphs.enabled: False, as the server says (its log)" in said
+
+
+def test_a_pipeline_is_not_fitted() -> None:
+    with pytest.raises(ScenarioError, match=r"cost\.pipeline_parallel: got 2, must be 1: terms are fitted"):
+        fits.priors(scenarios.load("landscape", ["cost.pipeline_parallel=2"]))
