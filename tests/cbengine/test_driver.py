@@ -189,7 +189,8 @@ def test_a_workers_times_are_those_of_a_machine(worked: Run) -> None:
     check_times(worked, "async")
 
 
-def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_worker_ends_the_run(tmp_path: Path, ranks: int) -> None:
     """... at once, saying which signal it was; what was measured until then is kept."""
 
     def maker(*of: Any) -> servers.Measured:
@@ -199,7 +200,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         def killing(progress: Any) -> None:
             def tell(now_ns: int) -> None:
                 if server.record.step_count == 5:
-                    os.kill(server.engine._device._workers[0].pid, signal.SIGKILL)
+                    os.kill(server.engine._device._workers[-1].pid, signal.SIGKILL)
                 progress(now_ns)
 
             run(tell)
@@ -208,9 +209,11 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         return server
 
     options = RunOptions("tiny", (), tmp_path, (0, 100), None, (), as_json=False, quiet=True)
+    asking = asked("vllm", "workload.requests=8", f"cost.tensor_parallel={ranks}")
     with mock.patch.object(render, "images", return_value=[b""]), pytest.raises(RunError) as error:
-        run_command.one_loop(asked("vllm", "workload.requests=8"), "async", options, maker)
-    assert str(error.value).startswith("the worker process was killed by signal 9: what was measured until then is in ")
+        run_command.one_loop(asking, "async", options, maker)
+    which = "the worker process of rank 1" if ranks > 1 else "the worker process"
+    assert str(error.value).startswith(f"{which} was killed by signal 9: what was measured until then is in ")
     (path,) = tmp_path.iterdir()
     run = reading.load(path)
     assert "killed by signal 9" in str(run.incomplete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -37,6 +38,8 @@ from support.engine.served import (
 )
 from support.engine.tiny_runs import MIXED, SAMPLED, TINY
 
+import cbengine
+import cbsim
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.base import DeviceError
@@ -46,7 +49,7 @@ from cbengine.driver import Engine
 from cbengine.model import weights
 from cbengine.model.kvcache import KvCache
 from cbengine.model.ranks import Rank
-from cbsim.runs import assemble
+from cbsim.runs import assemble, replan
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
@@ -130,6 +133,21 @@ def test_worker_processes_are_ranks(loop: str) -> None:
     check_derived(run, loop)
     assert run.device.facts["ranks"] == 2
     assert run.device.facts["steps_with_equal_digests"] == len(run.steps)
+
+
+def test_a_result_says_its_ranks(tmp_path: Path) -> None:
+    """The front door takes their number; the scenario of its directory is simulated with as many, and derives again."""
+    few = {"workload.requests": 4, "loop.mode": "async", "model.layers": 1}
+    measured = cbengine.run("tiny_cpu", "process", changes=few, tensor_parallel=2)
+    assert measured.scenario.gpus == 2
+    folder = measured.save(tmp_path)
+    assert json.loads((folder / "env.json").read_text())["ranks"] == 2
+    derived, recorded, difference = replan.rederive(folder)
+    assert derived == recorded > 0
+    assert difference is None
+    simulated = cbsim.run(folder / "scenario.resolved.yaml")
+    assert simulated.scenario.gpus == 2
+    assert simulated.summary["output_tokens"] == measured.summary["output_tokens"]
 
 
 def test_what_a_rank_keeps() -> None:
