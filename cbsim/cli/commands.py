@@ -128,6 +128,9 @@ def serve(arguments: argparse.Namespace) -> int:
     if its.fleet is not None and its.fleet.changes:
         bound = "expected as many servers all the time: each has a port"
         raise ScenarioError(f"{arguments.scenario}: fleet.{its.fleet.changes}: servers come and go, {bound}")
+    if its.fleet is not None and its.fleet.hand_off is not None:
+        bound = "must be null: each server has a port, and nothing in front of it hands requests over"
+        raise ScenarioError(f"{arguments.scenario}: fleet.hand_off: {bound}")
     if arguments.port > (last := 65_536 - len(its.servers)):
         raise ScenarioError(f"--port: got {arguments.port}, expected at most {last}: a port a server")
     if arguments.fail_seed is not None and not arguments.fail:

@@ -18,7 +18,7 @@ from cbsim.record.tables import Ints, Mask, Steps
 
 STEPS_SHOWN, MOST_SERVERS = 7, 4
 ROWS = ("CPU", "H2D", "compute", "D2H")
-HOST_LANES = ("KV out", "KV in")  # transfers to and from the host
+HOST_LANES = ("KV out", "KV in")  # transfers to and from the host, or another server
 COMPUTE = ROWS.index("compute")
 TRANSFER_ROWS = {
     int(Direction.COPY): ("KV copy", COMPUTE),

@@ -118,7 +118,7 @@ MOVES = (
     Column("step", "id", "the step whose plan lists the move"),
     Column("request", "id", "whose KV it is, -1 for nobody's in particular"),
     Column("job", "id", "number of the job that it is part of, -1 for one in order with the steps"),
-    Column("way", "id", "0 on the device, 1 to the host, 2 from the host"),
+    Column("way", "id", "0 on the device, 1 to the host or another server, 2 from there"),
     Column("blocks", "blocks", "moved"),
     Column("start_ns", "ns", "start on its lane"),
     Column("end_ns", "ns", "end on its lane"),

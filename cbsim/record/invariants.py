@@ -5,11 +5,14 @@ A failure is an AssertionError that names the rule and the step and prints both 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from cbsim.policy.transfers import Direction
+from cbsim.record.optional_tables import FETCHED
 from cbsim.record.record import LANES, PHASES
 from cbsim.record.tables import Ints, Mask, Steps
 
@@ -41,6 +44,24 @@ def check_read(steps: Steps, total_blocks: int) -> None:
         check_cpu(part)
     _rows(steps)
     _blocks(steps, total_blocks)
+
+
+def check_hand_offs(steps: Steps, moves: Mapping[str, Ints], hand_offs: Mapping[str, Ints]) -> None:
+    """Raise AssertionError unless the KV of each hand-off that was fetched left one server and came to the other as the
+    table says, and no server got to know that a transfer is over, by which its blocks are free, before it was.
+    """
+    moves = {name: values[moves["reported_step"] >= 0] for name, values in moves.items()}
+    told_ns, launched_ns = steps["await_end_ns"][moves["reported_step"]], steps["launch_end_ns"][moves["step"]]
+    _at_most("blocks are kept until a transfer is over", moves["end_ns"], told_ns)
+    _at_most("a transfer begins when both servers have blocks", launched_ns, moves["start_ns"])
+    server = np.zeros_like(moves["step"]) if steps.server is None else steps.server[moves["step"]]
+    columns = (moves["way"], moves["request"], server, moves["start_ns"], moves["end_ns"])
+    made = Counter(zip(*(values.tolist() for values in columns), strict=True))
+    fetched = hand_offs["fate"] == FETCHED
+    for way, side in ((Direction.OUT, "source"), (Direction.IN, "target")):
+        named = [hand_offs[name][fetched].tolist() for name in ("request", side, "start_ns", "end_ns")]
+        found = np.array([made[(way, *each)] for each in zip(*named, strict=True)], dtype=np.int64)
+        _equal("each hand-off is one move out of a server, and one into another", found, 1)
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Mask) -> None:

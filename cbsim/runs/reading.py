@@ -19,9 +19,9 @@ from cbsim.files import read_json, read_text
 from cbsim.metrics import metrics
 from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE, quantities
 from cbsim.metrics.terminal import lookup
-from cbsim.record import directory, invariants, parquet, tables
+from cbsim.record import directory, invariants, optional_tables, parquet, tables
 from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
-from cbsim.record.optional_tables import Files
+from cbsim.record.optional_tables import HAND_OFFS, TRANSFERS, Files
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import RequestTable, Steps
 from cbsim.scenario import documents
@@ -184,8 +184,11 @@ def check_run(run: Run, loop: str, *, fleet: bool = False, whole: bool = True) -
     count = run.summary.get("servers", 1) if per_server is None else len(per_server)
     if whole:
         _check_servers(run, count)
+    hand_offs, moves = (optional_tables.read(run.source, name) for name in (HAND_OFFS, TRANSFERS))
     try:
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
+        if whole and len(hand_offs["fate"]):
+            invariants.check_hand_offs(run.steps, moves, hand_offs)
     except AssertionError as error:
         raise RunError(f"{run.path / 'steps.parquet'}: {error}") from None
     if whole:

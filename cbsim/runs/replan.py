@@ -17,7 +17,7 @@ import numpy as np
 from cbsim.errors import DeadlockError, RunError
 from cbsim.policy.digest import digest
 from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, Waves, serve
-from cbsim.policy.plan import StepPlan, StepResult
+from cbsim.policy.plan import StepPlan, StepResult, Underway
 from cbsim.policy.request import Finish, RequestSpec, leg
 from cbsim.policy.transfers import Direction
 from cbsim.record import optional_tables
@@ -169,7 +169,7 @@ def _compare(
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
     moved, parents = optional_tables.reported_jobs(run.source), optional_tables.by_step(run.source, PARENTS)
-    loads = loads or _Loads(set())
+    loads, underway = loads or _Loads(set()), Underway(policy.pool.block_size)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -190,6 +190,10 @@ def _compare(
                 on_plan(policy, effect.plan)
             polls.over(effect.plan.changes.ended)
             loads.planned(effect.plan)
+            try:
+                underway.planned(effect.plan)
+            except AssertionError as error:
+                return Replanned(step, steps, f"step {step}: {error}")
             step += 1
         elif isinstance(effect, Await):
             done, joined = effect.plan.step, first + effect.plan.step
@@ -197,6 +201,7 @@ def _compare(
             verified = {} if drafts is None else polls.verified(effect.plan, drafts.get(joined, ()), policy.requests)
             jobs = moved.get(joined, ())
             broken = loads.broken(jobs)
+            underway.completed(jobs)
             result = StepResult(polls.stopped(done), moved=jobs, parents=pairs, broken=broken, **verified)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())
 

@@ -321,7 +321,10 @@ def figure(results: Sequence[Result]) -> Picture:
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")
     parts = results[0].step_numbers.parts()
     if len(results) == 1 and len(parts) > 1:
-        return Picture(lanes(of_servers(parts), as_given=True, at_one_time=True))
+        shown, moves = of_servers(parts), results[0].transfers
+        mine = {name: np.isin(moves["step"], each["step"]) for name, each in shown.items()}
+        theirs = {name: {key: values[its] for key, values in moves.items()} for name, its in mine.items()}
+        return Picture(lanes(shown, as_given=True, transfers=theirs, at_one_time=True))
     steps = {result.loop: result.step_numbers.parts()[0] for result in results}
     transfers = {result.loop: result.transfers for result in results}
     active = {result.loop: float(result.summary["gpu_active"]) for result in results}

@@ -146,15 +146,14 @@ class Session:
             numbers["scaling"] = scaling
             if "cost" in numbers and numbers["makespan_s"]:
                 numbers["cost"] = metrics.price(numbers, cast("float", scaling["usd"]) / numbers["makespan_s"] * 3600)
-        if (transfers := record.transfers).rows:
-            busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
-            numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
         if isinstance(record, Record) and (stages := record.stages):
             numbers["pipeline"] = optional_tables.summarise_stages(stages)
         if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
             table, rate = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs), fleet.hand_off.link
-            of = metrics.hand_offs(table, RequestTable.of(rows), rate.bandwidth_gb_s, numbers["makespan_s"])
-            numbers["hand_off"] = of
+            numbers["hand_off"] = metrics.hand_offs(table, rows, rate.bandwidth_gb_s, numbers["makespan_s"])
+        elif (transfers := record.transfers).rows:
+            busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
+            numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
         if drafts := record.drafts:
             numbers["drafts"] = optional_tables.summarise_drafts(drafts)
         requests = self._terms.requests

@@ -28,7 +28,7 @@ from cbsim.workload import generators
         ("--set", "name=../x", ("--set name=../x", "name: got '../x'")),
         ("--set", "workload={kind: csv, path: folder}", ("workload.path: no file ", "/folder is a folder")),
         ("--set", "kv_cache.block_size=1e15", ("small.yaml:2 with --set kv_cache.block_size=1e15: model: got",)),
-        ("--set", "scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which takes two servers",)),
+        ("--set", "scheduler.kv_connector=hand_off", ("kv_connector: got hand_off, which comes with fleet.pools",)),
         ("--set", "scheduler.max_num_seqs=100000", ("max_num_batched_tokens: got 8192", "max_num_seqs (100000)")),
         ("--set", "model=llama-3.1-70b", ("kv_cache.memory_fraction: got 0.9, too", "141.11 GB of weights")),
         ("--set", "model=llama-3.1-405b", ("model: got Llama-3.1-405B", "too little for a cache", "more GPUs (cost.")),

@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 from support.random_scenarios import any_document, any_log, checks_of
 
 from cbsim.errors import UserError
-from cbsim.machine.handoff import Apart
+from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.simulate import Simulation
+from cbsim.policy.plan import StepPlan
+from cbsim.policy.transfers import Direction
+from cbsim.record import invariants, optional_tables
+from cbsim.record.tables import Ints, Steps
 from cbsim.routers.registry import OURS as ROUTERS
 from cbsim.runs import reading, replan, running
 from cbsim.runs.result import Result
 from cbsim.scenario.scenario import Scenario, load, parse
+from cbsim.schedulers.vllm.transfers import Transfers
 from cbsim.workload import generators
 
 US = 1000
@@ -231,3 +236,66 @@ def check_one(router: str, seed: int, folder: Path) -> None:
 def test_every_request_ends_once_and_all_blocks_are_free_whatever_dies(router: str, seed: int) -> None:
     """Caches that are too small, prefix hits, clients that leave, leases that end, servers of either role that die."""
     check_one(router, seed, Path(mkdtemp()))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables() -> tuple[Steps, dict[str, Ints], dict[str, Ints]]:
+    """Steps, moves and hand-offs of a run in which one server prefills for another."""
+    many = {"kind": "synthetic", "requests": 6, "prompt_tokens": 320, "output_tokens": 3}
+    result, servers = run(of({}, workload=many))
+    rows = optional_tables.values_of(optional_tables.HAND_OFFS, servers.record.hand_offs)
+    return result.step_numbers, dict(result.transfers), rows
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "by", "rule"),
+    [
+        (1, "reported_step", -1, "blocks are kept until a transfer is over"),
+        (1, "start_ns", -(1 << 40), "a transfer begins when both servers have blocks"),
+        (1, "request", 1, "each hand-off is one move out of a server, and one into another"),
+        (2, "end_ns", -1, "each hand-off is one move out of a server, and one into another"),
+        (2, "source", 1, "each hand-off is one move out of a server, and one into another"),
+    ],
+)
+def test_tables_that_no_servers_can_have_made_are_refused(
+    tables: Any, table: int, column: str, by: int, rule: str
+) -> None:
+    invariants.check_hand_offs(*tables)
+    damaged = [*tables]
+    damaged[table] = tables[table] | {column: tables[table][column] + by}
+    with pytest.raises(AssertionError, match=rule):
+        invariants.check_hand_offs(*damaged)
+
+
+def test_a_server_that_frees_blocks_under_a_transfer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the server that prefills takes its transfers for over as soon as they are ordered."""
+
+    def early(self: Side, plan: StepPlan, at_ns: int) -> int:
+        begun = before(self, plan, at_ns)
+        self.ends |= {transfer.job: 0 for transfer in plan.transfers if transfer.direction is Direction.OUT}
+        return begun
+
+    before = Side.before
+    monkeypatch.setattr(Side, "before", early)
+    result, servers = run(of({}, cpu=False))
+    rows = optional_tables.values_of(optional_tables.HAND_OFFS, servers.record.hand_offs)
+    with pytest.raises(AssertionError, match="each hand-off is one move"):
+        invariants.check_hand_offs(result.step_numbers, result.transfers, rows)
+
+
+def test_blocks_that_are_handed_out_under_a_transfer_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A planted fault: a policy that keeps no blocks of an ended request for the server that is to read them. The
+    simulated machine notices it, and replan of a run in which they were kept.
+    """
+    many = {"kind": "synthetic", "requests": 40, "prompt_tokens": 320, "output_tokens": 3}
+    tight, kept = of({}, workload=many, kv_cache={"num_blocks": 60}), Transfers.ended
+    path = run(tight)[0].save(tmp_path / "run")
+    monkeypatch.setattr(Transfers, "ended", lambda self, request, reason: bool(kept(self, request, reason)) and False)
+    with pytest.raises(AssertionError, match="handed out under a transfer"):
+        run(tight)
+    assert replan.rederive(path).difference

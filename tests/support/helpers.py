@@ -84,7 +84,7 @@ class Executor:
         assert sum(row.tokens for row in rows) == plan.work.tokens
         for row in rows:
             if row.chunk is not None and row.chunk.admitted:
-                kept = row.chunk.resumed and row.spec in self.brought
+                kept = row.spec in self.brought and (row.chunk.resumed or row.spec.computed_elsewhere)
                 assert row.start == row.chunk.cached or kept
                 self.brought.discard(row.spec)
                 self.tables[row.spec] = list(row.blocks)

@@ -46,7 +46,7 @@ def speculation(method: str, drafter: str = "") -> str:
         (("--wait", "spin"), ("--wait spin: needs --device cuda",)),
         (("--device=tpu",), ("argument --device", "'tpu'", *DEVICES)),
         (("--weights=nowhere",), ("nowhere/config.json: cannot be read",)),
-        (("--set", "scheduler.kv_connector=hand_off"), ("scheduler.kv_connector: got hand_off, which takes two",)),
+        (("--set", "scheduler.kv_connector=hand_off"), ("scheduler.kv_connector: got hand_off, which comes with",)),
         (
             ("--set", speculation("eagle")),
             ("--set speculation=", "eagle, k: 2", "}: speculation.method: got eagle, must be ngram or draft_model"),
