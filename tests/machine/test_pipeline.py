@@ -271,3 +271,14 @@ def test_more_stages_take_more_gpus_and_their_price() -> None:
     assert (one.all_gpus, four.all_gpus) == (1, 8)
     assert one.price_usd_hour is not None
     assert four.price_usd_hour == pytest.approx(8 * one.price_usd_hour)
+
+
+def test_four_gpus_without_nvlink_do_better_as_stages_and_those_with_it_as_ranks() -> None:
+    """What users find: over PCIe the all-reduces of every layer cost more than the bubbles of a pipeline."""
+    rate = {}
+    for card in ("l40s", "h100-sxm"):
+        for how in ("tensor", "pipeline"):
+            made = of(f"cost.{how}_parallel=4", "model.weights_dtype=fp8", "workload.requests=40", hardware=card)
+            rate[card, how] = cbsim.run(made).summary["output_tokens_per_s"]
+    assert rate["l40s", "pipeline"] > rate["l40s", "tensor"]
+    assert rate["h100-sxm", "tensor"] > rate["h100-sxm", "pipeline"]
