@@ -37,6 +37,9 @@ from support.engine.served import (
     speculating,
 )
 from support.engine.tiny_runs import MIXED, SAMPLED, TINY
+from test_group_tables import MIXES
+from test_group_tables import case as windowed_case
+from test_search import SEARCHES, check_search, groups, load, requests, searching
 
 import cbengine
 import cbsim
@@ -98,6 +101,22 @@ def test_ranks_verify_drafts(drafter: str, loop: str) -> None:
         assert sum(run.engine.accepted[1::2]) > 0
     alone = Run(sizes, loop, some(), drawn)
     assert Run(ranks, loop, some(), drawn, device=threads).texts == alone.texts
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", MIXES)
+def test_ranks_of_layers_with_windows(name: str, loop: str) -> None:
+    """From tables of groups of layers: the texts of one rank."""
+    of = windowed_case(*MIXES[name])
+    assert (
+        Run(on_ranks(of.scenario), loop, of.load, device=threads).texts == windowed_case(*MIXES[name]).run(loop).texts
+    )
+
+
+def test_ranks_search() -> None:
+    """Beams are ranked on every rank alike: texts and scores of generate."""
+    run = Run(on_ranks(searching(3, 300)), "sync", load(requests(3, *SEARCHES)), device=threads)
+    assert sum(check_search(texts) for texts in groups(run, 3)) <= 1
 
 
 @pytest.mark.parametrize("driven", ["as GPUs are", "in place"])
