@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -277,7 +278,8 @@ def architecture_of(scenario: Scenario, setup: Setup) -> Architecture:
 @dataclass(frozen=True, slots=True)
 class ExecutorPlan:
     """An executor's ingredients, for a worker, too. `random`: some request draws. `host_blocks`: of a host tier.
-    `drafter` is a model that drafts; without it a capacity for drafts is one for prompt lookup.
+    `drafter` is a model that drafts; without it a capacity for drafts is one for prompt lookup. `shared` is the memory
+    of a cache that this process reads and writes, too.
     """
 
     architecture: Architecture
@@ -293,6 +295,7 @@ class ExecutorPlan:
     host_blocks: int = 0
     drafter: ExecutorPlan | None = None
     rank: Rank = ALONE
+    shared: Any = None
 
     @property
     def part(self) -> Architecture:
@@ -302,6 +305,22 @@ class ExecutorPlan:
     def of(self, rank: Rank) -> ExecutorPlan:
         """Return the plan of this rank."""
         return replace(self, rank=rank, drafter=self.drafter and replace(self.drafter, rank=rank))
+
+    def sharing(self) -> ExecutorPlan:
+        """Return the plan of an executor whose cache this process has, too. Raises DeviceMemoryError."""
+        size = KvCache.bytes_for(self.architecture, self.num_blocks, self.block_size, DTYPES[self.dtype])
+        if self.device != "cpu":
+            return replace(self, shared=torch.zeros(size, dtype=torch.uint8, device=self.device))
+        _check_memory(self)
+        return replace(self, shared=multiprocessing.get_context("spawn").RawArray("B", size))
+
+    def cache(self) -> KvCache:
+        """Return the cache, or a view of the shared one."""
+        memory = self.shared
+        if memory is not None and not isinstance(memory, Tensor):
+            memory = torch.frombuffer(memory, dtype=torch.uint8)
+        sizes = self.num_blocks, self.block_size, DTYPES[self.dtype], torch.device(self.device)
+        return KvCache(self.part, *sizes, self.capacity.groups, memory)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under their Hugging Face names. Raises WeightsError."""
@@ -333,13 +352,11 @@ class ExecutorPlan:
         return Executor(model, cache, self.capacity, host, drafter)
 
     def _model(self, group: Group) -> tuple[Model, KvCache]:
-        dtype, device = DTYPES[self.dtype], torch.device(self.device)
         try:
             model = Model(self.part, self.tensors(), ops(self.device), self.positions, group)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"model: the weights do not fit the GPU's memory: {error}") from None
-        sizes = self.num_blocks, self.block_size
-        return model, KvCache(self.part, *sizes, dtype, device, self.capacity.groups)
+        return model, self.cache()
 
 
 def step_bytes(model: ModelShape, plan: ExecutorPlan, steps: int) -> int:
@@ -505,8 +522,11 @@ def assembled(
     hooks: Hooks,
     *,
     clock: Clock | None = None,
+    around: Callable[[EngineDevice], EngineDevice] | None = None,
 ) -> tuple[Engine, EngineDevice]:
-    """Return an engine and its device, made by `plan`; the other arguments are those of `driver.Engine`."""
+    """Return an engine and its device, made by `plan`, with what is put `around` it; the other arguments are those of
+    `driver.Engine`.
+    """
     policy = assemble.scheduler(scenario, loop)
     if setup.device != "modelled":
         check_windows(scenario)
@@ -514,6 +534,7 @@ def assembled(
     plan = replace(plan, capacity=sizes, host_blocks=policy.pool.host_blocks)
     clock = clock or (CpuClock() if setup.device == "modelled" else Clock())
     made = device(scenario, loop, plan, setup, clock)
+    made = around(made) if around else made
     batcher = Batcher(plan.capacity, padded=scenario.kind.padded)
     extra = dict(setup.injected)
     engine = Engine(policy, made, batcher, prompts, client, depth=depth(loop), hooks=hooks, clock=clock, injected=extra)

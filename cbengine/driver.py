@@ -21,7 +21,7 @@ from cbengine.sequence import Prompts, Sequence
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.transfers import IN_ORDER, Transfer
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record.record import Record, StepTimes
 from cbsim.runs.inbox import CLOSED, OPEN, Client, Inbox, no_collections, note_admissions
 from cbsim.workload.requests import Parents
@@ -77,6 +77,7 @@ class Engine:
         self.accepted = array("q")  # of each verification: the request's index, and how many drafts came true
         self._failed: list[RequestSpec] = []
         self._moving: dict[tuple[int, int], Transfer] = {}  # (step, index in its plan) -> a transfer under way
+        self._broken: list[int] = []  # blocks that transfers have not filled, until the result that says so
         self._start_ns = self._cpu_ns = 0
         self._times = self._completion = StepTimes(0)
         for spec in client.open:  # prompts exist before their requests arrive
@@ -207,6 +208,7 @@ class Engine:
         times.await_start_ns = self._cpu_ns
         results, lanes = self._device.wait(ticket.slot)
         moved = self._moved(effect.plan) if self._moving else ()
+        broken, self._broken = self._broken, []
         times.await_end_ns = times.update_start_ns = self._elapsed()
         start = self._start_ns
         times.h2d_start_ns, times.h2d_end_ns = lanes.h2d_start_ns - start, lanes.h2d_end_ns - start
@@ -223,7 +225,7 @@ class Engine:
         cancels = self._cancels(effect)
         if not (stopped or moved or parents):
             return Completed(NOTHING_STOPPED, cancels)
-        return Completed(StepResult(tuple(stopped), moved=moved, parents=parents), cancels)
+        return Completed(StepResult(tuple(stopped), moved=moved, parents=parents, broken=tuple(broken)), cancels)
 
     def _cancels(self, effect: Await) -> list[RequestSpec]:
         """Return what was cancelled until now, if the scheduler takes it between a result and its application."""
@@ -243,6 +245,8 @@ class Engine:
             move = self._moving.pop((moved.step, moved.at))
             log.moved(moved.step, move, moved.start_ns - start, moved.end_ns - start)
             over.add(move.job)
+            if moved.broken and move.direction is Direction.IN:
+                self._broken += move.targets
         if not over:
             return ()
         jobs = tuple(sorted(over - {move.job for move in self._moving.values()} - {IN_ORDER}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from cbengine.device.base import EngineDevice
 from cbengine.device.profile import Profile
 from cbengine.driver import Engine
 from cbengine.sampling import FILE
+from cbengine.sequence import Sequence
 from cbsim.record import columns, parquet
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
@@ -38,7 +39,7 @@ class Measured:
         profile: Profile | None = None,
     ) -> None:
         self.engine, self.record = engine, engine.record
-        self._device, self._setup, self._profile = device, setup, profile
+        self.device, self._setup, self._profile = device, setup, profile
         self._on_gpu, self._speculates = setup.device == "cuda", scenario.speculation is not None
         drafts_by_model = scenario.speculation is not None and scenario.speculation.method == "draft_model"
         self.facts: dict[str, Any] = {
@@ -77,7 +78,7 @@ class Measured:
             if self._profile:
                 self._profile.stop()
             self.engine.close()
-            self.facts |= self._device.facts  # a device adds to them when it is closed
+            self.facts |= self.device.facts  # a device adds to them when it is closed
         if self._profile:
             print(self._profile.verdict(), file=sys.stderr)
 
@@ -89,18 +90,28 @@ class Measured:
             pairs = chain(zip(requests, self.engine.accepted[1::2], strict=True), ((one, 0) for one in sorted(never)))
             lines = "".join(f"{request},{accepted}\n" for request, accepted in pairs)
             files[ACCEPTED] = f"request,accepted\n{lines}".encode()
-        if self._setup.saves_tokens:
-            texts = sorted(self.engine.sequences.values(), key=lambda text: text.spec.index)
-            table = {
-                "index": [text.spec.index for text in texts],
-                "id": [text.spec.id for text in texts],
-                "prompt": [text.prompt.tolist() for text in texts],
-                "output": [text.outputs for text in texts],
-            }
-            files[columns.TOKENS_FILE] = parquet.encoded(columns.TOKENS, table)
-        if self._setup.requests.by_id:
-            files[FILE] = self._setup.requests.file()
-        return files
+        return files | texts_files(self._setup, self.engine.sequences.values())
+
+
+def texts_files(setup: Setup, texts: Iterable[Sequence]) -> dict[str, bytes]:
+    """Return the files of a run directory with texts and the settings of single requests, as far as there are any."""
+    files = {FILE: setup.requests.file()} if setup.requests.by_id else {}
+    if setup.saves_tokens:
+        texts = sorted(texts, key=lambda text: text.spec.index)
+        table = {
+            "index": [text.spec.index for text in texts],
+            "id": [text.spec.id for text in texts],
+            "prompt": [text.prompt.tolist() for text in texts],
+            "output": [text.outputs for text in texts],
+        }
+        files[columns.TOKENS_FILE] = parquet.encoded(columns.TOKENS, table)
+    return files
+
+
+def asked(setup: Setup) -> dict[str, Any]:
+    """Return the entries of env.json that follow from the options of a run."""
+    injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
+    return {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
 
 
 def maker(setup: Setup, profiled: int = 0) -> Maker:
@@ -108,9 +119,7 @@ def maker(setup: Setup, profiled: int = 0) -> Maker:
 
     def measured(scenario: Scenario, loop: str, workload: Workload) -> Measured:
         engine, device = built(scenario, loop, workload, setup)
-        injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
-        facts = {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
         profile = Profile(engine.record, profiled, depth(loop)) if profiled else None
-        return Measured(engine, device, setup, scenario, facts, profile)
+        return Measured(engine, device, setup, scenario, asked(setup), profile)
 
     return measured

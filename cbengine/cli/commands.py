@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from cbengine import build, servers
+from cbengine import build
 from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate as calibrating
@@ -19,6 +19,7 @@ from cbengine.measure import predict as predicting
 from cbengine.measure import provenance
 from cbengine.measure.probes import CPU_REACH, GPU_REACH, Reach
 from cbengine.sampling import Sampling, SamplingSettings
+from cbengine.serving import fleet
 from cbsim.cli.arguments import run_options
 from cbsim.cli.sessions import options_of
 from cbsim.errors import CHECK_FAILED, OK
@@ -44,8 +45,8 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.profile and scenarios.load(arguments.scenario, arguments.set).gpus > 1:
         raise UsageError("--profile: needs cost.tensor_parallel 1: kernels of other processes are not seen")
     options = run_options(arguments, *([] if arguments.device else ["--device", setup.device]))
-    serve = servers.maker(setup, arguments.profile)
-    return run_command.run(options, serve, lambda scenario: build.adapted(scenario, setup))
+    serve = fleet.maker(setup, arguments.profile)
+    return run_command.run(options, serve, lambda scenario: fleet.adapted(scenario, setup))
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -57,7 +58,8 @@ def serve(arguments: argparse.Namespace) -> int:
     setup = Setup(device=device, **folders, sampling=Sampling(temperature=1.0))
     line = arguments.line if arguments.device else f"{arguments.line} --device {device}"
     names = (arguments.served_model_name, arguments.tokenizer)
-    scenario = with_one_loop(scenarios.load(arguments.scenario, [*arguments.set, *_ranks(arguments)]))
+    asked = scenarios.load(arguments.scenario, [*arguments.set, *_ranks(arguments)])
+    scenario = with_one_loop(asked, several=True)
     return backend.serve(scenario, setup, options_of(arguments), line, *names)
 
 

@@ -15,12 +15,15 @@ NEVER_NS = 1 << 200
 
 
 class Moved(NamedTuple):
-    """A transfer that has ended: index `at` in the plan of `step`; times are those of the engine's clock."""
+    """A transfer that has ended: index `at` in the plan of `step`; times are those of the engine's clock. If `broken`
+    its targets have not been filled.
+    """
 
     step: int
     at: int
     start_ns: int
     end_ns: int
+    broken: bool = False
 
 
 class InPlace:

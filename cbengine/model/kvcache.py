@@ -36,7 +36,7 @@ class KvCache:
     """A KV cache, `keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with
     groups of layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], where a block has as many `pages` as
     the largest group has layers, whichever group uses it. The last block is scratch: rows that only pad a step read and
-    write it. Raises DeviceMemoryError.
+    write it. `memory` are its bytes, all zero, which other processes may have, too. Raises DeviceMemoryError.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         groups: Sequence[LayerGroup] = (),
+        memory: Tensor | None = None,
     ) -> None:
         assert all(group.block_size == block_size for group in groups), "pages of several sizes"
         layers, page = architecture.layers, (block_size, architecture.kv_heads, architecture.head_dim)
@@ -54,12 +55,16 @@ class KvCache:
         shape = ((num_blocks + 1) * self.pages, *page) if groups else (layers, num_blocks + 1, *page)
         self.scratch, self.block_size = num_blocks, block_size
         self.bytes = self.bytes_for(architecture, num_blocks, block_size, dtype, groups)
-        free = free_bytes(device)
+        self.block_bytes = self.bytes // (num_blocks + 1)
+        free = free_bytes(device) if memory is None else None
         if free is not None and self.bytes > free:
             raise DeviceMemoryError(self._too_large(free, device))
         try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            if memory is None:
+                self.keys = torch.zeros(shape, dtype=dtype, device=device)
+                self.values = torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                self.keys, self.values = memory.view(dtype).view(2, *shape)
         except RuntimeError as error:
             if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise  # a broken GPU is no lack of memory
@@ -99,6 +104,20 @@ class KvCache:
             return self.keys[:, index], self.values[:, index]
         pages = slice(index * self.pages, (index + 1) * self.pages)
         return self.keys[pages], self.values[pages]
+
+    def like(self, blocks: int) -> Tensor:
+        """Return memory beside the cache for so many blocks: [2, layers, blocks, block_size, kv_heads, head_dim]."""
+        layers, _, *page = self.keys.shape
+        return self.keys.new_empty((2, layers, blocks, *page))
+
+    def taken(self, at: Tensor) -> Tensor:
+        """Return a copy of blocks, as `like` shapes it."""
+        return torch.stack((self.keys.index_select(1, at), self.values.index_select(1, at)))
+
+    def put(self, at: Tensor, blocks: Tensor) -> None:
+        """Write blocks, shaped as `like`."""
+        for mine, new in zip((self.keys, self.values), blocks, strict=True):
+            mine.index_copy_(1, at, new)
 
     def _too_large(self, free: int | None, device: torch.device) -> str:
         cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"

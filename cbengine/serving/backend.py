@@ -17,13 +17,12 @@ import numpy as np
 
 from cbengine import build
 from cbengine.build import Setup
-from cbengine.driver import Hooks
 from cbengine.errors import UsageError
 from cbengine.model import weights
 from cbengine.sampling import MASK, Sampling, request_seed
-from cbengine.sequence import Ids, Prompts, Sequence
-from cbengine.servers import Measured
-from cbengine.serving.reporter import Happened, Left, Post, Reporter, WokenClock
+from cbengine.sequence import Ids, Sequence
+from cbengine.serving.fleet import Bell, Fleet, adapted
+from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Reporter
 from cbsim.errors import DeadlockError, ServerError
 from cbsim.http import listen
 from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
@@ -31,33 +30,11 @@ from cbsim.http.listen import ServeOptions
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.guard import PolicyError
+from cbsim.runs.running import Maker
 from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.requests import Workload
 
 SWITCH_S = 0.0002  # the longest that the event loop may keep the engine's thread from going on after a step
-
-
-class EngineServer(Measured):
-    """An engine that serves the requests of its post until that is closed, behind a session's server interface. It
-    keeps no text of requests; `workload` is empty. Raises the errors of `build.assembled`.
-    """
-
-    def __init__(
-        self, setup: Setup, post: Post, reporter: Reporter, scenario: Scenario, loop: str, workload: Workload
-    ) -> None:
-        assert not workload.total
-        plan = build.executor_plan(scenario, loop, [], setup, build.any_load(scenario, loop))
-        prompts = Prompts(scenario.seed, plan.architecture.vocab)
-        hooks = Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed)
-        self.clock = WokenClock(post)
-        engine, device = build.assembled(scenario, loop, plan, setup, reporter, prompts, hooks, clock=self.clock)
-        reporter.serve(engine)
-        super().__init__(engine, device, setup, scenario, {"sampling": "as requests ask"})
-
-    def run(self, on_step: Callable[[int], None]) -> None:
-        self._device.settle()
-        super().run(on_step)
 
 
 class EngineBackend(Backend):
@@ -79,13 +56,23 @@ class EngineBackend(Backend):
     ) -> None:
         super().__init__(model or scenario.model.name, tokenizer, scenario, loop)
         self._ends, self._vocab, self._seed = ends | tokenizer.ends, scenario.model.vocab, scenario.seed
-        self._post = Post()
-        self._reporter = Reporter(self._post, partial(self._call, self._heard))
-        self.session = session_of(scenario, loop, partial(EngineServer, setup, self._post, self._reporter), command)
-        assert isinstance(self.session.server, EngineServer)
+        report = partial(self._call, self._heard)
+        if scenario.fleet is None:
+            self._post = Post()
+            make: Maker = partial(EngineServer, setup, self._post, Reporter(self._post, report))
+        else:
+            self._post = post = Bell()
+            make = partial(Fleet, setup, post=post, report=report)
+        self.session = session_of(scenario, loop, make, command)
+        assert isinstance(self.session.server, EngineServer | Fleet)
         self._server = self.session.server
-        pool = self._server.engine.scheduler.pool
-        self.contents = Contents(pool.block_size, pool.num_blocks)
+        if isinstance(self._server, Fleet):
+            try:
+                self._server.start()
+            except BaseException:
+                self._server.close()
+                raise
+        self.contents = Contents(self._server.load.block_size, self._server.load.num_blocks)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
 
@@ -97,7 +84,7 @@ class EngineBackend(Backend):
     @property
     def load(self) -> Load:
         """The engine's load; a request that neither runs nor has ended counts as waiting, also on its way to it."""
-        load = self._reporter.load
+        load = self._server.load
         return replace(load, waiting=max(0, len(self._streams) - load.running))
 
     def submit(self, stream: Stream) -> None:
@@ -154,13 +141,13 @@ class EngineBackend(Backend):
 
     def release(self) -> None:
         """Free the device's memory, whether the engine has run or not."""
-        self._server.engine.close()
+        self._server.close()
 
     def _serve(self) -> None:
         """Run the engine; the body of its thread."""
         problem: str | None = None
         try:
-            self._server.run(self._reporter.on_step)
+            self._server.run(lambda _: None)
         except (DeadlockError, ServerError, PolicyError) as stop:
             problem = str(stop)
         except Exception as defect:  # any error ends the streams
@@ -228,7 +215,7 @@ def opened(
     if not setup.weights:
         model = scenario.model.model_copy(update={"vocab": words.vocab})
         scenario = scenario.model_copy(update={"model": model})
-    ready = build.adapted(scenario, setup, open_ended=True)
+    ready = adapted(scenario, setup, open_ended=True)
     if words.vocab > ready.model.vocab:
         sizes = f"the tokenizer has {words.vocab} tokens, the model {ready.model.vocab}"
         raise UsageError(f"{source}: {sizes}: they do not belong together")

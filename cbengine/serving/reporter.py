@@ -5,16 +5,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from cbengine.device.base import Clock
-from cbengine.driver import Engine
-from cbengine.sequence import Sequence
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.device.base import Clock, EngineDevice
+from cbengine.driver import Engine, Hooks
+from cbengine.sequence import Prompts, Sequence
+from cbengine.servers import Measured
 from cbsim.errors import ServerError
 from cbsim.http.backend import ABORT, ERROR, NS, Load
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.runs.inbox import NEVER_NS, Inbox
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
 
 
 class Left(NamedTuple):
@@ -35,15 +41,19 @@ class Post:
 
     def send(self, letter: Sequence | Left) -> None:
         self._letters.append(letter)
+        self.wake()
+
+    def wake(self) -> None:
+        """End a wait: something else has happened."""
         self._news.set()
 
     def close(self) -> None:
         self.closed = True
-        self._news.set()
+        self.wake()
 
     def stop(self) -> None:
         self.stopped = True
-        self._news.set()
+        self.wake()
 
     def take(self) -> list[Sequence | Left]:
         """Return and remove the messages in the queue."""
@@ -185,3 +195,47 @@ class Reporter:
         request = record.request(spec)
         assert request.finish is not None, spec.id
         return Ended(spec, request.finish.value, preemptions=request.preemptions)
+
+
+class EngineServer(Measured):
+    """An engine that serves the requests of its post until that is closed, behind a session's server interface. It
+    keeps no text of requests; `workload` is empty. `handing` puts something around a device, given it and its cache.
+    Raises the errors of `build.assembled`.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        post: Post,
+        reporter: Reporter,
+        scenario: Scenario,
+        loop: str,
+        workload: Workload,
+        handing: Callable[..., EngineDevice] | None = None,
+    ) -> None:
+        assert not workload.total
+        plan = build.executor_plan(scenario, loop, [], setup, build.any_load(scenario, loop))
+        if handing is not None:
+            plan = plan.sharing()
+            handing = partial(handing, cache=plan.cache())
+        prompts = Prompts(scenario.seed, plan.architecture.vocab)
+        hooks = Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed)
+        self.clock = WokenClock(post)
+        parts = scenario, loop, plan, setup, reporter, prompts, hooks
+        engine, device = build.assembled(*parts, clock=self.clock, around=handing)
+        reporter.serve(engine)
+        self._reporter = reporter
+        super().__init__(engine, device, setup, scenario, {"sampling": "as requests ask"})
+
+    @property
+    def load(self) -> Load:
+        return self._reporter.load
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        del on_step  # the reporter hears of every step
+        self.device.settle()
+        super().run(self._reporter.on_step)
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self.engine.close()

@@ -131,9 +131,11 @@ class Log:
         self.alarm(self.problem)
 
 
-def with_one_loop(scenario: Scenario) -> Scenario:
-    """Return the scenario with one loop: the asynchronous one if it has both. Raises ScenarioError."""
-    if scenario.fleet is not None:
+def with_one_loop(scenario: Scenario, *, several: bool = False) -> Scenario:
+    """Return the scenario with one loop: the asynchronous one if it has both. `several` servers may serve a session.
+    Raises ScenarioError.
+    """
+    if scenario.fleet is not None and not several:
         bound = "must be null: a session is served by one server"
         raise ScenarioError(f"fleet: got {scenario.fleet.count} servers, {bound}", field="fleet")
     if scenario.ranks > 1:

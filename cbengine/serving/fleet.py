@@ -1,0 +1,539 @@
+"""A fleet on the engine: a process for each server, and in this one their client and their routers.
+
+A request of a fleet whose servers prefill or decode has two legs (`policy.request.leg`), and this process alone knows
+both. A transfer begins when both servers have ordered it; if one of them never will, the other's order is dropped: its
+blocks are free, or the prompt is computed where it decodes. What a server that prefills had when it died is computed
+there, too; what one that decodes had has failed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from cbengine import build, servers
+from cbengine.build import Setup
+from cbengine.device.base import Clock
+from cbengine.device.process import STEP_S
+from cbengine.errors import UsageError
+from cbengine.sequence import Prompts
+from cbengine.sequence import Sequence as Text
+from cbengine.serving import member
+from cbengine.serving.member import LOOK_S, Server, nothing
+from cbengine.serving.reporter import Ended, Happened, Left, Post
+from cbsim.errors import ServerError
+from cbsim.http.backend import ABORT, ERROR, Load
+from cbsim.policy.request import DECODE, PREFILL, WHOLE, RequestSpec, leg
+from cbsim.policy.transfers import Direction
+from cbsim.record.columns import NS
+from cbsim.record.optional_tables import BROKEN, ENDED, FETCHED, LEASE_OVER, UNDER_WAY
+from cbsim.record.record import Records
+from cbsim.runs.inbox import NEVER_NS
+from cbsim.runs.routing import Books, Head
+from cbsim.runs.running import Maker
+from cbsim.runs.running import Server as AnyServer
+from cbsim.scenario import fleet as pools
+from cbsim.scenario.scenario import Scenario
+from cbsim.workload.requests import Workload
+
+EARLY_NS = 1_000_000  # by which a wait ends before an arrival: the system's clock of waits is no finer
+START_S = 180.0  # the longest that servers may take to load their models
+SILENT_S = 60.0  # the longest that a server may be silent which has nothing left to do
+DIED = "died"  # the end of a leg whose server has
+OUT, IN = Direction.OUT, Direction.IN
+
+
+@dataclass(eq=False, slots=True)
+class Journey:
+    """A request on its way: the servers that routers have chosen for its legs, and those that have one of them now."""
+
+    text: Text
+    chosen: dict[int, int] = field(default_factory=dict)  # by leg
+    at: dict[int, int] = field(default_factory=dict)
+    left_ns: int | None = None  # when its client left
+    reason: str = ""  # why it failed
+
+    def leg(self, server: int) -> int | None:
+        """Return the leg that a server has, if any."""
+        return next((which for which, at in self.at.items() if at == server), None)
+
+
+@dataclass(eq=False, slots=True)
+class Handing:
+    """The hand-over of a request: its servers, the blocks that each has ordered, 0 if it never will, and when."""
+
+    source: int
+    target: int
+    ordered: dict[Direction, int] = field(default_factory=dict)
+    at_ns: dict[Direction, int] = field(default_factory=dict)
+    until_ns: int = NEVER_NS  # the end of the lease
+    fate: int = UNDER_WAY
+
+
+class Bell(Post):
+    """A post whose reader waits for pipes, too: `ear` is one that can be read when something has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ear, self._bell = multiprocessing.Pipe(duplex=False)
+
+    def wake(self) -> None:
+        self._bell.send_bytes(b"!")
+
+    def take(self) -> list[Text | Left]:
+        while self.ear.poll():
+            self.ear.recv_bytes()
+        return super().take()
+
+
+class Fleet:
+    """The servers of a scenario's fleet behind its routers, and their client (cbsim.runs.running.Server). With a `post`
+    requests come by it, too, until it is closed, and each report of what a step brought them goes to `report`.
+    """
+
+    measured = True
+
+    def __init__(
+        self,
+        setup: Setup,
+        scenario: Scenario,
+        loop: str,
+        workload: Workload,
+        post: Bell | None = None,
+        report: Callable[[Happened], None] = lambda _: None,
+    ) -> None:
+        assert loop == scenario.loop.mode
+        self._post, self._report, self.clock = post, report, Clock()
+        self._scenario, self._client, self._setup = scenario, workload, setup
+        assert scenario.fleet is not None
+        self._fleet = fleet = scenario.fleet
+        setup.requests.check(workload.specs())
+        for each in {id(server): server for server in scenario.servers}.values():
+            build.executor_plan(each, each.loop.mode, workload.specs(), setup).check()
+        self._slots, self._books = {WHOLE: list(range(fleet.count))}, dict[int, Books]()
+        routers = {WHOLE: fleet.router}
+        if fleet.hand_off:
+            self._slots = {PREFILL: fleet.slots("prefill"), DECODE: fleet.slots("decode")}
+            routers = {PREFILL: fleet.router, DECODE: fleet.hand_off.router}
+        for which, slots in self._slots.items():  # which a router numbers by itself
+            alone = {"router": routers[which], "pools": (pools.Pool(count=len(slots), server={}),), "hand_off": None}
+            head = Head(fleet=fleet.model_copy(update=alone), seed=scenario.seed, servers=list(map(str, slots)))
+            self._books[which] = Books(head)
+        self._servers = list[Server]()
+        self.record = Records([nothing(0) for _ in range(fleet.count)])
+        device = f"{setup.device}, a process for each of {fleet.count} servers"
+        self.facts: dict[str, Any] = {"engine": "cbengine", "device": device, "dtype": scenario.model.dtype}
+        self.facts |= {"weights": str(setup.weights or "random"), **servers.asked(setup)}
+        self.now_ns = self.start_ns = 0
+        self._told = Happened(0, [], [], [])
+        architecture = build.architecture_of(scenario.servers[0], setup)
+        self._prompts = Prompts(scenario.seed, architecture.vocab)
+        self._stops = frozenset(architecture.end_tokens if setup.end_tokens else ())
+        self._texts = list[Text]()
+        self._journeys = dict[int, Journey]()
+        self._handing, self._moving = dict[int, Handing](), dict[int, Handing]()  # before, and while KV crosses
+        self._block_bytes = scenario.servers[0].block_size * scenario.model.kv_bytes_per_token
+        self._left, self._closed = len(workload.open), False  # requests that have not arrived, or not ended
+        self._coming, self._due = workload.arriving(), list[tuple[int, int, RequestSpec]]()
+        self._cancels = workload.cancels[::-1]
+        self._come_up()
+
+    @property
+    def load(self) -> Load:
+        """The load of all servers together."""
+        views = [view for books in self._books.values() for view in books.views]
+        options = self._scenario.servers[0].options(self._scenario.loop.mode)
+        sums = sum(view.running for view in views), sum(view.waiting for view in views)
+        return Load(*sums, sum(view.kv_use for view in views) / len(views), options.block_size, options.num_blocks)
+
+    def files(self) -> Mapping[str, bytes]:
+        return servers.texts_files(self._setup, self._texts)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        """Serve to the end of the workload. Raises ServerError if a server has failed, once the others have ended."""
+        try:
+            if not self._servers:
+                self.start(on_step)
+            self.start_ns = self.start_ns or time.perf_counter_ns()
+            for server in self._servers:
+                server.send(self.start_ns)
+            while not all(server.over for server in self._servers):
+                self._turn()
+                on_step(self._elapsed())
+        finally:
+            self.close()
+        for server in self._servers:
+            if server.problem:
+                raise ServerError(f"{server.name} {server.problem}")
+
+    def close(self) -> None:
+        """End all servers, and leave in the record what they recorded, and what became of hand-overs."""
+        for index, handing in {**self._handing, **self._moving}.items():
+            if any(handing.ordered.values()):
+                self._hand_over(index, handing, UNDER_WAY)
+        self._handing, self._moving = {}, {}
+        for server in self._servers:
+            server.end()
+        self._folder.cleanup()
+        self.record.records[: len(self._servers)] = [server.record for server in self._servers]
+        self.facts["server_facts"] = [server.facts for server in self._servers]
+
+    def start(self, on_step: Callable[[int], None] = lambda _: None) -> None:
+        """Start the processes and wait until all are ready. Raises ServerError."""
+        self._folder = TemporaryDirectory()
+        spawning = multiprocessing.get_context("spawn")
+        sources, targets = (self._slots.get(which, []) for which in (PREFILL, DECODE))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: an interrupt is this process's
+        try:
+            for at, (scenario, pool) in enumerate(zip(self._scenario.servers, self._fleet.pool_names, strict=True)):
+                near, far = spawning.Pipe()
+                peers = {*(targets if at in sources else ()), *(sources if at in targets else ())} - {at}
+                place = member.Place(at, tuple(sorted(peers)), Path(self._folder.name))
+                process = spawning.Process(target=member.run, args=(far, scenario, self._setup, place))
+                process.start()
+                far.close()
+                self._servers.append(Server(f"server {at} ({pool})", near, process))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        until, pipes = time.monotonic() + START_S, {server.pipe: server for server in self._servers}
+        while waiting := [server for server in self._servers if not server.ready]:
+            for pipe in wait([server.pipe for server in waiting], LOOK_S):
+                server = pipes[cast("Connection", pipe)]
+                kind, *values = server.receive()
+                if kind != "ready":
+                    raise ServerError(f"{server.name} {server.problem}")
+                server.ready, server.record, server.facts = True, nothing(values[0]), values[1]
+            on_step(0)
+            if time.monotonic() > until:
+                raise ServerError(f"{waiting[0].name} has not been ready for {START_S:.0f} s")
+        self.record.records[:] = [server.record for server in self._servers]
+        self.record.total_blocks = max(server.record.total_blocks for server in self._servers)
+
+    def _elapsed(self) -> int:
+        self.now_ns = time.perf_counter_ns() - self.start_ns
+        return self.now_ns
+
+    def _turn(self) -> None:
+        """Take what servers say, and do what is due."""
+        due_ns = min([*(each[0][0] for each in (self._due, self._cancels[-1:]) if each), NEVER_NS])
+        due_s = min(LOOK_S, max(0, due_ns - self._elapsed() - EARLY_NS) / NS)
+        pipes = {server.pipe: at for at, server in enumerate(self._servers) if not server.over}
+        bell = () if self._post is None else self._take(self._post)
+        for pipe in wait([*pipes, *bell], due_s):
+            if pipe not in pipes:
+                continue
+            at = pipes[pipe]
+            kind, *values = self._servers[at].receive()
+            getattr(self, f"_{kind}")(at, *values)
+        now_ns = self._elapsed()
+        while self._due and self._due[0][0] <= now_ns:
+            spec = heappop(self._due)[2]
+            if spec is self._up:
+                self._come_up()
+            self._arrived(Text(spec, self._prompts.of(spec), self._setup.sampling_of(spec), self._stops))
+        while self._cancels and self._cancels[-1][0] <= now_ns:
+            at_ns, spec = self._cancels.pop()
+            self._leave(spec.index, at_ns)
+        for index, handing in list(self._handing.items()):
+            if handing.until_ns <= now_ns and [*handing.ordered] == [OUT]:
+                self._give_up(index, handing, LEASE_OVER)
+        told, self._told = self._told, Happened(now_ns, [], [], [])
+        if told.tokens or told.ended:
+            self._report(told._replace(at_ns=now_ns))
+        self._watch()
+
+    def _take(self, post: Bell) -> Sequence[Connection]:
+        """Take the requests and cancellations of a post; return what can be read when there are more. Raises
+        ServerError if it was stopped.
+        """
+        if post.stopped:
+            raise ServerError("interrupted")
+        for letter in post.take():
+            if isinstance(letter, Text):
+                self._left += 1
+                self._arrived(letter)
+            else:
+                self._leave(letter.spec.index, letter.at_ns)
+        return (post.ear,)
+
+    def _come_up(self) -> None:
+        self._up = next(self._coming, None)
+        if self._up is not None:
+            heappush(self._due, (self._up.arrival_ns, self._up.index, self._up))
+
+    def _watch(self) -> None:
+        """Let the servers know when nothing arrives any more, and kill one that is silent for too long."""
+        closing = not self._closed and not self._left and (self._post is None or self._post.closed)
+        self._closed |= closing
+        most_s = SILENT_S if self._closed else STEP_S
+        for at, server in enumerate(self._servers):
+            if closing:
+                server.send(("close",))
+            if not server.over and server.silent_s > most_s and (self._closed or self._busy(at)):
+                server.process.kill()
+
+    def _busy(self, at: int) -> bool:
+        """Whether a server has a leg of any request."""
+        return any(at in journey.at.values() for journey in self._journeys.values())
+
+    # -- what servers say ----------------------------------------------------------------------------------------------
+
+    def _news(self, at: int, now_ns: int, load: Any, steps: int, tokens: Any, ended: Any) -> None:
+        """Take the report of a server's step: its load, and by request tokens and ends."""
+        self._loaded(at, now_ns, (load.waiting, load.running, load.kv_usage))
+        shown = self._servers[at].record
+        shown.step_count = steps
+        for index, ids in tokens:
+            if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
+                if not journey.text.outputs:
+                    self._books[which].news(now_ns, index, ended=False)
+                if which != PREFILL:
+                    journey.text.outputs += ids
+                    shown.sampled_tokens += len(ids)
+                    self._told.tokens.append((journey.text.spec, ids))
+        for index, finish, reason in ended:
+            if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
+                journey.reason = reason
+                self._ended(journey, which, finish, now_ns)
+            elif finish in (ABORT, ERROR) and index in self._handing and self._handing[index].source == at:
+                self._order(index, OUT, 0)  # a prefill whose request had ended before
+
+    def _loaded(self, at: int, now_ns: int, load: Sequence[float] | None) -> None:
+        for which, slots in self._slots.items():
+            if at in slots:
+                self._books[which].scraped(now_ns, slots.index(at), load)
+
+    def _over(self, at: int, *_: Any) -> None:
+        """Say what becomes of the requests of a server that has failed."""
+        server, now_ns, clock_ns = self._servers[at], self._elapsed(), time.perf_counter_ns()
+        if not server.problem:
+            return
+        self._loaded(at, now_ns, None)
+        for index in [index for index, handing in self._moving.items() if handing.target == at]:
+            self._moved(at, index, clock_ns, clock_ns, broken=True)
+        for index, handing in list(self._handing.items()):
+            if handing.source == at:
+                self._give_up(index, handing, BROKEN)
+        for journey in list(self._journeys.values()):
+            if (which := journey.leg(at)) is not None:
+                server.lose(leg(journey.text.spec, which), now_ns, further=which == PREFILL)
+                journey.reason = f"{server.name} {server.problem}"
+                self._ended(journey, which, DIED, now_ns)
+
+    # -- hand-overs ----------------------------------------------------------------------------------------------------
+
+    def _ordered(self, at: int, index: int, way: Direction, blocks: int) -> None:
+        """Note that a server has ordered its side of a hand-over; the decoding server's may let the prefill begin."""
+        if (handing := self._handing.get(index)) is None:
+            self._servers[at].send(("drop", index, way))
+            return
+        handing.at_ns[way] = self._elapsed()
+        self._order(index, way, blocks)
+        journey = self._journeys.get(index)
+        if way is IN and journey and PREFILL in journey.chosen and PREFILL not in journey.at:
+            self._send(journey, PREFILL, PREFILL)
+
+    def _order(self, index: int, way: Direction, blocks: int) -> None:
+        """Note what one side of a hand-over has ordered, 0 if it never will; begin or end it when both are known."""
+        if (handing := self._handing.get(index)) is None:
+            return
+        handing.ordered.setdefault(way, blocks)
+        if len(handing.ordered) < len((OUT, IN)):
+            return
+        del self._handing[index]
+        out, into = handing.ordered[OUT], handing.ordered[IN]
+        sides = {OUT: (handing.source, handing.target), IN: (handing.target, handing.source)}
+        if out and into:
+            self._moving[index] = handing
+        elif out or into or handing.fate != UNDER_WAY:
+            self._hand_over(index, handing, ENDED if out else BROKEN)
+        for side, (server, peer) in sides.items():
+            if out and into:
+                self._servers[server].send(("begin", index, side, peer, into))
+            elif handing.ordered[side]:
+                self._servers[server].send(("drop", index, side))
+
+    def _give_up(self, index: int, handing: Handing, fate: int) -> None:
+        """Free what a server keeps for a hand-over, which will not take place."""
+        if handing.ordered.get(OUT):
+            self._servers[handing.source].send(("drop", index, OUT))
+        handing.fate, handing.until_ns, handing.ordered[OUT] = fate, NEVER_NS, 0
+        self._order(index, OUT, 0)
+
+    def _moved(self, _: int, index: int, start_ns: int, end_ns: int, broken: bool) -> None:
+        """Note the end of a transfer, as the server that decodes says."""
+        if (handing := self._moving.pop(index, None)) is not None:
+            times = start_ns - self.start_ns, end_ns - self.start_ns
+            self._hand_over(index, handing, BROKEN if broken else FETCHED, *times)
+
+    def _hand_over(self, index: int, handing: Handing, fate: int, start_ns: int = -1, end_ns: int = -1) -> None:
+        """Record what became of a hand-over, if that was not known before."""
+        fate, blocks = fate if handing.fate == UNDER_WAY else handing.fate, handing.ordered.get(IN, 0)
+        end_ns = self.now_ns if start_ns < 0 else end_ns
+        times = handing.at_ns.get(OUT, -1), handing.at_ns.get(IN, -1), start_ns, end_ns
+        row = index, handing.source, handing.target, *times, blocks, blocks * self._block_bytes, fate
+        self.record.hand_offs.extend(row)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, text: Text) -> None:
+        """Choose the servers of a request, and send its first leg."""
+        spec = text.spec
+        journey, hand_off = Journey(text), self._fleet.hand_off
+        self._journeys[spec.index] = journey
+        if hand_off is None:
+            self._send(journey, WHOLE, WHOLE)
+            return
+        target = self._choose(journey, DECODE)
+        if target is not None:
+            view = self._books[DECODE].views[self._slots[DECODE].index(target)]
+            new = spec.prompt_tokens - view.cached_tokens(spec)
+            source = self._choose(journey, PREFILL) if new >= hand_off.local_below_tokens else None
+            if source is not None and source != target:
+                self._handing[spec.index] = Handing(source, target)
+                first = PREFILL if hand_off.transfer == "pull" else DECODE
+                self._send(journey, first, first)
+                return
+            self._release(journey, PREFILL)
+        self._send(journey, DECODE, WHOLE)
+
+    def _choose(self, journey: Journey, which: int) -> int | None:
+        """Let a leg's router choose; None if no server is there."""
+        books, spec = self._books[which], journey.text.spec
+        books.came(spec)
+        if (slot := books.choose(self.now_ns, spec.index)) is None:
+            books.end(self.now_ns, spec.index, "refused")
+            return None
+        journey.chosen[which] = self._slots[which][slot]
+        return journey.chosen[which]
+
+    def _release(self, journey: Journey, which: int) -> None:
+        """End a leg in its router's books."""
+        if journey.chosen.pop(which, None) is not None:
+            self._books[which].news(self.now_ns, journey.text.spec.index, ended=True)
+            self._books[which].end(self.now_ns, journey.text.spec.index, "finished")
+
+    def _send(self, journey: Journey, which: int, form: int) -> None:
+        """Send a leg to the server that was chosen, or to another one if that has died, in one of the forms of a leg.
+        If no server is left a prompt is computed where it decodes, or the request fails.
+        """
+        text, at = journey.text, journey.chosen.get(which)
+        index = text.spec.index
+        if at is None or self._servers[at].problem:
+            self._release(journey, which)
+            at = self._choose(journey, which)
+        if at is None and DECODE in journey.at:
+            self._order(index, OUT, 0)
+        elif at is None:
+            dead = next(server for server in reversed(self._servers) if server.problem)
+            dead.lose(text.spec, self.now_ns, further=False)
+            journey.reason = "no server is left"
+            self._order(index, IN, 0)
+            self._finish(journey, DIED, self.now_ns)
+        else:
+            if (handing := self._handing.get(index)) is not None:
+                handing.source, handing.target = (at, handing.target) if which == PREFILL else (handing.source, at)
+            further = which == PREFILL and DECODE in journey.at
+            self._servers[at].send(("came", *member.crossing(text, leg(text.spec, form), further=further)))
+            if self._servers[at].silent_s > 1 and not self._busy(at):
+                self._servers[at].heard_s = time.monotonic()  # until now it had nothing to say
+            journey.at[which] = at
+            if journey.left_ns is not None:
+                self._servers[at].send(("left", index, journey.left_ns))
+
+    def _leave(self, index: int, at_ns: int) -> None:
+        """Cancel a request that has arrived and has not ended, at all servers that have a leg of it."""
+        if journey := self._journeys.get(index):
+            journey.left_ns = at_ns
+            for server in journey.at.values():
+                self._servers[server].send(("left", index, at_ns))
+
+    def _ended(self, journey: Journey, which: int, finish: str, now_ns: int) -> None:
+        """Note the end of a leg. The decode follows a prefill, unless it is under way."""
+        del journey.at[which]
+        self._release(journey, which)
+        index, kept, hand_off = journey.text.spec.index, finish not in (ABORT, ERROR, DIED), self._fleet.hand_off
+        if which != PREFILL or hand_off is None:
+            self._order(index, IN, 0)
+            self._finish(journey, finish, now_ns)
+            return
+        if not kept:
+            self._order(index, OUT, 0)
+        elif hand_off.lease_s is not None and index in self._handing:
+            self._handing[index].until_ns = now_ns + round(hand_off.lease_s * NS)
+        if DECODE in journey.at:
+            return
+        if finish in (ABORT, ERROR):
+            self._order(index, IN, 0)
+            self._finish(journey, finish, now_ns)
+        else:
+            self._send(journey, DECODE, DECODE if kept else WHOLE)
+
+    def _finish(self, journey: Journey, finish: str, now_ns: int) -> None:
+        """Go on behind the end of a request. A prefill of it that is still under way is of no use."""
+        text = journey.text
+        spec = text.spec
+        self._leave(spec.index, now_ns)
+        for which in list(journey.chosen):
+            self._release(journey, which)
+        del self._journeys[spec.index]
+        if self._setup.saves_tokens:
+            self._texts.append(text)
+        self._told.ended.append(Ended(spec, ERROR if finish == DIED else finish, journey.reason or None))
+        self._prompts.answered(spec, text.outputs)
+        self.record.records[0].finished_count += 1  # type: ignore[misc]
+        following = self._client.on_finish(spec, now_ns)
+        self._left += len(following) - 1
+        for follower in following:
+            heappush(self._due, (follower.arrival_ns, follower.index, follower))
+
+
+# -- a fleet's scenario ------------------------------------------------------------------------------------------------
+
+
+def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Scenario:
+    """Return the scenario as the device runs it, like build.adapted; a fleet's servers each. Raises ScenarioError,
+    UsageError.
+    """
+    if (fleet := scenario.fleet) is None:
+        return build.adapted(scenario, setup, open_ended=open_ended)
+    if setup.device == "modelled":
+        raise UsageError("--device modelled: got a scenario with a fleet, whose servers have no clock in common")
+    if changes := fleet.changes:
+        raise UsageError(f"fleet.{changes}: must be left out: the engine's servers are there from the start to the end")
+    if fleet.hand_off and fleet.hand_off.transfer == "layerwise":
+        raise UsageError("fleet.hand_off.transfer: got layerwise, must be pull or push: the engine sends whole blocks")
+    alone = build.adapted(scenario.model_copy(update={"fleet": None}), setup, open_ended=open_ended)
+    ready = Scenario.model_validate(alone.model_dump(mode="json") | {"fleet": fleet.model_dump(mode="json")})
+    for within, server in ready.pools:
+        for part, has in (
+            ("speculation", server.speculation is not None),
+            ("scheduler.name", build.beams(server) > 0),
+            ("cost.tensor_parallel", server.gpus > 1),
+        ):
+            if has:
+                raise UsageError(f"{within}{part}: the engine's fleets do without speculation, searches and ranks")
+        if build.adapted(server, setup, open_ended=open_ended) != server:
+            bound = "must be left out: the device decides it for all servers"
+            raise UsageError(f"{within}model.dtype, {within}loop.cuda_graphs: {bound}")
+    return ready
+
+
+def maker(setup: Setup, profiled: int = 0) -> Maker:
+    """Return the maker of a run's server, or of its fleet of servers; `profiled` steps of one server are profiled."""
+    one = servers.maker(setup, profiled)
+
+    def made(scenario: Scenario, loop: str, workload: Workload) -> AnyServer:
+        return one(scenario, loop, workload) if scenario.fleet is None else Fleet(setup, scenario, loop, workload)
+
+    return made
