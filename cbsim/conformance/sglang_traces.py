@@ -40,7 +40,8 @@ from cbsim.workload.scheduler_tests import STOP_TOKEN, ChainedKeys
 OPEN = {"chunked_prefill_size", "prefill_decode_interval", "max_mamba_cache_size"}  # options that may be null
 FIXED = {"name", "ignore_eos", "scheduler_recv_interval", "mamba_full_memory_ratio"}
 SETTINGS = {field.name for field in fields(SglangSettings)} - FIXED - OPEN
-CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", *SETTINGS, *OPEN])
+APART = {name for name in SETTINGS if "decode_tokens" in name or "disaggregation" in name} | {"disaggregation_mode"}
+CONFIG = frozenset(["page_size", "max_total_num_tokens", "vocab_size", *SETTINGS - APART, *OPEN])
 VERSIONS = ("0.5.23",)
 
 
@@ -52,7 +53,9 @@ def options(config: Line) -> SglangOptions:
         chunked_prefill_size=config["chunked_prefill_size"] or -1,
         prefill_decode_interval=config["prefill_decode_interval"] or 0,
         max_mamba_cache_size=config.get("max_mamba_cache_size"),
-        **{name: config[name] for name in SETTINGS},
+        host_blocks=1 << 20,  # it is in tensors of their own that retracted requests were recorded
+        **{name: config[name] for name in SETTINGS - APART},
+        **{name: config[name] for name in APART & config.keys()},
     )
 
 
@@ -426,7 +429,7 @@ def case(trace: Path, header: Line) -> Case:
     version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
     one_of(trace, "loop", loop, ("normal", "overlap"))
     skipped = not_followed(version, VERSIONS)
-    skipped = skipped or not_modelled(config, CONFIG)
+    skipped = skipped or not_modelled(config, CONFIG | APART)
     return case_of(
         trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded)
     )

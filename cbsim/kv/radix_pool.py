@@ -146,7 +146,7 @@ class RadixPool(BlockPool):
             self.merge(request, kv_tokens // self.block_size)
         count, table = self.allocated(request), self.table(request) if self._observer is not NULL_OBSERVER else []
         position, own = self.positions.pop(request), self.tables.pop(request)
-        written = self.blocks_for(kv_tokens) - position.node.end
+        written = max(0, self.blocks_for(kv_tokens) - position.node.end)
         self._give(own[:written])
         self._give(own[written:])
         self.unlock(position.node)

@@ -58,6 +58,7 @@ class WaitingQueue:
         falls_back = options.disable_radix_cache and policy in ("lpm", "dfs-weight", "hrrn")
         self._policy: str = "fcfs" if falls_back else policy
         self._keeps_recent = options.radix_eviction_policy == "lru" and not options.disable_radix_cache
+        self._keeps_recent &= not options.decodes
         ranked = options.enable_priority_scheduling
         self._keys: dict[str, SortKey] = {  # of policies that sort; the others leave the order of arrival
             "lof": lambda entry: (entry.rank if ranked else 0, -entry.max_new),
@@ -75,13 +76,17 @@ class WaitingQueue:
         return iter([entry.request for entry in self.entries])
 
     def push(self, entry: Entry) -> None:
+        self.stamp(entry)
+        self.entries.append(entry)
+
+    def stamp(self, entry: Entry) -> None:
+        """Let an entry wait from now on."""
         self._queued += 1
         entry.queued, entry.seen = self._queued, self.processed
-        self.entries.append(entry)
 
     @property
     def is_full(self) -> bool:
-        most = self._options.max_queued_requests
+        most = None if self._options.disaggregation_mode != "null" else self._options.max_queued_requests
         return most is not None and len(self.entries) >= most
 
     def gives_way(self, rank: int) -> Entry | None:

@@ -5,6 +5,9 @@ and checked line by line against its traces. A request is admitted if what it co
 running requests are expected to write: a share of what they may, which falls as they decode, and rises when memory runs
 out and some are retracted. `full` stops admission until a request leaves. The original's defects are not shared;
 docs/policies.md lists them, and what proves the rules puts them back.
+
+A server may only prefill: then no request joins the batch that decodes, and each keeps its KV after its prefill until
+another server has it. Or it may only decode: then it has the queues of apart.py, and no prefill.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase
+from cbsim.schedulers.sglang.apart import BUFFERS, Receiving
 from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
 from cbsim.schedulers.sglang.settings import DECAY_STEPS, LEAST_RATIO, TOO_LONG, SglangOptions, SglangSettings, resolve
+from cbsim.schedulers.vllm.transfers import HandOff
 
 FULL = "{} requests wait, max_queued_requests is {}"
+LOST, NO_HOST = "its KV did not arrive", "retracted, and no memory of the host is left for its KV"
 RETRACT_STEPS = 20  # decode steps for which retraction makes room
 
 
@@ -52,6 +58,9 @@ class SglangScheduler(SchedulerBase):
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
         self._writes = False  # whether any request may write more than one token, of all since the batch was empty
+        self.sending = HandOff(self.decoding) if o.prefills else None
+        self.receiving = Receiving(o, self.waiting, self.decoding, self.pool) if o.decodes else None
+        self._brought: list[tuple[RequestSpec, Finish]] = []  # requests that ended as their KV came with all outputs
 
     def make_pool(self, observer: Observer) -> RadixPool:
         o = self.options
@@ -66,8 +75,25 @@ class SglangScheduler(SchedulerBase):
         """The tokens that the cache could hold beside those in use."""
         return self.pool.free * self.pool.block_size
 
+    @property
+    def idle(self) -> bool:
+        return not (self.requests or self.pending)
+
+    @property
+    def pending(self) -> bool:
+        """Whether KV is on its way to another server or from one, or about to be."""
+        sends = self.sending is not None and self.sending.busy
+        return sends or (self.receiving is not None and self.receiving.busy)
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        return plan.work.rows > 0
+
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
+        if o.prefills and not spec.fetched_later:
+            return "a prefill server takes requests whose KV is fetched"
+        if o.decodes and (reason := self._never_allocated(spec)):
+            return reason
         context, cache = o.context_length - TOO_LONG - 2, o.pool_tokens - max(TOO_LONG + 2, o.block_size + 1)
         if spec.prompt_tokens > min(context, cache):
             least = "context_length" if context <= cache else "the cache"
@@ -75,6 +101,15 @@ class SglangScheduler(SchedulerBase):
         if self.waiting.is_full and self.waiting.gives_way(self._rank(spec)) is None:
             return FULL.format(len(self.waiting), o.max_queued_requests)
         return None
+
+    def _never_allocated(self, spec: RequestSpec) -> str | None:
+        """Return why a decode server can never take blocks for a request, or None."""
+        if not spec.computed_elsewhere:
+            return "a decode server takes requests whose prompt was computed elsewhere"
+        kept, cache = self.options.num_reserved_decode_tokens, self.options.pool_tokens
+        needed = self.pool.blocks_for(spec.prompt_tokens) * self.pool.block_size + kept
+        rule = f"prompt of {spec.prompt_tokens} tokens, num_reserved_decode_tokens is {kept}"
+        return f"{rule}, the cache holds {cache}" if needed > cache else None
 
     def add(self, spec: RequestSpec) -> None:
         if not self.requests:
@@ -87,8 +122,12 @@ class SglangScheduler(SchedulerBase):
             self._receive()
 
     def _receive(self) -> None:
-        """Queue the requests that have arrived."""
-        sent, self._sent, self._unseen = self._sent, [], 0
+        """Queue the requests that have arrived, on a prefill server those for which it has a buffer."""
+        free, self._unseen = len(self._sent), 0
+        if self.sending is not None:
+            taken = len(self.waiting) + len(self.running) + len(self.sending.unfetched)
+            free = BUFFERS * self.options.max_running_requests - taken
+        sent, self._sent = self._sent[: max(0, free)], self._sent[max(0, free) :]
         for entry in sent:
             self._queue(entry)
 
@@ -97,6 +136,9 @@ class SglangScheduler(SchedulerBase):
 
     def _queue(self, entry: Entry) -> None:
         """Queue a request, new or set back. If too many wait, a less urgent one is refused, or else this one."""
+        if self.receiving is not None and entry.request.preemptions:
+            self.receiving.retract(entry)
+            return
         if not self.waiting.is_full:
             self.waiting.push(entry)
             return
@@ -125,7 +167,10 @@ class SglangScheduler(SchedulerBase):
         if request is None:
             return
         self._receive()
+        if self.receiving is not None and self.receiving.cancel(request):
+            return
         if request.status is Status.WAITING:
+            self._sent = [entry for entry in self._sent if entry.request is not request]
             self.waiting.remove(request)
             self.decoding.end(request, Finish.ABORTED)
         elif self.chunked is not None and self.chunked.request is request:
@@ -147,6 +192,9 @@ class SglangScheduler(SchedulerBase):
         while plan is None and more and not self.in_flight:
             more -= 1
             plan = self.one_pass()
+        if plan is None and (self.pending or self._brought or self.decoding.transfers):
+            self.decoding.rest()
+            plan = self._plan({})
         return plan
 
     @property
@@ -160,6 +208,8 @@ class SglangScheduler(SchedulerBase):
         self._unseen += 1
         if self.launched or not self.batch or self._unseen >= self.options.scheduler_recv_interval:
             self._receive()
+        if self.receiving is not None:
+            return self._decode_received(self.receiving)
         if self.chunked is not None:
             request = self.chunked.request
             self.decoding.exchange(request, self.pool.merge(request, request.computed // self.pool.block_size))
@@ -168,14 +218,51 @@ class SglangScheduler(SchedulerBase):
         if self.hold:
             self.hold -= 1
         elif (plan := self._prefill()) is not None:
-            self.hold = self.options.prefill_decode_interval
+            self.hold = 0 if self.sending is not None else self.options.prefill_decode_interval
         if plan is None and self.batch and self._writes:
             plan = self._decode()
         return plan
 
+    def _decode_received(self, receiving: Receiving) -> StepPlan | None:
+        """Return the plan of one turn of a decode server: those whose KV is there join the batch and decode with it."""
+        for entry in receiving.look(self.batch.values(), len(self.running)):
+            self._drop(entry.request, LOST)
+        entering, caches = receiving.entering(len(self.batch)), not self.options.disable_radix_cache
+        if caches:
+            self.pool.collect()
+        for entry in entering:
+            self._enter(entry)
+        if caches:
+            self.pool.put_back()
+        receiving.left = []
+        return self._decode() if self.batch else None
+
+    def _drop(self, request: Request, reason: str) -> None:
+        """End a request that cannot go on, and cache nothing of it."""
+        self.pool.release(request, returns=True)
+        self.decoding.end(request, Finish.REFUSED, keeps_blocks=True)
+        self.refused.append((request.spec, reason))
+
+    def _enter(self, entry: Entry) -> None:
+        """Let a request run. Its first output, which came with the KV, is delivered with the last step that is over."""
+        request = entry.request
+        if not request.seen:
+            request.receive(self.decoding.batched.updated - 1)
+        if request in self.decoding.abort_pending:
+            self.decoding.end(request, Finish.ABORTED)
+        elif request.seen == request.last:
+            self._brought.append((request.spec, request.natural_end))
+            self.decoding.end(request, request.natural_end)
+        else:
+            self.decoding.renew(request)
+            self.batch[request] = self.running[request] = entry
+            self._counted[entry.whole] += min(entry.max_new, CLIP)
+
     def _merge(self) -> None:
         """Add the requests of the last prefill to the decode batch."""
         launched, self.launched = self.launched, []
+        if self.sending is not None:
+            return
         staying = [entry for entry in launched if entry.request.status is Status.DECODE]
         if len(staying) < len(launched) or self._departed or (staying and not self.batch):
             self.full = False
@@ -195,8 +282,8 @@ class SglangScheduler(SchedulerBase):
 
     def _slots(self, running: int) -> int:
         """Return how many requests a batch may take, of which `running` have a slot already."""
-        most = self.options.max_running_requests
-        return min(most - len(self.batch), max(0, most - len(self.running) + running))
+        most, unsent = self.options.max_running_requests, len(self.sending.unfetched) if self.sending is not None else 0
+        return min(most - len(self.batch), max(0, most - len(self.running) - unsent + running))
 
     def _prefill(self) -> StepPlan | None:
         o, chunked = self.options, self.chunked
@@ -374,8 +461,9 @@ class SglangScheduler(SchedulerBase):
             self._queue(entry)
 
     def stranded(self, entry: Entry) -> list[Entry]:
-        """Preempt the last decoding request: there is no room, for a partly computed prompt occupies it."""
-        assert self.chunked is not None, (entry.request.spec.id, "does not fit an empty cache")
+        """Preempt the last decoding request: there is no room, for prompts partly computed or received occupy it."""
+        others = self.chunked is not None or self.receiving is not None
+        assert others, (entry.request.spec.id, "does not fit an empty cache")
         self._set_back(entry, 0)
         return [entry]
 
@@ -383,38 +471,78 @@ class SglangScheduler(SchedulerBase):
         """Preempt a request; it waits again. Make room for the `remaining` ones that go on."""
         self.leave_batch(entry.request)
         del self.running[entry.request]
-        self.decoding.preempt(entry.request, drop_in_flight=True)
+        if self.receiving is None:
+            self.decoding.preempt(entry.request, drop_in_flight=True)
+        elif not self.receiving.host.park(entry.request, drop_in_flight=True):
+            self._drop(entry.request, NO_HOST)
         self.pool.make_room(RETRACT_STEPS * remaining)
 
     def _row(self, request: Request, tokens: int) -> Chunk:
         return self.decoding.row(request, tokens, self.pool.fill(request, request.computed + tokens))
 
     def _plan(self, rows: dict[Request, Chunk]) -> StepPlan:
-        return self.decoding.plan(rows, running=len(self.running), waiting=len(self.waiting))
+        waiting = len(self.waiting)
+        if self.sending is not None:
+            self.sending.list_ordered()
+        if (receiving := self.receiving) is not None:
+            receiving.hand_off.list_ordered()
+            waiting += receiving.held + len(receiving.retracted)
+        return self.decoding.plan(rows, running=len(self.running), waiting=waiting)
 
     def check(self) -> None:
         """Raise AssertionError unless pages, members and slots of the batch are accounted for."""
         self.decoding.check()
-        waiting = len(self.waiting) + len(self._sent)
+        waiting, tables = len(self.waiting) + len(self._sent), {*self.running}
+        if self.sending is not None:
+            self.sending.check()
+            tables |= self.sending.unfetched.keys()
+        if (receiving := self.receiving) is not None:
+            receiving.check()
+            tables |= {*receiving.loading, *receiving.cancelled, *receiving.ready}
+            waiting += len(receiving.loading) + len(receiving.ready) + len(receiving.retracted)
         assert len(self.running) + waiting == len(self.requests), "requests that neither wait nor run"
         assert self.batch.keys() <= self.running.keys(), "decodes and does not run"
         o = self.options
         places = o.max_running_requests if o.max_mamba_cache_size is None else o.max_mamba_cache_size
         assert len(self.running) <= min(o.max_running_requests, places), ("places, or states", len(self.running))
-        assert self.pool.tables.keys() == self.running.keys(), "KV of requests that do not run"
+        assert self.pool.tables.keys() == tables, "KV of requests that neither run nor are on their way"
 
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
-        self.pool.collect()
+        if self.sending is None:
+            self.pool.collect()
         outcome = super().update(plan, result)
-        self.pool.put_back()
+        if self.sending is None:
+            self.pool.put_back()
+        self.moved(result.moved, result.broken)
+        if self._brought:
+            brought, self._brought = self._brought, []
+            outcome = Outcome(outcome.received, (*brought, *outcome.finished), outcome.wasted_rows)
         return outcome
 
+    def moved(self, jobs: tuple[int, ...], broken: tuple[int, ...] = ()) -> None:
+        """Record that transfers are over."""
+        if self.sending is not None:
+            for request in self.sending.completed(0, [*jobs]):
+                self.pool.release(request)
+        if self.receiving is not None:
+            self.receiving.moved(jobs, broken)
+
     def _finish(self, request: Request, reason: Finish) -> None:
+        entry = self.running.pop(request)
         if request in self.batch:
             self.leave_batch(request)
             self._departed = True
-        del self.running[request]
-        self.decoding.end(request, reason)
+            if self.receiving is not None:
+                self.receiving.left.append(entry)
+        if self.sending is None:
+            self.decoding.end(request, reason)
+        elif reason is Finish.ABORTED:
+            self.pool.release(request, returns=True)
+            self.decoding.end(request, reason, keeps_blocks=True)
+        else:
+            self.pool.merge(request, request.computed // self.pool.block_size)
+            self.sending.ended(request, reason, request.computed)
+            self.decoding.end(request, reason, keeps_blocks=True)
 
 
 SGLANG = SchedulerKind(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cbsim.policy.groups import Sight
 from cbsim.policy.kind import Count, Natural, Settings, Site, require, resolved
@@ -15,6 +15,8 @@ TOO_LONG = 5  # a prompt has to leave more of the longest sequence than this
 GIB = 1 << 30
 CHUNKS = ((20, 2048), (60, 4096), (160, 8192))  # (GiB, chunk): the chunk on a GPU with less memory
 LARGEST_CHUNK = 16384
+MANY = 32  # requests that may run, of a decode server that has no more slots than these
+TENSORS = 8  # caches on the host, more than requests that once fitted in one are likely to take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,16 @@ class SglangSettings(Settings):
     ignore_eos: bool = False
     """Requests ask for their outputs to the limit (`ignore_eos`), so all of it is kept free for them. What the workload
     declares does not change."""
+    num_reserved_decode_tokens: Annotated[Natural, DEFAULT_IN_PROBE] = 512
+    """Of a server that decodes for others: tokens kept free for each request that runs or is about to, when blocks are
+    taken for a further one."""
+    disaggregation_decode_extra_slots: Annotated[Natural | None, DEFAULT_IN_PROBE] = None
+    """Of such a server: requests beside those that run which may have blocks; null: 2 max_running_requests, none where
+    max_running_requests is not given or above 32."""
+    disaggregation_decode_polling_interval: Annotated[Count, DEFAULT_IN_PROBE] = 1
+    """Of such a server: passes from one look at its transfers to the next."""
+    disaggregation_decode_enable_radix_cache: Annotated[bool, DEFAULT_IN_PROBE] = False
+    """Of such a server: prefixes are cached, and not fetched again."""
 
     def __post_init__(self) -> None:
         policy, chunk = self.schedule_policy, self.chunked_prefill_size
@@ -89,6 +101,8 @@ class SglangOptions(SglangSettings):
     max_running_requests: int
     chunked_prefill_size: int
     context_length: int
+    disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    host_blocks: int = 0  # of the memory for retracted requests
 
     def __post_init__(self) -> None:
         """Skip the checks of the settings: recorded schedulers have settings of their own."""
@@ -104,10 +118,22 @@ class SglangOptions(SglangSettings):
 
     def outputs(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the output tokens that a request may write: up to its limit, a sequence and an empty cache."""
+        if self.prefills:
+            return 1
         page = self.block_size
         paged = -(-prompt_tokens // page) * page
         most = max(0, min(max_tokens, self.longest - prompt_tokens - 1))
         return max(0, min(most, self.pool_tokens - paged - page - 1))
+
+    @property
+    def prefills(self) -> bool:
+        """Whether others decode what it prefills."""
+        return self.disaggregation_mode == "prefill"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether others prefill what it decodes."""
+        return self.disaggregation_mode == "decode"
 
     @property
     def chunks(self) -> bool:
@@ -148,16 +174,43 @@ def resolve(settings: SglangSettings, site: Site) -> SglangOptions:
     blocks, states = _beside_states(settings, site, step)
     tokens = blocks * size
     slots = settings.max_running_requests or max(min(int(tokens / context * 512), 4096), 2048)
+    slots = max(1, min(slots, tokens // 2, states or slots))
     return resolved(
         settings,
         SglangOptions,
         block_size=size,
         num_blocks=blocks,
-        max_running_requests=max(1, min(slots, tokens // 2, states or slots)),
+        max_running_requests=slots,
         max_mamba_cache_size=states,
         chunked_prefill_size=chunk,
         context_length=context,
+        **_apart(settings, site, tokens, context, slots),
     )
+
+
+def _apart(settings: SglangSettings, site: Site, tokens: int, context: int, slots: int) -> dict[str, Any]:
+    """Return the options of a server that prefills or decodes for others. Retracted requests have a fifth of the cache
+    on the host, or room for one of any length; where SGLang keeps them in tensors of their own, as much as they need.
+    """
+    role, given = getattr(site, "role", None), settings.max_running_requests
+    if role is None:
+        return {}
+    require(role != "both", "name", "got sglang, whose servers prefill or decode for others, and do not do both")
+    require(not site.state_rule, "name", "got sglang, which hands off no states of linear layers (model.attention)")
+    if role == "prefill":
+        return {"disaggregation_mode": role}
+    cached = settings.disaggregation_decode_enable_radix_cache
+    preempts = settings.enable_priority_scheduling and not settings.disable_priority_preemption
+    host = TENSORS * tokens if cached or preempts else max(tokens // 5, min(context, tokens))
+    more = settings.disaggregation_decode_extra_slots
+    if more is None:
+        more = 2 * slots if given is not None and given <= MANY else 0
+    return {
+        "disaggregation_mode": role,
+        "disable_radix_cache": not cached,
+        "disaggregation_decode_extra_slots": more,
+        "host_blocks": -(-host // site.block_size),
+    }
 
 
 def _beside_states(settings: SglangSettings, site: Site, step: int) -> tuple[int, int | None]:

@@ -336,15 +336,23 @@ class HandOff:
 
     def load(self, request: Request, local: int, external: int) -> None:
         self._requested.add(request)
+        self.fetch(request, local)
+
+    def fetch(self, request: Request, local: int) -> None:
+        """Order a job that brings what is behind the first `local` tokens of a request's table."""
         request.fetch(local)
         pool = self._decoding.pool
         self._loading[self._jobs] = request
-        self._order(Direction.IN, request, pool.tables[request][local // pool.block_size :])
+        self._order(Direction.IN, request, pool.table(request)[local // pool.block_size :])
 
     def admitted(self, request: Request) -> None:
         pass
 
     def order(self, step: int, ahead: Ahead) -> None:
+        self.list_ordered()
+
+    def list_ordered(self) -> None:
+        """Let the next plan list the jobs ordered since the one before."""
         self._decoding.transfers += self._ordered
         self._ordered = []
 
@@ -354,7 +362,7 @@ class HandOff:
             return False
         pool = self._decoding.pool
         self.unfetched[request] = self._jobs
-        self._order(Direction.OUT, request, pool.tables[request][: pool.blocks_for(computed)])
+        self._order(Direction.OUT, request, pool.table(request)[: pool.blocks_for(computed)])
         return True
 
     def _order(self, direction: Direction, request: Request, blocks: list[int]) -> None:
