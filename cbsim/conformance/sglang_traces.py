@@ -25,6 +25,7 @@ from cbsim.conformance.reader import (
     not_modelled,
     one_of,
 )
+from cbsim.kv.radix import Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
@@ -62,8 +63,10 @@ def options(config: Line) -> SglangOptions:
 class Heard(Observer):
     """An observer of the request table's rows as they become free, and of the effects of results."""
 
-    def __init__(self, slots: int) -> None:
-        self.free_rows = list(range(1, slots + 1))
+    def __init__(self, o: SglangOptions) -> None:
+        self.at_once = o.decodes  # rows are given with blocks, and not with those of a batch
+        more = (o.disaggregation_decode_extra_slots or 0) if o.decodes else 0
+        self.free_rows = list(range(1, o.max_running_requests + more + 1))
         self.row_of: dict[Request, int] = {}
         self.ended: list[Request] = []
         self.dropped: list[str] = []
@@ -71,6 +74,10 @@ class Heard(Observer):
     def released(self, request: Request, blocks: Sequence[int]) -> None:
         del blocks
         self.free_rows.append(self.row_of.pop(request))
+
+    def placed(self, request: Request) -> None:
+        if self.at_once:
+            self.row_of[request] = self.free_rows.pop(0)
 
     def admitted(self, requests: list[Request]) -> None:
         rows, self.free_rows = self.free_rows[-len(requests) :], self.free_rows[: -len(requests)]
@@ -86,9 +93,16 @@ class Heard(Observer):
 
 
 class WatchedPool(RadixPool):
-    """A pool that records each call that has to evict."""
+    """A pool that records each call that has to evict, and who gets blocks, with how many that were cached."""
 
     evictions: list[list[list[int]]]
+    placed: list[tuple[Request, int]]
+    heard: Heard
+
+    def admit(self, request: Request, key: RadixKey, node: Node) -> None:
+        super().admit(request, key, node)
+        self.heard.placed(request)
+        self.placed.append((request, node.end))
 
     def make_room(self, tokens: int) -> list[list[int]]:
         short = self._shares and self.ready * self.block_size < tokens
@@ -118,6 +132,8 @@ class WatchedSglang(SglangScheduler):
         self.aborted: list[str] = []
         self.turned_away = 0  # how many of these were refused when others arrived, before any cancellation
         self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
+        self.entered: list[Request] = []
+        self._heard = heard
         self._launched_tokens = 0  # of the last prefill
         self._batch_tokens = 0  # of the prefill whose object the decode batch is
         super().__init__(options, heard)
@@ -163,7 +179,7 @@ class WatchedSglang(SglangScheduler):
         o = self.options
         shares = not o.disable_radix_cache
         pool = WatchedPool(o.block_size, o.num_blocks, o.radix_eviction_policy, shares=shares, observer=observer)
-        pool.evictions = []
+        pool.evictions, pool.placed, pool.heard = [], [], self._heard
         return pool
 
     def add(self, spec: RequestSpec) -> None:
@@ -184,12 +200,12 @@ class WatchedSglang(SglangScheduler):
     @property
     def finished(self) -> bool:
         """True if no request is left, not even one that has ended and is still listed."""
-        return not (self.requests or self.in_flight or self.launched or self._departed)
+        return not (self.requests or self.in_flight or self.launched or self._departed or self.pending)
 
     def forget(self) -> None:
         """Clear the records at the beginning of a pass."""
         self.retracted, self.preempted, self.aborted, self.turned_away = [], [], [], 0
-        self.pool.evictions = []
+        self.pool.evictions, self.pool.placed, self.entered = [], [], []
 
     def schedule(self) -> StepPlan | None:
         return self.one_pass()
@@ -216,6 +232,16 @@ class WatchedSglang(SglangScheduler):
         self.aborted.append(request.spec.id)
         super()._give_up(request)
 
+    def _enter(self, entry: Entry) -> None:
+        super()._enter(entry)
+        self.entered.append(entry.request)
+
+    def _drop(self, request: Request, reason: str) -> None:
+        super()._drop(request, reason)
+        self.refused.clear()
+        self.written[request.spec] = request.seen
+        self.aborted.append(request.spec.id)
+
     def refuse(self, request: Request, reason: str) -> None:  # noqa: ARG002  (no driver hears of it)
         self.written[request.spec] = request.seen
         self.aborted.append(request.spec.id)
@@ -231,7 +257,7 @@ class SglangReplay(Replay):
         o, keys = options(header["config"]), ChainedKeys(1)
         recorded = [Recorded(i, request, o, keys) for i, request in enumerate(workload["requests"])]
         self._recorded = {entry.spec: entry for entry in recorded}
-        self._heard = Heard(o.max_running_requests)
+        self._heard = Heard(o)
         super().__init__(WatchedSglang(o, self._recorded, self._heard), 2 if header["loop"] == "overlap" else 1)
         self._coming = sorted(recorded, key=lambda entry: entry.arrival)[::-1]
         cancels = [entry for entry in recorded if entry.cancel is not None]
@@ -242,6 +268,7 @@ class SglangReplay(Replay):
         self._open = False  # whether the pass has no line yet
         self._last = False  # whether no request was left when the pass began
         self._over: set[RequestSpec] = set()
+        self._retired: set[RequestSpec] = set()  # requests that end with a result, and get nothing from it
 
     def check(self) -> None:
         self.scheduler.check()
@@ -295,9 +322,13 @@ class SglangReplay(Replay):
             "full": scheduler.full,
             "ratio": round(scheduler.ratio, 9),
         }
-        if plan is None and not scheduler.requests and not scheduler.in_flight:
+        if plan is None and not scheduler.requests and not scheduler.in_flight and not scheduler.pending:
             scheduler.ratio = o.first_ratio
-        return line | self._memory()
+        return line | self._queues() | self._memory()
+
+    def _queues(self) -> Line:
+        """Return the queues of a server with a role."""
+        return {}
 
     def _named(self, name: str) -> Recorded:
         return next(recorded for recorded in self._recorded.values() if recorded.id == name)
@@ -321,7 +352,7 @@ class SglangReplay(Replay):
         scheduler, heard = self.scheduler, self._heard
         requests = [scheduler.requests[row.spec] for row in rows]
         new = [r for r, row in zip(requests, rows, strict=True) if row.chunk and row.chunk.admitted]
-        if new:
+        if new and not heard.at_once:
             heard.admitted(new)
         prefilled = scheduler.keys.prefilled
         decoding = [request.spec.id for request in requests if request not in prefilled]
@@ -359,7 +390,7 @@ class SglangReplay(Replay):
         useless |= {row.spec.id for row in rows if row.spec in self._over}  # including chunks of prompts
         dropped = [row.spec.id for row in rows if row.spec.id in useless]
         sampling = [row.spec for row in rows if row.chunk is None or row.chunk.outputs]
-        got = [spec for spec in sampling if spec.id not in dropped]
+        got = [spec for spec in sampling if spec.id not in dropped and spec not in self._retired]
         for spec in got:
             stats = self._recorded[spec].stats
             stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
@@ -368,10 +399,10 @@ class SglangReplay(Replay):
         finished: list[list[Any]] = []
         for request in ended:
             recorded = self._recorded[request.spec]
-            reason = self._reason(recorded, request)
-            recorded.over(self._now, reason, request.seen)
+            reason, outputs = self._reason(recorded, request), 0 if request.spec in self._retired else request.seen
+            recorded.over(self._now, reason, outputs)
             self._over.add(request.spec)
-            finished.append([recorded.id, reason, request.seen])
+            finished.append([recorded.id, reason, outputs])
         line = {"ev": "result", "step": self._now, "of": batch, "tokens": [spec.id for spec in got]}
         self._written.append(line | {"finished": finished, "dropped": dropped} | self._memory())
 
@@ -387,6 +418,113 @@ class SglangReplay(Replay):
         self._written.append(line)
 
 
+class ApartReplay(SglangReplay):
+    """The replay of a server with a role. Its transfers are over by their passes, not by results."""
+
+    def __init__(self, header: Line, workload: Line) -> None:
+        super().__init__(header, workload)
+        self._prefills = self.scheduler.options.prefills
+        self._due: dict[int, tuple[int, Request]] = {}  # job -> pass, of transfers under way
+        self._unready: list[Recorded] = []  # the other server is not ready for them
+        self._late: list[str] = []  # they were aborted after the line of a pass
+
+    def _poll(self, effect: Poll) -> Polled | None:
+        self._close()
+        if self._prefills:
+            self._sent()
+        self._last &= not self._unready
+        polled = super()._poll(effect)
+        if polled is None:
+            return None
+        arrived = self._unready + [self._recorded[spec] for spec in polled.arrivals]
+        gone = [spec for spec in polled.cancels if spec not in self.scheduler.requests]
+        ready = [each for each in arrived if each.arrival + each.kv["ready"] <= self._now]
+        self._unready = [each for each in arrived if each not in ready and each.spec not in gone]
+        self._last &= not arrived
+        self._open &= not (self._last and self._prefills and self._depth > 1)  # that loop ends before it decides
+        if self._prefills:
+            self._due |= {job: (self._now, r) for job, (_, r) in self._due.items() if r.spec in polled.cancels}
+        else:
+            self._received()
+        return Polled([each.spec for each in ready], polled.cancels)
+
+    def _over_by_now(self) -> list[tuple[int, Request]]:
+        return [(job, request) for job, (end, request) in self._due.items() if end <= self._now]
+
+    def _received(self) -> None:
+        over, lost = self._over_by_now(), list[int]()
+        for job, request in over:
+            del self._due[job]
+            lost += self.scheduler.pool.table(request)[-1:] if self._recorded[request.spec].kv.get("fails") else []
+        self.scheduler.moved(tuple(job for job, _ in over), tuple(lost))
+
+    def _sent(self) -> None:
+        """Write the line of requests whose KV is sent, or given up, at the end of a pass."""
+        done = self._over_by_now()
+        self.scheduler.moved(tuple(job for job, _ in done))
+        for job, request in done:
+            recorded = self._recorded[request.spec]
+            del self._due[job]
+            aborted = recorded.kv.get("fails") or (recorded.cancel is not None and recorded.cancel <= self._now)
+            recorded.over(self._now, "abort" if aborted else "length", 1)
+            self._late += [recorded.id] * bool(aborted)
+        if done:
+            names = [request.spec.id for _, request in done]
+            self._written.append({"ev": "sent", "step": self._now, "requests": names, **self._memory()})
+
+    def _aborted(self) -> list[str]:
+        late, self._late = self._late, []
+        return sorted([*late, *super()._aborted()])
+
+    def _queues(self) -> Line:
+        scheduler = self.scheduler
+        if scheduler.sending is not None:
+            waits = [entry.request.spec for entry in scheduler._sent]
+            waits = sorted([*waits, *(each.spec for each in self._unready)], key=lambda spec: spec.index)
+            sending = [request.spec.id for request in scheduler.sending.unfetched]
+            return {"bootstrapping": [spec.id for spec in waits], "sending": sending}
+        receiving = scheduler.receiving
+        assert receiving is not None
+        placed = [(request, cached) for request, cached in scheduler.pool.placed if not request.preemptions]
+        for job, request in receiving.hand_off._loading.items():
+            self._due.setdefault(job, (self._now + self._recorded[request.spec].kv["moves"], request))
+        return {
+            "waiting": [entry.request.spec.id for entry in receiving.ready.entries],
+            "entered": [self._entered(request) for request in scheduler.entered],
+            "allocated": [self._allocated(request, cached) for request, cached in placed],
+            "allocating": [entry.request.spec.id for entry in scheduler.waiting.entries],
+            "receiving": [request.spec.id for request in receiving.loading],
+            "retracted_queue": [entry.request.spec.id for entry in receiving.retracted],
+        }
+
+    def _allocated(self, request: Request, cached: int) -> list[Any]:
+        pool = self.scheduler.pool
+        pages = [page + 1 for page in pool.table(request)[cached:]]
+        return [request.spec.id, cached * pool.block_size, served.runs(pages)]
+
+    def _entered(self, request: Request) -> list[Any]:
+        recorded, reason = self._recorded[request.spec], None
+        stats = recorded.stats
+        stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
+        stats["n_out"] = request.seen
+        if request.finish is not None:
+            reason = self._reason(recorded, request)
+            recorded.over(self._now, reason, request.seen)
+            self._over.add(request.spec)
+        return [recorded.id, reason]
+
+    def _applied(self, effect: Applied) -> None:
+        aborted = [request for request in self._heard.ended if request.finish is Finish.ABORTED]
+        self._late += [request.spec.id for request in aborted]
+        if self._prefills:
+            self._heard.ended, self._retired = aborted, {request.spec for request in aborted}
+        super()._applied(effect)
+        if self._prefills and self.scheduler.sending is not None:
+            for request, job in self.scheduler.sending.unfetched.items():
+                self._over.add(request.spec)
+                self._due.setdefault(job, (self._now + self._recorded[request.spec].kv["moves"], request))
+
+
 def _ranges(pages: list[int], size: int) -> list[list[int]]:
     return served.runs([(page + 1) * size + i for page in pages for i in range(size)])
 
@@ -398,6 +536,7 @@ class Recorded:
         self.id: str = request["id"]
         self.arrival: int = request["arrival_step"]
         self.cancel: int | None = request.get("cancel_step")
+        self.kv: Line = request.get("kv", {})
         self.max_new: int = request["max_new_tokens"]
         self.whole: bool = request.get("ignore_eos", False)
         self.prompt_tokens = len(request["prompt"])
@@ -410,7 +549,8 @@ class Recorded:
         tokens, most = [*prompt, *self.outputs], max(1, self.max_new)
         lengths = len(prompt), min(most, max(1, len(output))) if self.stops else most, most
         content = keys.of(tokens), 1, len(tokens)
-        self.spec = RequestSpec(index, self.id, self.arrival, *lengths, self._priority(request, o), *content)
+        role = None, o.decodes, o.prefills
+        self.spec = RequestSpec(index, self.id, self.arrival, *lengths, self._priority(request, o), *content, *role)
         self.stats: Line = {"first_step": None, "end_step": None, "reason": None, "n_out": 0}
         self.stats |= {"retractions": 0, "wasted": 0}
 
@@ -430,9 +570,10 @@ def case(trace: Path, header: Line) -> Case:
     one_of(trace, "loop", loop, ("normal", "overlap"))
     skipped = not_followed(version, VERSIONS)
     skipped = skipped or not_modelled(config, CONFIG | APART)
-    return case_of(
-        trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: SglangReplay(header, recorded)
-    )
+    role = config.get("disaggregation_mode")
+    one_of(trace, "disaggregation_mode", role, (None, "prefill", "decode"))
+    replay = SglangReplay if role is None else ApartReplay
+    return case_of(trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: replay(header, recorded))
 
 
 READER = Reader(lambda header: "sglang" in header, case)

@@ -33,7 +33,8 @@ class Receiving:
         self.loading: dict[Request, Entry] = {}  # blocks are taken, the KV comes
         self.arrived: set[Request] = set()  # of these, those whose KV is there
         self.lost: set[Request] = set()  # and those whose KV will not come
-        self.cancelled: set[Request] = set()  # they have ended, and their KV still comes
+        self.cancelled: dict[Request, None] = {}  # they have ended, and their KV still comes
+        self.leaving = 0  # of these, those for which memory is reserved until the queues are looked at
         self.ready = WaitingQueue(o, pool)  # they wait for a place
         self.left: list[Entry] = []  # requests that ended since the batch was looked at
         self._options, self._decoding, self._pool = o, decoding, pool
@@ -60,6 +61,7 @@ class Receiving:
         if self._looks % o.disaggregation_decode_polling_interval:
             return []
         self._allocate(batch, running)
+        self.leaving = 0
         lost: list[Entry] = []
         for request in [request for request in self.loading if request in self.arrived]:
             entry = self.loading.pop(request)
@@ -85,7 +87,7 @@ class Receiving:
 
     def _room(self, decoding: int, single: int = 0) -> int:
         """Return the tokens free beside those reserved for `decoding` requests and others with blocks, or `single`."""
-        active = decoding + len(self.loading) + len(self.ready)
+        active = decoding + len(self.loading) + self.leaving + len(self.ready)
         reserved = self._options.num_reserved_decode_tokens * active
         return self._pool.free * self._pool.block_size - max(reserved, single)
 
@@ -150,27 +152,28 @@ class Receiving:
 
     def moved(self, jobs: tuple[int, ...], broken: tuple[int, ...]) -> None:
         """Record that jobs are over, and which blocks they did not fill."""
-        for request in self.hand_off.completed(0, list(jobs)):
-            if request in self.cancelled:
-                self.cancelled.remove(request)
-                self._pool.release(request, returns=True)
-                continue
-            self.arrived.add(request)
-            if broken and not {*broken}.isdisjoint(self._pool.table(request)):
-                self.lost.add(request)
+        over = self.hand_off.completed(0, list(jobs))
+        for request in [request for request in self.cancelled if request in over]:
+            del self.cancelled[request]
+            self._pool.release(request, returns=True)
+        there = [request for request in over if request in self.loading]
+        self.arrived.update(there)
+        if broken:
+            self.lost.update([r for r in there if not {*broken}.isdisjoint(self._pool.table(r))])
 
     def cancel(self, request: Request) -> bool:
         """End a request that is here. Return False if it is not."""
         decoding = self._decoding
         if request in self.loading:
             entry = self.loading.pop(request)
+            self.leaving += 1
             there = request in self.arrived
             self.arrived.discard(request)
             self.lost.discard(request)
             if there:
                 self._pool.release(entry.request, returns=True)
             else:
-                self.cancelled.add(request)
+                self.cancelled[request] = None
             decoding.end(request, Finish.ABORTED, keeps_blocks=True)
         elif request in [entry.request for entry in (*self.ready.entries, *self.retracted, *self.queue.entries)]:
             self.host.forget(request)

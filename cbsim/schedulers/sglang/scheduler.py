@@ -42,7 +42,7 @@ class SglangScheduler(SchedulerBase):
         self.options = o = options
         self.pool = self.make_pool(observer)
         self.keys = KeysOfPrefills(self.pool)
-        super().__init__(o, Decoding(self.pool, self.keys, together=True, observer=observer))
+        super().__init__(o, Decoding(self.pool, self.keys, together=True, lookahead=not o.decodes, observer=observer))
         self.waiting = WaitingQueue(o, self.pool)
         self.running: dict[Request, Entry] = {}  # from admission to release
         self.batch: dict[Request, Entry] = {}  # the running requests that decode, in order
@@ -127,6 +127,7 @@ class SglangScheduler(SchedulerBase):
         if self.sending is not None:
             taken = len(self.waiting) + len(self.running) + len(self.sending.unfetched)
             free = BUFFERS * self.options.max_running_requests - taken
+            self._sent.sort(key=lambda entry: (entry.request.spec.arrival_ns, entry.request.spec.index))
         sent, self._sent = self._sent[: max(0, free)], self._sent[max(0, free) :]
         for entry in sent:
             self._queue(entry)
@@ -234,7 +235,7 @@ class SglangScheduler(SchedulerBase):
             self._enter(entry)
         if caches:
             self.pool.put_back()
-        receiving.left = []
+        receiving.left, self._departed = [], False
         return self._decode() if self.batch else None
 
     def _drop(self, request: Request, reason: str) -> None:
@@ -421,7 +422,11 @@ class SglangScheduler(SchedulerBase):
         return self._plan({request: self._row(request, 1) for request in self.batch})
 
     def _take_out(self) -> bool:
-        """Remove requests whose last token is in flight from the batch. Return True if there are any."""
+        """Remove requests whose last token is in flight from the batch. Return True if there are any. On a decode
+        server they decode on, for nothing.
+        """
+        if self.receiving is not None:
+            return False
         ending = [r for r in self.decoding.unbatched if r in self.batch and r.scheduled >= r.limit]
         for request in ending:
             self.leave_batch(request)
