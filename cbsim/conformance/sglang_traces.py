@@ -132,7 +132,7 @@ class WatchedSglang(SglangScheduler):
         self.aborted: list[str] = []
         self.turned_away = 0  # how many of these were refused when others arrived, before any cancellation
         self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
-        self.entered: list[Request] = []
+        self.entered: list[tuple[Request, bool]] = []  # in the last pass, with whether that was their end
         self._heard = heard
         self._launched_tokens = 0  # of the last prefill
         self._batch_tokens = 0  # of the prefill whose object the decode batch is
@@ -234,7 +234,7 @@ class WatchedSglang(SglangScheduler):
 
     def _enter(self, entry: Entry) -> None:
         super()._enter(entry)
-        self.entered.append(entry.request)
+        self.entered.append((entry.request, entry.request.finish is not None))
 
     def _drop(self, request: Request, reason: str) -> None:
         super()._drop(request, reason)
@@ -490,7 +490,7 @@ class ApartReplay(SglangReplay):
             self._due.setdefault(job, (self._now + self._recorded[request.spec].kv["moves"], request))
         return {
             "waiting": [entry.request.spec.id for entry in receiving.ready.entries],
-            "entered": [self._entered(request) for request in scheduler.entered],
+            "entered": [self._entered(*entered) for entered in scheduler.entered],
             "allocated": [self._allocated(request, cached) for request, cached in placed],
             "allocating": [entry.request.spec.id for entry in scheduler.waiting.entries],
             "receiving": [request.spec.id for request in receiving.loading],
@@ -502,12 +502,12 @@ class ApartReplay(SglangReplay):
         pages = [page + 1 for page in pool.table(request)[cached:]]
         return [request.spec.id, cached * pool.block_size, served.runs(pages)]
 
-    def _entered(self, request: Request) -> list[Any]:
+    def _entered(self, request: Request, ended: bool) -> list[Any]:
         recorded, reason = self._recorded[request.spec], None
         stats = recorded.stats
         stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
         stats["n_out"] = request.seen
-        if request.finish is not None:
+        if ended:
             reason = self._reason(recorded, request)
             recorded.over(self._now, reason, request.seen)
             self._over.add(request.spec)

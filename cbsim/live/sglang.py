@@ -22,8 +22,6 @@ stubs.install()  # before the first import of SGLang
 import torch  # noqa: E402
 from sglang.srt.arg_groups import overrides  # noqa: E402
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape  # noqa: E402
-from sglang.srt.disaggregation import decode, prefill, utils  # noqa: E402
-from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
 from sglang.srt.managers import scheduler as managers  # noqa: E402
 from sglang.srt.mem_cache.allocator import paged, token  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
@@ -59,33 +57,27 @@ def read_as(header: Line, version: str) -> Line:
     return header | {"sglang": version}
 
 
-def record(workload: Line, mode: str) -> list[Line]:
-    """Run a workload in an event loop. Raises what SGLang raises, and where SGLang leaves an order open."""
+def record(workload: Line, mode: str, kind: type[Recorder] | None = None, loop: str = "event_loop_{}") -> list[Line]:
+    """Run a workload in an event loop. Raises what SGLang raises, and where SGLang leaves an order open. `kind` and
+    `loop`, of another sort of server: what records it, and what its loops are called.
+    """
     config, normal = workload["config"], mode == "normal"
     arguments = {name: value for name, value in config.items() if name not in NO_ARGUMENTS}
     arguments |= {"pp_max_micro_batch_size": config["max_running_requests"], "disable_overlap_schedule": normal}
-    arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank"), 0)
     context, batch, adder = managers.get_context(), managers.ScheduleBatch, managers.PrefillAdder
     retract, preempt = batch.retract_decode, adder.preempt_to_schedule
-    kind, loop = ROLES[config.get("disaggregation_mode")], "normal" if normal else "overlap"
     with (
         context.override_server_args(device="cpu", **arguments),
         context.parallel.override(**ranks, attn_tp_group=Inert(cpu_group=None)),
         patch.object(overrides, "mamba_cache_chunk_size", lambda _: CHUNK),
-        patch.object(utils, "all_reduce_flags", lambda flags, **_: flags),
-        patch.object(decode, "all_reduce_flags", lambda flags, **_: flags),
-        patch.object(decode, "get_kv_class", lambda *_: Receiver),
-        patch.object(prefill, "get_kv_class", lambda *_: Sender),
-        patch.object(decode.DecodePreallocQueue, "_init_kv_manager", lambda queue: queue.scheduler.wire),
-        patch.object(prefill.PrefillBootstrapQueue, "_init_kv_manager", lambda queue: queue.scheduler.wire),
     ):
-        made = kind(workload, arguments)
+        made = (kind or Recorder)(workload, arguments)
         with (
             patch.object(batch, "retract_decode", lambda batch: made.retracted(*retract(batch))),
             patch.object(adder, "preempt_to_schedule", lambda adder, one: made.preempted(preempt(adder, one), adder)),
         ):
-            getattr(made, f"event_loop_{loop}{kind.role}")()
+            getattr(made, loop.format("normal" if normal else "overlap"))()
     header = {"ev": "header", "format": 1, "sglang": __version__, "loop": mode, "workload": workload["name"]}
     return [header | {"config": config}, *made.lines, made.footer()]
 
@@ -101,10 +93,8 @@ class Inert(SimpleNamespace):
 
 class Recorder(managers.Scheduler):  # type: ignore[misc]
     """SGLang's scheduler, made without its constructor, and the lines of what it decides. `pending`: what has happened
-    in the pass. `freed`: the nodes of the eviction under way. `role`: what its loops are called, beside others' names.
+    in the pass. `freed`: the nodes of the eviction under way.
     """
-
-    role, mode = "", managers.DisaggregationMode.NULL
 
     def __init__(self, workload: Line, arguments: Line) -> None:
         requests = workload["requests"]
@@ -126,15 +116,11 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         self.init_schedule_policy()
         self.init_overlap()
         self.init_batch_result_processor()
-        self.init_queues()
-
-    def init_queues(self) -> None:
-        """Make the queues of a server with a role."""
 
     def surround(self) -> None:
         """Add what the server has round its scheduler, the model included."""
         self.enable_overlap, self.is_generation, self.device = not self.disable_overlap_schedule, True, "cpu"
-        self.disaggregation_mode = self.mode
+        self.disaggregation_mode = managers.DisaggregationMode.NULL
         self.spec_algorithm = managers.SpeculativeAlgorithm.from_string(None)
         model = dict.fromkeys(("is_encoder_decoder", "is_multimodal", "self_opened_think_start_ids"))
         self.model_config = Inert(vocab_size=1 << 30, context_len=self.context_length, hf_eos_token_id=set(), **model)
@@ -147,9 +133,7 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         self.ngram_embedding_manager = Inert(prepare_for_forward=_same)
         self.invariant_checker = Inert(_check_all_pools=lambda _: (False, []))
         runner = Inert(attn_backend=Inert(needs_cpu_seq_lens=True), prefill_aware_swa=False)
-        runner.effective_logical_max_total_num_tokens = 1 << 30
-        worker = {"model_runner": runner, "forward_batch_generation": self.forward, "is_hybrid_swa": False}
-        self.tp_worker = self.model_worker = Inert(**worker)
+        self.tp_worker = self.model_worker = Inert(model_runner=runner, forward_batch_generation=self.forward)
         self.forward_stream = self.schedule_stream = torch.cpu.Stream()
         vars(self.schedule_stream)["synchronize"] = _none
 
@@ -180,10 +164,6 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
 
         tree._evict, slots.free_segment = evicted, freed
 
-    def queues(self) -> Line:
-        """Return the queues that a role has beside those of every server."""
-        return {}
-
     def rows(self) -> Any:
         """Return the tables of requests, with slots for states of the least size if layers keep some."""
         size = {"size": self.max_running_requests, "max_context_len": self.context_length + 8, "device": "cpu"}
@@ -195,7 +175,7 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         params = Mamba2CacheParams(shape=shape, layers=[0])
         return HybridReqToTokenPool(cache_params=params, enable_mamba_extra_buffer=False, **size)
 
-    def ingest_requests(self, stop_at_pause: bool = False) -> None:  # noqa: ARG002
+    def ingest_requests(self) -> None:
         """Begin a pass with what is due in it. The first pass that begins with nothing left to do is the last one."""
         self.now += 1
         arrived = due(self.coming, self.now, lambda request: request["arrival_step"])
@@ -250,7 +230,7 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
             "running": [request.rid for request in running.reqs],
             "full": bool(running.batch_is_full),
             "ratio": round(self.new_token_ratio_tracker.current, 9),
-        } | self.queues()
+        }
         self.lines.append(line | self.memory())
         self.pending = {name: [] for name in HAPPENED}
         return planned
@@ -302,206 +282,6 @@ class Recorder(managers.Scheduler):  # type: ignore[misc]
         assert self.req_to_token_pool.available_size() == len(self.req_to_token_pool.req_to_token) - 1
         assert memory.get("states") == self.max_mamba_cache_size, memory
         return {"ev": "footer", "steps": self.now + 1, "batches": self.forward_ct, "requests": self.over}
-
-
-KEPT = Inert(cpu_copy_carries_mamba=True)  # the memory of the cache, as far as a retraction asks for it
-
-
-class Wire(Inert):
-    """The transport of a server with a role, whose transfers take as many passes as their requests say."""
-
-    kv_args, prefill_info_table = Inert(state_types=[]), {"other:1": Inert(dp_size=1)}
-    enable_deferred_decode_kv_release = is_dummy_cp_rank = True
-    bootstrap_room = torch.ones((4096, 1))
-    recorder: Recorder
-
-    def is_abort_release_safe(self, room: int, acks: int) -> bool:  # noqa: ARG002
-        return bool(self.recorder.now >= self.ends[room])
-
-    def get_buf(self, index: int) -> Any:
-        """Return what comes with the KV: the first output."""
-        request = self.recorder.numbered[self.rooms[index]]
-        room = torch.tensor([self.rooms[index]])
-        return torch.tensor([request["output"][0]]), torch.zeros(8), *[None] * 11, room
-
-
-class End:
-    """One end of a transfer. `sent_at`: the pass in which it begins."""
-
-    supports_host_destination = supports_host_tensor_indices = require_staging = abort_notified = failed = False
-    conclude_state = sent_at = None
-    bootstrap_infos = ()
-
-    def __init__(self, mgr: Wire, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:  # noqa: ARG002
-        self.kv_mgr, self.room = mgr, bootstrap_room
-        self.request = mgr.recorder.numbered[bootstrap_room]
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return Inert.__getattr__(Inert(), name)
-
-    def poll(self) -> Any:
-        now, kv = self.kv_mgr.recorder.now, self.request["kv"]
-        if self.failed:
-            return KVPoll.Failed
-        if now < self.request["arrival_step"] + kv["ready"]:
-            return KVPoll.Bootstrapping
-        if self.sent_at is None:
-            return KVPoll.WaitingForInput
-        if now < self.sent_at + kv["moves"]:
-            return KVPoll.Transferring
-        return KVPoll.Failed if kv.get("fails") else KVPoll.Success
-
-    def send_now(self) -> None:
-        self.sent_at = self.kv_mgr.recorder.now
-        self.kv_mgr.ends[self.room] = self.sent_at + self.request["kv"]["moves"]
-
-    def abort(self) -> None:
-        self.failed, self.abort_notified = True, self.sent_at is not None
-
-    def failure_exception(self) -> None:
-        raise RuntimeError("failed")
-
-
-class Sender(End):
-    def pop_decode_prefix_len(self) -> int:
-        return 0
-
-    def should_send_kv_chunk(self, pages: int, last: bool) -> bool:  # noqa: ARG002
-        if last:
-            self.send_now()
-        return True
-
-
-class Receiver(End):
-    def abort(self) -> None:
-        if self.poll() in (KVPoll.Success, KVPoll.Failed):
-            raise RuntimeError("a request is cancelled as its KV arrives, whose blocks SGLang holds a pass longer")
-        super().abort()
-
-    def send_metadata(self, pages: Any, index: int, states: Any, decode_prefix_len: int) -> None:  # noqa: ARG002
-        self.kv_mgr.rooms[index] = self.room
-        self.kv_mgr.allocated.append([self.request["id"], decode_prefix_len, served.runs(pages.tolist())])
-        self.send_now()
-
-
-class Apart(Recorder):
-    """A server with a role. Lines have its queues, and aborts are seen as they are reported."""
-
-    def init_queues(self) -> None:
-        self.numbered = dict(enumerate(self.requests.values(), 1))
-        self.output_streamer.stream_output = self.streamed
-        self.wire = Wire(recorder=self, ends={}, rooms={}, allocated=[])
-
-    def streamed(self, requests: list[Any], *_: Any) -> None:
-        for request in requests:
-            over = self.over[request.rid]
-            if over["reason"] is None and isinstance(request.finished_reason, managers.FINISH_ABORT):
-                self.send_abort_output(None, request)
-            elif over["reason"] is None and request.finished() and self.mode is Prefilling.mode:
-                over |= {"end_step": self.now, "reason": "length"}
-
-    def handle_generate_request(self, recv_req: Any) -> None:
-        room = next(n for n, request in self.numbered.items() if request["id"] == recv_req.rid)
-        recv_req.bootstrap_room, recv_req.bootstrap_host, recv_req.bootstrap_port = room, "other", 1
-        super().handle_generate_request(recv_req)
-
-
-class Prefilling(Apart):
-    """A server whose requests others decode."""
-
-    role, mode = "_disagg_prefill", managers.DisaggregationMode.PREFILL
-
-    def init_queues(self) -> None:
-        super().init_queues()
-        self.transfer_backend = utils.TransferBackend.MOONCAKE
-        self.req_to_metadata_buffer_idx_allocator = utils.ReqToMetadataIdxAllocator(2 * self.max_running_requests)
-        self.disagg_metadata_buffers, self.kv_checksum_computer, self.enable_staging = Inert(), None, False
-        self.attn_cp_cpu_group = self.attn_tp_cpu_group = None
-        self.kv_shard_widening, self.maybe_send_cached_prefix_chunk = 1, _none
-        self.disagg_prefill_inflight_queue, self.disagg_prefill_pending_chunk_rids = list[Any](), set[str]()
-        parts = dict.fromkeys(("token_to_kv_pool", "draft_token_to_kv_pool", "gpu_id", "bootstrap_port"))
-        parts |= {"req_to_metadata_buffer_idx_allocator": self.req_to_metadata_buffer_idx_allocator}
-        parts |= {"metadata_buffers": None, "scheduler": self, "scheduler_stage_metrics": self.scheduler_stage_metrics}
-        parts |= {"max_total_num_tokens": 0, "transfer_backend": self.transfer_backend}
-        self.disagg_prefill_bootstrap_queue = prefill.PrefillBootstrapQueue(**parts)
-
-    def get_next_disagg_prefill_batch_to_run(self, running_batch: Any, last_batch: Any, **more: Any) -> Any:
-        return self.noted(super().get_next_disagg_prefill_batch_to_run(running_batch, last_batch, **more))
-
-    def queues(self) -> Line:
-        self.pending["aborted"].sort()
-        queues = self.disagg_prefill_bootstrap_queue.queue, self.disagg_prefill_inflight_queue
-        return dict(zip(("bootstrapping", "sending"), [[req.rid for req in queue] for queue in queues], strict=True))
-
-    def process_disagg_prefill_inflight_queue(self, rids_to_check: Any = None) -> Any:
-        done = super().process_disagg_prefill_inflight_queue(rids_to_check)
-        if done:
-            self.lines.append({"ev": "sent", "step": self.now, "requests": [req.rid for req in done], **self.memory()})
-        return done
-
-
-class DecodingServer(Apart):
-    """A server that decodes what others prefill."""
-
-    role, mode = "_disagg_decode", managers.DisaggregationMode.DECODE
-
-    def rows(self) -> Any:
-        more, longest = managers.get_disagg().disaggregation_decode_extra_slots, self.context_length + 8
-        return decode.DecodeReqToTokenPool(self.max_running_requests, longest, "cpu", False, more)
-
-    def init_queues(self) -> None:
-        super().init_queues()
-        self.entering, slots = list[Any](), self.token_to_kv_pool_allocator
-        slots.get_kvcache, slots.get_cpu_copy, slots.load_cpu_copy = lambda: KEPT, _none, _none
-        self.transfer_backend, self.kv_checksum_computer = utils.TransferBackend.MOONCAKE, None
-        self.enable_decode_hicache, self.random_seed = False, 0
-        buffers = utils.ReqToMetadataIdxAllocator(2 * self.max_running_requests)
-        self.req_to_metadata_buffer_idx_allocator, self.disagg_prefill_bootstrap_queue = buffers, None
-        shared = {"req_to_metadata_buffer_idx_allocator": buffers, "metadata_buffers": self.wire, "scheduler": self}
-        shared |= {"tree_cache": self.tree_cache}
-        self.disagg_decode_prealloc_queue: Any = None
-        self.disagg_decode_transfer_queue = decode.DecodeTransferQueue(**shared)
-        parts = {"transfer_queue": self.disagg_decode_transfer_queue, "transfer_backend": self.transfer_backend}
-        parts |= dict.fromkeys(("draft_token_to_kv_pool", "gpu_id", "bootstrap_port"))
-        for name in ("req_to_token_pool", "token_to_kv_pool_allocator", "max_total_num_tokens"):
-            parts[name] = getattr(self, name)
-        parts["num_reserved_decode_tokens"] = managers.get_disagg().num_reserved_decode_tokens
-        self.disagg_decode_prealloc_queue = decode.DecodePreallocQueue(**shared, **parts)
-
-    def get_new_prebuilt_batch(self, running_batch: Any) -> Any:
-        batch = super().get_new_prebuilt_batch(running_batch)
-        self.entering = [] if batch is None else [*batch.reqs]
-        return batch
-
-    def begun(self, request: Any) -> list[Any]:
-        """Return a request that has entered the batch, with the reason if that was its end."""
-        over, reason = self.over[request.rid], None
-        over["first_step"] = self.now if over["first_step"] is None else over["first_step"]
-        over["n_out"] = len(request.output_ids)
-        if request.finished():
-            reason = request.finished_reason.to_json()["type"]
-            over |= {"end_step": self.now, "reason": reason}
-        return [request.rid, reason]
-
-    def get_next_disagg_decode_batch_to_run(self, running_batch: Any) -> Any:
-        return self.noted(super().get_next_disagg_decode_batch_to_run(running_batch))
-
-    def queues(self) -> Line:
-        waits, moves = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
-        if any(entry.kv_receiver.failed for entry in (*waits.queue, *moves.queue)):
-            raise RuntimeError("a request is cancelled, and SGLang does not look at its queue in this pass")
-        allocated, self.wire.allocated = self.wire.allocated, []
-        self.pending["aborted"].sort()
-        return {
-            "entered": [self.begun(request) for request in self.entering],
-            "allocated": allocated,
-            "allocating": [entry.req.rid for entry in waits.queue],
-            "receiving": [entry.req.rid for entry in moves.queue],
-            "retracted_queue": [request.rid for request in waits.retracted_queue],
-        }
-
-
-ROLES = {None: Recorder, "prefill": Prefilling, "decode": DecodingServer}
 
 
 def _none(*_: Any, **__: Any) -> None:

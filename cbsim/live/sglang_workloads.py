@@ -16,7 +16,6 @@ PLAIN: Line = {field.name: field.default for field in fields(SglangSettings) if 
 PLAIN |= {"page_size": 1, "max_total_num_tokens": 4000, "context_length": 2000, "vocab_size": 1000}
 PLAIN |= {"max_running_requests": 16, "max_prefill_tokens": 512, "prefill_decode_interval": None}
 KINDS = get_type_hints(SglangSettings)
-APART = 0.3  # share of workloads for a server with a role
 NEEDS_TREE = "shortest-prefill-first"
 ORDERS, EVICTIONS = get_args(KINDS["schedule_policy"]), get_args(KINDS["radix_eviction_policy"])
 
@@ -57,35 +56,7 @@ def draw(rng: random.Random, number: int) -> Line:
         requests = [{name: value for name, value in each.items() if name != "ignore_eos"} for each in requests]
     if not tree and rng.random() < 0.5:
         config["max_mamba_cache_size"] = seats + rng.randint(0, 2)
-    if rng.random() < APART and (left := _apart(rng, config, requests)):
-        requests = left
     return {"name": f"sg{number}", "config": config, "requests": requests}
-
-
-def _apart(rng: random.Random, config: Line, requests: list[Line]) -> list[Line]:
-    """Give the server a role. Return the requests that it can serve, each with the passes until the other server is
-    `ready` for it, and in which its KV `moves`.
-    """
-    page, seats, tokens = config["page_size"], config["max_running_requests"], config["max_total_num_tokens"]
-    longest = min(config["context_length"], tokens) - 7
-    config |= {"max_mamba_cache_size": None, "disaggregation_mode": rng.choice(["prefill", "decode"])}
-    decodes = config["disaggregation_mode"] == "decode"
-    if decodes:
-        cached, kept = rng.random() < 0.3, rng.choice([0, 1, 8, 40])
-        config |= {"disaggregation_decode_enable_radix_cache": cached, "disable_radix_cache": not cached}
-        config |= {
-            "num_reserved_decode_tokens": kept,
-            "disaggregation_decode_extra_slots": rng.choice([0, 2, 2 * seats]),
-        }
-        config |= {"disaggregation_decode_polling_interval": rng.choice([1, 1, 1, 3])}
-        config |= {"schedule_policy": config["schedule_policy"] if cached else "fcfs"}
-        longest = min(longest, tokens - kept - page)
-    slowest = rng.choice([1, 3, 20])
-    for request in requests:
-        request["kv"] = {"ready": 0 if decodes else rng.randint(0, slowest), "moves": rng.randint(1, 2 * slowest)}
-        if rng.random() < 0.05:
-            request["kv"]["fails"] = True
-    return [request for request in requests if len(request["prompt"]) <= longest]
 
 
 def _requests(rng: random.Random, config: Line) -> list[Line]:

@@ -38,7 +38,6 @@ class Receiving:
         self.ready = WaitingQueue(o, pool)  # they wait for a place
         self.left: list[Entry] = []  # requests that ended since the batch was looked at
         self._options, self._decoding, self._pool = o, decoding, pool
-        self._looks = 0
 
     @property
     def busy(self) -> bool:
@@ -53,13 +52,10 @@ class Receiving:
         """Move requests on, once in a pass in which `running` have rows and `batch` decode. Return those that end, as
         their KV is lost.
         """
-        o, batch = self._options, [*batch, *self.left]
+        batch = [*batch, *self.left]
         self._resume(len(batch), running)
         if self.retracted:
             return []  # nobody takes memory before them
-        self._looks += 1
-        if self._looks % o.disaggregation_decode_polling_interval:
-            return []
         self._allocate(batch, running)
         self.leaving = 0
         lost: list[Entry] = []

@@ -118,7 +118,7 @@ class SglangScheduler(SchedulerBase):
         request = self.decoding.add(spec, max(1, max_new))
         root = self.pool.tree.root
         self._sent.append(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
-        if self.options.scheduler_recv_interval == 1:
+        if self.options.scheduler_recv_interval == 1 and self.sending is None:
             self._receive()
 
     def _receive(self) -> None:

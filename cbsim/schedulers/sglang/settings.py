@@ -78,8 +78,6 @@ class SglangSettings(Settings):
     disaggregation_decode_extra_slots: Annotated[Natural | None, DEFAULT_IN_PROBE] = None
     """Of such a server: requests beside those that run which may have blocks; null: 2 max_running_requests, none where
     max_running_requests is not given or above 32."""
-    disaggregation_decode_polling_interval: Annotated[Count, DEFAULT_IN_PROBE] = 1
-    """Of such a server: passes from one look at its transfers to the next."""
     disaggregation_decode_enable_radix_cache: Annotated[bool, DEFAULT_IN_PROBE] = False
     """Of such a server: prefixes are cached, and not fetched again."""
 
