@@ -23,7 +23,7 @@ from cbsim.machine.front import Choice, Front, at
 from cbsim.machine.scaling import Replica, Scaled, State
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import DECODE, PREFILL, RequestSpec, leg
-from cbsim.policy.transfers import Direction, Transfer
+from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record.columns import NS
 from cbsim.record.optional_tables import BROKEN, ENDED, FETCHED, LEASE_OVER, UNDER_WAY
 from cbsim.record.record import TransferLog
@@ -38,8 +38,8 @@ ANY = 1 << 60  # number of retries
 
 
 class Side(Mover):
-    """The KV transfers of a server with a role. Each is a side of a hand-off: `on_order` hears of it when its plan is
-    launched, and `end` is called when it is over.
+    """The KV transfers of a server with a role. One with a job is a side of a hand-off: `on_order` hears of it when its
+    plan is launched, and `end` is called when it is over.
     """
 
     def __init__(self, copies: Copies, log: TransferLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
@@ -51,6 +51,9 @@ class Side(Mover):
     def before(self, plan: StepPlan, at_ns: int) -> int:
         self._underway.planned(plan)
         for transfer in plan.transfers:
+            if transfer.job == IN_ORDER:
+                at_ns = self._book(plan.step, transfer, at_ns)
+                continue
             assert self.on_order is not None
             self.ends[transfer.job] = NEVER_NS
             self._log.moved(plan.step, transfer, at_ns, at_ns)

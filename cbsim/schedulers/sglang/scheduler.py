@@ -558,6 +558,7 @@ SGLANG = SchedulerKind(
     make=SglangScheduler,
     block_size=1,
     serves=(Sight.FULL, Sight.STATE),
+    hands_off=True,
     whole=True,
     balance=lambda _: "turns",
 )

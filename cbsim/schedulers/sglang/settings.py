@@ -190,7 +190,7 @@ def _apart(settings: SglangSettings, site: Site, tokens: int, context: int, slot
     """Return the options of a server that prefills or decodes for others. Retracted requests have a fifth of the cache
     on the host, or room for one of any length; where SGLang keeps them in tensors of their own, as much as they need.
     """
-    role, given = getattr(site, "role", None), settings.max_running_requests
+    role, given = site.role, settings.max_running_requests
     if role is None:
         return {}
     require(role != "both", "name", "got sglang, whose servers prefill or decode for others, and do not do both")
