@@ -184,7 +184,7 @@ class Engine:
     def _launch(self, effect: Launch) -> Ticket:
         """Perform the phases `schedule` (which ends here), `prepare` and `launch`."""
         plan, times, slot = effect.plan, self._times, effect.plan.step % self._depth
-        if plan.work.chunks:
+        if plan.work.chunks or plan.transfers:
             note_admissions(self.record, self.scheduler, plan)
         self._inject("schedule")
         times.schedule_end_ns = times.prepare_start_ns = self._elapsed()

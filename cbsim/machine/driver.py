@@ -113,7 +113,7 @@ class Machine:
     def _launch(self, effect: Launch) -> StepTimes:
         """Advance the CPU by the phases `schedule`, `prepare` and `launch`, and queue the step on the device."""
         plan, times, cost = effect.plan, self.times, self._cost
-        if plan.work.chunks:
+        if plan.work.chunks or plan.transfers:
             note_admissions(self.record, self.scheduler, plan)
         schedule_ns, prepare_ns, launch_ns, times.update_ns = cost.cpu_ns(plan)
         ran = plan

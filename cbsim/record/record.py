@@ -220,6 +220,10 @@ class Record:
         self._first_step.setdefault(request.spec, step)
         self._requests[request.spec] = request
 
+    def fetching(self, request: Request) -> None:
+        """Note a request whose KV is being fetched."""
+        self._requests.setdefault(request.spec, request)
+
     def took_over(self, step: int, parents: tuple[tuple[RequestSpec, RequestSpec], ...]) -> None:
         """Note from the result of a step that these beams continue the text of their parents."""
         for spec, parent in parents:
@@ -269,7 +273,7 @@ class Record:
         write_i64_le(row, len(plan.changes.preempted))
         write_i64_le(row, recomputed)
         write_i64_le(row, cached)
-        write_i64_le(row, len(outcome.finished))
+        write_i64_le(row, min(sampled, len(outcome.finished)))  # others ended with the KV that came
         write_i64_le(row, outcome.wasted_rows)
         write_i64_le(row, digest(plan))
         _write_times(row, times)
@@ -298,7 +302,7 @@ class Record:
             status = FAILED
         elif spec in self.cancels:
             status = Finish.ABORTED.value
-        elif request is not None:
+        elif request is not None and (first_step >= 0 or request.finish):
             whole = sum(runs[1::2]) == request.seen
             status = request.finish.value if request.finish and whole else "unfinished"
         return RequestRow(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from cbsim.policy.loop import Polled, Scheduler
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
+from cbsim.policy.transfers import IN_ORDER
 from cbsim.record.record import Record
 
 NEVER_NS = 1 << 200
@@ -119,10 +120,15 @@ OPEN, CLOSED = Polled(), Polled(closed=True)
 
 
 def note_admissions(record: Record, scheduler: Scheduler, plan: StepPlan) -> None:
-    """Record the requests that a step admits. They are among its chunks: a plan without chunks needs no call."""
+    """Record the requests that a step admits, and whose KV it begins to fetch: one may end as soon as it is there. They
+    are among its chunks and transfers: a plan without any needs no call.
+    """
     for chunk in plan.work.chunks:
         if chunk.admitted:
             record.admitted(scheduler.requests[chunk.spec], plan.step)
+    for transfer in plan.transfers:
+        if transfer.job != IN_ORDER and transfer.spec is not None and transfer.spec in scheduler.requests:
+            record.fetching(scheduler.requests[transfer.spec])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
-from cbsim.policy.value import mypyc_attr
+from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase
 from cbsim.schedulers.sglang.apart import BUFFERS, Receiving
 from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
@@ -515,6 +515,9 @@ class SglangScheduler(SchedulerBase):
     def update(self, plan: StepPlan, result: StepResult) -> Outcome:
         if self.sending is None:
             self.pool.collect()
+        if self.receiving is not None and result.stopped:  # perhaps by a first output, which came with the KV
+            running = tuple([spec for spec in result.stopped if self.requests.get(spec) in self.running])
+            result = replace(result, stopped=running)
         outcome = super().update(plan, result)
         if self.sending is None:
             self.pool.put_back()
