@@ -93,7 +93,8 @@ class Receiving:
             entry, size = self.retracted[0], pool.block_size
             request = entry.request
             needed = pool.blocks_for(request.computed) * size + self._options.num_reserved_decode_tokens
-            if needed > self._room(decoding):
+            alone = not (decoding or self.busy or len(self.ready))
+            if needed > self._room(decoding) and not alone:
                 return
             del self.retracted[0]
             self._take(entry, pool.tree.root, request.computed)

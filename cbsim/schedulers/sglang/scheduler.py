@@ -193,7 +193,8 @@ class SglangScheduler(SchedulerBase):
         while plan is None and more and not self.in_flight:
             more -= 1
             plan = self.one_pass()
-        if plan is None and (self.pending or self._brought or self.decoding.transfers):
+        ends = self.receiving is not None and bool(self.decoding.ended or self.decoding.transfers)
+        if plan is None and (self.pending or ends):
             self.decoding.rest()
             plan = self._plan({})
         return plan
