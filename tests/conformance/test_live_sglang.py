@@ -15,6 +15,7 @@ from cbsim.cli.parser import main
 from cbsim.conformance.sglang_traces import CONFIG, options
 from cbsim.live import sglang_workloads
 from cbsim.live.original import load
+from cbsim.live.session import Session
 from cbsim.schedulers.sglang.settings import SglangSettings, resolve
 from cbsim.workload.scheduler_tests import STOP_TOKEN
 
@@ -49,6 +50,21 @@ def test_the_real_scheduler_decides_the_same(tmp_path: Path, capsys: pytest.Capt
     """Every pass of both of SGLang's event loops equals ours."""
     status = main(["conformance", "--live", "sglang", "--count", "20", "--out", str(tmp_path)])
     assert status == 0, capsys.readouterr().out
+
+
+@needs_sglang
+def test_the_real_servers_with_a_role_decide_the_same(tmp_path: Path) -> None:
+    """Every pass of a server that prefills or decodes for others, in both loops."""
+    sglang, _ = load("sglang")
+    from support import sglang_apart
+
+    made = SimpleNamespace(record=sglang_apart.record, versions=sglang.versions, read_as=sglang.read_as)
+    session = Session("sglang", sglang.versions[-1], made, tmp_path, print)
+    for number in range(12):
+        for mode in ("normal", "overlap"):
+            session.judge(sglang_apart.draw(number), mode)
+    assert session.tally["match"] > 12
+    assert not session.tally["differ"]
 
 
 @needs_sglang
