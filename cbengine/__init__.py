@@ -39,8 +39,9 @@ def run(
     `requests` and `window_s` are those of `cbsim.run`.
     Raises ScenarioError, UsageError.
     """
-    from cbengine import build, servers
+    from cbengine import build
     from cbengine.errors import UsageError
+    from cbengine.serving import fleet
     from cbsim.runs import running
     from cbsim.scenario.scenario import scenario_of
 
@@ -52,5 +53,5 @@ def run(
     setup = build.Setup(device=chosen, weights=target, draft_weights=drafter)
     command = f"python -m cbengine replay scenario.resolved.yaml --device {chosen}"
     ranks = {} if tensor_parallel is None else {"cost.tensor_parallel": tensor_parallel}
-    ready = build.adapted(scenario_of(scenario_of(scenario, changes), ranks), setup, open_ended=requests is not None)
-    return running.answer(ready, servers.maker(setup), command, requests, window_s)
+    ready = fleet.adapted(scenario_of(scenario_of(scenario, changes), ranks), setup, open_ended=requests is not None)
+    return running.answer(ready, fleet.maker(setup), command, requests, window_s)

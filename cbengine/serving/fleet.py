@@ -534,6 +534,8 @@ def maker(setup: Setup, profiled: int = 0) -> Maker:
     one = servers.maker(setup, profiled)
 
     def made(scenario: Scenario, loop: str, workload: Workload) -> AnyServer:
+        if profiled and scenario.fleet is not None:
+            raise UsageError("--profile: needs a scenario without a fleet: kernels of other processes are not seen")
         return one(scenario, loop, workload) if scenario.fleet is None else Fleet(setup, scenario, loop, workload)
 
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -248,10 +249,20 @@ def test_servers_without_roles_are_a_fleet_too(loop: str) -> None:
     assert [sum(each.values()) for each in run.statuses] == [3, 3]
 
 
-def test_a_hand_over_needs_a_clock_and_whole_blocks() -> None:
+def test_what_the_engine_has_no_fleet_for_is_refused_by_name() -> None:
+    several = SIZES.model_dump(mode="json") | {"fleet": {"pools": [{"count": 2}], "router": {"name": "random"}}}
+    failing, ranks = (json.loads(json.dumps(several)) for _ in range(2))
+    failing["fleet"]["failures"] = [{"server": 0, "at_s": 1}]
+    ranks["cost"]["tensor_parallel"] = 2
+    drafting = several | {"speculation": {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}}
+    own = several | {"fleet": several["fleet"] | {"pools": [{"server": {"model": {"dtype": "float16"}}}, {}]}}
     for scenario, setup, word in (
         (apart(SIZES), Setup(device="modelled"), "--device modelled"),
         (apart(SIZES, transfer="layerwise"), INLINE, "fleet.hand_off.transfer"),
+        (Scenario.model_validate(failing), INLINE, "fleet.failures"),
+        (Scenario.model_validate(ranks), INLINE, "cost.tensor_parallel"),
+        (Scenario.model_validate(drafting), INLINE, "fleet.pools.0.server.speculation"),
+        (Scenario.model_validate(own), INLINE, "fleet.pools.0.server.model.dtype"),
     ):
         with pytest.raises(UsageError, match=word):
             fleet.adapted(scenario, setup)
