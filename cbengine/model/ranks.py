@@ -98,9 +98,13 @@ class Group:
         if self.rank.count == 1:
             return logits
         self.calls += 1
-        parts = [torch.empty_like(logits) for _ in range(self.rank.count)]
-        dist.all_gather(parts, logits)
-        return torch.cat(parts, dim=1)[:, :vocab]
+        return torch.cat(self.parts(logits), dim=1)[:, :vocab]
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks."""
+        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
+        dist.all_gather(parts, x)
+        return parts
 
 
 ALONE = Rank()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.engine.ranked import like_a_gpu, on_ranks, processes, threads
+from support.engine.ranked import Meeting, Threaded, like_a_gpu, on_ranks, processes, threads
 from support.engine.restless import Restless
 from support.engine.served import (
     LOOPS,
@@ -40,6 +41,7 @@ from support.engine.tiny_runs import MIXED, SAMPLED, TINY
 from test_group_tables import MIXES
 from test_group_tables import case as windowed_case
 from test_search import SEARCHES, check_search, groups, load, requests, searching
+from torch.nn.functional import linear
 
 import cbengine
 import cbsim
@@ -181,6 +183,15 @@ def test_what_a_rank_keeps() -> None:
         assert torch.equal(torch.cat([part[name] for part in parts], axis) if cut else parts[1][name], tensor)
     sizes = 9, 4, torch.float32
     assert 2 * KvCache.bytes_for(kept[0].part(TINY), *sizes) == KvCache.bytes_for(TINY, *sizes)
+
+
+def test_logits_are_those_of_the_vocabulary() -> None:
+    """... which two ranks do not divide: the padding of the last one's part is no token."""
+    head, hidden, meeting = torch.randn(199, 8), torch.randn(3, 8), Meeting(2)
+    ranks = [Threaded(Rank(index, 2), meeting) for index in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(lambda group: group.gather(linear(hidden, group.share(head)), 199), ranks):
+            torch.testing.assert_close(logits, linear(hidden, head))
 
 
 # -- what ends them ---------------------------------------------------------------------------------------------------

@@ -55,11 +55,10 @@ class Threaded(Group):
 
     def reduce(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return torch.stack(self._meeting.parts(self.rank.index, x)).sum(dim=0)
+        return torch.stack(self.parts(x)).sum(dim=0)
 
-    def gather(self, logits: Tensor, vocab: int) -> Tensor:
-        self.calls += 1
-        return torch.cat(self._meeting.parts(self.rank.index, logits), dim=1)[:, :vocab]
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return self._meeting.parts(self.rank.index, x)
 
 
 @dataclass(frozen=True)
