@@ -17,8 +17,8 @@ import pandas as pd
 from analysis.statistics import labels
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import flat
-from cbsim.record.record import STEP_COLUMNS, RequestRow
-from cbsim.record.tables import RUNS, TEXTS, Requests, Steps, token_times
+from cbsim.record.record import HANDED_OFF, STEP_COLUMNS, RequestRow
+from cbsim.record.tables import RUNS, TEXTS, Requests, RequestTable, Steps, token_times
 from cbsim.runs import reading
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
@@ -109,7 +109,10 @@ def _read(path: Path) -> LoadedRun:
     raw = reading.load(path, whole=whole)
     scenario = reading.fields(raw)
     reading.check_run(raw, scenario["loop"]["mode"], fleet=scenario.get("fleet") is not None, whole=whole)
-    times = token_times(raw.requests, raw.steps)
+    requests = RequestTable.of(raw.requests)
+    if (prefills := requests.is_in((HANDED_OFF,))).any():  # whose requests have rows of their own
+        requests = requests.rows(~prefills)
+    times = token_times(requests, raw.steps)
     documents_read = (scenario, raw.environment, raw.summary, raw.incomplete)
     return LoadedRun(path, path.name, *documents_read, request_frame(times), raw.steps, times)
 

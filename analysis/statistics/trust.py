@@ -13,6 +13,7 @@ from cbsim.draw.report import Caveat
 from cbsim.metrics import coverage, metrics
 from cbsim.metrics.metrics import ENOUGH, SAMPLES_NEEDED
 from cbsim.metrics.terminal import lookup
+from cbsim.record.record import HANDED_OFF
 from cbsim.record.tables import ENDED, Floats, Ints
 from cbsim.scenario import demand
 
@@ -82,7 +83,9 @@ def _calibration(run: LoadedRun) -> str | None:
 
 def _not_done(run: LoadedRun) -> str | None:
     counts = run.summary["requests_by_status"]
-    unfinished = [f"{count:,} {status}" for status, count in counts.items() if count and status not in ENDED]
+    unfinished = [
+        f"{count:,} {status}" for status, count in counts.items() if count and status not in (*ENDED, HANDED_OFF)
+    ]
     if not unfinished:
         return None
     reasons = run.requests["reason"][run.requests["reason"] != ""]

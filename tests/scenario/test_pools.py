@@ -149,3 +149,99 @@ def test_a_pool_may_do_without_the_speculation_of_the_others() -> None:
     again = Scenario.model_validate(scenario.model_dump(mode="json"))
     assert again == scenario
     assert [server.speculation is None for server in again.servers] == [False, True]
+
+
+# -- roles -------------------------------------------------------------------------------------------------------------
+
+APART = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
+LINK = {"link": {"bandwidth_gb_s": 50}}
+
+
+@pytest.mark.parametrize(
+    ("pools", "hand_off", "fields", "said"),
+    [
+        (APART[:1], LINK, {}, "fleet.pools.0.role: got prefill: another pool must have role decode or both"),
+        (APART[1:], LINK, {}, "fleet.pools.0.role: got decode: another pool must have role prefill or both"),
+        (APART, None, {}, "fleet.hand_off: is required with pools.0.role prefill"),
+        ([{}], LINK, {}, "fleet.hand_off: must be null if every pool has role both"),
+        (APART, {}, {}, "fleet.hand_off.link: is required"),
+        (APART, {"link": {"bandwidth_gb_s": 0}}, {}, "fleet.hand_off.link.bandwidth_gb_s: got 0, must be > 0"),
+        (
+            APART,
+            {"link": LINK["link"] | {"sharing": "fifo", "most_transfers": 2}},
+            {},
+            "fleet.hand_off.link.most_transfers: got 2, must be null or 1 with sharing fifo",
+        ),
+        (
+            APART,
+            LINK | {"transfer": "pul"},
+            {},
+            "fleet.hand_off.transfer: got 'pul', expected one of pull, push, layerwise",
+        ),
+        (APART, LINK | {"lease_s": -1}, {}, "fleet.hand_off.lease_s: got -1, must be >= 0"),
+        (
+            APART,
+            LINK,
+            {"scheduler": {"name": "sglang"}},
+            "fleet.pools.0.role: got prefill, must be both with scheduler sglang, which hands no requests over",
+        ),
+        (
+            APART,
+            LINK,
+            {"speculation": {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}},
+            "fleet.pools.0.role: got prefill, must be both with speculation",
+        ),
+        (
+            APART,
+            LINK,
+            {"model": "gpt-oss-20b"},
+            "fleet.pools.0.role: got prefill, must be both with layers with windows, chunks or states",
+        ),
+        (
+            APART,
+            LINK,
+            {"workload": {"samples": 2}},
+            "fleet.pools.0.role: got prefill, must be both with several samples of a request (workload.samples, 2)",
+        ),
+        (
+            [APART[0], APART[1] | {"server": {"model": "llama-3.2-1b"}}],
+            LINK,
+            {},
+            "fleet.pools.1.server.model.name: got Llama-3.2-1B, must be that of pool 0 (Llama-3.1-8B)",
+        ),
+        (
+            [APART[0], APART[1] | {"server": {"kv_cache": {"block_size": 32}}}],
+            LINK,
+            {},
+            "fleet.pools.1.server.kv_cache.block_size: got 32, must be that of pool 0 (16)",
+        ),
+        (
+            [APART[0], APART[1] | {"server": {"model": {"kv_dtype": "fp8"}}}],
+            LINK,
+            {},
+            "fleet.pools.1.server.model: got 65536 bytes of KV a token, must be that of pool 0 (131072 bytes of KV a",
+        ),
+        (
+            APART,
+            LINK,
+            {"scheduler": {"name": "vllm", "version": "0.19"}},
+            "scheduler.version: got 0.19, must be 0.33 in a fleet whose pools have roles",
+        ),
+        (
+            APART,
+            LINK,
+            {"scheduler": {"name": "vllm", "kv_connector": "simple_cpu"}},
+            "scheduler.kv_connector: got simple_cpu, must be none in a fleet whose pools have roles",
+        ),
+    ],
+)
+def test_roles_that_cannot_be_are_refused_in_one_line(
+    pools: Any, hand_off: Any, fields: dict[str, Any], said: str
+) -> None:
+    load = {"kind": "synthetic", "requests": 2, "prompt_tokens": 40, "output_tokens": 3} | fields.pop("workload", {})
+    fleet = {"pools": pools, "router": {"name": "round_robin"}, "hand_off": hand_off}
+    document = {"question": "Who?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "workload": load, "fleet": fleet}
+    with pytest.raises(ScenarioError) as refused:
+        parse(document | fields, "apart")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
