@@ -279,6 +279,8 @@ def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
     last[has] = ended[flat[ends[has] - 1].sum(axis=1) - 1]
     admitted = table.numbers("first_step")
     scheduled[admitted >= 0] = started[admitted[admitted >= 0]]
+    came = has & ((scheduled < 0) | (scheduled > first))  # the first token came with KV from elsewhere, before any row
+    scheduled[came] = first[came]
     owner = np.repeat(np.arange(len(table)), lengths)
     generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
     return Requests(table, scheduled, first, last, generated, ended)

@@ -90,6 +90,17 @@ def test_the_first_token_takes_a_prefill_the_link_and_the_step_of_the_last_token
     assert ttft_ns(of(stated)) == expected + (3 * (plan + update) + plan * (transfer == "push")) * US
 
 
+def test_sglangs_first_token_comes_with_the_kv() -> None:
+    """There is no step for it: a prefill and the link; and a request of one output has no step there at all."""
+    for outputs in (1, 3):
+        workload = {"kind": "synthetic", "requests": 1, "prompt_tokens": 320, "output_tokens": outputs}
+        scenario = of({"transfer": "push"}, cpu=False, workload=workload, scheduler={"name": "sglang"})
+        result, _ = run(scenario)
+        assert round(result.summary["ttft_s"]["max"] * 1e9) == STEP_NS + KV_NS
+        [row] = [row for row in result.request_rows if row.status != "handed_off"]
+        assert row.status == "length" and sum(row.token_runs[1::2]) == outputs
+
+
 def test_descriptors_take_their_time_each() -> None:
     """A piece for K and one for V of each layer of each block: 20 blocks, 32 layers."""
     link = {"bandwidth_gb_s": 8, "descriptor_s": 1e-6}
@@ -145,16 +156,20 @@ def test_rates_change_when_a_transfer_starts_and_ends() -> None:
 # -- nothing is lost ---------------------------------------------------------------------------------------------------
 
 
-def any_apart(dice: random.Random, router: str, folder: Path) -> Scenario:
+def any_apart(dice: random.Random, router: str, folder: Path, kind: str) -> Scenario:
     """Servers with roles and tiny caches, clients that leave, shared prefixes, deaths, leases that end."""
     least = {"version": "0.33", "enable_prefix_caching": True, "kv_connector": "none"}
     while True:
-        document, longest = any_document("vllm", dice)
+        document, longest = any_document(kind, dice)
         document.pop("speculation", None)
-        document["scheduler"] |= least | {"preemption_mode": "recompute", "reserve_output": False}
+        if kind == "vllm":
+            document["scheduler"] |= least | {"preemption_mode": "recompute", "reserve_output": False}
+        else:
+            document["scheduler"]["num_reserved_decode_tokens"] = dice.choice([0, 3])
         document["model"] = "tiny"
         document["workload"].pop("samples", None)
-        roles = dice.choice([["prefill", "decode"], ["prefill", "both"], ["both", "decode"], ["both", "prefill"]])
+        mixed = [["prefill", "both"], ["both", "decode"], ["both", "prefill"]] if kind == "vllm" else []
+        roles = dice.choice([["prefill", "decode"], *mixed])
         pools: list[dict[str, Any]] = [{"role": role, "count": dice.choice([1, 1, 2, 3])} for role in roles]
         blocks = document["kv_cache"]["num_blocks"]
         pools[0]["server"] = {"kv_cache": {"num_blocks": max(4, blocks + dice.choice([0, -2, 7]))}}
@@ -186,7 +201,7 @@ def any_apart(dice: random.Random, router: str, folder: Path) -> Scenario:
             "hand_off": {
                 "router": {"name": dice.choice([*ROUTERS])},
                 "transfer": dice.choice(["pull", "push", "layerwise"]),
-                "local_below_tokens": dice.choice([0, 0, 10]),
+                "local_below_tokens": dice.choice([0, 0, 10]) if kind == "vllm" else 0,
                 "lease_s": dice.choice([0, 1e-6, 1e-5, 1e-3]),
                 "link": link,
             },
@@ -212,8 +227,8 @@ def ends(result: Result, total: int) -> Counter[str]:
     return Counter(each[0] for each in last)
 
 
-def check_one(router: str, seed: int, folder: Path) -> None:
-    scenario = any_apart(random.Random(f"apart {seed}"), router, folder)
+def check_one(router: str, seed: int, folder: Path, kind: str = "vllm") -> None:
+    scenario = any_apart(random.Random(f"apart {seed}"), router, folder, kind)
     (first, servers), (again, _) = run(scenario), run(scenario)
     assert (first.request_rows, first.summary) == (again.request_rows, again.summary)
     total = generators.build(scenario).total
@@ -242,6 +257,12 @@ def check_one(router: str, seed: int, folder: Path) -> None:
 def test_every_request_ends_once_and_all_blocks_are_free_whatever_dies(router: str, seed: int) -> None:
     """Caches that are too small, prefix hits, clients that leave, leases that end, servers of either role that die."""
     check_one(router, seed, Path(mkdtemp()))
+
+
+@settings(max_examples=40)
+@given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
+def test_sglangs_servers_end_every_request_too(router: str, seed: int) -> None:
+    check_one(router, seed, Path(mkdtemp()), "sglang")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

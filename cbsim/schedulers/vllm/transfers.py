@@ -324,7 +324,7 @@ class HandOff:
         self._loading: dict[int, Request] = {}
         self._requested: set[Request] = set()  # requests that have loaded once, even if the load was broken
         self._ordered: list[Transfer] = []  # since the plan before
-        self._jobs = self._places = 0
+        self._jobs, self._places = 0, decoding.pool.host_blocks  # behind those of this server's own host
 
     @property
     def busy(self) -> bool:
