@@ -227,10 +227,11 @@ def check_roles(fleet: Fleet, servers: Sequence[Scenario]) -> None:
     for at, (pool, server) in enumerate(zip(fleet.pools, servers, strict=True)):
         field = f"fleet.pools.{at}.role" if pool.role != "both" else f"fleet.pools.{named}.role"
         samples = getattr(server.workload, "samples", 1)
+        whole = server.model.sees_all or getattr(server.scheduler, "disable_hybrid_kv_cache_manager", False)
         for holds, what in (
             (server.kind.hands_off, f"scheduler {server.scheduler.name}, which hands no requests over"),
             (server.speculation is None, "speculation"),
-            (server.model.sees_all, "layers with windows, chunks or states (model.attention)"),
+            (whole, "layers with windows, chunks or states (model.attention)"),
             (samples == 1, f"several samples of a request (workload.samples, {samples})"),
         ):
             if not holds:

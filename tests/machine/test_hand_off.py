@@ -110,6 +110,15 @@ def test_descriptors_take_their_time_each() -> None:
     assert unequal.summary["hand_off"]["transfer_p99_s"] * 1e9 == pytest.approx(KV_NS + 20 * 32 * 4 * US)
 
 
+def test_windows_go_over_if_they_are_kept_as_all_other_layers() -> None:
+    """vLLM's hand-off knows one group of layers: with windows that is `disable_hybrid_kv_cache_manager`."""
+    rules = {"name": "vllm", "version": "0.33"}
+    with pytest.raises(UserError, match="layers with windows, chunks or states"):
+        of({}, model="gpt-oss-20b", scheduler=rules)
+    kept = of({}, model="gpt-oss-20b", scheduler=rules | {"disable_hybrid_kv_cache_manager": True})
+    assert run(kept)[0].summary["hand_off"]["bytes"] == 320 * kept.model.kv_token_bytes(1)
+
+
 @pytest.mark.parametrize(("bandwidth_gb_s", "share"), [(100, 1 / 32), (1, 1 - 31 / 32 * STEP_NS / (8 * KV_NS))])
 def test_layerwise_leaves_what_the_link_did_not_carry_during_the_prefill(bandwidth_gb_s: float, share: float) -> None:
     """At least a layer: the last one is written when it has been computed."""

@@ -156,6 +156,42 @@ def test_what_cannot_be_built_has_a_reason(tables: Path, change: dict[str, objec
         build.build(changed(**change), {})
 
 
+TWO_AND_ONE = {
+    "mode": "disagg",
+    "prefill": published.Part(servers=2, tensor=1, batch=1),
+    "decode": published.Part(servers=1, tensor=2, batch=8),
+}
+
+
+def test_a_point_apart_becomes_a_fleet_of_its_columns(tables: Path) -> None:
+    """Servers and GPUs of each part as published, under the closed loop that was run; vLLM's rules for all engines."""
+    point = changed(**TWO_AND_ONE)
+    sides = [build.build(point.of(side), {}) for side in ("prefill", "decode")]
+    made = build.build_apart(point, *sides)
+    assert [(pool.name, pool.count) for pool in made.fleet.pools] == [("prefill", 2), ("decode", 1)]
+    assert [pool.server["cost"]["tensor_parallel"] for pool in made.fleet.pools] == [1, 2]
+    assert (made.workload.requests, made.workload.arrivals.users) == (80, 8)
+    assert str(point.stratum) == "h200_sxm vllm Llama-3.1-70B 2P TP1 + 1D TP2 1024/1024"
+    assert build.check(point) is None
+    with pytest.raises(CannotBuildError, match="no single server"):
+        build.build(point, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prefill": published.Part(tensor=1)}, build.APART),
+        ({"concurrency": 0}, build.UNKNOWN_LOAD),
+        ({"decode": published.Part(servers=1, tensor=1, attention_ranks=4, experts_ranks=4)}, build.RANKS),
+        ({"decode": published.Part(servers=1, tensor=16)}, build.WIDE),
+    ],
+)
+def test_points_apart_that_cannot_be_built(tables: Path, change: dict[str, object], reason: str) -> None:
+    with pytest.raises(CannotBuildError) as error:
+        build.check(changed(**TWO_AND_ONE | change))
+    assert error.value.reasons == (reason,)
+
+
 def test_all_reasons_are_told(tables: Path) -> None:
     """Not the first alone: what would have to be done to predict a point is all of them."""
     point = changed(mode="disagg", system="gb300", tensor=32, attention_ranks=8, stages=2, model="moonshotai/Kimi-K3")
@@ -486,7 +522,7 @@ def test_a_stratum_is_predicted_without_its_own_curve() -> None:
 
 
 def test_what_can_be_built_and_why_the_rest_cannot() -> None:
-    """Every point is built or has a reason; prefill and decode apart are the most."""
+    """Every point is built or has a reason; that servers apart are not counted is the most frequent."""
     points = published.read(data(MEASURED).parent)
     reasons = Counter[str]()
     for point in points:
@@ -494,9 +530,10 @@ def test_what_can_be_built_and_why_the_rest_cannot() -> None:
             build.check(point)
         except build.CannotBuildError as error:
             reasons.update(error.reasons)
-    apart = sum(point.mode == "disagg" for point in points)
-    assert reasons[build.APART] == apart
-    named = (build.APART, build.WIDE, build.DRAFTS, "no kernel tables of ", "no model file of ")
+    apart = [point for point in points if point.mode == "disagg"]
+    assert reasons[build.APART] == sum(not (point.prefill.servers and point.decode.servers) for point in apart)
+    ours = (build.APART, build.RANKS, build.UNKNOWN_LOAD, build.WIDE, build.DRAFTS)
+    named = (*ours, "no kernel tables of ", "no model file of ")
     assert all(reason.startswith(named) for reason in reasons)
     systems = {system for file in terms.every() for system in file.systems}
     assert systems <= {point.system for point in points}

@@ -23,13 +23,18 @@ ROUTING = "power_law_1.01"  # the distribution of tokens over experts
 NOTHING_ADDED = dict.fromkeys(("step_s", "layer_s", "row_s", "reduce_s"), 0.0)  # to the tables, but by terms
 NOTHING_ADDED |= {"elementwise": 1.0, "decode_attention": 1.0}
 BLOCK = 128  # the block size of block-quantised weights; an expert's shard has to be a multiple of it
+BLOCK_TOKENS = 64  # of servers apart, whose blocks have to be alike
 NODE = 8  # the most GPUs that tables of all-reduces know
 ENGINES = {  # the kernel tables to use where those of the nearest version are unsuitable; see docs/fidelity.md
     ("h200_sxm", "vllm"): "vllm_0.18.0",
     ("h100_sxm", "vllm"): "vllm_0.19.0",
     ("h200_sxm", "trtllm"): "trtllm_1.2.0rc5",
 }
-APART = "prefill and decode are apart, on servers of their own"
+APART = "prefill and decode are apart, and how many servers do each is not published"
+SIDES = "prefill and decode are apart, and are no single server"
+UNKNOWN_LOAD = "the number of users is not published"
+RANKS = "prefill and decode are apart, with attention that is data-parallel within a server, which no fleet has"
+LINK = {"bandwidth_gb_s": 50.0, "latency_s": 0.0005}  # a NIC of 400 Gb/s a GPU, which is assumed
 DRAFTS = "drafts of several tokens a step (MTP), which are not simulated"
 WIDE = f"more than {NODE} GPUs share a layer, for which there are no tables of all-reduces"
 FP4 = ("fp4", "nvfp4")
@@ -46,6 +51,8 @@ class CannotBuildError(Exception):
 def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USER) -> Scenario:
     """Return a point's scenario with cost fields `terms` and `requests` requests a user. Raises CannotBuildError."""
     check(point)
+    if point.mode == "disagg":
+        raise CannotBuildError(SIDES)
     model, hardware = model_of(point), _hardware(point)
     server = flags.fields(point, model, hardware)
     low_prompt, low_output = (max(1, int(LEAST_SHARE * nominal)) for nominal in (point.prompt, point.output))
@@ -78,15 +85,46 @@ def build(point: Point, terms: Mapping[str, Any], requests: int = REQUESTS_A_USE
             **terms,
         },
     }
+    return _parsed(fields, point)
+
+
+def _parsed(fields: dict[str, Any], point: Point) -> Scenario:
     try:
         return scenario.parse(fields, point.where)
     except ScenarioError as error:
         raise CannotBuildError(str(error).removeprefix(f"{point.where}: ")) from None
 
 
+def build_apart(point: Point, prefill: Scenario, decode: Scenario) -> Scenario:
+    """Return the fleet of a point whose prefill and decode are apart, by the scenarios of one server of each. What is
+    not published is assumed: vLLM's rules for all engines (pull; requests go to the server with the fewest; steps of
+    8,192 tokens, or of the prompts of a batch), and the link.
+    """
+    data, pools = decode.model_dump(mode="json"), list[dict[str, Any]]()
+    tokens = max(8192, point.prompt * max(1, point.prefill.batch))
+    scheduler = {"name": "vllm", "version": "0.33", "max_num_seqs": point.concurrency, "max_num_batched_tokens": tokens}
+    for name, part, server in (("prefill", point.prefill, prefill), ("decode", point.decode, decode)):
+        fields = server.model_dump(mode="json", include={"model", "loop", "cost", "kv_cache"})
+        fields["kv_cache"]["block_size"] = BLOCK_TOKENS
+        pools.append({"name": name, "role": name, "count": part.servers, "server": fields})
+    link = {**LINK, "bandwidth_gb_s": LINK["bandwidth_gb_s"] * min(prefill.gpus, decode.gpus)}
+    alike = {"name": "least_in_flight"}
+    data["scheduler"] = scheduler | {"max_model_len": point.prompt + point.output + 200}
+    data["fleet"] = {"pools": pools, "router": alike, "hand_off": {"router": alike, "link": link}}
+    return _parsed(data, point)
+
+
 def check(point: Point) -> None:
     """Check what does not depend on the content of tables. Raises CannotBuildError with all reasons."""
-    unlike = ((point.mode == "disagg", APART), (point.all_gpus > NODE, WIDE))
+    apart, parts = point.mode == "disagg", (point.prefill, point.decode)
+    known = all(part.servers and part.tensor for part in parts)
+    sides = (point.of("prefill"), point.of("decode")) if apart and known else (point,)
+    unlike = (
+        (apart and not known, APART),
+        (apart and not point.concurrency, UNKNOWN_LOAD),
+        (apart and known and any(side.ranks > 1 for side in sides), RANKS),
+        (any(side.all_gpus > NODE for side in sides), WIDE),
+    )
     reasons = [reason for applies, reason in unlike if applies]
     for part in (_undrafted, _hardware, engine_of):
         try:

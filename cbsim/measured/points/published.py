@@ -43,6 +43,23 @@ Size = Annotated[int, BeforeValidator(_number), Field(ge=0, le=MOST)]
 Milliseconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=MOST)]
 
 
+class Part(Form):
+    """The servers that prefill, or that decode, of a point where these are apart. Unknown numbers are 0."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    servers: Size = Field(0, alias="num_workers")
+    batch: Size = Field(0, alias="batch_size")
+    tensor: Size = Field(0, alias="tp_size")
+    attention_ranks: Size = Field(0, alias="attention_dp_size")
+    experts_tensor: Size = Field(0, alias="moe_tp_size")
+    experts_ranks: Size = Field(0, alias="moe_ep_size")
+    stages: Size = Field(0, alias="pp_size")
+
+
+ONE_SERVER = Part.model_validate({})  # that does both
+
+
 class Point(Form):
     """A server under a closed loop of `concurrency` requests, and its mean latencies. Unknown sizes are 0."""
 
@@ -67,6 +84,9 @@ class Point(Form):
     experts_ranks: Size = Field(0, alias="moe_ep_size")
     stages: Size = Field(0, alias="pp_size")  # pipeline stages; 0 or 1 is no pipeline
     kv_blocks: Size = 0  # blocks of the cache if they are known
+    prefill: Part = ONE_SERVER
+    decode: Part = ONE_SERVER
+    side: Literal["", "prefill", "decode"] = ""  # whether it is one server of a point where these are apart
     ttft_ms: Milliseconds = Field(alias="silicon_ttft_ms")
     tpot_ms: Milliseconds = Field(alias="silicon_tpot_ms")
     peer: tuple[float, float] | None = None  # TTFT and TPOT that the other tool predicts
@@ -78,6 +98,11 @@ class Point(Form):
                 raise complaint(f"got {size}, must be >= 1", name)
         return self
 
+    def of(self, side: Literal["prefill", "decode"]) -> Point:
+        """Return one of its servers that prefill, or that decode, as a point of its own."""
+        sizes = getattr(self, side).model_dump(exclude={"servers", "batch"})
+        return self.model_copy(update=sizes | {"side": side, "mode": "agg"})
+
     @property
     def inferencex(self) -> bool:
         """True if InferenceX measured the point, whose client and flags are known."""
@@ -88,7 +113,7 @@ class Point(Form):
         """True if experts are spread and a later dump of InferenceX has it, which writes GPUs that share attention, or
         else ranks, times the groups of experts; the same measurements stand in the first one as they are.
         """
-        return self.inferencex and self.source != FIRST_DUMP and self.experts_ranks > 1
+        return self.inferencex and self.source != FIRST_DUMP and self.experts_ranks > 1 and not self.side
 
     @property
     def _written_twice(self) -> bool:
@@ -126,7 +151,9 @@ class Point(Form):
     @property
     def stratum(self) -> Stratum:
         sizes = self.gpus, self.prompt, self.output, self.ranks
-        return Stratum(self.system, self.backend, self.model_name, *sizes)
+        parts = [(name, part) for name, part in (("P", self.prefill), ("D", self.decode)) if self.mode == "disagg"]
+        apart = " + ".join(f"{part.servers}{name} TP{part.tensor}" for name, part in parts)
+        return Stratum(self.system, self.backend, self.model_name, *sizes, apart)
 
     @property
     def model_name(self) -> str:
@@ -148,9 +175,10 @@ class Stratum(NamedTuple):
     prompt: int
     output: int
     ranks: int = 1
+    apart: str = ""
 
     def __str__(self) -> str:
-        shared = f"TP{self.tensor}" if self.ranks == 1 else f"TP{self.tensor} DP{self.ranks}"
+        shared = self.apart or (f"TP{self.tensor}" if self.ranks == 1 else f"TP{self.tensor} DP{self.ranks}")
         return f"{self.system} {self.backend} {self.model} {shared} {self.prompt}/{self.output}"
 
 
@@ -186,6 +214,8 @@ def _read(path: Path, where: Mapping[str, str], peers: Mapping[str, tuple[float,
                 parts = [row[name] for name in (f"prefill_{size}", f"decode_{size}") if name in row]
                 if parts and size not in row:
                     row[size] = max(parts, key=float)
+            for side in ("prefill", "decode"):
+                row[side] = {name.removeprefix(f"{side}_"): cell for name, cell in row.items() if name.startswith(side)}
             row["peer"] = peers.get(row.get("id", ""))
             points.append(Document(str(path), None, row, at=table.line).checked(Point))
     return points

@@ -14,7 +14,7 @@ import numpy as np
 from cbsim.cost.engine_files import DamagedError
 from cbsim.errors import ScenarioError
 from cbsim.measured.points import flags
-from cbsim.measured.points.build import CannotBuildError, build, check, model_of
+from cbsim.measured.points.build import CannotBuildError, build, build_apart, check, model_of
 from cbsim.measured.points.published import BLACKWELL, HOPPER, OUTPUT_SHARE, Means, Point, measured
 from cbsim.runs.assemble import cost_model
 from cbsim.scenario import catalog, terms
@@ -137,6 +137,7 @@ def _bars(tpot: float, ttft: float) -> tuple[Bar, Bar]:
     return Bar("tpot", "mape", tpot), Bar("ttft", "mape", ttft)
 
 
+APART = "apart"  # stands for the family of servers whose prefill and decode are apart
 HOPPER_VLLM = (Bar("tpot", "mape", 0.035), Bar("tpot", "p90", 0.08), Bar("ttft", "mape", 0.15), Bar(RATE, "mape", 0.04))
 CLASSES = (
     Class("dense, vLLM, H100 and H200", HOPPER_VLLM, 0.08, ("dense",), HOPPER, "vllm"),
@@ -149,6 +150,7 @@ CLASSES = (
     Class("linear attention", _bars(0.12, 0.25), families=("linear",)),
     Class("sparse latent attention", families=("sparse",)),
     Class("data-parallel attention", _bars(0.12, 0.30), families=("ranks",)),
+    Class("prefill and decode apart", _bars(0.15, 0.30), families=(APART,)),
     Class("flags unknown, no bars", known=False),
 )
 
@@ -236,6 +238,13 @@ def sort(points: Sequence[Point]) -> tuple[list[Buildable], list[Refused]]:
 
 def _built(point: Point, checked: dict[str, str | None]) -> Buildable:
     check(point)
+    if point.mode == "agg":
+        return _server(point, checked)
+    prefill, decode = (_server(point.of(side), checked) for side in ("prefill", "decode"))
+    return decode._replace(point=point, scenario=build_apart(point, prefill.scenario, decode.scenario))
+
+
+def _server(point: Point, checked: dict[str, str | None]) -> Buildable:
     file = _nearest(point)
     values = file.resolved(point.gpus, point.system, point.version, point.curve)
     cost = {"fastest": file.fastest} | {field: value for field, value in values.items() if field != FRONT}
@@ -307,8 +316,8 @@ def predicted(built: Buildable, means: Means) -> Predicted:
         file.name,
         left_out=point.curve in file.curves,
         outside=outside,
-        family=flags.family(model, point.ranks),
-        doubts=flags.doubts(point, flags.family(model)),
+        family=APART if point.mode == "disagg" else flags.family(model, point.ranks),
+        doubts=flags.doubts(point, flags.family(model)) if point.mode == "agg" else (),
     )
 
 
