@@ -92,34 +92,23 @@ class Member:
 
     def receive(self) -> None:
         """Do what the front says, until it closes the connection; the body of a thread."""
+        by: dict[str, Any] = {"begin": self._device, "drop": self._device, "close": self._post, "stop": self._post}
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = self._pipe.recv()
-                getattr(self, f"_{kind}")(*values)
+                getattr(by.get(kind, self), kind)(*values)
                 self._post.wake()
         self._post.stop()
 
-    def _came(self, fields: tuple[Any, ...], further: bool, *text: Any) -> None:
+    def came(self, fields: tuple[Any, ...], further: bool, *text: Any) -> None:
         """Take a request; it is a `further` leg of one that another server has, too."""
         spec = self._specs[fields[0]] = RequestSpec(*fields)
         if further:
             self.server.engine.record.prefills.add(spec)
         self._post.send(Sequence(spec, *text))
 
-    def _left(self, index: int, at_ns: int) -> None:
+    def left(self, index: int, at_ns: int) -> None:
         self._post.send(Left(self._specs[index], at_ns))
-
-    def _begin(self, *order: int) -> None:
-        self._device.begin(*order)
-
-    def _drop(self, *order: int) -> None:
-        self._device.drop(*order)
-
-    def _close(self) -> None:
-        self._post.close()
-
-    def _stop(self) -> None:
-        self._post.stop()
 
 
 def run(*work: Any) -> None:
