@@ -249,6 +249,17 @@ def test_servers_without_roles_are_a_fleet_too(loop: str) -> None:
     assert [sum(each.values()) for each in run.statuses] == [3, 3]
 
 
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_servers_that_do_both_hand_over_to_each_other(transfer: str) -> None:
+    """Where one server is chosen for both parts, it serves the request alone."""
+    data = apart(SIZES, transfer=transfer).model_dump(mode="json")
+    data["fleet"] |= {"pools": [{"name": "any", "role": "both", "count": 2}, {"name": "first", "role": "prefill"}]}
+    data["fleet"]["router"]["name"] = data["fleet"]["hand_off"]["router"]["name"] = "random"
+    run = Served(Scenario.model_validate(data), "async", plain(12))
+    run.check()
+    assert 0 < sum(each["handed_off"] for each in run.statuses) < 12
+
+
 def test_what_the_engine_has_no_fleet_for_is_refused_by_name() -> None:
     several = SIZES.model_dump(mode="json") | {"fleet": {"pools": [{"count": 2}], "router": {"name": "random"}}}
     failing, ranks = (json.loads(json.dumps(several)) for _ in range(2))
