@@ -518,11 +518,13 @@ def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Sc
     for within, server in ready.pools:
         for part, has in (
             ("speculation", server.speculation is not None),
-            ("scheduler.name", build.beams(server) > 0),
+            ("scheduler.name", build.beams(server) > 0 or bool(fleet.hand_off and server.kind.brings_first)),
             ("cost.tensor_parallel", server.gpus > 1),
         ):
             if has:
-                raise UsageError(f"{within}{part}: the engine's fleets do without speculation, searches and ranks")
+                raise UsageError(
+                    f"{within}{part}: the engine's fleets have no speculation, searches, ranks, or tokens beside KV"
+                )
         if build.adapted(server, setup, open_ended=open_ended) != server:
             bound = "must be left out: the device decides it for all servers"
             raise UsageError(f"{within}model.dtype, {within}loop.cuda_graphs: {bound}")

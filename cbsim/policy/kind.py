@@ -249,6 +249,7 @@ class SchedulerKind(Generic[S, O]):
     balance: Callable[[S], str | None] = lambda _: None
     drafts: tuple[Method, ...] = ()
     hands_off: bool = False
+    brings_first: bool = False  # the first output of a request that is handed over comes with its KV
     staged: bool = False
 
     @property

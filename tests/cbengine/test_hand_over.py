@@ -271,6 +271,7 @@ def test_what_the_engine_has_no_fleet_for_is_refused_by_name() -> None:
         (apart(SIZES), Setup(device="modelled"), "--device modelled"),
         (apart(SIZES, transfer="layerwise"), INLINE, "fleet.hand_off.transfer"),
         (Scenario.model_validate(failing), INLINE, "fleet.failures"),
+        (apart(server("sglang", 4, 60, 64, 4, sharing=True)), INLINE, "fleet.pools.0.server.scheduler.name"),
         (Scenario.model_validate(ranks), INLINE, "cost.tensor_parallel"),
         (Scenario.model_validate(drafting), INLINE, "fleet.pools.0.server.speculation"),
         (Scenario.model_validate(own), INLINE, "fleet.pools.0.server.model.dtype"),

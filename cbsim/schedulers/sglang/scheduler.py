@@ -563,6 +563,7 @@ SGLANG = SchedulerKind(
     block_size=1,
     serves=(Sight.FULL, Sight.STATE),
     hands_off=True,
+    brings_first=True,
     whole=True,
     balance=lambda _: "turns",
 )
