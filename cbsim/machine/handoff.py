@@ -316,10 +316,10 @@ class Apart(Scaled):
         now_ns, lease_s = int(self.env.now), self._terms.lease_s
         if transfer.direction is Direction.OUT:
             one.out = transfer
-            if lease_s is not None and one.into is None:
-                at(self.env, now_ns + round(lease_s * NS), lambda _: self._lease_ends(one))
         else:
             one.into, one.taken_ns, one.blocks = transfer, now_ns, len(transfer.targets)
+        if lease_s is not None and (one.out is None or one.into is None):
+            at(self.env, now_ns + round(lease_s * NS), lambda _: self._lease_ends(one))
         if one.fate != UNDER_WAY:
             self._tell(one)
         elif one.out is not None and one.into is not None:
@@ -357,8 +357,15 @@ class Apart(Scaled):
         return max(1 / layers, 1 - prefill_ns * (1 - 1 / layers) / alone_ns)
 
     def _lease_ends(self, one: OneHandOff) -> None:
-        if one.into is None:
+        """End a hand-off one side of which has had blocks for so long that the other has not."""
+        if one.out is None or one.into is None:
+            self._give_up_prefill(one)
             self._end_hand_off(one, fate=LEASE_OVER)
+
+    def _give_up_prefill(self, one: OneHandOff) -> None:
+        """End a prefill that nobody needs any more, if it has been sent and is not over."""
+        if (source := self._open.get(one.prefill)) is not None and source.machine is not None:
+            source.machine.inbox.give_up(int(self.env.now), one.prefill)
 
     def _end_hand_off(self, one: OneHandOff, *, fate: int) -> None:
         """End a hand-off, if it has not ended."""
@@ -420,8 +427,8 @@ class Apart(Scaled):
             return
         if spec is one.prefill:
             del self._of[one.decode]
-        elif (source := self._open.get(one.prefill)) is not None and source.machine is not None:
-            source.machine.inbox.give_up(int(self.env.now), one.prefill)
+        else:
+            self._give_up_prefill(one)
         for choice in self._choices:
             choice.ended(one.spec, int(self.env.now))
         self._lost(one.spec, spec, machine, most_retries)

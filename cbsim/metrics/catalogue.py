@@ -151,8 +151,8 @@ _AFTER = (
            listed=True),
     Metric("hand_off.local_prefills", "requests", 0, "prefills without hand-off", "at the server that decodes",
            listed=True),
-    Metric("hand_off.leases_ended", "count", LESS, "leases ended", "prefills whose KV was given up before the server "
-           "that decodes had taken blocks", listed=True),
+    Metric("hand_off.leases_ended", "count", LESS, "leases ended", "hand-offs given up before both servers had "
+           "blocks", listed=True),
     Metric("hand_off.broken", "count", LESS, "broken hand-offs", "by the death of a server, or a prefill that was not "
            "made", listed=True),
     Metric("pipeline.gpu_active", "share", MORE, "GPUs of all stages active", "busy time of a stage of the pipeline, "

@@ -136,8 +136,8 @@ class HandOff(Frozen):
     local_below_tokens: Annotated[Whole, Field(ge=0)] = 0
     """The decoding server prefills a prompt itself that has fewer tokens than this which it has not cached."""
     lease_s: Seconds | None = 30.0
-    """Seconds from the end of a prefill after which its blocks are free, unless the decoding server has taken blocks
-    for them by then; it then computes the prompt itself. Null: they are kept, as by a server that renews the lease."""
+    """Seconds that one side's blocks wait for those of the other: a prefill's for the decoding server, or with push
+    those of the decoding server for the end of the prefill. Then it computes the prompt itself. Null: for ever."""
     link: Link  #: What KV goes over.
 
 

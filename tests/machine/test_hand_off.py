@@ -134,6 +134,13 @@ def test_a_prompt_with_few_uncached_tokens_is_prefilled_where_it_is_decoded() ->
     assert run(of({"local_below_tokens": 320}))[0].summary["hand_off"]["local_prefills"] == 0
 
 
+def test_blocks_that_wait_longer_than_the_lease_are_filled_where_they_are() -> None:
+    """With push, those taken for a prefill that takes longer: the prompt is computed from then on."""
+    result, _ = run(of({"transfer": "push", "lease_s": 0.001}, cpu=False))
+    assert result.summary["hand_off"]["leases_ended"] == 1
+    assert result.summary["ttft_s"]["max"] == pytest.approx(0.001 + STEP_NS / 1e9)
+
+
 @pytest.mark.parametrize(("sharing", "ends"), [("fifo", [1, 2, 3]), ("fair", [3, 3, 3])])
 def test_transfers_of_a_nic_share_it_or_queue(sharing: str, ends: list[int]) -> None:
     """Three of the same size, ready at the same time, from three servers to one."""
