@@ -60,7 +60,7 @@ class Failure(NamedTuple):
     """The error that ends a worker."""
 
     at_ns: int
-    text: str
+    message: str
 
 
 class Process(EngineDevice):
@@ -75,7 +75,7 @@ class Process(EngineDevice):
         self._sent: dict[int, tuple[int, int]] = {}  # staging buffer -> (result values, time of sending)
         self._idle_ns = self._arrived_ns = 0  # end of the last step or transfer known, and when its result came
         self._moved: list[Moved] = []  # ended, and not reported yet
-        self._moving: dict[tuple[int, int], list[Moved]] = {}  # ended on some ranks
+        self._unreported: dict[tuple[int, int], list[Moved]] = {}  # ended on some ranks
         self._compared = 0  # steps whose digests were equal
         self._pipes: list[Connection] = []
         self._workers: list[SpawnProcess] = []
@@ -150,10 +150,10 @@ class Process(EngineDevice):
         over = list[Moved]()
         for answer in answers:
             for move in answer.moved:
-                ranks = self._moving.setdefault((move.step, move.at), [])
+                ranks = self._unreported.setdefault((move.step, move.at), [])
                 ranks.append(move)
                 if len(ranks) == len(answers):
-                    over.append(self._moving.pop((move.step, move.at))[0])
+                    over.append(self._unreported.pop((move.step, move.at))[0])
         return over
 
     def _receive(self, limit_s: float) -> list[Any]:
@@ -197,7 +197,7 @@ class Process(EngineDevice):
         killed = [other for other in codes if codes[other]]
         if errors and not killed:
             first = min(errors, key=lambda each: errors[each].at_ns)
-            return DeviceError(f"{self._named(first)} failed: {errors[first].text}")
+            return DeviceError(f"{self._named(first)} failed: {errors[first].message}")
         first = min(killed, key=lambda each: codes[each] == -signal.SIGABRT, default=rank)  # libraries abort for lack
         how = f"was killed by signal {-codes[first]}" if codes[first] < 0 else f"ended with exit code {codes[first]}"
         return DeviceError(f"{self._named(first)} {how}")
@@ -269,7 +269,7 @@ def _drive(device: Cuda, buffers: list[Ints], pipe: Connection) -> None:
     """Launch steps on this rank's GPU as they come, and answer each once it is over."""
     pipe.send(device.facts)
     launched: deque[tuple[int, Header, str]] = deque()
-    moving = 0
+    transfers = 0
     while True:
         if not launched or pipe.poll():
             slot, lengths, packed, excess = pipe.recv()
@@ -277,7 +277,7 @@ def _drive(device: Cuda, buffers: list[Ints], pipe: Connection) -> None:
             step = device.staging[slot][: header.size]
             step[:] = buffers[2 * slot][: header.size]
             device.launch(slot, header, plan, excess)
-            moving += len(plan.transfers)
+            transfers += len(plan.transfers)
             launched.append((slot, header, _digest(step, lengths, packed, excess, device.group.calls)))
         elif device.done(launched[0][0]):
             slot, header, received = launched.popleft()
@@ -285,8 +285,8 @@ def _drive(device: Cuda, buffers: list[Ints], pipe: Connection) -> None:
             if not device.group.rank.index:
                 buffers[2 * slot + 1][: header.results] = tokens
             until_ns = None if header.rows else time.perf_counter_ns() + PAUSE_NS
-            moved = device.moved(until_ns) if moving else []
-            moving -= len(moved)
+            moved = device.moved(until_ns) if transfers else []
+            transfers -= len(moved)
             pipe.send(Answer(slot, tuple(lanes), moved, _digest(received, tokens)))
         else:
             time.sleep(POLL_S)
@@ -322,18 +322,18 @@ class Waits:
         """Return the entries of env.json: the shares of the processes for which the system reports them, with a notice
         if driver and workers did not have a core each, because a loop's gain from overlap then cannot be seen.
         """
-        shares, count, wanted = {}, cores(), max(2, len(self._begun))
+        shares, count, needed = {}, cores(), max(2, len(self._begun))
         for (name, pid), before in self._begun.items():
             after = _demand(pid)
             if before is not None and after is not None:
                 computed, waited = after[0] - before[0], after[1] - before[1]
                 shares[name] = waited / max(computed + waited, 1)
         facts = {"cores": count, "waited_for_core": {name: round(share, 4) for name, share in shares.items()}}
-        if count >= wanted and max(shares.values(), default=0.0) < SHARED:
+        if count >= needed and max(shares.values(), default=0.0) < SHARED:
             return facts
         each = ", ".join(f"the {name} {share:.0%}" for name, share in shares.items())
         figures = f": of the time that it had work, {each} waited for a core" if each else ""
-        workers = "worker" if wanted == 2 else f"{wanted - 1} ranks"
+        workers = "worker" if needed == 2 else f"{needed - 1} ranks"
         reason = f"driver and {workers} want a core each, here is {count} for all that runs{figures}"
         return facts | {"notices": [f"sync against async cannot be judged on this machine: {reason}"]}
 

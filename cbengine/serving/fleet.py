@@ -55,7 +55,7 @@ OUT, IN = Direction.OUT, Direction.IN
 class Journey:
     """A request on its way: the servers that routers have chosen for its legs, and those that have one of them now."""
 
-    text: Text
+    sequence: Text
     chosen: dict[int, int] = field(default_factory=dict)  # by leg
     at: dict[int, int] = field(default_factory=dict)
     left_ns: int | None = None  # when its client left
@@ -133,7 +133,7 @@ class Fleet:
         self.facts: dict[str, Any] = {"engine": "cbengine", "device": device, "dtype": scenario.model.dtype}
         self.facts |= {"weights": str(setup.weights or "random"), **servers.asked(setup)}
         self.now_ns = self.start_ns = 0
-        self._told = Happened(0, [], [], [])
+        self._happened = Happened(0, [], [], [])
         architecture = build.architecture_of(scenario.servers[0], setup)
         self._prompts = Prompts(scenario.seed, architecture.vocab)
         self._stops = frozenset(architecture.end_tokens if setup.end_tokens else ())
@@ -247,9 +247,9 @@ class Fleet:
         for index, handing in list(self._handing.items()):
             if handing.until_ns <= now_ns and [*handing.ordered] == [OUT]:
                 self._give_up(index, handing, LEASE_OVER)
-        told, self._told = self._told, Happened(now_ns, [], [], [])
-        if told.tokens or told.ended:
-            self._report(told._replace(at_ns=now_ns))
+        happened, self._happened = self._happened, Happened(now_ns, [], [], [])
+        if happened.tokens or happened.ended:
+            self._report(happened._replace(at_ns=now_ns))
         self._watch()
 
     def _take(self, post: Bell) -> Sequence[Connection]:
@@ -295,12 +295,12 @@ class Fleet:
         shown.step_count = steps
         for index, ids in tokens:
             if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
-                if not journey.text.outputs:
+                if not journey.sequence.outputs:
                     self._books[which].news(now_ns, index, ended=False)
                 if which != PREFILL:
-                    journey.text.outputs += ids
+                    journey.sequence.outputs += ids
                     shown.sampled_tokens += len(ids)
-                    self._told.tokens.append((journey.text.spec, ids))
+                    self._happened.tokens.append((journey.sequence.spec, ids))
         for index, finish, reason in ended:
             if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
                 journey.reason = reason
@@ -326,28 +326,28 @@ class Fleet:
                 self._give_up(index, handing, BROKEN)
         for journey in list(self._journeys.values()):
             if (which := journey.leg(at)) is not None:
-                server.lose(leg(journey.text.spec, which), now_ns, further=which == PREFILL)
+                server.lose(leg(journey.sequence.spec, which), now_ns, further=which == PREFILL)
                 journey.reason = f"{server.name} {server.problem}"
                 self._ended(journey, which, DIED, now_ns)
 
     # -- hand-overs ----------------------------------------------------------------------------------------------------
 
-    def _ordered(self, at: int, index: int, way: Direction, blocks: int) -> None:
+    def _ordered(self, at: int, index: int, direction: Direction, blocks: int) -> None:
         """Note that a server has ordered its side of a hand-over; the decoding server's may let the prefill begin."""
         if (handing := self._handing.get(index)) is None:
-            self._servers[at].send(("drop", index, way))
+            self._servers[at].send(("drop", index, direction))
             return
-        handing.at_ns[way] = self._elapsed()
-        self._order(index, way, blocks)
+        handing.at_ns[direction] = self._elapsed()
+        self._order(index, direction, blocks)
         journey = self._journeys.get(index)
-        if way is IN and journey and PREFILL in journey.chosen and PREFILL not in journey.at:
+        if direction is IN and journey and PREFILL in journey.chosen and PREFILL not in journey.at:
             self._send(journey, PREFILL, PREFILL)
 
-    def _order(self, index: int, way: Direction, blocks: int) -> None:
+    def _order(self, index: int, direction: Direction, blocks: int) -> None:
         """Note what one side of a hand-over has ordered, 0 if it never will; begin or end it when both are known."""
         if (handing := self._handing.get(index)) is None:
             return
-        handing.ordered.setdefault(way, blocks)
+        handing.ordered.setdefault(direction, blocks)
         if len(handing.ordered) < len((OUT, IN)):
             return
         del self._handing[index]
@@ -386,10 +386,10 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _arrived(self, text: Text) -> None:
+    def _arrived(self, sequence: Text) -> None:
         """Choose the servers of a request, and send its first leg."""
-        spec = text.spec
-        journey, hand_off = Journey(text), self._fleet.hand_off
+        spec = sequence.spec
+        journey, hand_off = Journey(sequence), self._fleet.hand_off
         self._journeys[spec.index] = journey
         if hand_off is None:
             self._send(journey, WHOLE, WHOLE)
@@ -409,7 +409,7 @@ class Fleet:
 
     def _choose(self, journey: Journey, which: int) -> int | None:
         """Let a leg's router choose; None if no server is there."""
-        books, spec = self._books[which], journey.text.spec
+        books, spec = self._books[which], journey.sequence.spec
         books.came(spec)
         if (slot := books.choose(self.now_ns, spec.index)) is None:
             books.end(self.now_ns, spec.index, "refused")
@@ -420,15 +420,15 @@ class Fleet:
     def _release(self, journey: Journey, which: int) -> None:
         """End a leg in its router's books."""
         if journey.chosen.pop(which, None) is not None:
-            self._books[which].news(self.now_ns, journey.text.spec.index, ended=True)
-            self._books[which].end(self.now_ns, journey.text.spec.index, "finished")
+            self._books[which].news(self.now_ns, journey.sequence.spec.index, ended=True)
+            self._books[which].end(self.now_ns, journey.sequence.spec.index, "finished")
 
     def _send(self, journey: Journey, which: int, form: int) -> None:
         """Send a leg to the server that was chosen, or to another one if that has died, in one of the forms of a leg.
         If no server is left a prompt is computed where it decodes, or the request fails.
         """
-        text, at = journey.text, journey.chosen.get(which)
-        index = text.spec.index
+        sequence, at = journey.sequence, journey.chosen.get(which)
+        index = sequence.spec.index
         if at is None or self._servers[at].problem:
             self._release(journey, which)
             at = self._choose(journey, which)
@@ -436,7 +436,7 @@ class Fleet:
             self._order(index, OUT, 0)
         elif at is None:
             dead = next(server for server in reversed(self._servers) if server.problem)
-            dead.lose(text.spec, self.now_ns, further=False)
+            dead.lose(sequence.spec, self.now_ns, further=False)
             journey.reason = "no server is left"
             self._order(index, IN, 0)
             self._finish(journey, DIED, self.now_ns)
@@ -444,7 +444,7 @@ class Fleet:
             if (handing := self._handing.get(index)) is not None:
                 handing.source, handing.target = (at, handing.target) if which == PREFILL else (handing.source, at)
             further = which == PREFILL and DECODE in journey.at
-            self._servers[at].send(("came", *member.crossing(text, leg(text.spec, form), further=further)))
+            self._servers[at].send(("came", *member.crossing(sequence, leg(sequence.spec, form), further=further)))
             if self._servers[at].silent_s > 1 and not self._busy(at):
                 self._servers[at].heard_s = time.monotonic()  # until now it had nothing to say
             journey.at[which] = at
@@ -462,12 +462,16 @@ class Fleet:
         """Note the end of a leg. The decode follows a prefill, unless it is under way."""
         del journey.at[which]
         self._release(journey, which)
-        index, kept, hand_off = journey.text.spec.index, finish not in (ABORT, ERROR, DIED), self._fleet.hand_off
+        index, keeps_kv, hand_off = (
+            journey.sequence.spec.index,
+            finish not in (ABORT, ERROR, DIED),
+            self._fleet.hand_off,
+        )
         if which != PREFILL or hand_off is None:
             self._order(index, IN, 0)
             self._finish(journey, finish, now_ns)
             return
-        if not kept:
+        if not keeps_kv:
             self._order(index, OUT, 0)
         elif hand_off.lease_s is not None and index in self._handing:
             self._handing[index].until_ns = now_ns + round(hand_off.lease_s * NS)
@@ -477,20 +481,20 @@ class Fleet:
             self._order(index, IN, 0)
             self._finish(journey, finish, now_ns)
         else:
-            self._send(journey, DECODE, DECODE if kept else WHOLE)
+            self._send(journey, DECODE, DECODE if keeps_kv else WHOLE)
 
     def _finish(self, journey: Journey, finish: str, now_ns: int) -> None:
         """Go on behind the end of a request. A prefill of it that is still under way is of no use."""
-        text = journey.text
-        spec = text.spec
+        sequence = journey.sequence
+        spec = sequence.spec
         self._leave(spec.index, now_ns)
         for which in list(journey.chosen):
             self._release(journey, which)
         del self._journeys[spec.index]
         if self._setup.saves_tokens:
-            self._texts.append(text)
-        self._told.ended.append(Ended(spec, ERROR if finish == DIED else finish, journey.reason or None))
-        self._prompts.answered(spec, text.outputs)
+            self._texts.append(sequence)
+        self._happened.ended.append(Ended(spec, ERROR if finish == DIED else finish, journey.reason or None))
+        self._prompts.answered(spec, sequence.outputs)
         self.record.records[0].finished_count += 1  # type: ignore[misc]
         following = self._client.on_finish(spec, now_ns)
         self._left += len(following) - 1

@@ -185,7 +185,7 @@ class Request:
         self.since = 0  # first step whose row comes from the decode batch
         self.entered = 0  # tokens computed when it was last admitted: found in the cache
         self.restored = 0  # of them, those whose KV came back after it was parked, or from another server
-        self.found: int | None = None  # where another server sends the rest: tokens found in the cache before
+        self.local_tokens: int | None = None  # where another server sends the rest: tokens found in the cache before
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
         self.drafts = 0  # draft tokens that its next row may verify
@@ -239,14 +239,14 @@ class Request:
             raise self._broken("is admitted, and does not wait")
         self.status, self.order = Status.PREFILL, order
         self._computed = self.entered = cached_tokens
-        found = cached_tokens if self.found is None else min(self.found, cached_tokens)
-        self.restored, self.found = cached_tokens - found, None
+        local = cached_tokens if self.local_tokens is None else min(self.local_tokens, cached_tokens)
+        self.restored, self.local_tokens = cached_tokens - local, None
         if self.cached is None:
-            self.cached = found
+            self.cached = local
 
-    def fetch(self, found: int | None) -> None:
-        """Note that the tokens behind the `found` ones come from another server; None: they do not come after all."""
-        self.found = found
+    def fetch(self, local_tokens: int | None) -> None:
+        """Note that the tokens behind so many cached ones come from another server; None: they do not, after all."""
+        self.local_tokens = local_tokens
 
     def renew(self, order: int) -> None:
         """Set its place in the order of admission or arrival, for a request outside any decode batch."""

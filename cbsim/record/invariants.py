@@ -46,22 +46,25 @@ def check_read(steps: Steps, total_blocks: int) -> None:
     _blocks(steps, total_blocks)
 
 
-def check_hand_offs(steps: Steps, moves: Mapping[str, Ints], hand_offs: Mapping[str, Ints]) -> None:
+def check_hand_offs(steps: Steps, transfers: Mapping[str, Ints], hand_offs: Mapping[str, Ints]) -> None:
     """Raise AssertionError unless the KV of each hand-off that was fetched left one server and came to the other as the
     table says, and no server got to know that a transfer is over, by which its blocks are free, before it was.
     """
-    moves = {name: values[moves["reported_step"] >= 0] for name, values in moves.items()}
-    told_ns, launched_ns = steps["await_end_ns"][moves["reported_step"]], steps["launch_end_ns"][moves["step"]]
-    _at_most("blocks are kept until a transfer is over", moves["end_ns"], told_ns)
-    _at_most("a transfer begins when both servers have blocks", launched_ns, moves["start_ns"])
-    server = np.zeros_like(moves["step"]) if steps.server is None else steps.server[moves["step"]]
-    columns = (moves["way"], moves["request"], server, moves["start_ns"], moves["end_ns"])
+    transfers = {name: values[transfers["reported_step"] >= 0] for name, values in transfers.items()}
+    reported_ns, launched_ns = (
+        steps["await_end_ns"][transfers["reported_step"]],
+        steps["launch_end_ns"][transfers["step"]],
+    )
+    _at_most("blocks are kept until a transfer is over", transfers["end_ns"], reported_ns)
+    _at_most("a transfer begins when both servers have blocks", launched_ns, transfers["start_ns"])
+    server = np.zeros_like(transfers["step"]) if steps.server is None else steps.server[transfers["step"]]
+    columns = (transfers["way"], transfers["request"], server, transfers["start_ns"], transfers["end_ns"])
     made = Counter(zip(*(values.tolist() for values in columns), strict=True))
     fetched = hand_offs["fate"] == FETCHED
-    for way, side in ((Direction.OUT, "source"), (Direction.IN, "target")):
+    for direction, side in ((Direction.OUT, "source"), (Direction.IN, "target")):
         named = [hand_offs[name][fetched].tolist() for name in ("request", side, "start_ns", "end_ns")]
-        found = np.array([made[(way, *each)] for each in zip(*named, strict=True)], dtype=np.int64)
-        _equal("each hand-off is one move out of a server, and one into another", found, 1)
+        matches = np.array([made[(direction, *each)] for each in zip(*named, strict=True)], dtype=np.int64)
+        _equal("each hand-off is one move out of a server, and one into another", matches, 1)
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Mask) -> None:

@@ -290,21 +290,6 @@ class Record:
         """Return a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
         runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
-        status, reason = "waiting", self.refusals.get(spec) or self.failures.get(spec, "")
-        ended = request is not None and request.finish is Finish.LENGTH
-        if spec in self.prefills or (spec.fetched_later and ended):
-            status = HANDED_OFF
-        elif spec in self.retried:
-            status = RETRIED
-        elif spec in self.refusals:
-            status = Finish.REFUSED.value
-        elif spec in self.failures:
-            status = FAILED
-        elif spec in self.cancels:
-            status = Finish.ABORTED.value
-        elif request is not None and (first_step >= 0 or request.finish):
-            whole = sum(runs[1::2]) == request.seen
-            status = request.finish.value if request.finish and whole else "unfinished"
         return RequestRow(
             spec.index,
             spec.id,
@@ -316,14 +301,31 @@ class Record:
             spec.max_tokens,
             spec.priority,
             first_step if first_step < self.step_count else -1,
-            status,
-            reason,
+            self._status(spec, request, whole=request is not None and sum(runs[1::2]) == request.seen),
+            self.refusals.get(spec) or self.failures.get(spec, ""),
             self.cancels.get(spec, -1),
             request.preemptions if request else 0,
             (request.cached or 0) if request else 0,
             runs,
             leg=PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE,
         )
+
+    def _status(self, spec: RequestSpec, request: Request | None, *, whole: bool) -> str:
+        """Return a request's status; `whole`: all its tokens are in the tables."""
+        finish = request.finish if request else None
+        if spec in self.prefills or (spec.fetched_later and finish is Finish.LENGTH):
+            return HANDED_OFF
+        if spec in self.retried:
+            return RETRIED
+        if spec in self.refusals:
+            return Finish.REFUSED.value
+        if spec in self.failures:
+            return FAILED
+        if spec in self.cancels:
+            return Finish.ABORTED.value
+        if finish and whole:
+            return finish.value
+        return "waiting" if finish is None and self._first_step.get(spec, -1) < 0 else "unfinished"
 
     def _delivered(self, request: Request | None) -> list[int]:
         delivered = request.delivered() if request else []

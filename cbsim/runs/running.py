@@ -142,20 +142,7 @@ class Session:
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
-        if isinstance(record, Records) and (scaling := record.scaling):
-            numbers["scaling"] = scaling
-            if "cost" in numbers and numbers["makespan_s"]:
-                numbers["cost"] = metrics.price(numbers, cast("float", scaling["usd"]) / numbers["makespan_s"] * 3600)
-        if isinstance(record, Record) and (stages := record.stages):
-            numbers["pipeline"] = optional_tables.summarise_stages(stages)
-        if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
-            table, rate = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs), fleet.hand_off.link
-            numbers["hand_off"] = metrics.hand_offs(table, rows, rate.bandwidth_gb_s, numbers["makespan_s"])
-        elif (transfers := record.transfers).rows:
-            busy_s = numbers["makespan_s"] * (len(record.records) if isinstance(record, Records) else 1)
-            numbers["kv_moves"] = optional_tables.summarise_transfers(transfers, busy_s)
-        if drafts := record.drafts:
-            numbers["drafts"] = optional_tables.summarise_drafts(drafts)
+        numbers |= self._optional(numbers, rows)
         requests = self._terms.requests
         files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
         files |= {**optional_tables.files_of(record), **self.server.files()}
@@ -168,6 +155,25 @@ class Session:
         notices = *self.notices, *seen, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
+
+    def _optional(self, numbers: Mapping[str, Any], rows: RequestTable) -> dict[str, Any]:
+        """Return those parts of a summary that only some runs have."""
+        record, span_s, parts = self.server.record, numbers["makespan_s"], dict[str, Any]()
+        several = len(record.records) if isinstance(record, Records) else 1
+        if isinstance(record, Records) and (scaling := record.scaling):
+            parts["scaling"] = scaling
+            if "cost" in numbers and span_s:
+                parts["cost"] = metrics.price(numbers, cast("float", scaling["usd"]) / span_s * 3600)
+        if isinstance(record, Record) and (stages := record.stages):
+            parts["pipeline"] = optional_tables.summarise_stages(stages)
+        if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
+            table = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs)
+            parts["hand_off"] = metrics.hand_offs(table, rows, fleet.hand_off.link.bandwidth_gb_s, span_s)
+        elif (transfers := record.transfers).rows:
+            parts["kv_moves"] = optional_tables.summarise_transfers(transfers, span_s * several)
+        if drafts := record.drafts:
+            parts["drafts"] = optional_tables.summarise_drafts(drafts)
+        return parts
 
     def _cut(self, rows: RequestTable) -> Iterator[str]:
         """Yield a sentence if outputs ended early, at the longest sequence that the scheduler takes."""

@@ -225,20 +225,9 @@ def balance(settings: VllmSettings) -> str | None:
 
 def resolve(settings: VllmSettings, site: Site) -> VllmOptions:
     """Return the options: slots and tokens by the GPU, a cache beside a full step, the longest sequence it holds."""
-    servers = "got hand_off, which comes with fleet.pools.N.role and cannot be set"
-    require(settings.kv_connector != "hand_off", "kv_connector", servers)
-    if site.role:
-        _check(settings, HANDS_OFF, "in a fleet whose pools have roles")
-    if site.stages > 1:
-        _check(settings, UNCHANGED, f"with cost.pipeline_parallel {site.stages}")
-        message = f"got {settings.name}, which has no cost.pipeline_parallel ({site.stages}) where pools have roles"
-        require(site.role is None, "name", message)
+    _check_servers(settings, site)
     slots, tokens = _steps(settings, site)
-    if (drafts := site.speculation) is not None:
-        _check_speculation(settings, site)
-        least = 1 + drafts.slots + drafts.k * may_pad(settings, drafts)
-        message = f"got {tokens}, must be >= {least} with speculation.k {drafts.k} and method {drafts.method}"
-        require(tokens >= least, "max_num_batched_tokens", message)
+    _check_speculation(settings, site, tokens)
     exports = bool(site.state_rule) and exports_states(settings, site)
     size = block_size(settings, site, exports=exports)
     states = States(size, 3 if exports else 2)
@@ -323,8 +312,22 @@ def _check_groups(settings: VllmSettings, site: Site, size: int) -> None:
     require(not interval or not interval % size, "prefix_cache_retention_interval", message)
 
 
-def _check_speculation(settings: VllmSettings, site: Site) -> None:
-    """Raise SettingsError for settings whose rules with speculation are not followed."""
+def _check_servers(settings: VllmSettings, site: Site) -> None:
+    """Raise SettingsError for settings whose rules beside other servers, or with stages, are not followed."""
+    servers = "got hand_off, which comes with fleet.pools.N.role and cannot be set"
+    require(settings.kv_connector != "hand_off", "kv_connector", servers)
+    if site.role:
+        _check(settings, HANDS_OFF, "in a fleet whose pools have roles")
+    if site.stages > 1:
+        _check(settings, UNCHANGED, f"with cost.pipeline_parallel {site.stages}")
+        message = f"got {settings.name}, which has no cost.pipeline_parallel ({site.stages}) where pools have roles"
+        require(site.role is None, "name", message)
+
+
+def _check_speculation(settings: VllmSettings, site: Site, tokens: int) -> None:
+    """Raise SettingsError for settings whose rules with speculation are not followed, and steps of too few `tokens`."""
+    if (drafts := site.speculation) is None:
+        return
     known = {one.sight for one in site.attention} <= {Sight.FULL, Sight.SLIDING}
     require(
         known, "name", f"got {settings.name}, which does not speculate with chunked or linear layers (model.attention)"
@@ -334,6 +337,9 @@ def _check_speculation(settings: VllmSettings, site: Site) -> None:
     if windows:  # what vLLM's hashes cover then has not been recorded
         required["enable_prefix_caching"] = False
     _check(settings, required, f"with speculation{windows}")
+    least = 1 + drafts.slots + drafts.k * may_pad(settings, drafts)
+    message = f"got {tokens}, must be >= {least} with speculation.k {drafts.k} and method {drafts.method}"
+    require(tokens >= least, "max_num_batched_tokens", message)
 
 
 def _host_blocks(settings: VllmSettings, site: Site, size: int) -> int:
