@@ -176,6 +176,7 @@ def recommend(
     tensor: Sequence[int] = (1, 2, 4, 8),
     knobs: Mapping[str, Sequence[Any]] | None = None,
     most_gpus: int = 64,
+    apart_gb_s: float | None = None,
     changes: Changes = (),
     confidence: float = 0.95,
     replicates: int = 20,
@@ -185,7 +186,8 @@ def recommend(
 ) -> Recommended:
     """Find which cards, how many, and with which settings serve a load within the conditions of `slo` at the least
     price. `load` is a scenario, or a workload's fields or their file; `prices` are those of an hour of a card, where
-    its file has none or another. The rest is as in the command and in `tune`. The result prints as a ranked table.
+    its file has none or another. With `apart_gb_s` prefill and decode are tried apart, too, over NICs of that rate. The
+    rest is as in the command and in `tune`. The result prints as a ranked table.
     Raises ScenarioError, CheckError, RunError.
     """
     from cbsim.scenario.fields import check_strings
@@ -196,7 +198,7 @@ def recommend(
 
     check_strings("slo", slo)
     check_strings("cards", cards)
-    sizing = searching.sizing(model, load, changes, most_gpus)
+    sizing = searching.sizing(model, load, changes, most_gpus, apart_gb_s)
     of = searching.candidates(sizing, cards, tensor, knobs or {})
     runs = Runs(Store(Path(store)), executor(jobs, ray))
     return recommended.recommend(of, slo, runs, confidence=confidence, replicates=replicates)

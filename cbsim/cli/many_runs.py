@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, share, verb, whole
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, real, share, verb, whole
 from cbsim.errors import CHECK_FAILED, ERROR, OK
 
 if TYPE_CHECKING:
@@ -52,6 +53,13 @@ def shares(least: float, most: float) -> Callable[[str], float]:
         return share(value)
 
     return parse
+
+
+def a_bandwidth(value: str) -> float:
+    """Parse GB/s."""
+    if not 0 < real(value) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r}: expected GB/s above 0, such as 50")
+    return real(value)
 
 
 a_confidence = shares(0.5, 1 - 1e-6)  # EVEN and SURE of cbsim.search.tune, which is slow to import
@@ -171,6 +179,8 @@ def recommend_arguments(parser: argparse.ArgumentParser) -> None:
     tensor: dict[str, Any] = {"type": lambda value: tuple(map(whole(1, 1024), value.split(","))), "metavar": "N,N"}
     add("--tensor", **tensor, default=(1, 2, 4, 8), help="GPUs that share a model (1,2,4,8)")
     option(parser, "--set", "--knob", dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V")
+    apart = "try prefill and decode on servers of their own, too, each with a NIC of so many GB/s"
+    add("--apart", type=a_bandwidth, metavar="GB/S", help=apart)
     add("--most", type=whole(1, 10_000), default=64, metavar="N", help="GPUs in all (64)")
     common_options(parser, "--set")
     option(parser, "--confidence", type=shares(0.5, 0.9999), help="that all answers hold at once (95%%)")
@@ -244,7 +254,7 @@ def recommend(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps.store import Progress, Runs, Store
 
     check_out(arguments.out)
-    sizing = searching.sizing(arguments.model, arguments.load, arguments.set, arguments.most)
+    sizing = searching.sizing(arguments.model, arguments.load, arguments.set, arguments.most, arguments.apart)
     of = searching.candidates(sizing, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
     workers = executor(arguments)
     if not arguments.json:

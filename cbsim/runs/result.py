@@ -75,11 +75,22 @@ class Result(Printed):
 
     @property
     def first(self) -> tuple[Scenario, Steps, int]:
-        """The scenario, the steps, and the blocks of the first server that has any steps."""
-        steps, fleet = self.step_numbers.parts()[0], self.scenario.fleet is not None
+        """The scenario, the steps, and the blocks of the first server that has any steps; where prefill and decode are
+        apart, of the one with the longest queue, or else the busiest one.
+        """
+        parts, fleet = self.step_numbers.parts(), self.scenario.fleet
+        steps = max(parts, key=self._fullness) if fleet and fleet.hand_off else parts[0]
         number = int(steps.server[0]) if fleet and steps.server is not None and len(steps) else 0
         blocks = self.summary["per_server"][number]["total_blocks"] if fleet else self.summary["total_blocks"]
         return self.scenario.replicas(self.summary)[number], steps, int(blocks)
+
+    def _fullness(self, steps: Steps) -> tuple[float, float]:
+        """The mean length of a server's queue, to a tenth, and the share of the time that its GPU is active."""
+        if steps.server is None or not len(steps):
+            return 0.0, 0.0
+        spans = np.diff(steps["schedule_start_ns"], append=steps["update_end_ns"][-1:]).astype(np.float64)
+        waiting = float((steps["waiting"] * spans).sum() / max(spans.sum(), 1.0))
+        return round(waiting, 1), self.summary["per_server"][int(steps.server[0])]["gpu_active"]
 
     @property
     def folder(self) -> Path:
@@ -109,9 +120,18 @@ class Result(Printed):
 
     @property
     def binding(self) -> list[str]:
-        """The resources that limit the run, the first of its servers, with a remedy: a sentence or two."""
+        """The resources that limit the run, the first of its servers, with a remedy: a sentence or two; where prefill
+        and decode are apart, the link and the fuller pool.
+        """
         server, steps, _ = self.first
-        return _binding(server, server.loop.mode, steps, self._times)
+        made = _binding(server, server.loop.mode, steps, self._times)
+        fleet = self.scenario.fleet
+        if fleet is None or not (fleet.hand_off and steps.server is not None and len(steps)):
+            return made
+        number, busy = int(steps.server[0]), self.summary["hand_off"]["link_busy"]
+        pool = f"pool: {self.summary['per_server'][number]['pool']} is the fuller one (server {number})"
+        link = [f"link: the busiest NIC carries KV {busy:.0%} of the time"] if busy > LINK_FULL else []
+        return [*link, *made, pool]
 
     @property
     def overload(self) -> str | None:
@@ -369,6 +389,7 @@ def _below(result: Result) -> dict[str, Sequence[str]]:
 # planned.
 WORK = ("schedule", "prepare", "launch", "update")  # phases in which the CPU works, without `await`
 LOST = (Finish.REFUSED.value, FAILED)
+LINK_FULL = 0.9  # share of a NIC's time
 SEEN = 0.1  # share of the time from which on something is reported to bind
 
 

@@ -34,7 +34,7 @@ from cbsim.sweeps.work import Executor
 
 SINKING = {SHARE, *(name for name in catalogue.METRICS if name.partition(".")[0] in catalogue.DISTRIBUTIONS)}
 """Metrics that one request alone has at their best."""
-CAUSES = {"cache": "KV", "CPU": "CPU", "GPU bandwidth": "GPU", "GPU arithmetic": "GPU"}
+CAUSES = {"link": "link", "cache": "KV", "CPU": "CPU", "GPU bandwidth": "GPU", "GPU arithmetic": "GPU"}
 """A word for the subject of a sentence of a run's binding; any other cause of waiting is called the queue."""
 
 

@@ -39,7 +39,9 @@ TENSOR = (1, 2, 4, 8)
 BATCHES = {"scheduler.max_num_batched_tokens": (2048, 8192)}  # of vLLM, if no knob is named
 SHEET = ("roofline", "table")  # costs that are never below the data sheet's
 PARALLEL = ("tensor_parallel", "data_parallel")  # of a cost
-SOUGHT = ("hardware", "fleet.pools", *(f"cost.{name}" for name in PARALLEL))  # fields that the search sets
+SOUGHT = ("hardware", "fleet.pools", "fleet.hand_off", *(f"cost.{name}" for name in PARALLEL))  # that the search sets
+ROLES = ("prefill", "decode")
+SPLITS = (0.25, 1 / 3, 0.5, 2 / 3, 0.75)  # shares of servers that prefill, where prefill and decode are apart
 REACH = 3  # numbers of servers that may be decided by intervals on each side of the likely one
 DEARER = 3.0  # candidates that cost so many times the cheapest, or more than the cheapest of their card, are left
 MIXES = 2  # of two cards
@@ -47,12 +49,15 @@ MOST = 1000  # kinds of servers
 
 
 class Sizing(NamedTuple):
-    """What is to be served: the fields of a scenario but for its servers, the folder of their paths, and the bounds."""
+    """What is to be served: the fields of a scenario but for its servers, the folder of their paths, and the bounds.
+    With `hand_off`, the fields of how KV goes over, prefill and decode may be apart.
+    """
 
     document: Document
     folder: Path
     changes: Changes
     most_gpus: int
+    hand_off: Mapping[str, Any] | None = None
 
 
 class Server(NamedTuple):
@@ -72,22 +77,27 @@ class Server(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """Servers of a kind, whose number is sought: behind a router, with servers of other kinds `beside` them; or as
-    `ranks`, which step together and share experts, and whose number is 2 to the power of the value that is sought. The
-    search begins with `first`.
+    `ranks`, which step together and share experts, and whose number is 2 to the power of the value that is sought; or
+    apart, with a share of `prefills`, whose number, that of both pools, is one more. The search begins with `first`.
     """
 
     sizing: Sizing
     server: Server
     beside: tuple[tuple[int, Server], ...] = ()
     ranks: bool = False
+    prefills: float = 0.0
     first: int = 1
     built: dict[int, Scenario] = field(default_factory=dict, init=False)
 
     def count(self, value: int) -> int:
-        return 2**value if self.ranks else value
+        return 2**value if self.ranks else value + 1 if self.prefills else value
 
     def pools(self, value: int) -> list[tuple[int, Server]]:
-        return [(self.count(value), self.server), *self.beside]
+        count = self.count(value)
+        if self.prefills:
+            first = min(max(round(self.prefills * count), 1), count - 1)
+            return [(first, self.server), (count - first, self.server)]
+        return [(count, self.server), *self.beside]
 
     def gpus(self, value: int) -> int:
         return sum(number * server.gpus for number, server in self.pools(value))
@@ -99,21 +109,23 @@ class Candidate:
 
     def label(self, value: int) -> str:
         names = list[str]()
-        for number, (name, _, tensor, settings, _) in self.pools(value):
+        pools = self.pools(value)
+        for number, (name, _, tensor, settings, _) in pools[:1] if self.prefills else pools:
             chosen = [f", {field.rpartition('.')[2]}={setting}" for field, setting in settings.items()]
-            names.append(f"{number} x {name}{f' TP{tensor}' if tensor > 1 else ''}{''.join(chosen)}")
+            many = f"{number}P{pools[1][0]}D" if self.prefills else number
+            names.append(f"{many} x {name}{f' TP{tensor}' if tensor > 1 else ''}{''.join(chosen)}")
         return " + ".join(names) + (", as ranks" if self.ranks else "")
 
     @property
     def cards(self) -> list[str]:
-        return [server.name for _, server in self.pools(1)]
+        return list(dict.fromkeys(server.name for _, server in self.pools(1)))
 
     @cached_property
     def last(self) -> int:
         """The most that may be sought, by the GPUs in all; of ranks also by the model and the link."""
         most = (self.sizing.most_gpus - self.gpus(1)) // self.server.gpus + self.count(1)
         if not self.ranks:
-            return most
+            return most + 1 - self.count(1)
         return len(list(takewhile(lambda value: not self.misfit(value), range(1, most.bit_length()))))
 
     def misfit(self, value: int = 1) -> str:
@@ -141,10 +153,12 @@ class Candidate:
             own = {"hardware": server.card.model_dump(mode="json")}
             within = f"fleet.pools.{at}.server." if at else ""
             fields = fields if at else fields | own
-            pools.append({"count": number, "name": server.name, "server": own if at else {}})
+            apart = {"name": ROLES[at], "role": ROLES[at]} if self.prefills else {}
+            pools.append({"count": number, "name": server.name, "server": own if at else {}, **apart})
             shared = {"cost.tensor_parallel": server.tensor} if several else {}
             changes |= {within + name: setting for name, setting in {**server.settings, **shared}.items()}
-        fields["fleet"] = {"router": {"name": "least_in_flight"}, **fleet, "failures": [], "pools": pools}
+        sought = {"failures": [], "pools": pools, "hand_off": self.sizing.hand_off if self.prefills else None}
+        fields["fleet"] = {"router": {"name": "least_in_flight"}, **fleet, **sought}
         if self.ranks:
             fields["fleet"], changes["cost.data_parallel"] = None, 2**value
         overrides = [*written(self.sizing.changes), *written(changes)]
@@ -275,10 +289,20 @@ class Search:
         return None if math.isnan(fmean(each)) else fmean(each)
 
 
-def sizing(model: str, load: str | Path | Mapping[str, Any], changes: Changes = (), most_gpus: int = 64) -> Sizing:
+def sizing(
+    model: str,
+    load: str | Path | Mapping[str, Any],
+    changes: Changes = (),
+    most_gpus: int = 64,
+    apart_gb_s: float | None = None,
+) -> Sizing:
     """Return what is to be served. `load` is a scenario, by name or file, or a file of the fields of its workload, or
-    these; the model and servers of a scenario do not count. Raises ScenarioError.
+    these; the model and servers of a scenario do not count, but for how its fleet hands KV over. `apart_gb_s` is the
+    bandwidth of a server's NIC. Raises ScenarioError.
     """
+    if apart_gb_s is not None and not 0 < apart_gb_s <= LARGEST_REAL:
+        bound = f"must be > 0 and <= {LARGEST_REAL:g}, GB/s of a server's NIC"
+        raise ScenarioError(f"--apart: got {apart_gb_s:g}, {bound}", field="apart", value=apart_gb_s, bound=bound)
     folder = Path()
     if isinstance(load, Mapping):
         document = Document("load", None, dict(load))
@@ -291,18 +315,22 @@ def sizing(model: str, load: str | Path | Mapping[str, Any], changes: Changes = 
     about = {"name": "recommended", "question": f"Which servers of {model} keep the conditions at the least price?"}
     loop = {"mode": "async"} | {name: value for name, value in _part(document.data, "loop").items() if value != "both"}
     data = {**document.data, **about, "model": model, "loop": loop}
-    return Sizing(replace(document, data=data), folder, changes, most_gpus)
+    hand_off = dict(_part(_part(document.data, "fleet"), "hand_off"))
+    if apart_gb_s is not None:
+        hand_off["link"] = {**_part(hand_off, "link"), "bandwidth_gb_s": apart_gb_s}
+    return Sizing(replace(document, data=data), folder, changes, most_gpus, hand_off or None)
 
 
 def candidates(
     sizing: Sizing, cards: Sequence[str], tensor: Sequence[int], knobs: Mapping[str, Sequence[Any]]
 ) -> list[Candidate]:
     """Return each card with each number of GPUs that share a model and each combination of the knobs' values; of a
-    mixture also as ranks. Raises ScenarioError.
+    mixture also as ranks; if KV can be handed over, also with prefill and decode apart. Raises ScenarioError.
     """
     _check_fields(sizing, knobs)
     knobs = knobs or _usual_knobs(sizing)
-    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values()))) > MOST:
+    kinds = 1 + len(SPLITS) * bool(sizing.hand_off)
+    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values())) * kinds) > MOST:
         raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
     servers = [
@@ -311,6 +339,8 @@ def candidates(
     ]
     ranks = (False, True) if shapes.model(str(sizing.document.data["model"]), sizing.folder).experts else (False,)
     made = [Candidate(sizing, server, ranks=each) for server in servers for each in ranks]
+    splits = SPLITS if sizing.hand_off else ()
+    made = [*(Candidate(sizing, server, prefills=share) for server in servers for share in splits), *made]
     if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
         return fit
     bound = f"expected names such as h100,l40s, and --tensor of at most --most ({sizing.most_gpus})"
@@ -413,8 +443,9 @@ def by_data_sheet(candidate: Candidate, terms: Terms) -> tuple[int, str]:
         if check.metric.startswith("tpot_s.") and check.compare[0] == "<" and read_s > check.bound:
             return 1, f"{check.rule}: reading the weights alone takes {check.shown(read_s)} a token"
     weights = model.layer_parameters - unread * model.expert_parameters
-    bound, most = 1 if terms.still else _by_operations(scenario, weights), candidate.last
-    return min(bound, most), f"the rate needs {bound} servers by the data sheet, {most} may be" if bound > most else ""
+    bound, most = 1 if terms.still else _by_operations(scenario, weights), candidate.count(candidate.last)
+    too_many = f"the rate needs {bound} servers by the data sheet, {most} may be" if bound > most else ""
+    return max(1, min(bound, most) + 1 - candidate.count(1)), too_many
 
 
 def _by_operations(scenario: Scenario, weights: float) -> int:
@@ -454,7 +485,7 @@ def mixes(searches: Sequence[Search]) -> list[Candidate]:
     """
     best, chosen = dict[str, Search](), list[Candidate]()
     for each in sorted(searches, key=lambda each: each.usd_hour):
-        if not each.candidate.ranks:
+        if not each.candidate.ranks and not each.candidate.prefills:
             best.setdefault(each.candidate.server.name, each)
     for one, other in combinations(best.values(), 2):  # the first costs less
         made = []
@@ -482,7 +513,10 @@ def search(of: Sequence[Candidate], terms: Terms, runs: Runs) -> list[Search]:
         excess = each.probes[each.at].excess if each.answered else 0.0
         return not each.answered, each.sure is None, each.usd_hour, excess
 
-    return sorted([*searches, *mixed], key=rank)
+    ranked = dict[str, Search]()  # few servers apart are the same with several shares
+    for each in sorted([*searches, *mixed], key=rank):
+        ranked.setdefault(each.label, each)
+    return list(ranked.values())
 
 
 def _nothing(searches: Sequence[Search]) -> ScenarioError:

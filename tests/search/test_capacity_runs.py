@@ -70,6 +70,37 @@ def test_a_fleet_holds_what_its_servers_hold_together(tmp_path: Path) -> None:
     assert found.holds <= 12.5 <= found.fails  # 0.2 + 5 (0.2 - 2 / rate) and 0.1 have a mean of 0.25
 
 
+@pytest.mark.parametrize(
+    ("prefills", "slow", "exact"),
+    [(1, "prefill", 1 / (0.2 - 0.05 / 10.5)), (2, "prefill", 2 / 0.19), (1, "decode", 1 / (0.2 - 0.05 / 10.5))],
+)
+def test_a_fleet_with_roles_holds_what_its_slower_pool_holds(
+    prefills: int, slow: str, exact: float, tmp_path: Path
+) -> None:
+    """A request is 0.2 s at a server of that pool, in a step of the prefill or two of the decoding, and does not wait
+    elsewhere: at one server request k waits k (0.2 s - 1 / rate), at two k // 2 times 0.2 s - 2 / rate; the last 18 of
+    20 count. The other pool is twenty times as fast.
+    """
+    step_s = {"prefill": 0.2, "decode": 0.1}
+    pools = [
+        {"name": role, "role": role, "server": {"cost": {"step_s": took if role == slow else took / 20}}}
+        for role, took in step_s.items()
+    ]
+    pools[0]["count"] = prefills
+    turns = {"name": "round_robin"}
+    fleet = {"pools": pools, "router": turns, "hand_off": {"router": turns, "link": {"bandwidth_gb_s": 1e4}}}
+    scheduler = {"name": "vllm", "max_num_seqs": 1, "max_num_batched_tokens": 2048}
+    load = {"prompt_tokens": 16, "output_tokens": 2, "requests": 20}
+    fields = {**SLOW, "scheduler": scheduler, "fleet": fleet, "workload": {**SLOW["workload"], **load}}
+    scenario = scenarios.parse(fields, "apart")
+    alone = cbsim.run(scenarios.scenario_of(scenario, ["workload.requests=1"])).summary["e2e_s"]["mean"]
+    wanted = terms.terms(scenario, [f"e2e.mean<={alone + 0.05}s"], None, replicates=4, width=0.05)
+    found = capacity.search(scenario, RATE, wanted, here(tmp_path))
+    assert found.holds is not None and found.fails is not None and found.binds is not None
+    assert found.holds <= exact <= found.fails
+    assert f"pool: {slow} is the fuller one" in found.binds.sentences[-1]
+
+
 def _interrupt(_: object) -> None:
     raise KeyboardInterrupt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -407,6 +408,48 @@ def test_a_setting_that_is_stated_is_no_knob_of_the_defaults(words: tuple[str, A
     assert knobs == ([{}] if words[1] else usual)
 
 
+# -- prefill and decode apart -----------------------------------------------------------------------------------------
+
+
+def apart(rate: float) -> Sizing:
+    """A server takes a request at a time and 0.1 s a step: a prefill is one, four tokens are four."""
+    workload = {"kind": "synthetic", "requests": 200, "prompt_tokens": 16, "output_tokens": 4}
+    fields = {
+        "workload": workload | {"arrivals": {"kind": "constant", "rate_per_s": rate}},
+        "scheduler": {"name": "vllm", "max_num_seqs": 1, "max_num_batched_tokens": 2048},
+        "cost": {"kind": "constant", "step_s": 0.1},
+        "loop": {"mode": "sync"},
+        "fleet": {"router": {"name": "round_robin"}, "hand_off": {"router": {"name": "round_robin"}}},
+    }
+    return searching.sizing("llama-3.1-8b", fields, (), 8, 1e3)
+
+
+@pytest.mark.parametrize(("rate", "least"), [(2.0, "1P1D"), (4.5, "1P2D"), (7.0, "1P3D"), (11.0, "2P5D")])
+def test_the_least_split_is_that_of_the_closed_form(rate: float, least: str, tmp_path: Path) -> None:
+    """Of x servers that prefill and y that decode each needs less than 1 / rate a request: 0.1 / x and 0.4 / y."""
+    of = [Candidate(apart(rate), Server("h100", CARD, 1, {}), prefills=share) for share in searching.SPLITS]
+    best = searching.search(of, searching.terms(of, ["e2e.mean<=600ms"]), Runs(Store(tmp_path), Here()))[0]
+    fleet = best.scenario.fleet
+    assert best.label == f"{least} x h100" and fleet is not None and fleet.hand_off is not None
+    assert [pool.role for pool in fleet.pools] == ["prefill", "decode"]
+    assert best.span[1] == fleet.count == int(least[0]) + int(least[2])
+
+
+def test_splits_stand_beside_replicas_and_grow_with_their_number() -> None:
+    """With a link each kind of server is also tried apart; both pools have a server, and neither shrinks."""
+    of = searching.candidates(apart(2.0), ["h100"], (1,), {})
+    assert [each.prefills for each in of] == [*searching.SPLITS, 0]
+    assert not any(each.misfit() for each in of)
+    for each in of[:-1]:
+        values = range(1, each.last + 1)
+        pools = [tuple(number for number, _ in each.pools(value)) for value in values]
+        assert all(min(pair) >= 1 and sum(pair) == each.count(value) for pair, value in zip(pools, values, strict=True))
+        assert all(a <= c and b <= d for (a, b), (c, d) in itertools.pairwise(pools))
+        assert each.gpus(each.last) == 8 and each.cards == ["h100"]
+    replicas = of[-1].scenario(2).fleet
+    assert replicas is not None and replicas.hand_off is None
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +469,7 @@ def test_a_setting_that_is_stated_is_no_knob_of_the_defaults(words: tuple[str, A
         ({"slo": ["tpot.p99<=1s"], "load": SHORT}, "--slo 'tpot.p99<=1s': the runs have no tpot.p99"),
         ({"cards": ["h101"]}, "unknown hardware 'h101'"),
         ({"cards": []}, "expected names such as h100,l40s"),
+        ({"apart_gb_s": 0.0}, "--apart: got 0, must be > 0"),
         ({"slo": []}, "no condition, expected some such as ttft.p99<=2s"),
         ({"tensor": [0]}, "no candidate"),
         ({"knobs": {"scheduler.max_num_seqs": []}}, "no candidate"),
@@ -483,6 +527,9 @@ WRONG = [
     (["--set", "nonsense=1"], "nonsense: unknown field"),
     (["--tensor", "3"], "cbsim: --tensor 3: cost.tensor_parallel: got 3, must divide heads (32)"),
     (["--tensor", "8", "--most", "4"], "--tensor of at most --most (4)"),
+    (["--apart", "0"], "argument --apart: '0': expected GB/s above 0"),
+    (["--apart", "fast"], "argument --apart: 'fast': expected GB/s above 0"),
+    (["--set", "fleet.hand_off.lease_s=1"], "fleet.hand_off.lease_s: expected a setting"),
     (["--tensor", "0"], "expected a whole number from 1"),
     (["--confidence", "2"], "expected a share from 0.5"),
     (["--replicates", "1"], "expected a whole number from 2"),
