@@ -316,7 +316,7 @@ def _fitted() -> tuple[str, ...]:
 
 
 def _decisions() -> tuple[str, ...]:
-    rests = "745 traces of real schedulers: [policies](policies.md)"
+    rests = "787 traces of real schedulers: [policies](policies.md)"
     left = "options that are not modelled, which are refused by name"
     return "decisions only: rows, blocks, queues", "any", "none", "none", rests, left
 
