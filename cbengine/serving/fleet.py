@@ -224,17 +224,8 @@ class Fleet:
         return self.now_ns
 
     def _turn(self) -> None:
-        """Take what servers say, and do what is due."""
-        due_ns = min([*(each[0][0] for each in (self._due, self._cancels[-1:]) if each), NEVER_NS])
-        due_s = min(LOOK_S, max(0, due_ns - self._elapsed() - EARLY_NS) / NS)
-        pipes = {server.pipe: at for at, server in enumerate(self._servers) if not server.over}
-        bell = () if self._post is None else self._take(self._post)
-        for pipe in wait([*pipes, *bell], due_s):
-            if pipe not in pipes:
-                continue
-            at = pipes[pipe]
-            kind, *values = self._servers[at].receive()
-            getattr(self, f"_{kind}")(at, *values)
+        """Take what servers report, and do what is due."""
+        self._receive()
         now_ns = self._elapsed()
         while self._due and self._due[0][0] <= now_ns:
             spec = heappop(self._due)[2]
@@ -251,6 +242,19 @@ class Fleet:
         if happened.tokens or happened.ended:
             self._report(happened._replace(at_ns=now_ns))
         self._watch()
+
+    def _receive(self) -> None:
+        """Wait until a server reports anything, or something is due; take what they report."""
+        due_ns = min([*(each[0][0] for each in (self._due, self._cancels[-1:]) if each), NEVER_NS])
+        due_s = min(LOOK_S, max(0, due_ns - self._elapsed() - EARLY_NS) / NS)
+        pipes = {server.pipe: at for at, server in enumerate(self._servers) if not server.over}
+        bell = () if self._post is None else self._take(self._post)
+        for pipe in wait([*pipes, *bell], due_s):
+            if pipe not in pipes:
+                continue
+            at = pipes[pipe]
+            kind, *values = self._servers[at].receive()
+            getattr(self, f"_{kind}")(at, *values)
 
     def _take(self, post: Bell) -> Sequence[Connection]:
         """Take the requests and cancellations of a post; return what can be read when there are more. Raises

@@ -396,15 +396,17 @@ class SglangReplay(Replay):
             stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
         for name in dropped:
             self._named(name).stats["wasted"] += 1
-        finished: list[list[Any]] = []
-        for request in ended:
-            recorded = self._recorded[request.spec]
-            reason, outputs = self._reason(recorded, request), 0 if request.spec in self._retired else request.seen
-            recorded.over(self._now, reason, outputs)
-            self._over.add(request.spec)
-            finished.append([recorded.id, reason, outputs])
+        finished = [self._finished(request) for request in ended]
         line = {"ev": "result", "step": self._now, "of": batch, "tokens": [spec.id for spec in got]}
         self._written.append(line | {"finished": finished, "dropped": dropped} | self._memory())
+
+    def _finished(self, request: Request) -> list[Any]:
+        """Note that a request is over; return its id, the reason, and its outputs."""
+        recorded, spec = self._recorded[request.spec], request.spec
+        reason, outputs = self._reason(recorded, request), 0 if spec in self._retired else request.seen
+        recorded.over(self._now, reason, outputs)
+        self._over.add(spec)
+        return [recorded.id, reason, outputs]
 
     def _reason(self, recorded: Recorded, request: Request) -> str:
         if request.finish is Finish.ABORTED:
@@ -436,17 +438,22 @@ class ApartReplay(SglangReplay):
         polled = super()._poll(effect)
         if polled is None:
             return None
-        arrived = self._unready + [self._recorded[spec] for spec in polled.arrivals]
-        gone = [spec for spec in polled.cancels if spec not in self.scheduler.requests]
-        ready = [each for each in arrived if each.arrival + each.kv["ready"] <= self._now]
-        self._unready = [each for each in arrived if each not in ready and each.spec not in gone]
-        self._last &= not arrived
+        ready = self._ready(polled)
         self._open &= not (self._last and self._prefills and self._depth > 1)  # that loop ends before it decides
         if self._prefills:
             self._due |= {job: (self._now, r) for job, (_, r) in self._due.items() if r.spec in polled.cancels}
         else:
             self._received()
         return Polled([each.spec for each in ready], polled.cancels)
+
+    def _ready(self, polled: Polled) -> list[Recorded]:
+        """Return the requests that have arrived and for which the other server is ready."""
+        arrived = self._unready + [self._recorded[spec] for spec in polled.arrivals]
+        gone = [spec for spec in polled.cancels if spec not in self.scheduler.requests]
+        ready = [each for each in arrived if each.arrival + each.kv["ready"] <= self._now]
+        self._unready = [each for each in arrived if each not in ready and each.spec not in gone]
+        self._last &= not arrived
+        return ready
 
     def _over_by_now(self) -> list[tuple[int, Request]]:
         return [(job, request) for job, (end, request) in self._due.items() if end <= self._now]
