@@ -31,7 +31,7 @@ from cbengine.sequence import Sequence
 from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Reporter, WokenClock
 from cbsim.errors import ServerError, UserError
 from cbsim.policy.request import RequestSpec
-from cbsim.record.record import Record
+from cbsim.record.record import HANDED_OFF, Record
 from cbsim.record.tables import FinishedRecord, RequestTable
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
@@ -136,7 +136,11 @@ def serve(pipe: Connection, scenario: Scenario, setup: Setup, place: Place) -> N
             problem = str(stop)
         except Exception as defect:  # any error is reported by the front
             problem = f"{type(defect).__name__}: {defect}"
-        made = (None, {}) if server is None else (FinishedRecord.of(server.engine.record), dict(server.facts))
+        made: tuple[FinishedRecord | None, dict[str, Any]] = None, {}
+        if server is not None:
+            record = server.engine.record
+            record.handed_off = sum(row.status == HANDED_OFF for row in record.requests())  # counted where they go on
+            made = FinishedRecord.of(record), dict(server.facts)
         pipe.send(("over", *made, problem))
 
 
