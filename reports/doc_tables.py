@@ -487,6 +487,12 @@ def layout_table() -> Table:
     return Table("", facts("replicas_or_tp")["header"], rows)
 
 
+def apart_table() -> Table:
+    """Published ratios of servers apart over replicas, and simulated ones."""
+    made = facts("apart_pays")["tables"]["published"]
+    return Table("", made["header"], [tuple(row) for row in made["rows"]])
+
+
 def tuned_table() -> Table:
     rows = []
     for each in facts("schedulers_by_load")["best"]:
@@ -521,6 +527,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], Table]]] = {
         "fragmentation": fragmentation_table,
         "assumptions": assumption_table,
         "layouts": layout_table,
+        "apart-pays": apart_table,
     },
     "docs/landscape.md": {"tuned": tuned_table},
     "docs/models.md": {"models": model_table},

@@ -26,6 +26,7 @@ from cbsim.runs.assemble import copies, cost_model
 from cbsim.scenario import catalog
 from cbsim.schedulers import registry
 from reports.doc_tables import facts
+from reports.fidelity.apart_pays import make as apart
 from reports.fidelity.async_map import make as async_map
 from reports.fidelity.chunks import make as chunks
 from reports.fidelity.curves import make as efficiency
@@ -448,6 +449,22 @@ def test_the_study_of_layouts_is_what_runs() -> None:
     ttft, tpot = rung.latencies[0]
     met = (ttft <= scores[0] * layouts.TTFT_S) & (tpot <= scores[0] * layouts.STRICT[model])
     assert met.mean() >= layouts.SHARE > (met.sum() - 1) / len(met)
+
+
+@pytest.mark.parametrize("prefills", [0, 2])
+def test_the_study_of_pools_apart_is_what_runs(prefills: int) -> None:
+    """The first rung of replicas, and of servers apart, with one seed, now; prefills that were handed over are no
+    requests.
+    """
+    data(f"{layouts.TABLES['path']}/system.yaml")
+    arm = apart.Arm("8,192 / 256", chunk=0 if prefills else 2048, prefills=prefills)
+    (known,) = (each for each in facts("apart_pays")["arms"] if {**each, "rungs": 0} == {**arm._asdict(), "rungs": 0})
+    rate_s = apart.LOADS[arm.load].start
+    result = apart.ran(apart.fields(arm, rate_s), 0)
+    rung = apart.Rung(rate_s, [apart.latencies(result.requests)])
+    assert rung.score(apart.TTFT_S, apart.LINK_TPOT_S) == pytest.approx(known["rungs"][0][1], rel=1e-9)
+    ttft, tpot = rung.latencies[0]
+    assert len(ttft) == len(tpot) == round(0.4 * result.summary["requests"]) and (ttft > 0).all() and (tpot > 0).all()
 
 
 # -- speculation ------------------------------------------------------------------------------------------------------
