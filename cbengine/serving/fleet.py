@@ -19,13 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from cbengine import build, servers
-from cbengine.build import Setup
+from cbengine.build import Setup, architecture_of, beams, executor_plan
+from cbengine.build import adapted as alone_adapted
 from cbengine.device.base import Clock
 from cbengine.device.process import STEP_S
 from cbengine.errors import UsageError
 from cbengine.sequence import Prompts
 from cbengine.sequence import Sequence as Text
+from cbengine.servers import asked, texts_files
+from cbengine.servers import maker as alone_maker
 from cbengine.serving import member
 from cbengine.serving.member import LOOK_S, Server, nothing
 from cbengine.serving.reporter import Ended, Happened, Left, Post
@@ -117,7 +119,7 @@ class Fleet:
         self._fleet = fleet = scenario.fleet
         setup.requests.check(workload.specs())
         for each in {id(server): server for server in scenario.servers}.values():
-            build.executor_plan(each, each.loop.mode, workload.specs(), setup).check()
+            executor_plan(each, each.loop.mode, workload.specs(), setup).check()
         self._slots, self._books = {WHOLE: list(range(fleet.count))}, dict[int, Books]()
         routers = {WHOLE: fleet.router}
         if fleet.hand_off:
@@ -131,10 +133,10 @@ class Fleet:
         self.record = Records([nothing(0) for _ in range(fleet.count)])
         device = f"{setup.device}, a process for each of {fleet.count} servers"
         self.facts: dict[str, Any] = {"engine": "cbengine", "device": device, "dtype": scenario.model.dtype}
-        self.facts |= {"weights": str(setup.weights or "random"), **servers.asked(setup)}
+        self.facts |= {"weights": str(setup.weights or "random"), **asked(setup)}
         self.now_ns = self.start_ns = 0
         self._happened = Happened(0, [], [], [])
-        architecture = build.architecture_of(scenario.servers[0], setup)
+        architecture = architecture_of(scenario.servers[0], setup)
         self._prompts = Prompts(scenario.seed, architecture.vocab)
         self._stops = frozenset(architecture.end_tokens if setup.end_tokens else ())
         self._texts = list[Text]()
@@ -155,7 +157,7 @@ class Fleet:
         return Load(*sums, sum(view.kv_use for view in views) / len(views), options.block_size, options.num_blocks)
 
     def files(self) -> Mapping[str, bytes]:
-        return servers.texts_files(self._setup, self._texts)
+        return texts_files(self._setup, self._texts)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -510,30 +512,30 @@ class Fleet:
 
 
 def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Scenario:
-    """Return the scenario as the device runs it, like build.adapted; a fleet's servers each. Raises ScenarioError,
-    UsageError.
+    """Return the scenario as the device runs it, as cbengine.build.adapted does; a fleet's servers each. Raises
+    ScenarioError, UsageError.
     """
     if (fleet := scenario.fleet) is None:
-        return build.adapted(scenario, setup, open_ended=open_ended)
+        return alone_adapted(scenario, setup, open_ended=open_ended)
     if setup.device == "modelled":
         raise UsageError("--device modelled: got a scenario with a fleet, whose servers have no clock in common")
     if changes := fleet.changes:
         raise UsageError(f"fleet.{changes}: must be left out: the engine's servers are there from the start to the end")
     if fleet.hand_off and fleet.hand_off.transfer == "layerwise":
         raise UsageError("fleet.hand_off.transfer: got layerwise, must be pull or push: the engine sends whole blocks")
-    alone = build.adapted(scenario.model_copy(update={"fleet": None}), setup, open_ended=open_ended)
+    alone = alone_adapted(scenario.model_copy(update={"fleet": None}), setup, open_ended=open_ended)
     ready = Scenario.model_validate(alone.model_dump(mode="json") | {"fleet": fleet.model_dump(mode="json")})
     for within, server in ready.pools:
         for part, has in (
             ("speculation", server.speculation is not None),
-            ("scheduler.name", build.beams(server) > 0 or bool(fleet.hand_off and server.kind.brings_first)),
+            ("scheduler.name", beams(server) > 0 or bool(fleet.hand_off and server.kind.brings_first)),
             ("cost.tensor_parallel", server.gpus > 1),
         ):
             if has:
                 raise UsageError(
                     f"{within}{part}: the engine's fleets have no speculation, searches, ranks, or tokens beside KV"
                 )
-        if build.adapted(server, setup, open_ended=open_ended) != server:
+        if alone_adapted(server, setup, open_ended=open_ended) != server:
             bound = "must be left out: the device decides it for all servers"
             raise UsageError(f"{within}model.dtype, {within}loop.cuda_graphs: {bound}")
     return ready
@@ -541,7 +543,7 @@ def adapted(scenario: Scenario, setup: Setup, *, open_ended: bool = False) -> Sc
 
 def maker(setup: Setup, profiled: int = 0) -> Maker:
     """Return the maker of a run's server, or of its fleet of servers; `profiled` steps of one server are profiled."""
-    one = servers.maker(setup, profiled)
+    one = alone_maker(setup, profiled)
 
     def made(scenario: Scenario, loop: str, workload: Workload) -> AnyServer:
         if profiled and scenario.fleet is not None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from cbengine import build
-from cbengine.build import Setup
+from cbengine.build import Setup, any_load, assembled, executor_plan
 from cbengine.device.base import Clock, EngineDevice
 from cbengine.driver import Engine, Hooks
 from cbengine.sequence import Prompts, Sequence
@@ -200,7 +199,7 @@ class Reporter:
 class EngineServer(Measured):
     """An engine that serves the requests of its post until that is closed, behind a session's server interface. It
     keeps no text of requests; `workload` is empty. `handing` puts something around a device, given it and its cache.
-    Raises the errors of `build.assembled`.
+    Raises the errors of `cbengine.build.assembled`.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class EngineServer(Measured):
         handing: Callable[..., EngineDevice] | None = None,
     ) -> None:
         assert not workload.total
-        plan = build.executor_plan(scenario, loop, [], setup, build.any_load(scenario, loop))
+        plan = executor_plan(scenario, loop, [], setup, any_load(scenario, loop))
         if handing is not None:
             plan = plan.sharing()
             handing = partial(handing, cache=plan.cache())
@@ -222,7 +221,7 @@ class EngineServer(Measured):
         hooks = Hooks(reporter.begin, reporter.on_plan, reporter.on_token, reporter.feed)
         self.clock = WokenClock(post)
         parts = scenario, loop, plan, setup, reporter, prompts, hooks
-        engine, device = build.assembled(*parts, clock=self.clock, around=handing)
+        engine, device = assembled(*parts, clock=self.clock, around=handing)
         reporter.serve(engine)
         self._reporter = reporter
         super().__init__(engine, device, setup, scenario, {"sampling": "as requests ask"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,9 +15,6 @@ from cbsim.policy.kind import Role
 from cbsim.routers.simple import PlainSettings
 from cbsim.scenario.fields import Frozen, Many, Positive, Real, Seconds, Text, Whole, complaint, near
 from cbsim.scenario.schedulers import Router, Rule
-
-if TYPE_CHECKING:
-    from cbsim.scenario.scenario import Scenario
 
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
 CHOSEN = {"scheduler": "name", "cost": "kind"}  # the field of a part that chooses its kind
@@ -221,11 +218,13 @@ class Fleet(Frozen):
         return [str(at) if pool.name is None else pool.name for at, pool in enumerate(self.pools)]
 
 
-def check_roles(fleet: Fleet, servers: Sequence[Scenario]) -> None:
-    """Raise a complaint unless the server of each pool can have its role, and what one has cached another can read."""
-    named = next(at for at, pool in enumerate(fleet.pools) if pool.role != "both")
+def check_roles(fleet: Fleet, servers: Sequence[Any]) -> None:
+    """Raise a complaint unless the server of each pool, a Scenario, can have its role, and what one has cached another
+    can read.
+    """
+    first, named = servers[0], next(at for at, pool in enumerate(fleet.pools) if pool.role != "both")
     for at, (pool, server) in enumerate(zip(fleet.pools, servers, strict=True)):
-        field = f"fleet.pools.{at}.role" if pool.role != "both" else f"fleet.pools.{named}.role"
+        apart = named if pool.role == "both" else at
         samples = getattr(server.workload, "samples", 1)
         whole = server.model.sees_all or getattr(server.scheduler, "disable_hybrid_kv_cache_manager", False)
         for holds, what in (
@@ -235,15 +234,16 @@ def check_roles(fleet: Fleet, servers: Sequence[Scenario]) -> None:
             (samples == 1, f"several samples of a request (workload.samples, {samples})"),
         ):
             if not holds:
-                raise complaint(f"got {fleet.pools[int(field.split('.')[2])].role}, must be both with {what}", field)
-        for name, ours, first in (
-            ("model.name", server.model.name, servers[0].model.name),
-            ("kv_cache.block_size", server.block_size, servers[0].block_size),
-            ("model", server.model.kv_bytes_per_token, servers[0].model.kv_bytes_per_token),
+                got = f"got {fleet.pools[apart].role}, must be both with {what}"
+                raise complaint(got, f"fleet.pools.{apart}.role")
+        for name, ours, theirs in (
+            ("model.name", server.model.name, first.model.name),
+            ("kv_cache.block_size", server.block_size, first.block_size),
+            ("model", server.model.kv_bytes_per_token, first.model.kv_bytes_per_token),
         ):
-            if ours != first:
+            if ours != theirs:
                 unit = " bytes of KV a token" if name == "model" else ""
-                bound = f"must be that of pool 0 ({first}{unit}): one reads what the other has cached"
+                bound = f"must be that of pool 0 ({theirs}{unit}): one reads what the other has cached"
                 raise complaint(f"got {ours}{unit}, {bound}", f"fleet.pools.{at}.server.{name}")
 
 
