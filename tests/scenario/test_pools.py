@@ -182,8 +182,8 @@ LINK = {"link": {"bandwidth_gb_s": 50}}
         (
             APART,
             LINK,
-            {"scheduler": {"name": "sglang"}},
-            "fleet.pools.0.role: got prefill, must be both with scheduler sglang, which hands no requests over",
+            {"scheduler": {"name": "sarathi"}},
+            "fleet.pools.0.role: got prefill, must be both with scheduler sarathi, which hands no requests over",
         ),
         (
             APART,
