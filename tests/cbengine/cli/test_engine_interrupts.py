@@ -21,7 +21,6 @@ from support.calls import ROOT, Said, environment, read, runs
 from support.engine.calls import call, derived, refused, started
 from support.engine.served import LOOPS
 
-from cbengine import build
 from cbengine.device.base import Clock
 from cbsim.runs.progress import Progress
 
@@ -95,14 +94,14 @@ def test_an_interrupt_is_heard_while_nothing_arrives(small: Path, out: Path, mon
     interrupted(call("replay", small, "--device", "inline", "--loop", "sync", *arrivals, "--out", out), out, "sync")
 
 
-@pytest.mark.parametrize("at", ["adapted", "executor_plan", "ops"])
+@pytest.mark.parametrize("at", ["serving.fleet.alone_adapted", "build.executor_plan", "build.ops"])
 def test_an_interrupt_before_the_run(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """While the scenario is read or the model loads: one message, nothing written."""
 
-    def pressed(*_: object) -> None:
+    def pressed(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(build, at, pressed)
+    monkeypatch.setattr(f"cbengine.{at}", pressed)
     assert call("replay", small, "--device", "inline", "--out", out) == Said(130, "", "cbengine: interrupted\n")
     assert not out.exists()
 
