@@ -108,7 +108,7 @@ def texts_files(setup: Setup, texts: Iterable[Sequence]) -> dict[str, bytes]:
     return files
 
 
-def asked(setup: Setup) -> dict[str, Any]:
+def option_facts(setup: Setup) -> dict[str, Any]:
     """Return the entries of env.json that follow from the options of a run."""
     injected_ms = {phase: extra / 1e6 for phase, extra in setup.injected}
     return {"sampling": {**asdict(setup.sampling), **setup.requests.facts}, "injected_ms": injected_ms}
@@ -120,6 +120,6 @@ def maker(setup: Setup, profiled: int = 0) -> Maker:
     def measured(scenario: Scenario, loop: str, workload: Workload) -> Measured:
         engine, device = built(scenario, loop, workload, setup)
         profile = Profile(engine.record, profiled, depth(loop)) if profiled else None
-        return Measured(engine, device, setup, scenario, asked(setup), profile)
+        return Measured(engine, device, setup, scenario, option_facts(setup), profile)
 
     return measured

@@ -21,7 +21,7 @@ from cbengine.errors import UsageError
 from cbengine.model import weights
 from cbengine.sampling import MASK, Sampling, request_seed
 from cbengine.sequence import Ids, Sequence
-from cbengine.serving.fleet import Bell, Fleet, adapted
+from cbengine.serving.fleet import Fleet, PostWithPipe, adapted
 from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Reporter
 from cbsim.errors import DeadlockError, ServerError
 from cbsim.http import listen
@@ -61,7 +61,7 @@ class EngineBackend(Backend):
             self._post = Post()
             make: Maker = partial(EngineServer, setup, self._post, Reporter(self._post, report))
         else:
-            self._post = post = Bell()
+            self._post = post = PostWithPipe()
             make = partial(Fleet, setup, post=post, report=report)
         self.session = session_of(scenario, loop, make, command)
         assert isinstance(self.session.server, EngineServer | Fleet)

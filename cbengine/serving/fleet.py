@@ -26,8 +26,8 @@ from cbengine.device.process import STEP_S
 from cbengine.errors import UsageError
 from cbengine.sequence import Prompts
 from cbengine.sequence import Sequence as Text
-from cbengine.servers import asked, texts_files
 from cbengine.servers import maker as alone_maker
+from cbengine.servers import option_facts, texts_files
 from cbengine.serving import member
 from cbengine.serving.member import LOOK_S, Server, nothing
 from cbengine.serving.reporter import Ended, Happened, Left, Post
@@ -54,7 +54,7 @@ OUT, IN = Direction.OUT, Direction.IN
 
 
 @dataclass(eq=False, slots=True)
-class Journey:
+class RoutedRequest:
     """A request on its way: the servers that routers have chosen for its legs, and those that have one of them now."""
 
     sequence: Text
@@ -69,7 +69,7 @@ class Journey:
 
 
 @dataclass(eq=False, slots=True)
-class Handing:
+class HandOver:
     """The hand-over of a request: its servers, the blocks that each has ordered, 0 if it never will, and when."""
 
     source: int
@@ -80,19 +80,19 @@ class Handing:
     fate: int = UNDER_WAY
 
 
-class Bell(Post):
-    """A post whose reader waits for pipes, too: `ear` is one that can be read when something has come."""
+class PostWithPipe(Post):
+    """A post whose reader waits for pipes, too: `pipe` is one that can be read when something has come."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ear, self._bell = multiprocessing.Pipe(duplex=False)
+        self.pipe, self._wakes = multiprocessing.Pipe(duplex=False)
 
     def wake(self) -> None:
-        self._bell.send_bytes(b"!")
+        self._wakes.send_bytes(b"!")
 
     def take(self) -> list[Text | Left]:
-        while self.ear.poll():
-            self.ear.recv_bytes()
+        while self.pipe.poll():
+            self.pipe.recv_bytes()
         return super().take()
 
 
@@ -109,7 +109,7 @@ class Fleet:
         scenario: Scenario,
         loop: str,
         workload: Workload,
-        post: Bell | None = None,
+        post: PostWithPipe | None = None,
         report: Callable[[Happened], None] = lambda _: None,
     ) -> None:
         assert loop == scenario.loop.mode
@@ -133,15 +133,15 @@ class Fleet:
         self.record = Records([nothing(0) for _ in range(fleet.count)])
         device = f"{setup.device}, a process for each of {fleet.count} servers"
         self.facts: dict[str, Any] = {"engine": "cbengine", "device": device, "dtype": scenario.model.dtype}
-        self.facts |= {"weights": str(setup.weights or "random"), **asked(setup)}
+        self.facts |= {"weights": str(setup.weights or "random"), **option_facts(setup)}
         self.now_ns = self.start_ns = 0
         self._happened = Happened(0, [], [], [])
         architecture = architecture_of(scenario.servers[0], setup)
         self._prompts = Prompts(scenario.seed, architecture.vocab)
         self._stops = frozenset(architecture.end_tokens if setup.end_tokens else ())
         self._texts = list[Text]()
-        self._journeys = dict[int, Journey]()
-        self._handing, self._moving = dict[int, Handing](), dict[int, Handing]()  # before, and while KV crosses
+        self._requests = dict[int, RoutedRequest]()
+        self._hand_overs, self._crossing = dict[int, HandOver](), dict[int, HandOver]()  # before, and while KV crosses
         self._block_bytes = scenario.servers[0].block_size * scenario.model.kv_bytes_per_token
         self._left, self._closed = len(workload.open), False  # requests that have not arrived, or not ended
         self._coming, self._due = workload.arriving(), list[tuple[int, int, RequestSpec]]()
@@ -180,10 +180,10 @@ class Fleet:
 
     def close(self) -> None:
         """End all servers, and leave in the record what they recorded, and what became of hand-overs."""
-        for index, handing in {**self._handing, **self._moving}.items():
-            if any(handing.ordered.values()):
-                self._hand_over(index, handing, UNDER_WAY)
-        self._handing, self._moving = {}, {}
+        for index, hand_over in {**self._hand_overs, **self._crossing}.items():
+            if any(hand_over.ordered.values()):
+                self._hand_over(index, hand_over, UNDER_WAY)
+        self._hand_overs, self._crossing = {}, {}
         for server in self._servers:
             server.end()
         self._folder.cleanup()
@@ -237,9 +237,9 @@ class Fleet:
         while self._cancels and self._cancels[-1][0] <= now_ns:
             at_ns, spec = self._cancels.pop()
             self._leave(spec.index, at_ns)
-        for index, handing in list(self._handing.items()):
-            if handing.until_ns <= now_ns and [*handing.ordered] == [OUT]:
-                self._give_up(index, handing, LEASE_OVER)
+        for index, hand_over in list(self._hand_overs.items()):
+            if hand_over.until_ns <= now_ns and [*hand_over.ordered] == [OUT]:
+                self._give_up(index, hand_over, LEASE_OVER)
         happened, self._happened = self._happened, Happened(now_ns, [], [], [])
         if happened.tokens or happened.ended:
             self._report(happened._replace(at_ns=now_ns))
@@ -250,27 +250,27 @@ class Fleet:
         due_ns = min([*(each[0][0] for each in (self._due, self._cancels[-1:]) if each), NEVER_NS])
         due_s = min(LOOK_S, max(0, due_ns - self._elapsed() - EARLY_NS) / NS)
         pipes = {server.pipe: at for at, server in enumerate(self._servers) if not server.over}
-        bell = () if self._post is None else self._take(self._post)
-        for pipe in wait([*pipes, *bell], due_s):
+        news = () if self._post is None else self._take(self._post)
+        for pipe in wait([*pipes, *news], due_s):
             if pipe not in pipes:
                 continue
             at = pipes[pipe]
             kind, *values = self._servers[at].receive()
             getattr(self, f"_{kind}")(at, *values)
 
-    def _take(self, post: Bell) -> Sequence[Connection]:
+    def _take(self, post: PostWithPipe) -> Sequence[Connection]:
         """Take the requests and cancellations of a post; return what can be read when there are more. Raises
         ServerError if it was stopped.
         """
         if post.stopped:
             raise ServerError("interrupted")
-        for letter in post.take():
-            if isinstance(letter, Text):
+        for item in post.take():
+            if isinstance(item, Text):
                 self._left += 1
-                self._arrived(letter)
+                self._arrived(item)
             else:
-                self._leave(letter.spec.index, letter.at_ns)
-        return (post.ear,)
+                self._leave(item.spec.index, item.at_ns)
+        return (post.pipe,)
 
     def _come_up(self) -> None:
         self._up = next(self._coming, None)
@@ -290,7 +290,7 @@ class Fleet:
 
     def _busy(self, at: int) -> bool:
         """Whether a server has a leg of any request."""
-        return any(at in journey.at.values() for journey in self._journeys.values())
+        return any(at in routed.at.values() for routed in self._requests.values())
 
     # -- what servers say ----------------------------------------------------------------------------------------------
 
@@ -300,18 +300,18 @@ class Fleet:
         shown = self._servers[at].record
         shown.step_count = steps
         for index, ids in tokens:
-            if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
-                if not journey.sequence.outputs:
+            if (routed := self._requests.get(index)) and (which := routed.leg(at)) is not None:
+                if not routed.sequence.outputs:
                     self._books[which].news(now_ns, index, ended=False)
                 if which != PREFILL:
-                    journey.sequence.outputs += ids
+                    routed.sequence.outputs += ids
                     shown.sampled_tokens += len(ids)
-                    self._happened.tokens.append((journey.sequence.spec, ids))
+                    self._happened.tokens.append((routed.sequence.spec, ids))
         for index, finish, reason in ended:
-            if (journey := self._journeys.get(index)) and (which := journey.leg(at)) is not None:
-                journey.reason = reason
-                self._ended(journey, which, finish, now_ns)
-            elif finish in (ABORT, ERROR) and index in self._handing and self._handing[index].source == at:
+            if (routed := self._requests.get(index)) and (which := routed.leg(at)) is not None:
+                routed.reason = reason
+                self._ended(routed, which, finish, now_ns)
+            elif finish in (ABORT, ERROR) and index in self._hand_overs and self._hand_overs[index].source == at:
                 self._order(index, OUT, 0)  # a prefill whose request had ended before
 
     def _loaded(self, at: int, now_ns: int, load: Sequence[float] | None) -> None:
@@ -325,69 +325,69 @@ class Fleet:
         if not server.problem:
             return
         self._loaded(at, now_ns, None)
-        for index in [index for index, handing in self._moving.items() if handing.target == at]:
+        for index in [index for index, hand_over in self._crossing.items() if hand_over.target == at]:
             self._moved(at, index, clock_ns, clock_ns, broken=True)
-        for index, handing in list(self._handing.items()):
-            if handing.source == at:
-                self._give_up(index, handing, BROKEN)
-        for journey in list(self._journeys.values()):
-            if (which := journey.leg(at)) is not None:
-                server.lose(leg(journey.sequence.spec, which), now_ns, further=which == PREFILL)
-                journey.reason = f"{server.name} {server.problem}"
-                self._ended(journey, which, DIED, now_ns)
+        for index, hand_over in list(self._hand_overs.items()):
+            if hand_over.source == at:
+                self._give_up(index, hand_over, BROKEN)
+        for routed in list(self._requests.values()):
+            if (which := routed.leg(at)) is not None:
+                server.lose(leg(routed.sequence.spec, which), now_ns, further=which == PREFILL)
+                routed.reason = f"{server.name} {server.problem}"
+                self._ended(routed, which, DIED, now_ns)
 
     # -- hand-overs ----------------------------------------------------------------------------------------------------
 
     def _ordered(self, at: int, index: int, direction: Direction, blocks: int) -> None:
         """Note that a server has ordered its side of a hand-over; the decoding server's may let the prefill begin."""
-        if (handing := self._handing.get(index)) is None:
+        if (hand_over := self._hand_overs.get(index)) is None:
             self._servers[at].send(("drop", index, direction))
             return
-        handing.at_ns[direction] = self._elapsed()
+        hand_over.at_ns[direction] = self._elapsed()
         self._order(index, direction, blocks)
-        journey = self._journeys.get(index)
-        if direction is IN and journey and PREFILL in journey.chosen and PREFILL not in journey.at:
-            self._send(journey, PREFILL, PREFILL)
+        routed = self._requests.get(index)
+        if direction is IN and routed and PREFILL in routed.chosen and PREFILL not in routed.at:
+            self._send(routed, PREFILL, PREFILL)
 
     def _order(self, index: int, direction: Direction, blocks: int) -> None:
         """Note what one side of a hand-over has ordered, 0 if it never will; begin or end it when both are known."""
-        if (handing := self._handing.get(index)) is None:
+        if (hand_over := self._hand_overs.get(index)) is None:
             return
-        handing.ordered.setdefault(direction, blocks)
-        if len(handing.ordered) < len((OUT, IN)):
+        hand_over.ordered.setdefault(direction, blocks)
+        if len(hand_over.ordered) < len((OUT, IN)):
             return
-        del self._handing[index]
-        out, into = handing.ordered[OUT], handing.ordered[IN]
-        sides = {OUT: (handing.source, handing.target), IN: (handing.target, handing.source)}
+        del self._hand_overs[index]
+        out, into = hand_over.ordered[OUT], hand_over.ordered[IN]
+        sides = {OUT: (hand_over.source, hand_over.target), IN: (hand_over.target, hand_over.source)}
         if out and into:
-            self._moving[index] = handing
-        elif out or into or handing.fate != UNDER_WAY:
-            self._hand_over(index, handing, ENDED if out else BROKEN)
+            self._crossing[index] = hand_over
+        elif out or into or hand_over.fate != UNDER_WAY:
+            self._hand_over(index, hand_over, ENDED if out else BROKEN)
         for side, (server, peer) in sides.items():
             if out and into:
                 self._servers[server].send(("begin", index, side, peer, into))
-            elif handing.ordered[side]:
+            elif hand_over.ordered[side]:
                 self._servers[server].send(("drop", index, side))
 
-    def _give_up(self, index: int, handing: Handing, fate: int) -> None:
+    def _give_up(self, index: int, hand_over: HandOver, fate: int) -> None:
         """Free what a server keeps for a hand-over, which will not take place."""
-        if handing.ordered.get(OUT):
-            self._servers[handing.source].send(("drop", index, OUT))
-        handing.fate, handing.until_ns, handing.ordered[OUT] = fate, NEVER_NS, 0
+        if hand_over.ordered.get(OUT):
+            self._servers[hand_over.source].send(("drop", index, OUT))
+        hand_over.fate, hand_over.until_ns, hand_over.ordered[OUT] = fate, NEVER_NS, 0
         self._order(index, OUT, 0)
 
     def _moved(self, _: int, index: int, start_ns: int, end_ns: int, broken: bool) -> None:
         """Note the end of a transfer, as the server that decodes says."""
-        if (handing := self._moving.pop(index, None)) is not None:
+        if (hand_over := self._crossing.pop(index, None)) is not None:
             times = start_ns - self.start_ns, end_ns - self.start_ns
-            self._hand_over(index, handing, BROKEN if broken else FETCHED, *times)
+            self._hand_over(index, hand_over, BROKEN if broken else FETCHED, *times)
 
-    def _hand_over(self, index: int, handing: Handing, fate: int, start_ns: int = -1, end_ns: int = -1) -> None:
+    def _hand_over(self, index: int, hand_over: HandOver, fate: int, start_ns: int = -1, end_ns: int = -1) -> None:
         """Record what became of a hand-over, if that was not known before."""
-        fate, blocks = fate if handing.fate == UNDER_WAY else handing.fate, handing.ordered.get(IN, 0)
+        fate, blocks = fate if hand_over.fate == UNDER_WAY else hand_over.fate, hand_over.ordered.get(IN, 0)
         end_ns = self.now_ns if start_ns < 0 else end_ns
-        times = handing.at_ns.get(OUT, -1), handing.at_ns.get(IN, -1), start_ns, end_ns
-        row = index, handing.source, handing.target, *times, blocks, blocks * self._block_bytes, fate
+        times = hand_over.at_ns.get(OUT, -1), hand_over.at_ns.get(IN, -1), start_ns, end_ns
+        row = index, hand_over.source, hand_over.target, *times, blocks, blocks * self._block_bytes, fate
         self.record.hand_offs.extend(row)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -395,111 +395,114 @@ class Fleet:
     def _arrived(self, sequence: Text) -> None:
         """Choose the servers of a request, and send its first leg."""
         spec = sequence.spec
-        journey, hand_off = Journey(sequence), self._fleet.hand_off
-        self._journeys[spec.index] = journey
+        routed, hand_off = RoutedRequest(sequence), self._fleet.hand_off
+        self._requests[spec.index] = routed
         if hand_off is None:
-            self._send(journey, WHOLE, WHOLE)
+            self._send(routed, WHOLE, WHOLE)
             return
-        target = self._choose(journey, DECODE)
+        target = self._choose(routed, DECODE)
         if target is not None:
             view = self._books[DECODE].views[self._slots[DECODE].index(target)]
             new = spec.prompt_tokens - view.cached_tokens(spec)
-            source = self._choose(journey, PREFILL) if new >= hand_off.local_below_tokens else None
+            source = self._choose(routed, PREFILL) if new >= hand_off.local_below_tokens else None
             if source is not None and source != target:
-                self._handing[spec.index] = Handing(source, target)
+                self._hand_overs[spec.index] = HandOver(source, target)
                 first = PREFILL if hand_off.transfer == "pull" else DECODE
-                self._send(journey, first, first)
+                self._send(routed, first, first)
                 return
-            self._release(journey, PREFILL)
-        self._send(journey, DECODE, WHOLE)
+            self._release(routed, PREFILL)
+        self._send(routed, DECODE, WHOLE)
 
-    def _choose(self, journey: Journey, which: int) -> int | None:
+    def _choose(self, routed: RoutedRequest, which: int) -> int | None:
         """Let a leg's router choose; None if no server is there."""
-        books, spec = self._books[which], journey.sequence.spec
+        books, spec = self._books[which], routed.sequence.spec
         books.came(spec)
         if (slot := books.choose(self.now_ns, spec.index)) is None:
             books.end(self.now_ns, spec.index, "refused")
             return None
-        journey.chosen[which] = self._slots[which][slot]
-        return journey.chosen[which]
+        routed.chosen[which] = self._slots[which][slot]
+        return routed.chosen[which]
 
-    def _release(self, journey: Journey, which: int) -> None:
+    def _release(self, routed: RoutedRequest, which: int) -> None:
         """End a leg in its router's books."""
-        if journey.chosen.pop(which, None) is not None:
-            self._books[which].news(self.now_ns, journey.sequence.spec.index, ended=True)
-            self._books[which].end(self.now_ns, journey.sequence.spec.index, "finished")
+        if routed.chosen.pop(which, None) is not None:
+            self._books[which].news(self.now_ns, routed.sequence.spec.index, ended=True)
+            self._books[which].end(self.now_ns, routed.sequence.spec.index, "finished")
 
-    def _send(self, journey: Journey, which: int, form: int) -> None:
+    def _send(self, routed: RoutedRequest, which: int, form: int) -> None:
         """Send a leg to the server that was chosen, or to another one if that has died, in one of the forms of a leg.
         If no server is left a prompt is computed where it decodes, or the request fails.
         """
-        sequence, at = journey.sequence, journey.chosen.get(which)
+        sequence, at = routed.sequence, routed.chosen.get(which)
         index = sequence.spec.index
         if at is None or self._servers[at].problem:
-            self._release(journey, which)
-            at = self._choose(journey, which)
-        if at is None and DECODE in journey.at:
+            self._release(routed, which)
+            at = self._choose(routed, which)
+        if at is None and DECODE in routed.at:
             self._order(index, OUT, 0)
         elif at is None:
             dead = next(server for server in reversed(self._servers) if server.problem)
             dead.lose(sequence.spec, self.now_ns, further=False)
-            journey.reason = "no server is left"
+            routed.reason = "no server is left"
             self._order(index, IN, 0)
-            self._finish(journey, DIED, self.now_ns)
+            self._finish(routed, DIED, self.now_ns)
         else:
-            if (handing := self._handing.get(index)) is not None:
-                handing.source, handing.target = (at, handing.target) if which == PREFILL else (handing.source, at)
-            further = which == PREFILL and DECODE in journey.at
+            if (hand_over := self._hand_overs.get(index)) is not None:
+                if which == PREFILL:
+                    hand_over.source = at
+                else:
+                    hand_over.target = at
+            further = which == PREFILL and DECODE in routed.at
             self._servers[at].send(("came", *member.crossing(sequence, leg(sequence.spec, form), further=further)))
             if self._servers[at].silent_s > 1 and not self._busy(at):
                 self._servers[at].heard_s = time.monotonic()  # until now it had nothing to say
-            journey.at[which] = at
-            if journey.left_ns is not None:
-                self._servers[at].send(("left", index, journey.left_ns))
+            routed.at[which] = at
+            if routed.left_ns is not None:
+                self._servers[at].send(("left", index, routed.left_ns))
 
     def _leave(self, index: int, at_ns: int) -> None:
         """Cancel a request that has arrived and has not ended, at all servers that have a leg of it."""
-        if journey := self._journeys.get(index):
-            journey.left_ns = at_ns
-            for server in journey.at.values():
+        if routed := self._requests.get(index):
+            routed.left_ns = at_ns
+            for server in routed.at.values():
                 self._servers[server].send(("left", index, at_ns))
 
-    def _ended(self, journey: Journey, which: int, finish: str, now_ns: int) -> None:
+    def _ended(self, routed: RoutedRequest, which: int, finish: str, now_ns: int) -> None:
         """Note the end of a leg. The decode follows a prefill, unless it is under way."""
-        del journey.at[which]
-        self._release(journey, which)
+        del routed.at[which]
+        self._release(routed, which)
         index, keeps_kv, hand_off = (
-            journey.sequence.spec.index,
+            routed.sequence.spec.index,
             finish not in (ABORT, ERROR, DIED),
             self._fleet.hand_off,
         )
         if which != PREFILL or hand_off is None:
             self._order(index, IN, 0)
-            self._finish(journey, finish, now_ns)
+            self._finish(routed, finish, now_ns)
             return
         if not keeps_kv:
             self._order(index, OUT, 0)
-        elif hand_off.lease_s is not None and index in self._handing:
-            self._handing[index].until_ns = now_ns + round(hand_off.lease_s * NS)
-        if DECODE in journey.at:
+        elif hand_off.lease_s is not None and index in self._hand_overs:
+            self._hand_overs[index].until_ns = now_ns + round(hand_off.lease_s * NS)
+        if DECODE in routed.at:
             return
         if finish in (ABORT, ERROR):
             self._order(index, IN, 0)
-            self._finish(journey, finish, now_ns)
+            self._finish(routed, finish, now_ns)
         else:
-            self._send(journey, DECODE, DECODE if keeps_kv else WHOLE)
+            self._send(routed, DECODE, DECODE if keeps_kv else WHOLE)
 
-    def _finish(self, journey: Journey, finish: str, now_ns: int) -> None:
+    def _finish(self, routed: RoutedRequest, finish: str, now_ns: int) -> None:
         """Go on behind the end of a request. A prefill of it that is still under way is of no use."""
-        sequence = journey.sequence
+        sequence = routed.sequence
         spec = sequence.spec
         self._leave(spec.index, now_ns)
-        for which in list(journey.chosen):
-            self._release(journey, which)
-        del self._journeys[spec.index]
+        for which in list(routed.chosen):
+            self._release(routed, which)
+        del self._requests[spec.index]
         if self._setup.saves_tokens:
             self._texts.append(sequence)
-        self._happened.ended.append(Ended(spec, ERROR if finish == DIED else finish, journey.reason or None))
+        self._happened.ended.append(Ended(spec, ERROR if finish == DIED else finish, routed.reason or None))
         self._prompts.answered(spec, sequence.outputs)
         self.record.records[0].finished_count += 1  # type: ignore[misc]
         following = self._client.on_finish(spec, now_ns)

@@ -212,8 +212,7 @@ class Apart(Scaled):
     def run(self, on_step: Callable[[int], None] | None = None) -> None:
         super().run(on_step)
         if self.is_open():
-            held = sum(one.prefilled_ns != NONE_YET for one in self._under_way())
-            raise DeadlockError(f"servers wait for each other: {held} prefills are held for servers that have no room")
+            raise DeadlockError(f"servers wait for room at each other, in {len(self._under_way())} hand-offs")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

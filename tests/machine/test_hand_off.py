@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_scenarios import any_document, any_log, checks_of
 
-from cbsim.errors import UserError
+import cbsim
+from cbsim.errors import DeadlockError, UserError
 from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.simulate import Simulation
 from cbsim.policy import value
@@ -347,3 +348,12 @@ def test_blocks_that_are_handed_out_under_a_transfer_are_noticed(
     with pytest.raises(AssertionError, match="handed out under a transfer"):
         run(tight)
     assert replan.rederive(path).difference
+
+
+def test_servers_that_wait_for_each_other_are_said_with_their_hand_offs() -> None:
+    """Each of two servers that do both has taken blocks for what the other has no room to prefill, and no lease ends:
+    the run is stuck, and its message counts the hand-offs that wait."""
+    both = {"role": "both", "count": 2, "server": {"kv_cache": {"num_blocks": 1200}}}
+    pushed = {"fleet.pools": [both, {"role": "prefill"}], "fleet.hand_off.transfer": "push"}
+    with pytest.raises(DeadlockError, match="room at each other, in 20 hand-offs"):
+        cbsim.run("prefill_decode", pushed | {"fleet.hand_off.lease_s": None, "workload.requests": 60})
