@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isqrt
 from typing import NamedTuple, Self
 
@@ -212,14 +213,25 @@ def of_steps(a: LoadedRun, b: LoadedRun) -> Intervals:
 
 
 def _of_steps(run: LoadedRun) -> dict[str, UnitSample]:
-    steps = run.table
-    lasted = np.diff(steps["update_end_ns"], prepend=run.start_ns).astype(np.float64)  # their sum is the span
+    steps, ended = run.table, run.table["update_end_ns"]
+    fleet = run.summary.get("per_server") or [{}] * run.summary.get("servers", 1)
+    ends = [0, *steps.ends(len(fleet))]
+    lasted = np.diff(ended, prepend=run.start_ns).astype(np.float64)  # their sum is the span
+    firsts = [low for low, high in pairwise(ends) if high > low]
+    lasted[firsts] = ended[firsts] - run.start_ns
+    gpus = np.repeat([float(each.get("gpus", 1)) for each in fleet], np.diff(ends))
     busy = steps.lane("compute").astype(np.float64)
     working: Floats = np.sum([steps.lane(name) for name in PHASES if name != "await"], axis=0).astype(np.float64)
     computed = steps["padded_tokens"].astype(np.float64)
-    parts = ((busy, lasted), (working, lasted), (computed - steps["tokens"], computed))
+    sums = (busy * gpus, lasted * gpus), (working, lasted), (computed - steps["tokens"], computed)
+    parts = [(above, _as_a_share(above, of, run.summary[name])) for name, (above, of) in zip(SHARES, sums, strict=True)]
     time = np.where(steps["rows"] > 0, busy / NS, np.nan)
     return {"step_time_s": Values.of(time), "": Ratios(parts, SHARES)}
+
+
+def _as_a_share(above: Floats, of: Floats, share: float) -> Floats:
+    """Scale what `above` is a part of so that the sums give the run's `share`: servers are there without steps, too."""
+    return of * (above.sum() / of.sum() / share) if share else of
 
 
 class Drawn(NamedTuple):

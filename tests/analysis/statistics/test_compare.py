@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from analysis.statistics.compare import (
     judged,
     parse,
 )
-from analysis.statistics.intervals import Interval
+from analysis.statistics.intervals import SHARES, Interval
 from analysis.statistics.loading import LoadedRun, read
 from cbsim.errors import CheckError
 from cbsim.metrics.catalogue import METRICS
@@ -53,6 +54,25 @@ def test_every_metric_that_both_runs_have_is_there_with_the_summaries_values(mix
     for name, one in found.items():
         assert (one.a, one.b) == (lookup(a.summary, name), lookup(b.summary, name))
         assert one.delta == one.b - one.a
+
+
+def test_shares_of_several_servers_are_of_the_time_in_which_all_are_there(tmp_path: Path) -> None:
+    """Each step drawn once gives the share of the summary: also with a server without a step, one that comes late, and
+    servers with different numbers of GPUs. So no interval of a share is wider than a share can be.
+    """
+    pools = "fleet.pools=[{count: 3}, {server: {cost: {tensor_parallel: 2}}}]"
+    late = "workload.arrivals={kind: constant, rate_per_s: 20}"
+    few = ("workload.requests=3", "workload.output_tokens=40", late)
+    runs = read(simulated(tmp_path, "tiny_cpu", pools, "fleet.router.name=round_robin", *few))
+    for run in runs:
+        [*_, last] = run.summary["per_server"]
+        assert last["steps"] == 0
+        parts = intervals._of_steps(run)[""]
+        whole = parts.statistics(np.ones((1, len(run.table)), dtype=np.int64))[0]
+        assert dict(zip(parts.names, whole, strict=True)) == pytest.approx({name: run.summary[name] for name in SHARES})
+    known = _by_name(compare.differences(*runs))
+    for name in SHARES:
+        assert known[name].range is not None and max(map(abs, known[name].range)) < 1
 
 
 def test_what_planning_meanwhile_saves_is_exact(example: list[LoadedRun]) -> None:
