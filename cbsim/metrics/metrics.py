@@ -75,28 +75,20 @@ def summarise(
     table = RequestTable.of(rows)
     start = int(table.numbers("arrival_ns").min()) if len(table) else 0
     end = max(int(steps["update_end_ns"].max()), start) if len(steps) else start
-    span_ns, counted_ns = end - start, float(end - start)
-    servers = len(fleet) or servers
+    span_ns, servers = end - start, len(fleet) or servers
     shapes = [(each["total_blocks"], each["gpus"], _share(each, span_ns)) for each in fleet]
     shapes = shapes or [(total_blocks, 1, 1)] * servers
     machine = _machine(steps, span_ns, shapes)  # before the requests' columns are in memory
-    requests = counted = token_times(table, steps)
-    if window_s is not None:
-        low, high = (edge * NS for edge in window_s)
-        inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
-        counted = token_times(table.rows(inside), steps)
-        counted_ns = max(min(high, end) - max(low, start), 0.0)
-    latency = latencies(counted)
+    requests = token_times(table, steps)
+    counted, counted_ns = _counted(requests, steps, window_s, (start, end))
     summary: dict[str, Any] = {"percentile_method": PERCENTILE_METHOD, "total_blocks": total_blocks}
     summary |= {"servers": servers} if servers > 1 else {}
     summary |= {"window_s": named_window(window_s), "makespan_s": span_ns / NS, "steps": len(steps)}
-    by_status = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
-    for further in FURTHER:
-        if not by_status[further]:
-            del by_status[further]
+    counts = {status: int(table.is_in((status,)).sum()) for status in STATUSES}
+    by_status = {status: count for status, count in counts.items() if count or status not in FURTHER}
     summary |= {"requests": request_count(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
-    summary |= {name: distribution(values) for name, values in latency.items()}
+    summary |= {name: distribution(values) for name, values in latencies(counted).items()}
     summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
     summary |= machine
     summary |= _waste(requests, steps)
@@ -108,6 +100,17 @@ def summarise(
         summary["per_server"] = _per_server(requests, counted, steps, span_ns, fleet)
         summary["imbalance"] = _imbalance(summary["per_server"])
     return summary
+
+
+def _counted(
+    requests: Requests, steps: Steps, window_s: tuple[float, float] | None, span_ns: tuple[int, int]
+) -> tuple[Requests, float]:
+    """Return the requests that arrive in the window, and how much of the run's span it is; all without one."""
+    low, high = span_ns if window_s is None else (edge * NS for edge in window_s)
+    if window_s is not None:
+        inside = (requests.arrival_ns >= low) & (requests.arrival_ns < high)
+        requests = token_times(requests.rows.rows(inside), steps)
+    return requests, max(min(high, span_ns[1]) - max(low, span_ns[0]), 0.0)
 
 
 def _per_server(

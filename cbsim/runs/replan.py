@@ -278,11 +278,7 @@ class _Polls:
         """
         chunks = [chunk for chunk in plan.work.chunks if chunk.outputs and chunk.spec in alive]
         planned = [(c.spec.index, 0 if c.admitted else c.outputs - 1, plan.work.drafts) for c in chunks]
-        right = [row[0] for row in rows] == [index for index, *_ in planned] and all(
-            0 <= true <= drafts <= most and 0 <= proposed <= ahead
-            for (_, drafts, true, proposed), (_, most, ahead) in zip(rows, planned, strict=True)
-        )
-        if not right:
+        if len(rows) != len(planned) or not all(map(_fits, rows, planned)):
             bound = f"expected rows of (request, drafts, proposed) up to {planned}"
             raise RunError(f"{self._file.with_name(DRAFTS)}: step {plan.step}: got {rows}, {bound}", file=self._file)
         known = [(chunk.spec, row[1:]) for chunk, row in zip(chunks, rows, strict=True)]
@@ -315,6 +311,13 @@ class _Polls:
     def _known(self, indices: list[int]) -> list[RequestSpec]:
         """Return those of the requests that have arrived and not ended."""
         return [self._open[index] for index in indices if index in self._open]
+
+
+def _fits(row: tuple[int, ...], planned: tuple[int, int, int]) -> bool:
+    """True if a row of verified drafts is of the planned request, with no more drafts than planned."""
+    index, drafts, true, proposed = row
+    planned_index, most, ahead = planned
+    return index == planned_index and 0 <= true <= drafts <= most and 0 <= proposed <= ahead
 
 
 def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:

@@ -86,9 +86,9 @@ def test_what_is_before_the_engine_adds_to_ttft_alone(monkeypatch: pytest.Monkey
     priors = {"front_s@x": Prior(0.1, 0.1, 0.01), "front_s@y": Prior(0.2, 0.1, 0.01)}
     of = fit.CALIBRATIONS["vllm-dense"]._replace(priors=priors)
     point = SimpleNamespace(gpus=1, system="y", version="")
-    move = fit._moves(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
-    assert move.waits_s == 0.2 and move.others == ()
-    assert move.front_s == {0: 0.0, 1: pytest.approx(1.0)}
+    made = fit._perturbed(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
+    assert made.waits_s == 0.2 and made.perturbed == {}
+    assert made.front_s == {0: 0.0, 1: pytest.approx(1.0)}
 
 
 def test_a_left_out_curve_teaches_nothing() -> None:

@@ -116,17 +116,8 @@ def build_apart(point: Point, prefill: Scenario, decode: Scenario) -> Scenario:
 
 def check(point: Point) -> None:
     """Check what does not depend on the content of tables. Raises CannotBuildError with all reasons."""
-    apart, parts = point.mode == "disagg", (point.prefill, point.decode)
-    known = all(part.servers and part.tensor for part in parts)
-    sides = (point.of("prefill"), point.of("decode")) if apart and known else (point,)
-    unlike = (
-        (apart and not known, APART),
-        (apart and not point.concurrency, UNKNOWN_LOAD),
-        (apart and known and any(side.ranks > 1 for side in sides), RANKS),
-        (any(side.all_gpus > NODE for side in sides), WIDE),
-    )
-    reasons = [reason for applies, reason in unlike if applies]
-    for part in (_undrafted, _hardware, engine_of):
+    reasons = list[str]()
+    for part in (_check_servers, _check_drafts, _hardware, engine_of):
         try:
             part(point)
         except CannotBuildError as error:
@@ -135,7 +126,22 @@ def check(point: Point) -> None:
         raise CannotBuildError(*reasons)
 
 
-def _undrafted(point: Point) -> None:
+def _check_servers(point: Point) -> None:
+    """Check that the point's servers and their load are known, and that they can be simulated."""
+    apart = point.mode == "disagg"
+    known = all(part.servers and part.tensor for part in (point.prefill, point.decode))
+    sides = (point.of("prefill"), point.of("decode")) if apart and known else (point,)
+    unlike = {
+        APART: apart and not known,
+        UNKNOWN_LOAD: apart and not point.concurrency,
+        RANKS: apart and known and any(side.ranks > 1 for side in sides),
+        WIDE: any(side.all_gpus > NODE for side in sides),
+    }
+    if reasons := [reason for reason, applies in unlike.items() if applies]:
+        raise CannotBuildError(*reasons)
+
+
+def _check_drafts(point: Point) -> None:
     if flags.drafts(point, flags.family(model_of(point))):
         raise CannotBuildError(DRAFTS)
 
@@ -192,11 +198,9 @@ def _types(point: Point, model: ModelShape) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _card(system: str) -> Hardware | None:
-    for name in (system, system.partition("_")[0]):
-        for each in catalog.names("hardware"):
-            if bare(each) == bare(name):
-                return shapes.hardware(each)
-    return None
+    known = {bare(each): each for each in catalog.names("hardware")}
+    name = known.get(bare(system)) or known.get(bare(system.partition("_")[0]))
+    return shapes.hardware(name) if name else None
 
 
 def _hardware(point: Point) -> Hardware:

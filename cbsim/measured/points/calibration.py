@@ -10,6 +10,7 @@ derivatives at the solution make that a linear problem, and the prediction is si
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -57,12 +58,25 @@ COMMON: Mapping[str, Prior] = {
     FRONT: Prior(0.015, 0.02, 0.01),
 }
 LAYER = Prior(1e-5, 1e-5, 3e-6)
-LAUNCH = Prior(1e-4, 1e-4, 5e-5)
 LARGE = Prior(1.1, 0.1, 0.05, 0.7)
+ENGINE = {**COMMON, "layer_s": LAYER, "launch_s_per_layer": Prior(1e-4, 1e-4, 5e-5), "large_products": LARGE}
+MIXTURE = {
+    **COMMON,
+    "layer_s": Prior(3e-5, 2e-5, 5e-6),
+    "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
+    "large_products": LARGE,
+    "experts": Prior(1.0, 0.15, 0.1, 0.5),
+}
+WINDOWS = {**MIXTURE, "layer_s": LAYER}
+LATE = {**MIXTURE, "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4), FRONT: Prior(0.1, 0.08, 0.01)}
+"""Of mixtures of experts whose servers answer late: what is in front of the engine differs by card."""
 
 
-def _reduces(*gpus: int) -> dict[str, Prior]:
-    return {f"reduce_s@{each}": Prior((1 + np.log2(each)) * 1e-6, 4e-6, 2e-6) for each in gpus}
+def _priors(usual: Mapping[str, Prior], *gpus: int, **scopes: Sequence[str]) -> dict[str, Prior]:
+    """Return usual priors, for each card or version where a field has `scopes`, and those of all-reduces by GPUs."""
+    whole = {name: prior for name, prior in usual.items() if name not in scopes}
+    scoped = {f"{field}@{scope}": usual[field] for field, each in scopes.items() for scope in each}
+    return whole | scoped | {f"reduce_s@{each}": Prior((1 + np.log2(each)) * 1e-6, 4e-6, 2e-6) for each in gpus}
 
 
 class Calibration(NamedTuple):
@@ -92,62 +106,17 @@ class Calibration(NamedTuple):
         return flags.family(model, point.ranks) == self.family and not flags.doubts(point, flags.family(model))
 
 
-ENGINE = {**COMMON, "layer_s": LAYER, "launch_s_per_layer": LAUNCH, "large_products": LARGE}
-MIXTURE = {
-    **COMMON,
-    "layer_s": Prior(3e-5, 2e-5, 5e-6),
-    "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
-    "large_products": LARGE,
-    "experts": Prior(1.0, 0.15, 0.1, 0.5),
-}
-
-
-def _by(field: str, scopes: Sequence[str], prior: Prior) -> dict[str, Prior]:
-    return {f"{field}@{scope}": prior for scope in scopes}
-
-
-def _without(priors: Mapping[str, Prior], *names: str) -> dict[str, Prior]:
-    return {name: prior for name, prior in priors.items() if name not in names}
-
-
-LAYERS = MIXTURE["layer_s"]
-WAIT = Prior(0.1, 0.08, 0.01)  # of servers that answer late: what is in front of the engine differs by card
-
-
-def _late(scopes: Sequence[str], cards: Sequence[str], *gpus: int) -> dict[str, Prior]:
-    """Return the terms of mixtures of experts whose servers answer late: gaps between kernels and large products by the
-    cards or the versions `scopes`, what is in front of the engine by cards.
-    """
-    return {
-        **_without(MIXTURE, "layer_s", "large_products", FRONT),
-        "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4),
-        **_by("layer_s", scopes, LAYERS),
-        **_by("large_products", scopes, LARGE),
-        **_by(FRONT, cards, WAIT),
-        **_reduces(*gpus),
-    }
-
-
-def _windows(*cards: str) -> dict[str, Prior]:
-    """Return the terms of windows with experts, those of layers and large products by cards."""
-    layers = {**_by("layer_s", cards, LAYER), **_by("large_products", cards, LARGE)}
-    return {**_without(MIXTURE, "layer_s", "large_products"), **layers, **_reduces(2, 4, 8)}
-
-
 H200_B200 = ("h200_sxm", "b200_sxm")
 H200_ON = (*H200_B200, "b300_sxm")
+HOPPER_B200 = (*HOPPER, "b200_sxm")
+LINEAR = ("0.5.10.post1", "nightly-dev-20260402-d7256eb6", "0.5.9")  # versions of SGLang
 CALIBRATIONS: Mapping[str, Calibration] = {
     "vllm-dense": Calibration(
         "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
         "vllm",
         HOPPER,
         "dense",
-        {
-            **_without(ENGINE, "products", "large_products"),
-            **_by("products", HOPPER, COMMON["products"]),
-            **_by("large_products", HOPPER, LARGE),
-            **_reduces(2, 4, 8),
-        },
+        _priors(ENGINE, 2, 4, 8, products=HOPPER, large_products=HOPPER),
         fastest=False,
     ),
     "vllm-dense-b200": Calibration(
@@ -155,40 +124,35 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "vllm",
         ("b200_sxm",),
         "dense",
-        {**ENGINE, **_reduces(2, 4, 8)},
+        _priors(ENGINE, 2, 4, 8),
     ),
     "trtllm-dense": Calibration(
         "Dense models on TensorRT-LLM, H200: InferenceX's Llama-3.1-70B in FP8, October 2025.",
         "trtllm",
         ("h200_sxm",),
         "dense",
-        {**ENGINE, **_reduces(2, 4, 8)},
+        _priors(ENGINE, 2, 4, 8),
     ),
     "trtllm-dense-b200": Calibration(
         "Dense models on TensorRT-LLM, B200: InferenceX's Llama-3.1-70B in FP8 and NVFP4, October 2025.",
         "trtllm",
         ("b200_sxm",),
         "dense",
-        {**ENGINE, **_reduces(2, 4, 8)},
+        _priors(ENGINE, 2, 4, 8),
     ),
     "vllm-experts": Calibration(
         "Mixtures of experts on vLLM, H100 and H200: InferenceX's MiniMax-M2.5 in FP8, March 2026, vLLM 0.16 and 0.18.",
         "vllm",
         HOPPER,
         "experts",
-        {
-            **_without(MIXTURE, "layer_s"),
-            "layer_s@0.16.0": Prior(6e-5, 3e-5, 5e-6),
-            "layer_s@0.18.0": LAYERS,
-            **_reduces(4, 8),
-        },
+        _priors(MIXTURE, 4, 8, layer_s=("0.16.0", "0.18.0")) | {"layer_s@0.16.0": Prior(6e-5, 3e-5, 5e-6)},
     ),
     "vllm-experts-b200": Calibration(
         "Mixtures of experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in FP8 and NVFP4, spring 2026.",
         "vllm",
         BLACKWELL,
         "experts",
-        {**_without(MIXTURE, "layer_s"), **_by("layer_s", ("0.17.0", "0.19.0"), LAYERS), **_reduces(2, 4, 8)},
+        _priors(MIXTURE, 2, 4, 8, layer_s=("0.17.0", "0.19.0")),
     ),
     "vllm-ranks": Calibration(
         "Data-parallel attention with experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in NVFP4, April 2026.",
@@ -202,52 +166,50 @@ CALIBRATIONS: Mapping[str, Calibration] = {
         "sglang",
         H200_B200,
         "latent",
-        _late(H200_B200, H200_B200, 4, 8),
+        _priors(LATE, 4, 8, layer_s=H200_B200, large_products=H200_B200, front_s=H200_B200),
     ),
     "sglang-linear": Calibration(
         "Linear attention with experts on SGLang, H200, B200, B300: InferenceX's Qwen3.5-397B-A17B, spring 2026.",
         "sglang",
         H200_ON,
         "linear",
-        _late(("0.5.10.post1", "nightly-dev-20260402-d7256eb6", "0.5.9"), H200_ON, 2, 4, 8),
+        _priors(LATE, 2, 4, 8, layer_s=LINEAR, large_products=LINEAR, front_s=H200_ON),
     ),
     "sglang-sparse": Calibration(
         "Sparse latent attention with experts on SGLang, H200, B200, B300: InferenceX's GLM-5, spring 2026.",
         "sglang",
         H200_ON,
         "sparse",
-        _late(H200_ON, H200_ON, 8),
+        _priors(LATE, 8, layer_s=H200_ON, large_products=H200_ON, front_s=H200_ON),
     ),
     "trtllm-latent": Calibration(
         "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
         "trtllm",
         H200_B200,
         "latent",
-        {
-            **_late(H200_B200, H200_B200, 4, 8),
-            **_by("layer_s", ("1.2.0rc6.post2",), LAYERS),
-        },
+        _priors(LATE, 4, 8, layer_s=H200_B200, large_products=H200_B200, front_s=H200_B200)
+        | {"layer_s@1.2.0rc6.post2": LATE["layer_s"]},
     ),
     "vllm-latent": Calibration(
         "Latent attention with experts on vLLM, H200, B200, B300: InferenceX's Kimi-K2.5, spring 2026.",
         "vllm",
         ("h200_sxm", *BLACKWELL),
         "latent",
-        _late(H200_ON, H200_ON, 4, 8),
+        _priors(LATE, 4, 8, layer_s=H200_ON, large_products=H200_ON, front_s=H200_ON),
     ),
     "vllm-windows": Calibration(
         "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "vllm",
-        (*HOPPER, "b200_sxm"),
+        HOPPER_B200,
         "windows",
-        _windows(*HOPPER, "b200_sxm"),
+        _priors(WINDOWS, 2, 4, 8, layer_s=HOPPER_B200, large_products=HOPPER_B200),
     ),
     "trtllm-windows": Calibration(
         "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
         "trtllm",
         H200_B200,
         "windows",
-        _windows(*H200_B200),
+        _priors(WINDOWS, 2, 4, 8, layer_s=H200_B200, large_products=H200_B200),
     ),
 }
 
@@ -399,8 +361,10 @@ def _evaluate(
     """Return logarithms of predicted over measured TTFT and TPOT, [point, metric], and their derivatives; each point
     has its own terms.
     """
-    moves = [_moves(calibration, point, of, requests, slopes=slopes) for point, of in zip(points, terms, strict=True)]
-    tasks = [Task(identity.key(move.scenario), move.scenario, "summary", others=move.others) for move in moves]
+    runs = [_perturbed(calibration, point, of, requests, slopes) for point, of in zip(points, terms, strict=True)]
+    tasks = [
+        Task(identity.key(run.scenario), run.scenario, "summary", others=(*run.perturbed.values(),)) for run in runs
+    ]
     files = dict[str, Mapping[str, bytes]]()
     for made in executor.each({task.key: task for task in tasks}.values()):
         if made.reason:
@@ -412,41 +376,40 @@ def _evaluate(
         if isinstance(outcome, str):
             raise ScenarioError(f"{point.where}: {outcome}")
     means = np.array(outcomes)
-    means[:, 0] += 1e3 * np.array([move.waits_s for move in moves])
-    by_term = np.zeros((len(calibration.priors), len(points), 2))
-    for at, (move, task) in enumerate(zip(moves, tasks, strict=True)):
-        moved = json.loads(files[task.key][REPRICED]) if move.others else {"ttft_s": [], "tpot_s": []}
-        for name, *ms in zip(move.names, moved["ttft_s"], moved["tpot_s"], strict=True):
-            by_term[name, at] = 1e3 * np.array(ms) / move.steps[name]
-        for name, front in move.front_s.items():
-            by_term[name, at, 0] += 1e3 * front
+    means[:, 0] += 1e3 * np.array([run.waits_s for run in runs])
+    steps = [prior.step for prior in calibration.priors.values()]
+    by_term = np.zeros((len(steps), len(points), 2))
+    for at, (run, task) in enumerate(zip(runs, tasks, strict=True)):
+        priced = json.loads(files[task.key][REPRICED]) if run.perturbed else {"ttft_s": [], "tpot_s": []}
+        for term, *ms in zip(run.perturbed, priced["ttft_s"], priced["tpot_s"], strict=True):
+            by_term[term, at] = 1e3 * np.array(ms) / steps[term]
+        for term, front in run.front_s.items():
+            by_term[term, at, 0] += 1e3 * front
     return np.log(means / measured), by_term / means
 
 
-class Moves(NamedTuple):
-    """A point's scenario, and those with one term moved each, by the term's place among the priors."""
+class Perturbed(NamedTuple):
+    """A point's scenario, and those with one term a step further, by the term's index among the priors."""
 
     scenario: Scenario
     waits_s: float  # before the engine has a request
     front_s: Mapping[int, float]  # derivatives of that
-    names: list[int]
-    steps: list[float]  # of all terms
-    others: tuple[Scenario, ...]
+    perturbed: Mapping[int, Scenario]
 
 
-def _moves(calibration: Calibration, point: Point, terms: Mapping[str, float], requests: int, slopes: bool) -> Moves:
+def _perturbed(
+    calibration: Calibration, point: Point, terms: Mapping[str, float], requests: int, slopes: bool
+) -> Perturbed:
     values = resolve(terms, point.gpus, point.system, point.version)
     waits = values.pop(FRONT, 0.0)
     scenario = build(point, {"fastest": calibration.fastest, **values}, requests)
-    names, others, front_s = list[int](), list[Scenario](), dict[int, float]()
+    perturbed, front_s = dict[int, Scenario](), dict[int, float]()
     for at, (name, prior) in enumerate(calibration.priors.items() if slopes else ()):
-        moved = resolve({**terms, name: terms[name] + prior.step}, point.gpus, point.system, point.version)
-        front_s[at] = (moved.pop(FRONT, 0.0) - waits) / prior.step
-        if changed := {field: value for field, value in moved.items() if value != values[field]}:
-            names.append(at)
-            others.append(scenario.model_copy(update={"cost": scenario.cost.model_copy(update=changed)}))
-    steps = [prior.step for prior in calibration.priors.values()]
-    return Moves(scenario, waits, front_s, names, steps, tuple(others))
+        further = resolve({**terms, name: terms[name] + prior.step}, point.gpus, point.system, point.version)
+        front_s[at] = (further.pop(FRONT, 0.0) - waits) / prior.step
+        if changed := {field: value for field, value in further.items() if value != values[field]}:
+            perturbed[at] = scenario.model_copy(update={"cost": scenario.cost.model_copy(update=changed)})
+    return Perturbed(scenario, waits, front_s, perturbed)
 
 
 def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dict[str, Term]:
@@ -463,26 +426,21 @@ def _terms(solution: Solution, curves: Mapping[str, Mapping[str, float]]) -> dic
 def _curves(
     points: Sequence[Point], named: Sequence[str], without: Mapping[str, Mapping[str, float]], errors: Floats
 ) -> dict[str, Curve]:
-    rows: dict[str, list[tuple[Point, str, Floats]]] = {}
-    for point, server, error in zip(points, named, errors, strict=True):
-        rows.setdefault(point.curve, []).append((point, server, error))
-    curves = {}
-    for hash_, members in rows.items():
-        first, server, _ = members[0]
-        residuals = tuple(
-            Residual(users=point.concurrency, ttft=round(-float(error[0]), 4), tpot=round(-float(error[1]), 4))
-            for point, _, error in members
-        )
-        fitted = {name: short(value) for name, value in without[server].items()}
-        curves[hash_] = Curve(
-            system=first.system,
+    first, residuals = dict[str, tuple[Point, str]](), defaultdict[str, list[Residual]](list)
+    for point, server, (ttft, tpot) in zip(points, named, (-errors).tolist(), strict=True):
+        first.setdefault(point.curve, (point, server))
+        residuals[point.curve].append(Residual(users=point.concurrency, ttft=round(ttft, 4), tpot=round(tpot, 4)))
+    return {
+        curve: Curve(
+            system=point.system,
             server=server,
-            prompt=first.prompt,
-            output=first.output,
-            terms=fitted,
-            residuals=residuals,
+            prompt=point.prompt,
+            output=point.output,
+            terms={name: short(value) for name, value in without[server].items()},
+            residuals=tuple(residuals[curve]),
         )
-    return curves
+        for curve, (point, server) in first.items()
+    }
 
 
 def short(value: float, digits: int = 5) -> float:

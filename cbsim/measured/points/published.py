@@ -43,27 +43,30 @@ Size = Annotated[int, BeforeValidator(_number), Field(ge=0, le=MOST)]
 Milliseconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=MOST)]
 
 
-class Part(Form):
-    """The servers that prefill, or that decode, of a point where these are apart. Unknown numbers are 0."""
+class Sizes(Form):
+    """The parallelism of a server; 0 where it is not known."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    servers: Size = Field(0, alias="num_workers")
-    batch: Size = Field(0, alias="batch_size")
     tensor: Size = Field(0, alias="tp_size")
     attention_ranks: Size = Field(0, alias="attention_dp_size")
     experts_tensor: Size = Field(0, alias="moe_tp_size")
     experts_ranks: Size = Field(0, alias="moe_ep_size")
-    stages: Size = Field(0, alias="pp_size")
+    stages: Size = Field(0, alias="pp_size")  # of a pipeline; 0 or 1 is no pipeline
+
+
+class Part(Sizes):
+    """The servers that prefill, or that decode, of a point where these are apart. Unknown numbers are 0."""
+
+    servers: Size = Field(0, alias="num_workers")
+    batch: Size = Field(0, alias="batch_size")
 
 
 ONE_SERVER = Part.model_validate({})  # that does both
 
 
-class Point(Form):
+class Point(Sizes):
     """A server under a closed loop of `concurrency` requests, and its mean latencies. Unknown sizes are 0."""
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     id: str
     curve: str = ""
@@ -78,11 +81,6 @@ class Point(Form):
     prompt: Size = Field(alias="isl", ge=1)  # nominal tokens: lengths are drawn from 0.8 of it up to it
     output: Size = Field(alias="osl", ge=2)  # at least 2, as a TPOT needs two tokens
     concurrency: Size = 0
-    tensor: Size = Field(0, alias="tp_size")
-    attention_ranks: Size = Field(0, alias="attention_dp_size")
-    experts_tensor: Size = Field(0, alias="moe_tp_size")
-    experts_ranks: Size = Field(0, alias="moe_ep_size")
-    stages: Size = Field(0, alias="pp_size")  # pipeline stages; 0 or 1 is no pipeline
     kv_blocks: Size = 0  # blocks of the cache if they are known
     prefill: Part = ONE_SERVER
     decode: Part = ONE_SERVER
