@@ -269,17 +269,14 @@ async def serve(backend: Backend | Sequence[Backend], options: ServeOptions) -> 
     return max(_close(*each, ending, options) for each in zip(made, backends, strict=True))
 
 
-def _facts(backend: Backend) -> dict[str, Any]:
-    return {"time_scale": 1.0} if backend.timing is None else backend.timing.facts
-
-
 def _close(directory: SessionDirectory, backend: Backend, ending: Ending, options: ServeOptions) -> int:
     """Write the run and print its result; return the exit status."""
-    result = directory.write(_facts(backend), _incomplete(ending))
+    timing = backend.timing
+    result = directory.write({"time_scale": 1.0} if timing is None else timing.facts, _incomplete(ending))
     if not options.quiet:
         print(result if result.summary["requests"] else "no request was received")
         print(f"\nrun       {result.path}")
-    if (timing := backend.timing) is not None and not timing.faithful:
+    if timing is not None and not timing.faithful:
         busy = f"it cannot keep up with scale={timing.scale:g} under this load: take less, or `drive`"
         print(timing.unfaithful(busy if timing.scale > 1 else "the machine is busy"), file=sys.stderr)
     if result.incomplete is not None:

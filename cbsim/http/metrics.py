@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -236,9 +237,4 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Return (upper bound as Prometheus writes it, number of values up to it); the last one counts all values."""
-        sum_ = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            sum_ += count
-            buckets.append((floatToGoString(bound), sum_))
-        return buckets
+        return list(zip(map(floatToGoString, (*self.bounds, float("inf"))), accumulate(self.counts), strict=True))

@@ -31,7 +31,8 @@ class ConversationError(ValueError):
 class Tokenizer:
     """A tokenizer of tokenizer.json, with the end tokens and the chat template of tokenizer_config.json,
     generation_config.json and chat_template.jinja if they exist. The vocabulary has `vocab` tokens, none with a name of
-    more than `longest` characters; `ends` are those that end a text. Texts are converted without the interpreter's
+    more than `longest` characters; `ends` are those that end a text. `render` returns the prompt of turns (`role`,
+    `content`), or raises ConversationError if the template rejects them. Texts are converted without the interpreter's
     lock, as the library does for batches only.
     """
 
@@ -60,10 +61,6 @@ class Tokenizer:
     def names(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's names of tokens; empty for an unused id. A space may be written differently there."""
         return [self._tokenizer.id_to_token(token) or "" for token in ids]
-
-    def chat(self, messages: Messages) -> list[int]:
-        """Return the prompt of turns (`role`, `content`). Raises ConversationError if the template refuses them."""
-        return self.encode(self.render(messages), special=False)
 
     def decoder(self) -> Callable[[int], str]:
         """Return a decoder, token by token: the text it completes, empty within a character and for special tokens."""

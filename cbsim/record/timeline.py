@@ -53,13 +53,11 @@ def _server_events(
     details = {name: shown[name].tolist() for name in DETAILS}
     for name in (*PHASES, *LANES):
         tid = 0 if name in PHASES else 1 + LANES.index(name)
-        starts = shown[f"{name}_start_ns"].tolist()
-        ends = shown[f"{name}_end_ns"].tolist()
-        for i, step in enumerate(numbers):
-            if ends[i] == starts[i]:
-                continue
+        starts, ends = (shown[f"{name}_{edge}_ns"].tolist() for edge in ("start", "end"))
+        for i, (step, start, end) in enumerate(zip(numbers, starts, ends, strict=True)):
             more = {key: values[i] for key, values in details.items()} if name == "compute" else {}
-            events.append(_event(tid, name, starts[i], ends[i], {"step": step, **more}))
+            if end != start:
+                events.append(_event(tid, name, start, end, {"step": step, **more}))
     if transfers and numbers:
         events += _transfer_events(transfers, (numbers[0], numbers[-1] + 1))
     return events

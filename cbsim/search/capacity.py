@@ -401,8 +401,8 @@ def _notices(probes: Sequence[Probe], terms: Terms, rest: Sequence[str]) -> list
         if count > least
     ]
     light = probes[0].intervals if all(each.excess <= 0 for each in probes) else ()
-    held = [(check.rule, check.doubt(at.mean)) for check, at in zip(terms.conditions, light, strict=False)]
-    doubts = [f"{rule}{doubt}" for rule, doubt in held if doubt]
+    pairs = zip(terms.conditions, light, strict=False)
+    doubts = [f"{check.rule}{doubt}" for check, at in pairs if (doubt := check.doubt(at.mean))]
     covers = intervals.COVERS_TERMS if terms.draws else intervals.STILL if terms.still else intervals.COVERS
     return [covers, *rest, *few, *doubts]
 
@@ -428,16 +428,8 @@ def _printer(terms: Terms, unit: str) -> Hear:
     headers = [[unit, "runs", "requests", "", *(catalogue.metric(check.metric).label for check in terms.conditions)]]
 
     def show(made: Probe) -> None:
-        for cells in (
-            *headers,
-            [
-                f"{made.value:g}" if made.value else "alone",
-                f"{made.replicates}",
-                f"{made.requests:,}",
-                made.verdict,
-                *made.cells(),
-            ],
-        ):
+        load = f"{made.value:g}" if made.value else "alone"
+        for cells in (*headers, [load, f"{made.replicates}", f"{made.requests:,}", made.verdict, *made.cells()]):
             aligned = [cells[0].rjust(12), cells[1].rjust(5), cells[2].rjust(9), cells[3].ljust(12)]
             print("  ".join([*aligned, *(cell.ljust(32) for cell in cells[4:])]).rstrip(), flush=True)
         headers.clear()

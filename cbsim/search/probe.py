@@ -268,21 +268,24 @@ class Probe:
         return VERDICTS[self.holds] if self.likely is None else f"likely {VERDICTS[self.likely]}"
 
     @property
+    def estimates(self) -> list[tuple[Check, Interval]]:
+        """The conditions with the intervals of their metrics; none if requests were lost."""
+        return list(zip(self.conditions, self.intervals, strict=False))
+
+    @property
     def excess(self) -> float:
         """By how much a mean is beyond its bound, as the largest logarithm of their ratio; 0 or less if all hold."""
-        pairs = zip(self.conditions, self.intervals, strict=False)
-        return max((_beyond(check, at) for check, at in pairs), default=math.inf)
+        return max((_beyond(check, at) for check, at in self.estimates), default=math.inf)
 
     @property
     def broken(self) -> list[Check]:
         """The conditions that a mean breaks."""
-        pairs = zip(self.conditions, self.intervals, strict=False)
-        return [check for check, at in pairs if not OPERATORS[check.compare](at.mean, check.bound)]
+        return [check for check, at in self.estimates if not OPERATORS[check.compare](at.mean, check.bound)]
 
     def cells(self) -> list[str]:
         """Return the metrics' means with their intervals, as text."""
         cells = []
-        for check, (mean, low, high) in zip(self.conditions, self.intervals, strict=False):
+        for check, (mean, low, high) in self.estimates:
             text, *ends = map(check.shown, (mean, low, high))
             cells.append(f"{text} [{', '.join(ends)}]" if math.isfinite(high) and low < high else text)
         return cells or [str(self.reason)]
@@ -291,10 +294,7 @@ class Probe:
         return f"{self.value:g} {self.unit}: {self.verdict} after {self.replicates} runs, {', '.join(self.cells())}"
 
     def numbers(self) -> dict[str, Any]:
-        values = [
-            {"condition": check.rule, **interval._asdict()}
-            for check, interval in zip(self.conditions, self.intervals, strict=False)
-        ]
+        values = [{"condition": check.rule, **at._asdict()} for check, at in self.estimates]
         names = ("value", "replicates", "requests", "holds", "likely", "reason")
         return {**{name: getattr(self, name) for name in names}, "values": values}
 
@@ -337,12 +337,12 @@ class Prober:
         loads that have the runs of this look (beyond them, extrapolated).
         """
         first, last = (self._of(each, self._terms.looks[look]) for each in (low, high))
-        part, found = math.log(value / low) / math.log(high / low), []
+        part, estimates = math.log(value / low) / math.log(high / low), []
         for check in self._terms.conditions:
             pairs = zip(_values(check, first), _values(check, last), strict=True)
             values = [a * (b / a) ** part if a > 0 and b > 0 else a + part * (b - a) for a, b in pairs]
-            found.append(_interval(check, values, sum(map(_counted, first)), self._terms.tail(look)))
-        return self._verdict(found)
+            estimates.append(_interval(check, values, sum(map(_counted, first)), self._terms.tail(look)))
+        return self._verdict(estimates)
 
     def _of(self, value: Value, count: int) -> list[Run]:
         known = self.known.setdefault(value, [])

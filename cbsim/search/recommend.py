@@ -525,8 +525,7 @@ def _nothing(searches: Sequence[Search]) -> ScenarioError:
     nearest = f"{each.label}: {each.out}"
     if probed := [(each, probe) for each in searches for probe in each.probes.values()]:
         each, probe = min(probed, key=lambda entry: (entry[1].excess, entry[0].candidate.usd_hour(int(entry[1].value))))
-        pairs = zip(probe.conditions, probe.intervals, strict=False)
-        values = [f"{check.spelled} of {check.shown(value.mean)}" for check, value in pairs]
+        values = [f"{check.spelled} of {check.shown(at.mean)}" for check, at in probe.estimates]
         lost = next((text for text in probe.limits if text.startswith("lost: ")), str(probe.reason))
         nearest = f"{each.candidate.label(int(probe.value))} with {', '.join(values) or lost.removeprefix('lost: ')}"
         if probe.excess <= 0:

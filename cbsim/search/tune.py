@@ -222,17 +222,13 @@ def _findings(tuned: Tuned) -> list[str]:
         failed = all(trial.verdict == FAILED for trial in outcome.trials)
         return ["No candidate could be run." if failed else "No candidate keeps all conditions.", method, covers]
     findings = [f"{tuned.called(outcome.best)}: {_verdict(tuned)}."]
-    if tuned.still and outcome.second is not None:
-        ahead = outcome.against(outcome.second)
-        second = tuned.called(outcome.second)
-        return [findings[0], f"Against the second, {second}: {_relative(ahead.mean, ahead.second)}.", covers]
     if outcome.second is not None:
         ahead = outcome.against(outcome.second)
-        findings.append(
-            f"Against the second, {tuned.called(outcome.second)}: {_relative(ahead.mean, ahead.second)}, "
-            f"from {_relative(ahead.low, ahead.second)} to {_relative(ahead.high, ahead.second)}, "
-            f"by {ahead.pairs} pairs of replicates."
-        )
+        mean, low, high = (_relative(end, ahead.second) for end in (ahead.mean, ahead.low, ahead.high))
+        against = f"Against the second, {tuned.called(outcome.second)}: {mean}"
+        if tuned.still:
+            return [*findings, f"{against}.", covers]
+        findings.append(f"{against}, from {low} to {high}, by {ahead.pairs} pairs of replicates.")
     return [*findings, *_terms(tuned), method, covers]
 
 
@@ -276,16 +272,8 @@ def _table(tuned: Tuned) -> Table:
         means = [sum(of) / len(of) if of else None for of in values]
         cells = [catalogue.metric(name).shown(mean) for name, mean in zip(metrics, means, strict=True)]
         rows.append((tuned.called(i), *cells, *_behind(tuned, i), str(len(trials[i].runs)), _note(tuned, i)))
-    header = (
-        "",
-        *(catalogue.metric(name).spelled for name in metrics),
-        "behind",
-        "from",
-        "to",
-        "replicates",
-        "verdict",
-    )
-    return Table("candidates", header, rows)
+    spelled = [catalogue.metric(name).spelled for name in metrics]
+    return Table("candidates", ("", *spelled, "behind", "from", "to", "replicates", "verdict"), rows)
 
 
 def _rank(tuned: Tuned, i: int) -> tuple[int, float]:

@@ -133,26 +133,15 @@ def study(sweep: Replicated, question: Question, *, all_places: bool = False) ->
 
 
 def _table(listed: Sequence[Standing], fields: Sequence[str], question: Question) -> Table:
-    priced = any(each.cost is not None for each in listed)
-    numbers = _numbers(listed)
-    header = (
-        "",
-        question.x.spelled,
-        "±",
-        question.y.spelled,
-        "±",
-        *(["$ a million output tokens"] * priced),
-        "",
-        "runs",
-    )
-    rows = []
+    priced, numbers, rows = any(each.cost is not None for each in listed), _numbers(listed), []
     for each in listed:
         cells = [*_cells(question.x, each.x), *_cells(question.y, each.y)]
         price = [catalogue.metric(COST).shown(each.cost)] * priced
         number = f"{numbers[id(each)]}: " if id(each) in numbers else ""
         one = each.configuration
         rows.append((f"{number}{one.label(fields)}", *cells, *price, each.verdict, str(len(one.runs))))
-    return Table("frontier", header, rows)
+    costs = ["$ a million output tokens"] * priced
+    return Table("frontier", ("", question.x.spelled, "±", question.y.spelled, "±", *costs, "", "runs"), rows)
 
 
 def _numbers(standings: Sequence[Standing]) -> dict[int, int]:

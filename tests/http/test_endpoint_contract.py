@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from support.endpoint_calls import JSON, Instant, answer_to, call, chat, completion, embedded, saying, text_of
+from support.endpoint_calls import JSON, Instant, answer_to, call, chat, chat_ids, completion, embedded, saying, text_of
 from support.scripted import Scripted
 
 from cbsim.http.app import App
@@ -44,7 +44,7 @@ def test_a_chat_goes_on_until_the_model_ends() -> None:
     assert answer["object"] == "chat.completion" and answer["id"] == "chatcmpl-0"
     assert choice["message"] == {"role": "assistant", "content": "Good morning, Ångström 👣!"}
     assert choice["finish_reason"] == "stop"
-    assert answer["usage"]["prompt_tokens"] == len(embedded().chat([{"role": "user", "content": "a b c"}]))
+    assert answer["usage"]["prompt_tokens"] == len(chat_ids([{"role": "user", "content": "a b c"}]))
 
 
 def test_max_completion_tokens_wins() -> None:
@@ -223,7 +223,7 @@ async def test_text_parts_of_a_message_are_lines() -> None:
     backend = Instant()
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     await call(App(backend), CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
-    assert backend.generations[0].prompt == embedded().chat([{"role": "user", "content": "a\nb"}])
+    assert backend.generations[0].prompt == chat_ids([{"role": "user", "content": "a\nb"}])
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_the_other_paths() -> None:
     assert tokens["tokens"] == embedded().encode("Hello, Ångström") and tokens["count"] == len(tokens["tokens"])
     assert answer_to("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": "Hello, Ångström"}
     conversation = [{"role": "user", "content": "x"}]
-    assert answer_to("/tokenize", {"messages": conversation}).json["tokens"] == embedded().chat(conversation)
+    assert answer_to("/tokenize", {"messages": conversation}).json["tokens"] == chat_ids(conversation)
     assert answer_to("/tokenize", {}).status == 400
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tokenizer import train, write
-from support.endpoint_calls import Instant, answer_to, call, embedded
+from support.endpoint_calls import Instant, answer_to, call, chat_ids, embedded
 
 from cbsim.errors import EndpointError
 from cbsim.http.answers import Stops
@@ -139,7 +139,7 @@ def test_our_template_is_the_one_that_others_read() -> None:
         messages=MESSAGES, add_generation_prompt=True
     )
     assert rendered == plain(MESSAGES)
-    assert embedded().chat(MESSAGES) == embedded().encode(plain(MESSAGES))
+    assert chat_ids(MESSAGES) == embedded().encode(plain(MESSAGES))
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_transformers_reads_our_folder() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(EMBEDDED))
     ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert ids == embedded().chat(MESSAGES)
+    assert ids == chat_ids(MESSAGES)
     assert theirs.encode("Hé there") == embedded().encode("Hé there")
     assert frozenset({theirs.eos_token_id}) == embedded().ends
 
@@ -165,11 +165,11 @@ def test_a_folder_of_a_users_own(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     tokenizer = open_tokenizer(tmp_path)
     assert tokenizer.ends == {1, 7}
-    assert tokenizer.chat([{"role": "user", "content": "hello"}]) == tokenizer.encode("<s>[user]hello[assistant]")
+    assert chat_ids([{"role": "user", "content": "hello"}], tokenizer) == tokenizer.encode("<s>[user]hello[assistant]")
     with pytest.raises(ConversationError, match="no tools"):
-        tokenizer.chat([{"role": "tool", "content": "hello"}])
+        chat_ids([{"role": "tool", "content": "hello"}], tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")  # a file of its own counts more
-    assert open_tokenizer(tmp_path).chat([{"role": "user", "content": "hello"}]) == tokenizer.encode("hello")
+    assert chat_ids([{"role": "user", "content": "hello"}], open_tokenizer(tmp_path)) == tokenizer.encode("hello")
 
 
 @pytest.mark.parametrize(

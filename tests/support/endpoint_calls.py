@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,12 @@ JSON = ("content-type", "application/json")
 @cache
 def embedded() -> Tokenizer:
     return open_tokenizer()
+
+
+def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None = None) -> list[int]:
+    """The prompt of a conversation."""
+    tokenizer = tokenizer or embedded()
+    return tokenizer.encode(tokenizer.render(messages), special=False)
 
 
 class Feeding:

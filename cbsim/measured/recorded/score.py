@@ -144,13 +144,10 @@ METRICS = ("ttft", "tpot", "e2e")
 PARTS = ("queue", "prefill")
 
 
-def _percentile(values: Floats, rank: float) -> float:
-    return float(np.percentile(values, rank))
-
-
-STATISTICS: dict[str, Callable[[Floats], float]] = {
-    "mean": lambda values: float(np.mean(values)),
-    **{name: partial(_percentile, rank=rank) for name, rank in (("median", 50), ("p90", 90), ("p95", 95), ("p99", 99))},
+QUANTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
+STATISTICS: dict[str, Callable[[Floats], Any]] = {
+    "mean": np.mean,
+    **{name: partial(np.percentile, q=rank) for name, rank in QUANTILES.items()},
 }
 
 
@@ -182,18 +179,16 @@ class MetricScore(NamedTuple):
 def scores(simulated: Served, measured: Served) -> list[MetricScore]:
     """Score the latencies in order of `METRICS` and `STATISTICS`, then the makespan."""
     makespan = MetricScore("makespan", "", simulated.makespan_s, measured.makespan_s)
-    return [*_scores(simulated, measured, METRICS), makespan]
+    return [*latencies(simulated, measured, METRICS), makespan]
 
 
-def parts(simulated: Served, measured: Served) -> list[MetricScore]:
-    """Score the two parts of TTFT: under load nearly all of it is the queue, which hides the prefills' errors."""
-    return _scores(simulated, measured, PARTS)
-
-
-def _scores(simulated: Served, measured: Served, metrics: Sequence[str]) -> list[MetricScore]:
+def latencies(simulated: Served, measured: Served, metrics: Sequence[str]) -> list[MetricScore]:
+    """Score latencies, such as the PARTS of TTFT: under load nearly all of it is the queue, which hides the prefills'
+    errors.
+    """
     both = {metric: [getattr(served, f"{metric}_s") for served in (simulated, measured)] for metric in metrics}
     return [
-        MetricScore(metric, name, *map(statistic, values))
+        MetricScore(metric, name, *(float(statistic(each)) for each in values))
         for metric, values in both.items()
         for name, statistic in STATISTICS.items()
     ]

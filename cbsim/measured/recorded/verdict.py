@@ -55,7 +55,7 @@ def study(folder: Path, *, pack: Path | None, hardware: str | None, overrides: S
     recording = case.read(folder, pack, hardware, overrides)
     scenario, measured = recording.scenario(), recorded(recording)
     done = replay(recording, scenario)
-    scores, parts = score.scores(done.served, measured), score.parts(done.served, measured)
+    scores, parts = score.scores(done.served, measured), score.latencies(done.served, measured, score.PARTS)
     ablated = score.ablate(recording) if ablate else []
     validation = Validation(recording, scenario, done, scores, parts, score.series(recording, done), ablated)
     charts = [series_chart(recording.name, validation.series), latency_chart(recording.name, done.served, measured)]
@@ -196,10 +196,8 @@ def series_chart(case: str, logged: Series) -> Chart:
     panels = []
     for name in logged.measured:
         title, factor = TITLES[name]
-        marks = [
-            Line("measured", logged.at_s, logged.measured[name] * factor, MEASURED),
-            Line("simulated", logged.at_s, logged.simulated[name] * factor, SIMULATED),
-        ]
+        both = ("measured", logged.measured, MEASURED), ("simulated", logged.simulated, SIMULATED)
+        marks = [Line(whose, logged.at_s, of[name] * factor, look) for whose, of, look in both]
         panels.append(Panel(marks, x="seconds", y=title))
     caption = "Once a second, as the engine logged it, beside the replay at the same times."
     if "kv_use" not in logged.measured:
@@ -209,13 +207,10 @@ def series_chart(case: str, logged: Series) -> Chart:
 
 def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
     """Draw the share of requests within a latency, for TTFT, TPOT and E2E."""
-    panels = []
+    panels, both = [], (("measured", measured, MEASURED), ("simulated", simulated, SIMULATED))
     for metric, title in (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, ms"), ("e2e_s", "E2E, s")):
         factor = 1000.0 if metric == "tpot_s" else 1.0
-        marks = [
-            _cumulative("measured", getattr(measured, metric) * factor, MEASURED),
-            _cumulative("simulated", getattr(simulated, metric) * factor, SIMULATED),
-        ]
+        marks = [_cumulative(whose, getattr(of, metric) * factor, look) for whose, of, look in both]
         panels.append(Panel(marks, x=title, y="share of requests"))
     caption = "Share of the requests that took at most so long."
     return Chart("latencies", f"{case}: latencies", caption, panels, columns=3)
@@ -233,18 +228,12 @@ def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
         for metric in ("ttft", "tpot", "e2e")
     }
     reach = max(5.0, min(MOST_SHOWN, 1.2 * max(float(np.abs(values).max()) for values in errors.values())))
-    bars = [
-        Bars(
-            metric.upper(),
-            np.arange(len(ablated)),
-            np.clip(values, -0.85 * reach, 0.85 * reach),
-            style(index),
-            [f"{value:+.1f}" for value in values],
-        )
-        for index, (metric, values) in enumerate(errors.items())
-    ]
+    cut, bars = 0.85 * reach, list[Bars]()
+    for index, (metric, values) in enumerate(errors.items()):
+        labels = [f"{value:+.1f}" for value in values]
+        bars.append(Bars(metric.upper(), np.arange(len(ablated)), np.clip(values, -cut, cut), style(index), labels))
     caption = "Error of the mean latency against the recorded run, with one part of the model changed at a time. "
-    caption += f"Bars are cut at {0.85 * reach:.0f} %; their labels are the errors."
+    caption += f"Bars are cut at {cut:.0f} %; their labels are the errors."
     names = [entry.name for entry in ablated]
     panel = Panel(bars, x="", y="error of the mean, %", categories=names, y_range=(-reach, reach))
     return Chart("ablation", f"{case}: what carries the result", caption, [panel])
