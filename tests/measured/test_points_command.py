@@ -25,7 +25,9 @@ PRIORS = {
     "reduce_s@4": Prior(3e-6, 4e-6, 2e-6),
     "front_s": Prior(0.01, 0.02, 0.01),
 }
-MADE = Calibration("Made-up servers.", "vllm", ("h200_sxm",), "dense", PRIORS)
+MADE = Calibration(
+    name="made", about="Made-up servers.", backend="vllm", systems=("h200_sxm",), family="dense", more=PRIORS
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = place / "points"
         folder.mkdir()
         (folder / "measured.csv").write_text("\n".join([HEADER, *rows, broken]) + "\n")
-        patch.setattr(calibration, "CALIBRATIONS", {"made": MADE})
+        patch.setattr(calibration, "calibrations", lambda: {"made": MADE})
         made = calibration.calibrate("made", published.read(folder), Here())
         (place / "made.yaml").write_text(terms.dump(made))
         build.tables_of.cache_clear()
@@ -99,7 +101,7 @@ def test_the_terms_that_made_the_points_are_found(calibrated: Path) -> None:
 
 def test_the_terms_of_the_command_are_the_projects() -> None:
     """The parser names them without loading what makes them; each has been made."""
-    assert list(TERMS) == list(calibration.CALIBRATIONS)
+    assert list(TERMS) == list(calibration.calibrations())
     assert set(TERMS) == set(catalog.names("terms"))
 
 

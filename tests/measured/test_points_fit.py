@@ -84,7 +84,7 @@ def test_what_is_before_the_engine_adds_to_ttft_alone(monkeypatch: pytest.Monkey
     """A term of one card has no derivative for points of another; TPOT has none at all."""
     monkeypatch.setattr(fit, "build", lambda point, cost, requests: SimpleNamespace(cost=cost))
     priors = {"front_s@x": Prior(0.1, 0.1, 0.01), "front_s@y": Prior(0.2, 0.1, 0.01)}
-    of = fit.CALIBRATIONS["vllm-dense"]._replace(priors=priors)
+    of = fit.calibrations()["vllm-dense"].model_copy(update={"usual": None, "scopes": {}, "gpus": (), "more": priors})
     point = SimpleNamespace(gpus=1, system="y", version="")
     made = fit._perturbed(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
     assert made.waits_s == 0.2 and made.perturbed == {}

@@ -1,4 +1,4 @@
-"""The project's calibrations: their points and priors, and the computation of the terms.
+"""The project's calibrations (scenarios/servers/calibrations.yaml), and the computation of their terms.
 
 Terms come from Gauss-Newton on the logarithms of predicted over measured TTFT and TPOT; a run gives the derivatives, as
 its steps are priced again with each term moved. Every term has a prior: a value and a width from typical costs, which
@@ -14,17 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from cbsim.errors import ScenarioError
 from cbsim.machine.repriced import REPRICED
 from cbsim.measured.points import flags
 from cbsim.measured.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
-from cbsim.measured.points.published import BLACKWELL, HOPPER, Point
+from cbsim.measured.points.published import Point
 from cbsim.measured.points.score import means_of
 from cbsim.record.tables import Floats, Mask
+from cbsim.scenario import catalog, documents
+from cbsim.scenario.fields import Frozen, Many, Real, Whole
 from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, Curve, Family, Residual, Term, TermsFile, resolve
 from cbsim.sweeps import identity
@@ -67,30 +71,37 @@ MIXTURE = {
     "large_products": LARGE,
     "experts": Prior(1.0, 0.15, 0.1, 0.5),
 }
-WINDOWS = {**MIXTURE, "layer_s": LAYER}
 LATE = {**MIXTURE, "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4), FRONT: Prior(0.1, 0.08, 0.01)}
 """Of mixtures of experts whose servers answer late: what is in front of the engine differs by card."""
+USUAL = {"engine": ENGINE, "mixture": MIXTURE, "windows": {**MIXTURE, "layer_s": LAYER}, "late": LATE}
 
 
-def _priors(usual: Mapping[str, Prior], *gpus: int, **scopes: Sequence[str]) -> dict[str, Prior]:
-    """Return usual priors, for each card or version where a field has `scopes`, and those of all-reduces by GPUs."""
-    whole = {name: prior for name, prior in usual.items() if name not in scopes}
-    scoped = {f"{field}@{scope}": usual[field] for field, each in scopes.items() for scope in each}
-    return whole | scoped | {f"reduce_s@{each}": Prior((1 + np.log2(each)) * 1e-6, 4e-6, 2e-6) for each in gpus}
+class Calibration(Frozen):
+    """A choice of points of InferenceX, and the priors of the terms that are calibrated on them: `usual` ones, those of
+    a field in `scopes` for each of its cards or versions, those of all-reduces among so many `gpus`, and `more`.
+    """
 
-
-class Calibration(NamedTuple):
-    """A choice of points, and the terms that are calibrated on them."""
-
+    name: str
     about: str
     backend: str
-    systems: tuple[str, ...]
+    systems: Many[str]
     family: Family
-    priors: Mapping[str, Prior]
+    usual: Literal["engine", "mixture", "windows", "late"] | None = None
+    scopes: dict[str, Many[str]] = Field(default_factory=dict)
+    gpus: Many[Whole] = ()
+    more: dict[str, Many[Real]] = Field(default_factory=dict)
     fastest: bool = True
     """Whether matrix products take the time of the card's fastest engine where the engine's own tables hold more than
     the kernel: TensorRT-LLM's, and those of block-quantised weights.
     """
+
+    @property
+    def priors(self) -> dict[str, Prior]:
+        usual = USUAL[self.usual] if self.usual else {}
+        priors = {name: prior for name, prior in usual.items() if name not in self.scopes}
+        priors |= {f"{field}@{scope}": usual[field] for field, each in self.scopes.items() for scope in each}
+        priors |= {f"reduce_s@{each}": Prior((1 + np.log2(each)) * 1e-6, 4e-6, 2e-6) for each in self.gpus}
+        return priors | {name: Prior(*values) for name, values in self.more.items()}
 
     def points(self, points: Sequence[Point]) -> list[Point]:
         """Return the points of InferenceX that this calibration uses, of servers whose flags are known."""
@@ -106,112 +117,16 @@ class Calibration(NamedTuple):
         return flags.family(model, point.ranks) == self.family and not flags.doubts(point, flags.family(model))
 
 
-H200_B200 = ("h200_sxm", "b200_sxm")
-H200_ON = (*H200_B200, "b300_sxm")
-HOPPER_B200 = (*HOPPER, "b200_sxm")
-LINEAR = ("0.5.10.post1", "nightly-dev-20260402-d7256eb6", "0.5.9")  # versions of SGLang
-CALIBRATIONS: Mapping[str, Calibration] = {
-    "vllm-dense": Calibration(
-        "Dense models on vLLM, H100 and H200: InferenceX's Llama-3.1-70B in FP8, October 2025, vLLM 0.11.",
-        "vllm",
-        HOPPER,
-        "dense",
-        _priors(ENGINE, 2, 4, 8, products=HOPPER, large_products=HOPPER),
-        fastest=False,
-    ),
-    "vllm-dense-b200": Calibration(
-        "Dense models on vLLM, B200: InferenceX's Llama-3.1-70B in FP8 and NVFP4, October 2025, vLLM 0.11.",
-        "vllm",
-        ("b200_sxm",),
-        "dense",
-        _priors(ENGINE, 2, 4, 8),
-    ),
-    "trtllm-dense": Calibration(
-        "Dense models on TensorRT-LLM, H200: InferenceX's Llama-3.1-70B in FP8, October 2025.",
-        "trtllm",
-        ("h200_sxm",),
-        "dense",
-        _priors(ENGINE, 2, 4, 8),
-    ),
-    "trtllm-dense-b200": Calibration(
-        "Dense models on TensorRT-LLM, B200: InferenceX's Llama-3.1-70B in FP8 and NVFP4, October 2025.",
-        "trtllm",
-        ("b200_sxm",),
-        "dense",
-        _priors(ENGINE, 2, 4, 8),
-    ),
-    "vllm-experts": Calibration(
-        "Mixtures of experts on vLLM, H100 and H200: InferenceX's MiniMax-M2.5 in FP8, March 2026, vLLM 0.16 and 0.18.",
-        "vllm",
-        HOPPER,
-        "experts",
-        _priors(MIXTURE, 4, 8, layer_s=("0.16.0", "0.18.0")) | {"layer_s@0.16.0": Prior(6e-5, 3e-5, 5e-6)},
-    ),
-    "vllm-experts-b200": Calibration(
-        "Mixtures of experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in FP8 and NVFP4, spring 2026.",
-        "vllm",
-        BLACKWELL,
-        "experts",
-        _priors(MIXTURE, 2, 4, 8, layer_s=("0.17.0", "0.19.0")),
-    ),
-    "vllm-ranks": Calibration(
-        "Data-parallel attention with experts on vLLM, B200 and B300: InferenceX's MiniMax-M2.5 in NVFP4, April 2026.",
-        "vllm",
-        BLACKWELL,
-        "ranks",
-        MIXTURE,
-    ),
-    "sglang-latent": Calibration(
-        "Latent attention with experts on SGLang, H200 and B200: InferenceX's DeepSeek-R1, March 2026, SGLang 0.5.9.",
-        "sglang",
-        H200_B200,
-        "latent",
-        _priors(LATE, 4, 8, layer_s=H200_B200, large_products=H200_B200, front_s=H200_B200),
-    ),
-    "sglang-linear": Calibration(
-        "Linear attention with experts on SGLang, H200, B200, B300: InferenceX's Qwen3.5-397B-A17B, spring 2026.",
-        "sglang",
-        H200_ON,
-        "linear",
-        _priors(LATE, 2, 4, 8, layer_s=LINEAR, large_products=LINEAR, front_s=H200_ON),
-    ),
-    "sglang-sparse": Calibration(
-        "Sparse latent attention with experts on SGLang, H200, B200, B300: InferenceX's GLM-5, spring 2026.",
-        "sglang",
-        H200_ON,
-        "sparse",
-        _priors(LATE, 8, layer_s=H200_ON, large_products=H200_ON, front_s=H200_ON),
-    ),
-    "trtllm-latent": Calibration(
-        "Latent attention with experts on TensorRT-LLM, H200 and B200: InferenceX's DeepSeek-R1, November 2025 on.",
-        "trtllm",
-        H200_B200,
-        "latent",
-        _priors(LATE, 4, 8, layer_s=H200_B200, large_products=H200_B200, front_s=H200_B200)
-        | {"layer_s@1.2.0rc6.post2": LATE["layer_s"]},
-    ),
-    "vllm-latent": Calibration(
-        "Latent attention with experts on vLLM, H200, B200, B300: InferenceX's Kimi-K2.5, spring 2026.",
-        "vllm",
-        ("h200_sxm", *BLACKWELL),
-        "latent",
-        _priors(LATE, 4, 8, layer_s=H200_ON, large_products=H200_ON, front_s=H200_ON),
-    ),
-    "vllm-windows": Calibration(
-        "Windows with experts on vLLM, H100, H200, B200: InferenceX's gpt-oss-120b, November 2025 on.",
-        "vllm",
-        HOPPER_B200,
-        "windows",
-        _priors(WINDOWS, 2, 4, 8, layer_s=HOPPER_B200, large_products=HOPPER_B200),
-    ),
-    "trtllm-windows": Calibration(
-        "Windows with experts on TensorRT-LLM, H200 and B200: InferenceX's gpt-oss-120b, November 2025 on.",
-        "trtllm",
-        H200_B200,
-        "windows",
-        _priors(WINDOWS, 2, 4, 8, layer_s=H200_B200, large_products=H200_B200),
-    ),
-}
+class _File(Frozen):
+    calibrations: Many[Calibration]
+
+
+@lru_cache(maxsize=1)
+def calibrations() -> dict[str, Calibration]:
+    """Return the project's calibrations by name, in order: scenarios/servers/calibrations.yaml."""
+    file = documents.read(catalog.SCENARIOS / "servers" / "calibrations.yaml").checked(_File)
+    return {each.name: each for each in file.calibrations}
+
 
 Evaluate = Callable[[Mapping[str, float], int], tuple[Floats, Floats]]
 """A function from terms and requests a user to the logarithms of predicted over measured TTFT and TPOT of each point,
@@ -307,7 +222,7 @@ def calibrate(
     """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each server.
     Raises ScenarioError.
     """
-    calibration = CALIBRATIONS[name]
+    calibration = calibrations()[name]
     used = list[Point]()
     for point in calibration.points(points):
         with suppress(CannotBuildError):
