@@ -34,6 +34,7 @@ from cbsim.measured.recorded import case, score
 from cbsim.measured.request_logs import log, replay
 from cbsim.scenario.terms import FRONT
 
+PAIR_OF_A100S = "openshift/exp-2/vllm-70b-2replicas"
 FITTED = (("sharegpt", 1.17), ("sharegpt", 2.5), ("sharegpt", 6.0), ("short_input", 2.0), ("short_input", 8.0))
 SATURATED = 2.0  # requests a second of sharegpt: above, requests wait
 DRAWS = 2
@@ -97,8 +98,8 @@ def _shown(line: str) -> None:
 
 def pair_of_a100s(folder: Path) -> Report:
     """Fit the pair of A100 servers to five of its runs, and predict all others."""
-    starts, built = log.starts(folder), replace(replay.BUILT[replay.PAIR_OF_A100S], terms={})
-    runs = [each for each in log.read(folder) if each.key.run == replay.PAIR_OF_A100S]
+    starts, built = log.starts(folder), replay.BUILT[PAIR_OF_A100S].model_copy(update={"terms": {}})
+    runs = [each for each in log.read(folder) if each.key.run == PAIR_OF_A100S]
     logs = {f"{each.key.scenario} {each.key.qps:g}": each for each in runs}
     priors = fits.priors(built.scenario(folder, runs[0].key, []))
 
