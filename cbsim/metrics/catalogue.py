@@ -20,6 +20,7 @@ FINE, REAL = "fine share", "number"  # a share with more digits; a count that ne
 MAIN, MAIN_OF_HAND_OFFS = ("p50", "p99"), ("mean", "p99")
 NEUTRAL = ("length", "stop", "handed_off")  # statuses
 POSITIONS = 8  # of drafts, each with a metric of its own; summary.json has the acceptance of all
+COST = "cost.usd_per_million_output_tokens"
 PER_GPU, PER_USER = "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user"
 STATISTICS = ("mean", "std", "min", "max", "p50", "p90", "p95", "p99", "n")
 
@@ -194,7 +195,7 @@ _AFTER = (
     Metric("slo.attainment", "share", MORE, "SLO attainment",
            "`slo.met` over all requests sent, null of none; a request of one token has TPOT 0 here", listed=True),
     Metric("slo.goodput_requests_per_s", "1/s", MORE, "goodput, requests/s", "`slo.met` over the span"),
-    Metric("cost.usd_per_million_output_tokens", "USD", LESS, "$ a million output tokens",
+    Metric(COST, "USD", LESS, "$ a million output tokens",
            "price of the span over `output_tokens`", listed=True),
     Metric("cost.usd_per_million_tokens", "USD", LESS, "$ a million tokens",
            "price of the span over input and output tokens"),

@@ -244,7 +244,7 @@ class Pieces:
 
     def take(self, steps: bytearray, rows: Sequence[RequestRow], server: int | None = None) -> None:
         """Write a piece. Raises RunError if it cannot be written."""
-        writer, name, table = self._writer, name_of(self._count), Steps(step_table(steps))
+        writer, name, table = self._writer, f"{self._count:06}.parquet", Steps(step_table(steps))
         declared, values = columns.RECORDED, recorded_columns(RequestTable.of(rows))
         if server is not None:
             table.server, name = np.full(len(table), server), f"{server:05}-{name}"
@@ -295,10 +295,6 @@ def _picked(files: TableFiles, at: Ints) -> RequestTable:
     ]
     order = np.argsort(np.argsort(piece, kind="stable"), kind="stable")
     return request_table(pa.concat_tables(parts).take(order))
-
-
-def name_of(number: int) -> str:
-    return f"{number:06}.parquet"
 
 
 def any_piece(path: Path) -> bool:

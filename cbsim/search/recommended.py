@@ -16,13 +16,12 @@ from cbsim.draw import folder, report
 from cbsim.draw.chart import BLUE, Chart, Panel, Points, Style, Whiskers
 from cbsim.draw.report import Report, Source, Table
 from cbsim.metrics import catalogue, coverage
+from cbsim.metrics.catalogue import COST
 from cbsim.scenario import scenario as scenarios
 from cbsim.search import recommend as searching
 from cbsim.search.recommend import Candidate, Search
 from cbsim.stats.intervals import COVERS, STILL
 from cbsim.sweeps.store import Runs
-
-COST = "cost.usd_per_million_output_tokens"
 
 
 @dataclass(frozen=True, eq=False)

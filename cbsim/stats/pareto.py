@@ -16,14 +16,13 @@ import numpy as np
 from cbsim.draw.chart import BLUE, GREY, ORANGE, SKY, Chart, Line, Panel, Points, Style
 from cbsim.draw.report import Report, Table
 from cbsim.metrics import catalogue
-from cbsim.metrics.catalogue import Metric
+from cbsim.metrics.catalogue import COST, Metric
 from cbsim.metrics.checks import Check
 from cbsim.stats import intervals
 from cbsim.stats.intervals import Interval
 from cbsim.stats.replicated import Configuration, Replicated
 
 FRONTIER, PERHAPS, DOMINATED, OUT, MISSING = "frontier", "perhaps", "dominated", "out", "no runs"
-COST = "cost.usd_per_million_output_tokens"
 STYLES = {
     FRONTIER: Style(BLUE, "solid", "circle"),
     PERHAPS: Style(ORANGE, "solid", "diamond"),

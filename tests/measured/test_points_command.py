@@ -105,6 +105,20 @@ def test_the_terms_of_the_command_are_the_projects() -> None:
     assert set(TERMS) == set(catalog.names("terms"))
 
 
+def test_every_prior_is_that_of_a_term_and_its_scope() -> None:
+    """The table gives a field for each card or version, all-reduces by GPUs, and exceptions to usual priors."""
+    every = calibration.calibrations()
+    for each in every.values():
+        assert {name.partition("@")[0] for name in each.priors} <= {*terms.FIELDS}
+        assert terms.resolve({name: prior.value for name, prior in each.priors.items()}, 8, each.systems[0], "")
+    experts = every["vllm-experts"].priors
+    assert [name for name in experts if "@" in name] == [f"layer_s@0.1{at}.0" for at in (6, 8)] + [
+        "reduce_s@4",
+        "reduce_s@8",
+    ]
+    assert experts["layer_s@0.16.0"].value == 6e-5 != experts["layer_s@0.18.0"].value == 3e-5
+
+
 def test_points_are_scored_with_terms_that_their_curve_did_not_teach(
     calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
