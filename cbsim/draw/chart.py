@@ -128,6 +128,13 @@ class Points:
     labels: Sequence[str] = ()
 
 
+def equality(marks: Sequence[Points], dash: str = "dotted") -> Line:
+    """Return the line on which x and y are equal, as far as these marks reach."""
+    values = np.concatenate([axis for mark in marks for axis in (mark.x, mark.y)])
+    ends = np.array([np.nanmin(values), np.nanmax(values)])
+    return Line("equal", ends, ends, Style(GREY, dash))
+
+
 @dataclass(frozen=True, slots=True)
 class Whiskers:
     """A set of intervals from `low` to `high`, vertical at x = `at`; with `level` horizontal at y = `at`."""

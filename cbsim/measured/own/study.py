@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.draw.chart import GREY, SERIES, Chart, Line, Mark, Panel, Points, Style, Whiskers
+from cbsim.draw.chart import SERIES, Chart, Mark, Panel, Points, Whiskers, equality
 from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.own.fit import Compared, Fit, Simulated, compare, fit, priors, terms_file, to_predict
@@ -204,14 +204,14 @@ def chart(made: Fit) -> Chart:
     for at, metric in enumerate(METRICS[:2]):
         both = np.array([[1e3 * each.measured[at], 1e3 * each.predicted[at]] for each in every]).T
         error, noise = 100 * np.array([[expm1(each.errors[at]), each.noise[at]] for each in every]).T
-        ends = np.array([np.nanmin(both), np.nanmax(both)])
-        pairs, far = list[Mark]([Line("equal", ends, ends, Style(GREY, "dotted"))]), list[Mark]()
+        pairs, far = list[Points](), list[Mark]()
         for (name, part), style in zip(parts, SERIES, strict=False):
             pairs.append(Points(name, both[0, part], both[1, part], style, names[part]))
             far.append(Whiskers("", rows[part], (error - noise)[part], (error + noise)[part], style, level=True))
             far.append(Points(name, error[part], rows[part], style))
-        log = bool(ends[1] > 10 * ends[0])
-        beside.append(Panel(pairs, f"{metric}, ms, measured", "predicted", x_log=log, y_log=log))
+        equal = equality(pairs)
+        log = bool(equal.x[1] > 10 * equal.x[0])
+        beside.append(Panel([equal, *pairs], f"{metric}, ms, measured", "predicted", x_log=log, y_log=log))
         residuals.append(Panel(far, f"error of {metric}, %", rows=names))
     caption = "Means of a load; on the dotted line, predicted and measured are equal. Bars are the noise of a load."
     return Chart("loads", "Predicted beside measured", caption, [*beside, *residuals], columns=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cbsim.draw.chart import BLACK, GREY, Chart, Level, Line, Mark, Panel, Points, Style, series
+from cbsim.draw.chart import BLACK, Chart, Level, Mark, Panel, Points, Style, equality, series
 from cbsim.draw.report import Report, Table
 from cbsim.measured.points import score
 from cbsim.measured.points.calibration import short
@@ -230,11 +230,8 @@ def _scatter(judged: Sequence[tuple[Class, Group]]) -> Chart:
     panels = []
     for metric in ("ttft", "tpot"):
         marks = _marks(judged, metric, _both)
-        ends = np.concatenate([axis for mark in marks for axis in (mark.x, mark.y)])
-        line = np.array([ends.min(), ends.max()])
         x, y = (f"{side} {NAMES[metric]}, ms" for side in ("measured", "predicted"))
-        equal = Line("equal", line, line, Style(GREY, "dashed"))
-        panels.append(Panel([equal, *marks], x, y, x_log=True, y_log=True, tall=True))
+        panels.append(Panel([equality(marks, "dashed"), *marks], x, y, x_log=True, y_log=True, tall=True))
     caption = "Each mark is a server at one concurrency."
     return Chart("predicted", "Predicted against measured", caption, panels, columns=2)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cbsim.draw.chart import GREY, Chart, Line, Panel, Points, Style, series
+from cbsim.draw.chart import Chart, Panel, Points, equality, series
 from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded.score import METRICS
@@ -184,17 +184,12 @@ def _chart(scored: Sequence[Scored]) -> Chart:
 
 def _panel(scored: Sequence[Scored], metric: str, statistic: str, unit: str) -> Panel:
     factor = 1e3 if unit == "ms" else 1.0
-    marks: list[Line | Points] = []
-    ends = [float("inf"), 0.0]
+    marks = list[Points]()
     for index, (run, scenario) in enumerate(dict.fromkeys(each.key[:2] for each in scored)):
         of = [each for each in scored if each.key[:2] == (run, scenario)]
         numbers = [each.number(metric, statistic).score for each in of]
         x, y = (np.array([getattr(each, name) for each in numbers]) * factor for name in ("measured_s", "simulated_s"))
-        ends = [min(ends[0], *x, *y), max(ends[1], *x, *y)]
         texts = [f"{each.key.qps:g}/s" for each in of]
         marks.append(Points(f"{_short(run)} {scenario}", x, y, series(index), texts))
-    line = np.array(ends)
-    equal = Line("equal", line, line, Style(GREY, "dotted"))
-    return Panel(
-        [equal, *marks], x=f"{metric.upper()} {statistic}, {unit}, measured", y="simulated", x_log=True, y_log=True
-    )
+    title = f"{metric.upper()} {statistic}, {unit}, measured"
+    return Panel([equality(marks), *marks], title, "simulated", x_log=True, y_log=True)
