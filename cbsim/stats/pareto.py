@@ -139,7 +139,7 @@ def _table(listed: Sequence[Standing], fields: Sequence[str], question: Question
         number = f"{numbers[id(each)]}: " if id(each) in numbers else ""
         one = each.configuration
         rows.append((f"{number}{one.label(fields)}", *cells, *price, each.verdict, str(len(one.runs))))
-    costs = ["$ a million output tokens"] * priced
+    costs = [catalogue.metric(COST).label] * priced
     return Table("frontier", ("", question.x.spelled, "±", question.y.spelled, "±", *costs, "", "runs"), rows)
 
 
