@@ -292,15 +292,9 @@ def _evaluate(
             raise ScenarioError(f"{point.where}: {outcome}")
     means = np.array(outcomes)
     means[:, 0] += 1e3 * np.array([run.waits_s for run in runs])
-    steps = [prior.step for prior in calibration.priors.values()]
-    by_term = np.zeros((len(steps), len(points), 2))
-    for at, (run, task) in enumerate(zip(runs, tasks, strict=True)):
-        priced = json.loads(files[task.key][REPRICED]) if run.perturbed else {"ttft_s": [], "tpot_s": []}
-        for term, *ms in zip(run.perturbed, priced["ttft_s"], priced["tpot_s"], strict=True):
-            by_term[term, at] = 1e3 * np.array(ms) / steps[term]
-        for term, front in run.front_s.items():
-            by_term[term, at, 0] += 1e3 * front
-    return np.log(means / measured), by_term / means
+    steps = np.array([prior.step for prior in calibration.priors.values()])
+    by_point = [run.slopes(steps, files[task.key]) for run, task in zip(runs, tasks, strict=True)]
+    return np.log(means / measured), np.stack(by_point, axis=1) / means
 
 
 class Perturbed(NamedTuple):
@@ -310,6 +304,16 @@ class Perturbed(NamedTuple):
     waits_s: float  # before the engine has a request
     front_s: Mapping[int, float]  # derivatives of that
     perturbed: Mapping[int, Scenario]
+
+    def slopes(self, steps: Floats, files: Mapping[str, bytes]) -> Floats:
+        """Return derivatives of mean TTFT and TPOT in milliseconds, [term, metric]; 0 in a term that is not known."""
+        slopes, terms = np.zeros((len(steps), 2)), [*self.perturbed]
+        if terms:
+            priced = json.loads(files[REPRICED])
+            slopes[terms] = 1e3 * np.array([priced["ttft_s"], priced["tpot_s"]]).T / steps[terms, None]
+        for term, front in self.front_s.items():
+            slopes[term, 0] += 1e3 * front
+        return slopes
 
 
 def _perturbed(
