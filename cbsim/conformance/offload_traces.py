@@ -15,9 +15,9 @@ from cbsim.policy.observer import Observer
 from cbsim.policy.plan import StepPlan, Underway
 from cbsim.policy.request import Request
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.schedulers.hand_off import HandOff
 from cbsim.schedulers.vllm.offload import NativeOffload, SimpleOffload
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
-from cbsim.schedulers.vllm.transfers import HandOff
 
 CONNECTORS = {
     "simple_cpu": {"cpu_blocks", "lazy"},

@@ -15,9 +15,9 @@ from support.wire import Wire
 
 from cbsim.policy.plan import Row, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
+from cbsim.schedulers.hand_off import HandOff
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 from cbsim.schedulers.vllm.settings import VllmOptions
-from cbsim.schedulers.vllm.transfers import HandOff
 
 ROLES = ["kv_consumer", "kv_producer", "kv_both"]
 

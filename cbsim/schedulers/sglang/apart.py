@@ -15,9 +15,9 @@ from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.request import Finish, Request
 from cbsim.policy.swapping import Host, LowestFirst
+from cbsim.schedulers.hand_off import HandOff
 from cbsim.schedulers.sglang.queue import CLIP, Entry, WaitingQueue
 from cbsim.schedulers.sglang.settings import SglangOptions
-from cbsim.schedulers.vllm.transfers import HandOff
 
 BUFFERS = 2  # for what comes with the KV, for each request that may run
 

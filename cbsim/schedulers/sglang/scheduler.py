@@ -24,10 +24,10 @@ from cbsim.policy.plan import Chunk, Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr, replace
 from cbsim.schedulers.base import SchedulerBase
+from cbsim.schedulers.hand_off import HandOff
 from cbsim.schedulers.sglang.apart import BUFFERS, Receiving
 from cbsim.schedulers.sglang.queue import CLIP, NO_ROOM, NOT_NOW, Entry, Prefill, WaitingQueue, by_outputs, giving_way
 from cbsim.schedulers.sglang.settings import DECAY_STEPS, LEAST_RATIO, TOO_LONG, SglangOptions, SglangSettings, resolve
-from cbsim.schedulers.vllm.transfers import HandOff
 
 FULL = "{} requests wait, max_queued_requests is {}"
 LOST, NO_HOST = "its KV did not arrive", "retracted, and no memory of the host is left for its KV"
@@ -488,10 +488,7 @@ class SglangScheduler(SchedulerBase):
 
     def _plan(self, rows: dict[Request, Chunk]) -> StepPlan:
         waiting = len(self.waiting)
-        if self.sending is not None:
-            self.sending.list_ordered()
         if (receiving := self.receiving) is not None:
-            receiving.hand_off.list_ordered()
             waiting += receiving.held + len(receiving.retracted)
         return self.decoding.plan(rows, running=len(self.running), waiting=waiting)
 

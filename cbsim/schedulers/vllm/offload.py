@@ -59,9 +59,6 @@ class SimpleOffload:
         assert len(pinned) * self._pool.block_size == external, (request.spec.id, len(pinned), external)
         self._loading.append((request, pinned))
 
-    def admitted(self, request: Request) -> None:
-        pass
-
     def order(self, step: int, ahead: Ahead) -> None:
         """Order the loads and stores of a step. If a request was preempted, all that are under way are awaited."""
         if self._decoding.preempted:
@@ -132,12 +129,10 @@ class EagerOffload(SimpleOffload):
     def busy(self) -> bool:
         return bool(self._stores) or bool(self._rest[0])
 
-    def admitted(self, request: Request) -> None:
-        self._cursors[request] = 0
-
     def _chosen(self, ahead: Ahead) -> tuple[list[int], list[int]]:
         sources: list[int] = []
         targets: list[int] = []
+        self._cursors.update(dict.fromkeys([request for request, _ in ahead.admitted], 0))
         new = [row for row in ahead.admitted if not row[0].preemptions]
         resumed = [row for row in ahead.admitted if row[0].preemptions]
         for rows in (new, resumed, ahead.running):
@@ -317,9 +312,6 @@ class NativeOffload:
         self._jobs[number] = job
         job.owner.jobs.add(number)
         return number
-
-    def admitted(self, request: Request) -> None:
-        pass
 
     def order(self, step: int, ahead: Ahead) -> None:
         old = self._numbered

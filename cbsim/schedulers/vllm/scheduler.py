@@ -29,9 +29,10 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.swapping import Swapping
 from cbsim.policy.value import mypyc_attr
 from cbsim.schedulers.base import SchedulerBase, too_large
+from cbsim.schedulers.hand_off import HandOff
 from cbsim.schedulers.vllm.offload import EagerOffload, LazyOffload, NativeOffload
 from cbsim.schedulers.vllm.settings import VllmOptions, VllmSettings, balance, may_pad, resolve, sees_all
-from cbsim.schedulers.vllm.transfers import Connector, HandOff, Step, Transfers
+from cbsim.schedulers.vllm.transfers import Connector, Step, Transfers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

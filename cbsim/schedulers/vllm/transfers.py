@@ -15,7 +15,6 @@ from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Chunk, StepPlan, StepResult
 from cbsim.policy.queues import Queue
 from cbsim.policy.request import Finish, Request, Status
-from cbsim.policy.transfers import Direction, Transfer
 from cbsim.schedulers.vllm.settings import VllmOptions
 
 Verdict = Literal["admitted", "skipped", "misfit"]  # the result of considering the head of a queue
@@ -81,9 +80,6 @@ class Connector(Protocol):
 
     def load(self, request: Request, local: int, external: int) -> None:
         """Fetch as many tokens as `match` has just returned. The blocks for them are in the request's table."""
-
-    def admitted(self, request: Request) -> None:
-        """Record that a request has got blocks, for its first row or for a load."""
 
     def order(self, step: int, ahead: Ahead) -> None:
         """Order the stores of step number `step`, otherwise planned, and the jobs that it has to await."""
@@ -173,7 +169,6 @@ class Transfers:
         request = queue.head()
         if not scheduler.start(queue, computed, hits, step):
             return "misfit"
-        self.connector.admitted(request)
         self.loads.pop(request, None)
         self.passed_over.discard(request)
         return "admitted"
@@ -307,81 +302,3 @@ class Transfers:
         alive = {request for request, load in self.loads.items() if not load.dead}
         assert {*self.holding} == alive, (len(self.holding), len(alive))
         self.connector.check()
-
-
-class HandOff:
-    """A hand-off between servers that prefill and decode: vLLM's rules for a connector that pulls KV across.
-
-    Consumer: a request whose prompt was computed elsewhere loads all of it behind what is cached here; its last token
-    is computed again, and gives the first output. It loads once: after a preemption, or if the load fails, it prefills
-    here. Producer: a request that ends by itself keeps its blocks until they have been fetched. Every transfer is a job
-    of one request. What the blocks are on the other side is not known here: each job names some of its own.
-    """
-
-    def __init__(self, decoding: Decoding) -> None:
-        self.unfetched: dict[Request, int] = {}  # ended requests, with the job that fetches their blocks
-        self._decoding = decoding
-        self._loading: dict[int, Request] = {}
-        self._requested: set[Request] = set()  # requests that have loaded once, even if the load was broken
-        self._ordered: list[Transfer] = []  # since the plan before
-        self._jobs, self._places = 0, decoding.pool.host_blocks  # behind those of this server's own host
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.unfetched)
-
-    def match(self, request: Request, local: int) -> int | None:
-        wishes = request.spec.computed_elsewhere and request not in self._requested
-        return request.spec.prompt_tokens - local if wishes else 0
-
-    def load(self, request: Request, local: int, external: int) -> None:
-        self._requested.add(request)
-        self.fetch(request, local)
-
-    def fetch(self, request: Request, local: int) -> None:
-        """Order a job that brings what is behind the first `local` tokens of a request's table."""
-        request.fetch(local)
-        pool = self._decoding.pool
-        self._loading[self._jobs] = request
-        self._order(Direction.IN, request, pool.table(request)[local // pool.block_size :])
-
-    def admitted(self, request: Request) -> None:
-        pass
-
-    def order(self, step: int, ahead: Ahead) -> None:
-        self.list_ordered()
-
-    def list_ordered(self) -> None:
-        """Let the next plan list the jobs ordered since the one before."""
-        self._decoding.transfers += self._ordered
-        self._ordered = []
-
-    def ended(self, request: Request, reason: Finish, computed: int) -> bool:
-        self._requested.discard(request)
-        if reason is Finish.ABORTED or not request.spec.fetched_later:
-            return False
-        pool = self._decoding.pool
-        self.unfetched[request] = self._jobs
-        self._order(Direction.OUT, request, pool.table(request)[: pool.blocks_for(computed)])
-        return True
-
-    def _order(self, direction: Direction, request: Request, blocks: list[int]) -> None:
-        """Order a job, whose other side has places that no other job names."""
-        here, there = tuple(blocks), tuple(range(self._places, self._places + len(blocks)))
-        sources, targets = (here, there) if direction is Direction.OUT else (there, here)
-        self._ordered.append(Transfer(direction, sources, targets, request.spec, self._jobs))
-        self._jobs += 1
-        self._places += len(blocks)
-
-    def completed(self, step: int, jobs: list[int]) -> list[Request]:
-        loaded = [self._loading.pop(job) for job in jobs if job in self._loading]
-        fetched = [request for job in jobs for request, of in self.unfetched.items() if of == job]
-        for request in fetched:
-            del self.unfetched[request]
-        return loaded + fetched
-
-    def check(self) -> None:
-        """Raise AssertionError unless requests waiting to be fetched and requests that load have their blocks."""
-        tables = self._decoding.pool.tables
-        assert all(request in tables for request in self.unfetched), "who is kept has lost its blocks"
-        assert all(request in tables for request in self._loading.values()), "a load into blocks of nobody"
