@@ -15,17 +15,20 @@ from typing import Any
 
 from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
 from cbsim.conformance.reader import (
+    Case,
     Line,
     Reader,
     Replay,
     UnreadableError,
     content,
     cut,
+    guarded,
     one_of,
     parsed,
     short,
     stem,
     traces,
+    workload,
 )
 from cbsim.metrics.terminal import aligned
 
@@ -128,16 +131,23 @@ def compare(
     reader = reader_of(header)
     if reader is None:
         raise UnreadableError(f"{trace}, line 1: expected a trace header that names its scheduler and version")
-    case, total = reader.case(trace, header), len(recorded) - 1
+    case, total = guarded(trace, lambda: reader.case(trace, header)), len(recorded) - 1
+    replay = None if case.skipped else _replay(trace, header, case)
     one_of(trace, "format", header.get("format"), reader.formats)
     end = parsed(trace, len(recorded), recorded[-1])
     if not total or not (end.get("footer") or end.get("ev") in ENDS):
         raise UnreadableError(f"{trace}, line {len(recorded)}: expected the summary of the run, the trace is cut off")
     result = TraceResult(stem(trace), case.scheduler, case.version, case.mode, total, skipped=case.skipped)
-    if case.replay is None:
+    if replay is None:
         return result
-    matched, difference = _first_difference(trace, reader, case.replay, recorded, invariants)
+    matched, difference = _first_difference(trace, reader, replay, recorded, invariants)
     return replace(result, matched=matched, difference=difference)
+
+
+def _replay(trace: Path, header: Line, case: Case) -> Replay:
+    """Return the replay of a trace's workload, whose digest is checked if the header states it."""
+    recorded = workload(trace, stem(trace).removesuffix(f".{case.mode}"), header.get("workload_sha256"))
+    return guarded(trace, lambda: case.replay(recorded))
 
 
 def reader_of(header: Line) -> Reader | None:

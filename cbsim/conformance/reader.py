@@ -109,6 +109,8 @@ def guarded(trace: Path, build: Callable[[], T]) -> T:
     """Return the result of `build`; an error in it means that header or workload is wrong: raises UnreadableError."""
     try:
         return build()
+    except UnreadableError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
         raise UnreadableError(f"{trace}: expected header and workload to describe a run: {problem}") from error
@@ -187,37 +189,22 @@ def due(coming: list[T], now: int, at: Callable[[T], int]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace's header, and the replay of its workload or the reason to skip it. `version` may say how it was made."""
+    """What a header says of its trace: the scheduler, its version, which may say how it was made, and mode; the reason
+    to skip the trace, if there is one; and what makes the replay of its workload.
+    """
 
     scheduler: str
     version: str
-    mode: str = ""
-    replay: Replay | None = None
-    skipped: str | None = None
-
-
-def case_of(
-    trace: Path,
-    header: Line,
-    scheduler: str,
-    version: str,
-    mode: str,
-    outside: Callable[[], str | None],
-    replay: Callable[[Line], Replay],
-) -> Case:
-    """Return the case of a trace; `outside` says why to skip it. Errors in either mean a wrong header or workload. The
-    digest of the workload is checked if the header states it.
-    """
-    name = stem(trace).removesuffix(f".{mode}")
-    if skipped := guarded(trace, outside):
-        return Case(scheduler, version, mode, skipped=skipped)
-    recorded = workload(trace, name, header.get("workload_sha256"))
-    return Case(scheduler, version, mode, guarded(trace, lambda: replay(recorded)))
+    mode: str
+    skipped: str | None
+    replay: Callable[[Line], Replay]
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of a family of traces: `case` may raise UnreadableError; `comparable` drops what recorders vary."""
+    """A reader of a family of traces: `case` raises UnreadableError, or what `guarded` takes for an error of a header;
+    `comparable` drops what recorders vary.
+    """
 
     reads: Callable[[Line], bool]
     case: Callable[[Path, Line], Case]

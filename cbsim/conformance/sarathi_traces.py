@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, case_of, due, header_fields, not_modelled
+from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, due, header_fields, not_modelled
 from cbsim.policy.kind import SchedulerKind
 from cbsim.policy.plan import Outcome, Row, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
@@ -294,15 +294,7 @@ def case(trace: Path, header: Line) -> Case:
     scheduler, options = header_fields(trace, config, scheduler=str, options=dict)
     skipped = None if commit == COMMIT else f"commit {commit[:7]} is not followed, only {COMMIT[:7]}"
     skipped = skipped or not_modelled(config, CONFIG) or not_modelled(options, OPTIONS)
-    return case_of(
-        trace,
-        header,
-        "sarathi-serve",
-        commit[:7],
-        scheduler,
-        lambda: skipped,
-        lambda recorded: SarathiReplay(config, recorded),
-    )
+    return Case("sarathi-serve", commit[:7], scheduler, skipped, lambda recorded: SarathiReplay(config, recorded))
 
 
 READER = Reader(lambda header: "sarathi" in header, case)

@@ -13,18 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    Replay,
-    case_of,
-    due,
-    header_fields,
-    not_followed,
-    not_modelled,
-    one_of,
-)
+from cbsim.conformance.reader import Case, Line, Reader, Replay, due, header_fields, not_followed, not_modelled, one_of
 from cbsim.kv.radix import Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
@@ -575,12 +564,11 @@ class Recorded:
 def case(trace: Path, header: Line) -> Case:
     version, loop, config = header_fields(trace, header, sglang=str, loop=str, config=dict)
     one_of(trace, "loop", loop, ("normal", "overlap"))
-    skipped = not_followed(version, VERSIONS)
-    skipped = skipped or not_modelled(config, CONFIG | APART)
+    skipped = not_followed(version, VERSIONS) or not_modelled(config, CONFIG | APART)
     role = config.get("disaggregation_mode")
     one_of(trace, "disaggregation_mode", role, (None, "prefill", "decode"))
     replay = SglangReplay if role is None else ApartReplay
-    return case_of(trace, header, "sglang", version, loop, lambda: skipped, lambda recorded: replay(header, recorded))
+    return Case("sglang", version, loop, skipped, lambda recorded: replay(header, recorded))
 
 
 READER = Reader(lambda header: "sglang" in header, case)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.conformance import reader, transformers_traces
-from cbsim.conformance.reader import Case, Line, Reader, case_of, header_fields, not_followed, not_modelled
+from cbsim.conformance.reader import Case, Line, Reader, header_fields, not_followed, not_modelled
 from cbsim.conformance.transformers_traces import Events, NamedByContent, TransformersReplay, WatchedTransformers
 from cbsim.kv.blocks import BlockPool
 from cbsim.kv.keys import Keys
@@ -218,12 +218,10 @@ def case(trace: Path, header: Line) -> Case:
     if not skipped:
         recorded = reader.workload(trace, reader.stem(trace))
         (cb,) = header_fields(trace, recorded, cb=dict)
-        skipped = not_modelled(cb, OPTIONS) or reader.guarded(trace, lambda: unsupported(recorded))
+        skipped = not_modelled(cb, OPTIONS) or unsupported(recorded)
     replay = TransformersReplay if version.startswith("5.17.") else SectorsReplay
     mode = "async" if resolved.get("async") else "sync"
-    return case_of(
-        trace, header, "transformers", version, mode, lambda: skipped, lambda recorded: replay(header, recorded)
-    )
+    return Case("transformers", version, mode, skipped, lambda recorded: replay(header, recorded))
 
 
 READER = Reader(lambda header: header.get("header") is True, case, comparable, (None,))

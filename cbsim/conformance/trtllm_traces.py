@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, case_of, due, header_fields, not_modelled
+from cbsim.conformance.reader import Case, Line, Reader, Replay, by_arrival, due, header_fields, not_modelled
 from cbsim.policy.loop import Applied, Await, Completed, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
 from cbsim.policy.plan import Row, StepPlan, StepResult
@@ -134,9 +134,8 @@ class TrtllmReplay(Replay):
 
 def case(trace: Path, header: Line) -> Case:
     commit, config = header_fields(trace, header, tensorrt_llm_commit=str, config=dict)
-    outside = lambda: not_modelled(config, CONFIG) or unsupported(config)  # noqa: E731
-    version = f"{commit[:7]} restated"
-    return case_of(trace, header, "trtllm", version, "sync", outside, lambda recorded: TrtllmReplay(config, recorded))
+    skipped, version = not_modelled(config, CONFIG) or unsupported(config), f"{commit[:7]} restated"
+    return Case("trtllm", version, "sync", skipped, lambda recorded: TrtllmReplay(config, recorded))
 
 
 READER = Reader(lambda header: "tensorrt_llm_commit" in header, case)

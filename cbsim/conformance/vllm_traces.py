@@ -15,18 +15,7 @@ from typing import Any
 from cbsim.conformance import draft_traces, offload_traces
 from cbsim.conformance.draft_traces import DraftLines
 from cbsim.conformance.offload_traces import ConnectorLines, Heard
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    Replay,
-    case_of,
-    due,
-    header_fields,
-    not_followed,
-    not_modelled,
-    one_of,
-)
+from cbsim.conformance.reader import Case, Line, Reader, Replay, due, header_fields, not_followed, not_modelled, one_of
 from cbsim.kv.group_pool import GroupPool
 from cbsim.kv.layer_groups import Grouping, LayerKind, States, grouped, rules, units
 from cbsim.policy.groups import FULL, Attention, Sight
@@ -405,13 +394,10 @@ class Reports:
 
 def case(trace: Path, header: Line) -> Case:
     version, mode, config = header_fields(trace, header, vllm=str, mode=str, config=dict)
-
-    def outside() -> str | None:
-        unknown = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
-        return unknown or offload_traces.unsupported(config) or draft_traces.unsupported(config)
-
     one_of(trace, "mode", mode, MODES)
-    return case_of(trace, header, "vllm", version, mode, outside, lambda recorded: VllmReplay(header, recorded))
+    skipped = not_followed(version, VERSIONS) or not_modelled(config, OPTIONS)
+    skipped = skipped or offload_traces.unsupported(config) or draft_traces.unsupported(config)
+    return Case("vllm", version, mode, skipped, lambda recorded: VllmReplay(header, recorded))
 
 
 def comparable(line: Line) -> Line:

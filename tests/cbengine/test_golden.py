@@ -26,7 +26,7 @@ from cbengine.device.base import EngineDevice, Inline
 from cbengine.sampling import Sampling
 from cbengine.sequence import Sequence
 from cbsim.conformance import check, vllm_traces
-from cbsim.conformance.reader import Case, Reader, stem, workload
+from cbsim.conformance.reader import Case, Reader, Replay
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 
@@ -122,10 +122,14 @@ def executed(trace: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> tuple[
 
         def case(trace: Path, header: dict[str, Any]) -> Case:
             read = reader.case(trace, header)
-            replay: Any = read.replay
-            given = prompts(replay, workload(trace, stem(trace).removesuffix(f".{read.mode}")))
-            done.append(Executed(replay.scheduler, 1 + (read.mode == "async"), given, made))
-            return read
+
+            def replay(recorded: dict[str, Any]) -> Replay:
+                replayed = read.replay(recorded)
+                given = prompts(replayed, recorded)
+                done.append(Executed(replayed.scheduler, 1 + (read.mode == "async"), given, made))
+                return replayed
+
+            return replace(read, replay=replay)
 
         return replace(reader, case=case)
 
