@@ -120,7 +120,7 @@ class WatchedSglang(SglangScheduler):
         self.preempted: list[list[Any]] = []
         self.aborted: list[str] = []
         self.turned_away = 0  # how many of these were refused when others arrived, before any cancellation
-        self.written: dict[RequestSpec, int] = {}  # output tokens of requests that ended outside a result
+        self.objects: dict[RequestSpec, Request] = {}  # all requests but those refused when they came
         self.entered: list[tuple[Request, bool]] = []  # in the last pass, with whether that was their end
         self._heard = heard
         self._launched_tokens = 0  # of the last prefill
@@ -173,8 +173,10 @@ class WatchedSglang(SglangScheduler):
 
     def add(self, spec: RequestSpec) -> None:
         super().add(spec)
-        if self._recorded[spec].too_long and spec in self.requests:
-            self.decoding.defer_abort(self.requests[spec])
+        if request := self.requests.get(spec):
+            self.objects[spec] = request
+            if self._recorded[spec].too_long:
+                self.decoding.defer_abort(request)
         self.turned_away = len(self.aborted)
 
     def rest(self) -> None:
@@ -210,14 +212,7 @@ class WatchedSglang(SglangScheduler):
         self.retracted.append([entry.request.spec.id, entry.request.seen])
         super()._set_back(entry, remaining)
 
-    def cancel(self, spec: RequestSpec) -> None:
-        request = self.requests.get(spec)
-        super().cancel(spec)
-        if request is not None and request.finish is not None:
-            self.written[spec] = request.seen
-
     def _give_up(self, request: Request) -> None:
-        self.written[request.spec] = request.seen
         self.aborted.append(request.spec.id)
         super()._give_up(request)
 
@@ -228,11 +223,9 @@ class WatchedSglang(SglangScheduler):
     def _drop(self, request: Request, reason: str) -> None:
         super()._drop(request, reason)
         self.refused.clear()
-        self.written[request.spec] = request.seen
         self.aborted.append(request.spec.id)
 
     def refuse(self, request: Request, reason: str) -> None:  # noqa: ARG002  (no driver hears of it)
-        self.written[request.spec] = request.seen
         self.aborted.append(request.spec.id)
         self.decoding.end(request, Finish.REFUSED)
 
@@ -333,7 +326,8 @@ class SglangReplay(Replay):
         for name in named:
             recorded = self._named(name)
             self._over.add(recorded.spec)
-            recorded.over(self._now, "abort", self.scheduler.written.get(recorded.spec, 0))
+            request = self.scheduler.objects.get(recorded.spec)
+            recorded.over(self._now, "abort", request.seen if request else 0)
         return named
 
     def _launched(self, plan: StepPlan) -> Line:
