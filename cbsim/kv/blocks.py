@@ -389,6 +389,8 @@ class BlockPool:
             return True
         self._refs[block] = refs - 1
         if refs != 1:
+            if refs == 2 and block not in self._key_of:
+                del self._refs[block]
             return False
         self.cached += 1
         self._last.idle += block in self._last.blocks

@@ -227,12 +227,6 @@ class KindPool(FilledPool):
             self._observer.released(request, table.blocks)
         return tables.count
 
-    def _drop(self, block: int) -> bool:
-        refs = self._refs.pop(block, 1) - 1
-        if refs > 1:
-            self._refs[block] = refs
-        return not refs
-
     def check(self) -> None:
         self.sectors.check()
         self._check_tables()

@@ -102,17 +102,15 @@ class Decoding:
         self._admissions += 1
         return self._admissions - 1
 
-    def row(
-        self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0, samples: bool = True
-    ) -> Chunk:
+    def row(self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0) -> Chunk:
         """Return a row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
 
-        If the row reaches the request's target and `samples`, it yields an output token. The last `guesses` of the
+        If the row reaches the request's target, it yields an output token. The last `guesses` of the
         tokens lie behind the target; each may yield one more.
         """
         start, first = request.computed, request.fresh
         end = start + tokens
-        outputs = guesses + 1 if samples and end == request.target + guesses else 0
+        outputs = guesses + 1 if end == request.target + guesses else 0
         self._keys.row(request, end - guesses)
         return Chunk(
             request.spec,

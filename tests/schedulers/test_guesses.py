@@ -170,8 +170,8 @@ def decoding_request() -> tuple[Decoding, Request]:
     return decoding, request
 
 
-def step(decoding: Decoding, request: Request, tokens: int, guesses: int = 0, samples: bool = True) -> StepPlan:
-    row = decoding.row(request, tokens, (), guesses=guesses, samples=samples)
+def step(decoding: Decoding, request: Request, tokens: int, guesses: int = 0) -> StepPlan:
+    row = decoding.row(request, tokens, (), guesses=guesses)
     return decoding.plan({request: row}, running=1, waiting=0)
 
 
@@ -191,13 +191,6 @@ def test_what_did_not_come_is_given_back() -> None:
     assert plan.changes.ends == (request.spec,)
     assert land(decoding, plan).finished == ((request.spec, Finish.STOP),)
     assert request.seen == 8
-
-
-def test_a_row_that_is_not_to_sample_promises_no_token() -> None:
-    decoding, request = decoding_request()
-    land(decoding, step(decoding, request, 5))
-    plan = step(decoding, request, 1, samples=False)
-    assert (plan.work.chunks[0].outputs, plan.changes.ends, request.uncomputed) == (0, (), 0)
 
 
 def test_rows_behind_guesses_begin_as_if_all_came_true() -> None:

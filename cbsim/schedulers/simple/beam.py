@@ -80,12 +80,6 @@ class BeamPool(BlockPool):
             self._refs[block] = self._refs.get(block, 1) + 1
         return blocks
 
-    def _drop(self, block: int) -> bool:
-        refs = self._refs.pop(block, 1) - 1
-        if refs > 1:
-            self._refs[block] = refs
-        return not refs
-
 
 class Search:
     """The texts of one request. `beams[0]` computes the prompt; `forked`: the others have taken it over."""
