@@ -215,12 +215,6 @@ class SectorPool(BlockPool):
         self._observer.released(request, table)
         return len(table)
 
-    def _drop(self, block: int) -> bool:
-        freed = super()._drop(block)
-        if self._refs.get(block) == 1 and block not in self._key_of:
-            del self._refs[block]
-        return freed
-
     def check(self) -> None:
         super().check()
         self.sectors.check()

@@ -97,9 +97,9 @@ def page_layers(groups: Sequence[LayerGroup]) -> int:
 
 
 def pages_of(groups: Sequence[LayerGroup]) -> list[int]:
-    """Return the pages of a block, by group."""
+    """Return the pages of a block, by group; 1 of the only table without groups."""
     layers = page_layers(groups)
-    return [len(group.layers) // layers for group in groups]
+    return [len(group.layers) // layers for group in groups] or [1]
 
 
 @value(init=False)

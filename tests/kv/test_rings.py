@@ -16,7 +16,7 @@ from support.helpers import Ask
 
 from cbsim.kv.sectors import HostSectors
 from cbsim.kv.table_pools import RingPool
-from cbsim.policy.groups import FULL, Attention
+from cbsim.policy.groups import FULL, Attention, pages_of
 from cbsim.policy.kind import SettingsError
 from cbsim.policy.plan import Row, StepPlan
 from cbsim.policy.request import RequestSpec
@@ -49,7 +49,7 @@ def test_layers_are_cut_in_groups_or_kinds() -> None:
     assert [group.layers for group in old.groups] == [(0, 1), (3, 4), (2, 5)]
     assert [group.layers for group in new.groups] == [(0, 1, 3, 4), (2, 5)]
     assert [group.ring for group in old.groups] == [4, 4, 0]
-    assert (old.layers, old.pages, new.pages) == (2, [1, 1, 1], [2, 1])
+    assert (old.layers, pages_of(old.groups), pages_of(new.groups)) == (2, [1, 1, 1], [2, 1])
     assert cut([FULL] * 4, 16, "5.23").groups == ()
     assert cut([sliding(64)] * 4, 16, "5.17").groups[0].layers == (0, 1, 2, 3)
 
@@ -57,7 +57,7 @@ def test_layers_are_cut_in_groups_or_kinds() -> None:
 def test_a_sector_is_whole_blocks_of_every_kind() -> None:
     """22 layers slide and 10 see all: pages of two layers, blocks of 11 and of 5, sectors of 55."""
     made = cut([*[sliding(512)] * 11, *[FULL] * 5] * 2, 256, "5.23")
-    assert (made.layers, made.pages, made.per_sector(1 << 20)) == (2, [11, 5], 55)
+    assert (made.layers, pages_of(made.groups), made.per_sector(1 << 20)) == (2, [11, 5], 55)
     assert cut([sliding(512)] * 3, 4, "5.23").per_sector(48) == 8  # 128 bytes is a unit, too
 
 
@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn, version: str) -> Case:
     layers = [window, *draw(st.lists(st.sampled_from([window, FULL]), max_size=5))]
     made = cut(draw(st.permutations(layers)), size, version)
     per = made.per_sector(128) if version == "5.23" else 1
-    least = sum((MOST_TOKENS // size + 2) * pages for pages in made.pages)
+    least = sum((MOST_TOKENS // size + 2) * pages for pages in pages_of(made.groups))
     least = -(-least // per) + len(made.groups) if version == "5.23" else least
     options = TransformersOptions(
         name=draw(st.sampled_from([FIFO, PREFILL_FIRST])),

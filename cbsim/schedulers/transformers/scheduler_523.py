@@ -48,7 +48,8 @@ class Transformers523(TransformersScheduler):
         return Sectors(list(range(first, first + self.options.num_blocks // per)), per)
 
     def make_host(self) -> Host:
-        return Host(self.decoding, HostSectors(self.options.host_blocks, [1], self.options.blocks_per_sector))
+        o = self.options
+        return Host(self.decoding, HostSectors(o.host_blocks, o.pages, o.blocks_per_sector))
 
     def _attempt(self) -> Step:
         pool = self.cache
@@ -126,10 +127,6 @@ class KindsOfLayers(Transformers523):
 
     def make_keys(self) -> Keys:
         return Keys(self.pool)
-
-    def make_host(self) -> Host:
-        o = self.options
-        return Host(self.decoding, HostSectors(o.host_blocks, o.pages, o.blocks_per_sector))
 
     def _most_blocks(self, tokens: int) -> int:
         o, counts = self.options, self.kinds.counts(tokens)

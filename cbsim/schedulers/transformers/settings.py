@@ -76,11 +76,6 @@ class TransformersOptions(TransformersSettings):
         return max(spans) if spans and all(spans) else 0
 
     @property
-    def scheduler_type(self) -> str:
-        """The original's name of the scheduler: `fifo` or `prefill_first`."""
-        return self.name.removeprefix("transformers_")
-
-    @property
     def limits(self) -> Limits:
         return Limits(rows=self.max_requests_per_batch, tokens=self.max_batch_tokens)
 
@@ -91,14 +86,9 @@ class Cut(NamedTuple):
     layers: int
     groups: tuple[LayerGroup, ...] = ()
 
-    @property
-    def pages(self) -> list[int]:
-        """The pages of a block of each group."""
-        return pages_of(self.groups) if self.groups else [1]
-
     def per_sector(self, page_bytes: int) -> int:
         """Return the pages of a sector: a multiple of every group's blocks, and of SECTOR_BYTES."""
-        return lcm(*[count * page_bytes for count in self.pages], SECTOR_BYTES) // page_bytes
+        return lcm(*[count * page_bytes for count in pages_of(self.groups)], SECTOR_BYTES) // page_bytes
 
 
 def cut(layers: Sequence[Attention], block_size: int, version: str) -> Cut:
@@ -135,7 +125,9 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
     unit = site.block_bytes * made.layers // site.layers
     if settings.version == "5.23":
         per = made.per_sector(unit)
-        sectors = Sectors(per, made.layers, per // min(made.pages) * site.block_size, max(1, len(made.groups)))
+        sectors = Sectors(
+            per, made.layers, per // min(pages_of(made.groups)) * site.block_size, max(1, len(made.groups))
+        )
         sizes = {"max_blocks_per_request": most, "max_requests": settings.max_requests_per_batch}
         costs = sector_costs(site.model, sectors, site.block_size, depth=site.depth, **sizes)
         size = fit_5_23(site, costs, sectors, stated or BATCH_TOKENS)
