@@ -7,8 +7,8 @@ buffering runs with both sides in host memory. The lines are those of `cbsim.con
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version as release
 from typing import Any, ClassVar
@@ -64,7 +64,8 @@ def read_as(header: Line, version: str) -> Line:
 
 def record(workload: Line, mode: str) -> list[Line]:  # noqa: ARG001
     """Return the trace of a workload: header, passes, footer."""
-    with _on_a_cpu():
+    with ExitStack() as stack:
+        _on_a_cpu(stack)
         processor = _processor(workload)
         live = Live(workload, processor, Recorder(processor, SectorView if _sectors() else BlockView))
         live.run()
@@ -80,10 +81,10 @@ def _sectors() -> bool:
 # -- the original without an accelerator -------------------------------------------------------------------------------
 
 
-def _host_async_ios() -> Any:
-    """Return the original's double-buffered inputs and outputs, without streams and pinned memory."""
+class HostAsyncIOs(ios.ContinuousBatchingAsyncIOs):  # type: ignore[misc]
+    """The original's double-buffered inputs and outputs, without streams and pinned memory."""
 
-    def init(self: Any, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         self.current_pair, self.io_pairs = 0, []
         for _ in range(2):
             pair = ios.HostDeviceIOPair.__new__(ios.HostDeviceIOPair)
@@ -93,37 +94,27 @@ def _host_async_ios() -> Any:
         self.h2d_stream = self.d2h_stream = self.compute_stream = None
         self.max_batch_tokens = kwargs["cache"].max_batch_tokens
 
-    def get_model_kwargs(self: Any, use_padding: bool = False) -> Any:
+    def get_model_kwargs(self, use_padding: bool = False) -> Any:
         pair = self.io_pairs[self.current_pair]
         pair.host_io._transfer_inputs(pair.device_io, stream=None, non_blocking=False)
         return pair.device_io.get_model_kwargs(use_padding=use_padding)
 
-    def retrieve_device_outputs(self: Any) -> None:
+    def retrieve_device_outputs(self) -> None:
         pair = self.io_pairs[self.current_pair]
         pair.host_io.output_ids.copy_(pair.device_io.output_ids)
         self.swap_io_pairs()
 
-    methods = {
-        "__init__": init,
-        "get_model_kwargs": get_model_kwargs,
-        "retrieve_device_outputs": retrieve_device_outputs,
-    }
-    return type("HostAsyncIOs", (ios.ContinuousBatchingAsyncIOs,), methods)
 
-
-@contextmanager
-def _on_a_cpu() -> Iterator[None]:
-    """Answer without an accelerator what the original asks of one."""
+def _on_a_cpu(stack: ExitStack) -> None:
+    """Answer without an accelerator what the original asks of one, until the stack ends."""
     empty = torch.empty
-    with ExitStack() as stack:
-        for owner, name, instead in (
-            (caches.PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 40),
-            (initialization, "ensure_decode_fast_path_is_available", lambda *_, **__: None),
-            (api, "ContinuousBatchingAsyncIOs", _host_async_ios()),
-            (torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options)),  # noqa: ARG005, PLW0108
-        ):
-            stack.enter_context(patch.object(owner, name, instead))
-        yield
+    for owner, name, instead in (
+        (caches.PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 40),
+        (initialization, "ensure_decode_fast_path_is_available", lambda *_, **__: None),
+        (api, "ContinuousBatchingAsyncIOs", HostAsyncIOs),
+        (torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options)),  # noqa: ARG005, PLW0108
+    ):
+        stack.enter_context(patch.object(owner, name, instead))
 
 
 def _model_config(workload: Line) -> Any:

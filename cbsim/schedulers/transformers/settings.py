@@ -124,10 +124,8 @@ def resolve(settings: TransformersSettings, site: Site) -> TransformersOptions:
     most, stated = 0 if made.groups else settings.max_blocks_per_request, settings.max_batch_tokens
     unit = site.block_bytes * made.layers // site.layers
     if settings.version == "5.23":
-        per = made.per_sector(unit)
-        sectors = Sectors(
-            per, made.layers, per // min(pages_of(made.groups)) * site.block_size, max(1, len(made.groups))
-        )
+        per, least = made.per_sector(unit), min(pages_of(made.groups))
+        sectors = Sectors(per, made.layers, per // least * site.block_size, max(1, len(made.groups)))
         sizes = {"max_blocks_per_request": most, "max_requests": settings.max_requests_per_batch}
         costs = sector_costs(site.model, sectors, site.block_size, depth=site.depth, **sizes)
         size = fit_5_23(site, costs, sectors, stated or BATCH_TOKENS)
