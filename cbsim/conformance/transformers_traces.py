@@ -382,21 +382,9 @@ class TransformersReplay(Replay):
         rows = self._batch.rows(plan)
         objects = self.scheduler.objects
         self._in_flight.append((rows, {row.spec: objects[row.spec].epoch for row in rows}))
-        batch: list[Line] = [
-            {
-                "req": row.spec.id,
-                "q": row.tokens,
-                "past": row.start,
-                "new_token": row.chunk is None or row.chunk.outputs > 0,
-                "complete_blocks": self._completes(row.spec, row.start, row.tokens),
-            }
-            for row in rows
-        ]
+        batch = [self._row(row.spec, row.start, row.tokens, row.chunk is None or row.chunk.outputs > 0) for row in rows]
         for position, request in self.scheduler.heard.empty_rows:
-            spec, past = request.spec, request.computed
-            complete = self._completes(spec, past, 0)
-            empty = {"req": spec.id, "q": 0, "past": past, "new_token": False, "complete_blocks": complete}
-            batch.insert(position, empty)
+            batch.insert(position, self._row(request.spec, request.computed, 0, False))
         self.scheduler.heard.empty_rows = []
         window = self.scheduler.options.window
         read = sum(min(row["past"], window) if window else row["past"] for row in batch)
@@ -408,6 +396,10 @@ class TransformersReplay(Replay):
             "kv_read_charged": read,
             "padded_if_graphs": self._padded(plan, read),
         }
+
+    def _row(self, spec: RequestSpec, start: int, tokens: int, samples: bool) -> Line:
+        complete = self._completes(spec, start, tokens)
+        return {"req": spec.id, "q": tokens, "past": start, "new_token": samples, "complete_blocks": complete}
 
     def _completes(self, spec: RequestSpec, start: int, tokens: int) -> Any:
         """Return the number of blocks keyed when a row completes, as the original counts: with swapped-in blocks."""

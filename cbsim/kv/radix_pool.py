@@ -54,14 +54,6 @@ class RadixPool(BlockPool):
         """The blocks that can be handed out, some of them only after an eviction."""
         return self._free.free + self.tree.evictable
 
-    @property
-    def contents(self) -> int:
-        return self.keyed
-
-    @property
-    def keyed(self) -> int:
-        return self.tree.evictable + self.tree.protected
-
     def match(self, key: RadixKey, tokens: int) -> Node:
         """Return the node that ends the cached prefix of a text's first `tokens` tokens, `node.end` blocks long."""
         return self.tree.match(key, tokens if self._shares else 0)
@@ -109,9 +101,6 @@ class RadixPool(BlockPool):
     def grow_each(self, requests: list[Request]) -> list[int]:
         assert len(requests) <= self._free.free, ("no room was made", len(requests), self._free.free)
         return super().grow_each(requests)
-
-    def publish(self, request: Request, blocks: int) -> None:
-        self.merge(request, blocks)
 
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
         """Move the first `blocks` blocks of a request, all full, into the tree; duplicates are freed. Outputs become a

@@ -226,7 +226,7 @@ def test_without_sharing_nothing_is_kept() -> None:
     request, _ = admitted(pool, RequestSpec(0, "r0", 0, 3, 2, 2, 0, (1, 2, 3), 1, 3))
     assert pool.release(request) == 3
     assert pool.free_order() == [3, 4, 5, 6, 7, 0, 1, 2]
-    assert pool.keyed == 0
+    assert pool.tree.evictable == pool.tree.protected == 0
     pool.check()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from itertools import count
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from cbsim.kv.host_cache import HostBlocks, HostCache, Visitor
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
-from cbsim.schedulers.vllm.transfers import Ahead, Rows
+from cbsim.schedulers.vllm.transfers import Ahead
 
 
 class SimpleOffload:
@@ -135,16 +136,12 @@ class EagerOffload(SimpleOffload):
         self._cursors.update(dict.fromkeys([request for request, _ in ahead.admitted], 0))
         new = [row for row in ahead.admitted if not row[0].preemptions]
         resumed = [row for row in ahead.admitted if row[0].preemptions]
-        for rows in (new, resumed, ahead.running):
-            self._choose_all(rows, sources, targets)
-        rest, self._rest = self._rest, ([], [])
-        return sources + rest[0], targets + rest[1]
-
-    def _choose_all(self, rows: Rows, sources: list[int], targets: list[int]) -> None:
-        for request, _ in rows:
+        for request, _ in (*new, *resumed, *ahead.running):
             done = self._done(request, request.computed)
             if done > self._cursors[request]:
                 self._choose(request, done, sources, targets)
+        rest, self._rest = self._rest, ([], [])
+        return sources + rest[0], targets + rest[1]
 
     def _done(self, request: Request, computed: int) -> int:
         """Return the blocks that `computed` tokens fill, without the tokens in flight that were planned ahead."""
@@ -261,7 +258,7 @@ class NativeOffload:
         self._jobs: dict[int, _Job] = {}
         self._numbered = 0  # jobs so far
         self._at_once: dict[int, list[int]] = {}  # step -> its stores that are over before its rows
-        self._read: dict[int, int] = {}  # chunks that are being loaded, and by how many requests
+        self._read: Counter[int] = Counter()  # chunks that are being loaded, and by how many requests
 
     @property
     def busy(self) -> bool:
@@ -300,8 +297,7 @@ class NativeOffload:
         blocks = range(local // pool.block_size, (local + external) // pool.block_size)
         sources = [places[block // per_chunk - first] * per_chunk + block % per_chunk for block in blocks]
         targets = pool.tables[request][blocks.start : blocks.stop]
-        for key in keys:
-            self._read[key] = self._read.get(key, 0) + 1
+        self._read.update(keys)
         owner.cursor = end
         job = self._number(_Job(owner, keys, targets, loads=True))
         self._decoding.transfers.append(Transfer(Direction.IN, tuple(sources), tuple(targets), request.spec, job))
@@ -393,17 +389,11 @@ class NativeOffload:
             job.owner.jobs.remove(number)
             if job.loads:
                 self.cache.has_read(job.keys)
-                self._forget(job.keys)
+                self._read -= Counter(job.keys)
                 loaded.append(job.owner.request)
             else:
                 self.cache.has_written(job.keys)
         return loaded
-
-    def _forget(self, keys: list[int]) -> None:
-        for key in keys:
-            self._read[key] -= 1
-            if not self._read[key]:
-                del self._read[key]
 
     def check(self) -> None:
         self.cache.check()
