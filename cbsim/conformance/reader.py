@@ -7,13 +7,13 @@ beside the version's folder (`../workloads/NAME.json`) or beside the trace, perh
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cbsim.errors import ScenarioError
+from cbsim.errors import ScenarioError, UserError
+from cbsim.files import parsed_json
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, serve
 from cbsim.policy.plan import Batch
 from cbsim.policy.request import RequestSpec
@@ -25,7 +25,7 @@ TRACES, WORKLOADS = (".jsonl", ".jsonl.gz"), (".json", ".json.gz")
 SHOWN = 192  # the most characters of a text in a message
 
 
-class UnreadableError(ValueError):
+class UnreadableError(UserError):
     """An error raised for a file that is no trace or workload; the message states the place and what was expected."""
 
 
@@ -80,12 +80,9 @@ def content(path: Path) -> str:
 def parsed(path: Path, number: int | None, document: str) -> Line:
     """Parse the JSON object on line `number` of a file, or that of the whole file if None."""
     at = f"{path}" if number is None else f"{path}, line {number}"
-    try:
-        line = json.loads(document)
-    except ValueError as error:
-        raise UnreadableError(f"{at}: expected a JSON object: {error}") from error
+    line = parsed_json(document, at, UnreadableError)
     if not isinstance(line, dict):
-        raise UnreadableError(f"{at}: expected a JSON object, got {short(document)}")
+        raise UnreadableError(f"{at}: got {short(document)}, expected a JSON object")
     return line
 
 

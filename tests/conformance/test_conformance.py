@@ -207,9 +207,10 @@ def test_a_failing_replay_is_a_mismatch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "line 1: expected a JSON object"),
-        ("no json\n", "line 1: expected a JSON object"),
-        ("[1]\n", "line 1: expected a JSON object, got [1]"),
+        ("", "line 1: not valid JSON: "),
+        ("no json\n", "line 1: not valid JSON: "),
+        ("[" * 100_000, "line 1: not valid JSON: "),
+        ("[1]\n", "line 1: got [1], expected a JSON object"),
         ('{"a": 1}\n', "line 1: expected a trace header that names its scheduler and version"),
         ('{"ev": "header", "vllm": 1}\n', "expected field vllm to be a str, got 1"),
         ('{"ev": "header", "sarathi": "1", "config": {}}\n', "expected field scheduler to be a str, got None"),
@@ -259,7 +260,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, VLLM, lines(VLLM), workload(VLLM))
     path.write_text(path.read_text().replace('{"ev": "update"', "{ev", 1))
     assert ran(path)[0] == 2
-    assert "line 3: expected a JSON object" in ran(path)[1]
+    assert "line 3: not valid JSON" in ran(path)[1]
     trace = lines(VLLM)
     del trace[0]["config"]["policy"]
     status, output = ran(written(tmp_path, VLLM, trace, workload(VLLM)))

@@ -119,7 +119,7 @@ def test_nothing_recorded_is_no_success(capsys: pytest.CaptureFixture[str], orig
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("{", "expected a JSON object"), ("{}", "requests: expected a list with at least one request")],
+    [("{", "not valid JSON: "), ("{}", "requests: expected a list with at least one request")],
 )
 def test_a_damaged_workload_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str
