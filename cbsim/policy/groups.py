@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from math import gcd
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from cbsim.policy.request import RequestSpec
-from cbsim.policy.value import value
 
 
 class Sight(Enum):
@@ -102,24 +101,15 @@ def pages_of(groups: Sequence[LayerGroup]) -> list[int]:
     return [len(group.layers) // layers for group in groups] or [1]
 
 
-@value(init=False)
-class TableChange:
+class TableChange(NamedTuple):
     """A change of the table that a request has in a group, by number. Its first `passed` entries are no longer in use,
     since no layer sees them; `replaced` gives (entry, block) where another block of equal content is now; then `blocks`
     are appended. The first change of a request since its admission is the whole table: `passed` entries that never
     were, then `blocks`.
     """
 
-    def __init__(
-        self,
-        spec: RequestSpec,
-        group: int,
-        passed: int,
-        blocks: tuple[int, ...],
-        replaced: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        self.spec: Final = spec
-        self.group: Final = group
-        self.passed: Final = passed
-        self.blocks: Final = blocks
-        self.replaced: Final = replaced
+    spec: RequestSpec
+    group: int
+    passed: int
+    blocks: tuple[int, ...]
+    replaced: tuple[tuple[int, int], ...] = ()

@@ -11,7 +11,6 @@ when those of the plans before have. Until a result names the job (`StepResult.m
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
 
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.value import value
@@ -29,27 +28,21 @@ class Direction(IntEnum):
     IN = 2  # a block of the host to one on the device
 
 
-@value(init=False)
+@value(frozen=True)
 class Transfer:
     """A transfer of whole blocks of KV: `sources[i]` is copied to `targets[i]`. `spec` is the request whose KV it is,
     or None where it belongs to no single request. `job` is IN_ORDER, or a number that all transfers of one job share.
     """
 
-    def __init__(
-        self,
-        direction: Direction,
-        sources: tuple[int, ...],
-        targets: tuple[int, ...],
-        spec: RequestSpec | None = None,
-        job: int = IN_ORDER,
-    ) -> None:
-        if not len(sources) == len(targets) > 0:
-            raise AssertionError(("a transfer needs a target for each source", direction, sources, targets))
-        self.direction: Final = direction
-        self.sources: Final = sources
-        self.targets: Final = targets
-        self.spec: Final = spec
-        self.job: Final = job
+    direction: Direction
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    spec: RequestSpec | None = None
+    job: int = IN_ORDER
+
+    def __post_init__(self) -> None:
+        if not len(self.sources) == len(self.targets) > 0:
+            raise AssertionError(("a transfer needs a target for each source", self))
 
     @property
     def read(self) -> list[Place]:
