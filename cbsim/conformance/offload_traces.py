@@ -69,7 +69,7 @@ class Heard(Observer):
         self.dropped: list[list[Any]] = []
         self.tables: dict[Request, list[int]] = {}
 
-    def asked(self, request: Request, local: int, external: int | None) -> None:
+    def matched(self, request: Request, local: int, external: int | None) -> None:
         self.match.append([request.spec.id, local, external, bool(external)])
 
     def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
@@ -163,9 +163,9 @@ class ConnectorLines:
         jobs = self._reports.pop(step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
         received = sorted(received) if self.sorts_received else received
-        kept = [*self.unfetched, *(request for request, load in self._transfers.loads.items() if load.dead)]
-        kept.sort(key=lambda request: (request.spec.arrival_ns, request.spec.index))
-        line: Line = {"recved": received, "sent": [], "bad": [], "kept": [request.spec.id for request in kept]}
+        unreleased = [*self.unfetched, *(request for request, load in self._transfers.loads.items() if load.dead)]
+        unreleased.sort(key=lambda request: (request.spec.arrival_ns, request.spec.index))
+        line: Line = {"recved": received, "sent": [], "bad": [], "kept": [request.spec.id for request in unreleased]}
         return line | self.done(step, jobs) | self.tier()
 
 

@@ -548,8 +548,8 @@ class Recorded:
     def _priority(request: Line, o: SglangOptions) -> int:
         """Return a request's priority. One that has none is the least urgent."""
         least = sys.maxsize if o.schedule_low_priority_values_first else -sys.maxsize - 1
-        given: int | None = request.get("priority")
-        return given if given is not None else least if o.enable_priority_scheduling else 0
+        priority: int | None = request.get("priority")
+        return priority if priority is not None else least if o.enable_priority_scheduling else 0
 
     def over(self, step: int, reason: str, outputs: int) -> None:
         self.stats |= {"end_step": step, "reason": reason, "n_out": outputs}

@@ -189,8 +189,8 @@ class Events(Observer):
     def lacked(self, request: Request, blocks: int) -> None:
         self.note("alloc_fail", request, n=blocks, free=self.free_list.free)
 
-    def held_back(self, request: Request, place: int) -> None:
-        self.empty_rows.append((place, request))
+    def held_back(self, request: Request, position: int) -> None:
+        self.empty_rows.append((position, request))
 
     def starved(self, requests: Sequence[Request]) -> None:
         self.note("schedule_returned_none", starved=_ids(requests))

@@ -113,6 +113,7 @@ class PageQueue:
         self._in_front = in_front
 
     def take(self, count: int) -> list[int]:
+        assert count <= self.free, ("no room was made", count, self.free)
         self.free -= count
         taken: list[int] = []
         while count > 0:

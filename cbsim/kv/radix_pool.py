@@ -94,14 +94,6 @@ class RadixPool(BlockPool):
         self._count()
         return evicted
 
-    def grow(self, request: Request, count: int) -> list[int]:
-        assert count <= self._free.free, ("no room was made", count, self._free.free)
-        return super().grow(request, count)
-
-    def grow_each(self, requests: list[Request]) -> list[int]:
-        assert len(requests) <= self._free.free, ("no room was made", len(requests), self._free.free)
-        return super().grow_each(requests)
-
     def merge(self, request: Request, blocks: int) -> list[tuple[int, int]]:
         """Move the first `blocks` blocks of a request, all full, into the tree; duplicates are freed. Outputs become a
         node of their own, so that they can be evicted alone. Return (index in the table, block) of those replaced.

@@ -10,6 +10,14 @@ from cbsim.live.original import Line
 from cbsim.schedulers.vllm.settings import least_blocks
 from cbsim.workload.scheduler_tests import STOP_TOKEN
 
+TIMES = {
+    "base_us": (3000, 5000),
+    "per_token_us": (0, 5, 20),
+    "per_kv_token_us": (0, 0, 1),
+    "sched_us": (0, 700),
+    "update_us": (0, 400),
+    "empty_us": (1000,),
+}
 PLAIN: Line = {
     **dict.fromkeys(("block_size", "num_blocks", "kv_bytes", "max_model_len", "max_num_batched_tokens"), ...),
     "stop_when_done": ...,
@@ -19,22 +27,7 @@ PLAIN: Line = {
     "enable_prefix_caching": True,
     "scheduler_reserve_full_isl": True,
     "policy": "fcfs",
-    "timing": {
-        "base_us": 5000,
-        "per_token_us": 0,
-        "per_kv_token_us": 0,
-        "sched_us": 0,
-        "update_us": 0,
-        "empty_us": 1000,
-    },
-}
-TIMES = {
-    "base_us": (3000, 5000),
-    "per_token_us": (0, 5, 20),
-    "per_kv_token_us": (0, 0, 1),
-    "sched_us": (0, 700),
-    "update_us": (0, 400),
-    "empty_us": (1000,),
+    "timing": {name: times[0] for name, times in TIMES.items()},
 }
 KINDS = ("plain", "host", "hand_off", "samples", "layers", "states")
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # those that can hold pages of several sizes

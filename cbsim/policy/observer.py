@@ -34,7 +34,7 @@ class Observer:
     def evicted(self, blocks: Sequence[int]) -> None:
         """Everything cached was evicted: these blocks, oldest first."""
 
-    def asked(self, request: Request, local: int, external: int | None) -> None:
+    def matched(self, request: Request, local: int, external: int | None) -> None:
         """A connector has `external` tokens behind `local` cached ones; None: it has to be queried again."""
 
     def loading(self, request: Request, external: int, blocks: Sequence[int]) -> None:
@@ -43,8 +43,8 @@ class Observer:
     def lacked(self, request: Request, blocks: int) -> None:
         """A row needed this many more blocks, and the pool has fewer."""
 
-    def held_back(self, request: Request, place: int) -> None:
-        """A row without tokens is the one at `place` of the step being planned. No plan lists it."""
+    def held_back(self, request: Request, position: int) -> None:
+        """A row without tokens is the one at `position` of the step being planned. No plan lists it."""
 
     def starved(self, requests: Sequence[Request]) -> None:
         """No row could be planned, for want of blocks."""

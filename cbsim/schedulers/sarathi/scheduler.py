@@ -157,16 +157,16 @@ class SarathiServe(SchedulerBase):
 
     def _walk(self, step: Step, *, unread_last: bool) -> None:
         line = sorted(self.running, key=_arrival)
-        kept: list[Request] = []
+        staying: list[Request] = []
         reading: list[Request] = []
         first, end = 0, len(line)
         while first < end:
             request = line[first]
             first += 1
             if not self.may_run(request):
-                kept.append(request)
+                staying.append(request)
             elif request.status is Status.PREFILL:
-                (reading if unread_last else kept).append(request)
+                (reading if unread_last else staying).append(request)
             else:
                 while self._grows and not self.pool.free and first < end:
                     end -= 1
@@ -174,11 +174,11 @@ class SarathiServe(SchedulerBase):
                 if self._grows and not self.pool.free:
                     self.preempt(request, step)
                     break
-                kept.append(request)
+                staying.append(request)
                 blocks = self.pool.grow(request, self.pool.due(request, 1))
                 step.decodes[request] = self.decoding.row(request, 1, blocks)
                 step.tokens += 1
-        self._set_line([*kept, *reading])
+        self._set_line([*staying, *reading])
 
     def preempt(self, request: Request, step: Step) -> None:
         """Preempt a request; it is the next to be admitted. With stages its rows in flight are dropped; else they are

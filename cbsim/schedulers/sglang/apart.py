@@ -44,7 +44,7 @@ class Receiving:
         return bool(self.loading or self.cancelled)
 
     @property
-    def held(self) -> int:
+    def allocated(self) -> int:
         """The requests that have blocks and do not run."""
         return len(self.loading) + len(self.cancelled) + len(self.ready)
 
@@ -79,7 +79,7 @@ class Receiving:
     def _rows(self, running: int) -> int:
         """Return how many further requests may have blocks."""
         o = self._options
-        return o.max_running_requests + (o.disaggregation_decode_extra_slots or 0) - running - self.held
+        return o.max_running_requests + (o.disaggregation_decode_extra_slots or 0) - running - self.allocated
 
     def _room(self, decoding: int, single: int = 0) -> int:
         """Return the tokens free beside those reserved for `decoding` requests and others with blocks, or `single`."""
@@ -107,8 +107,8 @@ class Receiving:
         whole output of a request: they could be retracted.
         """
         o, pool, size = self._options, self._pool, self._pool.block_size
-        held = sum([entry.request.known for entry in batch])
-        single = max([_whole(entry) for entry in batch]) - held if batch else 0
+        retractable = sum([entry.request.known for entry in batch])
+        single = max([_whole(entry) for entry in batch]) - retractable if batch else 0
         buffers = BUFFERS * o.max_running_requests
         if o.enable_priority_scheduling:
             self.queue.entries.sort(key=lambda entry: entry.rank)
@@ -118,7 +118,7 @@ class Receiving:
             node = pool.match(entry.key, prompt - 1)
             pool.lock(node)
             new, prefix = (pool.blocks_for(prompt) - node.end) * size, node.end * size
-            needed = max(new + o.num_reserved_decode_tokens, _whole(entry) - prefix - held)
+            needed = max(new + o.num_reserved_decode_tokens, _whole(entry) - prefix - retractable)
             fits = needed <= self._room(len(batch), single)
             if fits:
                 del self.queue.entries[0]

@@ -106,9 +106,9 @@ class SglangScheduler(SchedulerBase):
         """Return why a decode server can never take blocks for a request, or None."""
         if not spec.computed_elsewhere:
             return "a decode server takes requests whose prompt was computed elsewhere"
-        kept, cache = self.options.num_reserved_decode_tokens, self.options.pool_tokens
-        needed = self.pool.blocks_for(spec.prompt_tokens) * self.pool.block_size + kept
-        rule = f"prompt of {spec.prompt_tokens} tokens, num_reserved_decode_tokens is {kept}"
+        reserved, cache = self.options.num_reserved_decode_tokens, self.options.pool_tokens
+        needed = self.pool.blocks_for(spec.prompt_tokens) * self.pool.block_size + reserved
+        rule = f"prompt of {spec.prompt_tokens} tokens, num_reserved_decode_tokens is {reserved}"
         return f"{rule}, the cache holds {cache}" if needed > cache else None
 
     def add(self, spec: RequestSpec) -> None:
@@ -468,8 +468,10 @@ class SglangScheduler(SchedulerBase):
 
     def stranded(self, entry: Entry) -> list[Entry]:
         """Preempt the last decoding request: there is no room, for prompts partly computed or received occupy it."""
-        others = self.chunked is not None or self.receiving is not None
-        assert others, (entry.request.spec.id, "does not fit an empty cache")
+        assert self.chunked is not None or self.receiving is not None, (
+            entry.request.spec.id,
+            "does not fit an empty cache",
+        )
         self._set_back(entry, 0)
         return [entry]
 
@@ -489,7 +491,7 @@ class SglangScheduler(SchedulerBase):
     def _plan(self, rows: dict[Request, Chunk]) -> StepPlan:
         waiting = len(self.waiting)
         if (receiving := self.receiving) is not None:
-            waiting += receiving.held + len(receiving.retracted)
+            waiting += receiving.allocated + len(receiving.retracted)
         return self.decoding.plan(rows, running=len(self.running), waiting=waiting)
 
     def check(self) -> None:

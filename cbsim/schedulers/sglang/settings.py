@@ -89,6 +89,10 @@ class SglangSettings(Settings):
         require(policy != "shortest-prefill-first" or not self.disable_radix_cache, "schedule_policy", message)
         require(chunk != 0, "chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
 
+    @property
+    def preempts(self) -> bool:
+        return self.enable_priority_scheduling and not self.disable_priority_preemption
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangOptions(SglangSettings):
@@ -142,10 +146,6 @@ class SglangOptions(SglangSettings):
         return self.chunks and self.enable_mixed_chunk
 
     @property
-    def preempts(self) -> bool:
-        return self.enable_priority_scheduling and not self.disable_priority_preemption
-
-    @property
     def first_ratio(self) -> float:
         return min(FIRST_RATIO * self.schedule_conservativeness, 1.0)
 
@@ -190,7 +190,7 @@ def _apart(settings: SglangSettings, site: Site, tokens: int, context: int, slot
     """Return the options of a server that prefills or decodes for others. Retracted requests have a fifth of the cache
     on the host, or room for one of any length; where SGLang keeps them in tensors of their own, as much as they need.
     """
-    role, given = site.role, settings.max_running_requests
+    role, stated = site.role, settings.max_running_requests
     if role is None:
         return {}
     require(role != "both", "name", "got sglang, whose servers prefill or decode for others, and do not do both")
@@ -198,11 +198,10 @@ def _apart(settings: SglangSettings, site: Site, tokens: int, context: int, slot
     if role == "prefill":
         return {"disaggregation_mode": role}
     cached = settings.disaggregation_decode_enable_radix_cache
-    preempts = settings.enable_priority_scheduling and not settings.disable_priority_preemption
-    host = TENSORS * tokens if cached or preempts else max(tokens // 5, min(context, tokens))
+    host = TENSORS * tokens if cached or settings.preempts else max(tokens // 5, min(context, tokens))
     more = settings.disaggregation_decode_extra_slots
     if more is None:
-        more = 2 * slots if given is not None and given <= MANY else 0
+        more = 2 * slots if stated is not None and stated <= MANY else 0
     return {
         "disaggregation_mode": role,
         "disable_radix_cache": not cached,
@@ -213,7 +212,7 @@ def _apart(settings: SglangSettings, site: Site, tokens: int, context: int, slot
 
 def _beside_states(settings: SglangSettings, site: Site, step: int) -> tuple[int, int | None]:
     """Return the blocks of the cache, and how many states fit beside it; one more, of padded rows, takes memory too."""
-    slots, ratio, given = settings.max_running_requests, settings.mamba_full_memory_ratio, site.num_blocks
+    slots, ratio, stated = settings.max_running_requests, settings.mamba_full_memory_ratio, site.num_blocks
     if not site.state_rule:
         message = f"got {settings.max_mamba_cache_size}, must be null: no layer (model.attention) keeps a state"
         require(settings.max_mamba_cache_size is None, "max_mamba_cache_size", message)
@@ -222,9 +221,9 @@ def _beside_states(settings: SglangSettings, site: Site, step: int) -> tuple[int
     require(settings.disable_radix_cache, "disable_radix_cache", message)
     layers = [site.attention[layer % len(site.attention)].sight for layer in range(site.layers)]
     each = layers.count(Sight.STATE) * site.state_bytes
-    left = site.blocks(step, slots or 256, 1, 1) if given is None else given * site.block_bytes * (1 + ratio)  # bytes
+    left = site.blocks(step, slots or 256, 1, 1) if stated is None else stated * site.block_bytes * (1 + ratio)  # bytes
     states = settings.max_mamba_cache_size or slots or max(0, int((left * ratio / (1 + ratio) - each) // each))
-    blocks = int(left - (states + 1) * each) // site.block_bytes if given is None else given
+    blocks = int(left - (states + 1) * each) // site.block_bytes if stated is None else stated
     name = "max_running_requests" if settings.max_mamba_cache_size is None else "max_mamba_cache_size"
     name = name if settings.max_mamba_cache_size or slots else "mamba_full_memory_ratio"
     message = (

@@ -153,12 +153,12 @@ class Transfers:
             self._loaded(request, load, publish=scheduler.options.enable_prefix_caching)
             if self._decoding.pool.allocated(request):
                 if not load.computed:  # a prompt of one token: none counts as computed, so it is looked up once more
-                    self._observer.asked(request, 0, self.connector.match(request, 0))
+                    self._observer.matched(request, 0, self.connector.match(request, 0))
                 return self._start(scheduler, queue, load.computed, [], step)
         hits = scheduler.hits(request)
         local = len(hits) * scheduler.options.block_size
         external = self.connector.match(request, local)
-        self._observer.asked(request, local, external)
+        self._observer.matched(request, local, external)
         if external is None:
             return "skipped"
         if external:
