@@ -493,15 +493,10 @@ class ApartReplay(SglangReplay):
         return [request.spec.id, cached * pool.block_size, served.runs(pages)]
 
     def _entered(self, request: Request, ended: bool) -> list[Any]:
-        recorded, reason = self._recorded[request.spec], None
-        stats = recorded.stats
+        stats = self._recorded[request.spec].stats
         stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
         stats["n_out"] = request.seen
-        if ended:
-            reason = self._reason(recorded, request)
-            recorded.over(self._now, reason, request.seen)
-            self._over.add(request.spec)
-        return [recorded.id, reason]
+        return [request.spec.id, self._finished(request)[1] if ended else None]
 
     def _applied(self, effect: Applied) -> None:
         aborted = [request for request in self._heard.ended if request.finish is Finish.ABORTED]

@@ -31,8 +31,7 @@ class Receiving:
         self.queue = queue
         self.retracted: list[Entry] = []
         self.loading: dict[Request, Entry] = {}  # blocks are taken, the KV comes
-        self.arrived: set[Request] = set()  # of these, those whose KV is there
-        self.lost: set[Request] = set()  # and those whose KV will not come
+        self.arrived: dict[Request, bool] = {}  # of these, those whose transfer is over, and whether it brought the KV
         self.cancelled: dict[Request, None] = {}  # they have ended, and their KV still comes
         self.leaving = 0  # of these, those for which memory is reserved until the queues are looked at
         self.ready = WaitingQueue(o, pool)  # they wait for a place
@@ -61,13 +60,11 @@ class Receiving:
         lost: list[Entry] = []
         for request in [request for request in self.loading if request in self.arrived]:
             entry = self.loading.pop(request)
-            self.arrived.remove(request)
-            if request in self.lost:
-                self.lost.remove(request)
-                lost.append(entry)
-            else:
+            if self.arrived.pop(request):
                 self._decoding.admit(request, request.spec.prompt_tokens)
                 self.ready.push(entry)
+            else:
+                lost.append(entry)
         return lost
 
     def retract(self, entry: Entry) -> None:
@@ -153,10 +150,8 @@ class Receiving:
         for request in [request for request in self.cancelled if request in over]:
             del self.cancelled[request]
             self._pool.release(request, returns=True)
-        there = [request for request in over if request in self.loading]
-        self.arrived.update(there)
-        if broken:
-            self.lost.update([r for r in there if not {*broken}.isdisjoint(self._pool.table(r))])
+        for request in [request for request in over if request in self.loading]:
+            self.arrived[request] = not broken or {*broken}.isdisjoint(self._pool.table(request))
 
     def cancel(self, request: Request) -> bool:
         """End a request that is here. Return False if it is not."""
@@ -164,10 +159,7 @@ class Receiving:
         if request in self.loading:
             entry = self.loading.pop(request)
             self.leaving += 1
-            there = request in self.arrived
-            self.arrived.discard(request)
-            self.lost.discard(request)
-            if there:
+            if self.arrived.pop(request, None) is not None:
                 self._pool.release(entry.request, returns=True)
             else:
                 self.cancelled[request] = None
@@ -186,7 +178,7 @@ class Receiving:
         """Raise AssertionError unless the host adds up, and those whose KV comes are known once, each with blocks."""
         self.host.check()
         self.hand_off.check()
-        assert self.lost <= self.arrived <= self.loading.keys(), (self.lost, self.arrived, self.loading)
+        assert self.arrived.keys() <= self.loading.keys(), (self.arrived, self.loading)
         assert self.host.tables.keys() == {entry.request for entry in self.retracted}, "who is out and who is retracted"
 
 

@@ -468,10 +468,8 @@ class SglangScheduler(SchedulerBase):
 
     def stranded(self, entry: Entry) -> list[Entry]:
         """Preempt the last decoding request: there is no room, for prompts partly computed or received occupy it."""
-        assert self.chunked is not None or self.receiving is not None, (
-            entry.request.spec.id,
-            "does not fit an empty cache",
-        )
+        explained = self.chunked is not None or self.receiving is not None
+        assert explained, (entry.request.spec.id, "does not fit an empty cache")
         self._set_back(entry, 0)
         return [entry]
 
