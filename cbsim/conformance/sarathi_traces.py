@@ -195,7 +195,7 @@ def _effective(options: ServeOptions[Any]) -> Line:
     """Return the limits that the original derives from its options."""
     settings = options.settings
     if isinstance(settings, VllmV0Settings):
-        return {"prompt_limit": options.max_batched_tokens, "max_num_batched_tokens": options.max_batched_tokens}
+        return dict.fromkeys(("prompt_limit", "max_num_batched_tokens"), settings.max_batched_tokens)
     line: Line = {"prompt_limit": options.max_model_len}
     if isinstance(settings, SarathiSettings) and settings.enable_dynamic_chunking_schedule:
         line |= {"_chunk_sizes": list(settings.chunk_sizes), "_tokens_per_stage": settings.stage_tokens}

@@ -82,7 +82,7 @@ def test_pipelines(name: str, load: list[Ask], stages: int, size: int, more: int
             assert last.get(row.spec, -1) < scheduler.decoding.batched.updated
             last[row.spec] = plan.step
             met.setdefault(row.spec)
-        assert len(scheduler.running) <= scheduler.options.max_num_seqs
+        assert len(scheduler.running) <= scheduler.options.settings.max_num_seqs
         assert not plan.changes.preempted or name in GROWING
 
     run.on_step = look
@@ -240,7 +240,7 @@ def test_longest_sequences_that_are_solved() -> None:
 
     assert solved("{name: orca}").max_model_len == min(2048, solved("{name: orca}").num_blocks * 16)
     v0 = solved("{name: vllm_v0, max_batched_tokens: 100}")
-    assert (v0.max_model_len, v0.max_batched_tokens, v0.limits.tokens) == (100, 100, 128)
+    assert (v0.max_model_len, v0.settings.step_tokens, v0.limits.tokens) == (100, 100, 128)
     longer = solved("{name: vllm_v0, max_batched_tokens: 900, max_model_len: 200}")
-    assert (longer.max_model_len, longer.max_batched_tokens) == (200, 200)
+    assert (longer.max_model_len, longer.settings.step_tokens) == (200, 200)
     assert solved("{name: sarathi, chunk_size: 64, max_num_seqs: 9}").limits.tokens == 64

@@ -259,7 +259,7 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 def limits(scheduler: AnyScheduler) -> tuple[int, int]:
     """Most tokens and most rows of a step."""
     if isinstance(scheduler, SarathiServe):
-        return scheduler.limits.tokens or 1000, scheduler.options.max_num_seqs
+        return scheduler.limits.tokens or 1000, scheduler.options.settings.max_num_seqs
     if isinstance(scheduler, TrtllmScheduler):
         return scheduler.options.max_num_tokens, scheduler.options.max_batch_size
     if isinstance(scheduler, VllmScheduler | Fcfs):

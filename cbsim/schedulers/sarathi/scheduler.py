@@ -198,7 +198,7 @@ class SarathiServe(SchedulerBase):
 
     def head(self, step: Step) -> Request | None:
         """Return the head of the queue, or None if there is no slot or no room for all of its tokens."""
-        if not self.waiting or len(self.running) >= self.options.max_num_seqs:
+        if not self.waiting or len(self.running) >= self.options.settings.max_num_seqs:
             return None
         request = self.waiting[0]
         return request if self._needed(request) <= self.pool.free - self._watermark else None
@@ -364,7 +364,7 @@ VLLM_V0 = SchedulerKind(
     about="vLLM V0 (Sarathi-Serve's): steps of whole prompts before steps that decode, preemption by recompute",
     settings=settings.VllmV0Settings,
     resolve=settings.resolve_vllm_v0,
-    make=lambda options: SarathiServe(options, partial(vllm_v0, options.max_batched_tokens or options.max_model_len)),
+    make=lambda options: SarathiServe(options, partial(vllm_v0, options.settings.step_tokens or options.max_model_len)),
     staged=True,
 )
 SIMPLE_CHUNKING = SchedulerKind(

@@ -141,18 +141,9 @@ class ServeOptions(Generic[S]):
     stages: int = 1
 
     @property
-    def max_num_seqs(self) -> int:
-        return self.settings.max_num_seqs
-
-    @property
-    def max_batched_tokens(self) -> int | None:
-        """The tokens that prompts may have in a step; None: any."""
-        return self.settings.step_tokens
-
-    @property
     def limits(self) -> Limits:
         """The limits: a step's prompt tokens or its slots; without a bound, the blocks of the longest sequence."""
-        slots, tokens = self.max_num_seqs, self.max_batched_tokens
+        slots, tokens = self.settings.max_num_seqs, self.settings.step_tokens
         if tokens is None:
             return Limits(slots=slots, longest=self.max_model_len, table=-(-self.max_model_len // self.block_size))
         return Limits(slots=slots, tokens=max(tokens, slots), longest=self.max_model_len)
