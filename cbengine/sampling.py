@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from cbsim.scenario import rows
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import near, shown
 
+Words = TypeVar("Words", npt.NDArray[np.int64], Tensor)
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 SHIFTS, FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
 ONE = float(1 << 40)  # the weight of the likeliest token; a vocabulary of 2**22 sums to less than 2**63
@@ -125,48 +126,40 @@ def rank(logits: Tensor, scores: Tensor, beams: int) -> Tensor:
     return torch.stack((tokens.int(), (at // vocab).int(), best.view(torch.int32))).view(-1)
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
     """Return a number in [0, 1) for each (request's seed, position of the token): float32 [S], 24 random bits."""
-    return (_hash(seeds, positions) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    words = _words(seeds.view(np.int64), positions.astype(np.int64))
+    return _shifted(words, 40).astype(np.float32) * np.float32(2**-24)
 
 
 def uniforms_on_device(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return what `uniforms` does, of int64 tensors: their products wrap, their right shifts have to be masked."""
-    return (
-        _shifted(_mixed_on_device(_mixed_on_device(seeds) + (positions + 1) * _signed(GOLDEN)), 40)
-    ).float() * 2**-24
+    """Return what `uniforms` does, of int64 tensors, the bits of seeds among them."""
+    return _shifted(_words(seeds, positions), 40).float() * 2**-24
 
 
-def _mixed_on_device(z: Tensor) -> Tensor:
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed of a run's request: 64 bits."""
+    return int(_words(np.array([seed & MASK], dtype=np.uint64).view(np.int64), np.array([index]))[0]) & MASK
+
+
+def _words(seeds: Words, counters: Words) -> Words:
+    """Return number `counters` of the SplitMix64 stream from the mixed seed (Steele, Lea, Flood, OOPSLA 2014)."""
+    return _mixed(_mixed(seeds) + (counters + 1) * _signed(GOLDEN))
+
+
+def _mixed(z: Words) -> Words:
+    """Apply SplitMix64's finaliser to the bits of int64: products wrap at 64 bits, right shifts have to be masked."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         z = (z ^ _shifted(z, shift)) * _signed(factor)
     return z ^ _shifted(z, SHIFTS[-1])
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shifted(z: Words, bits: int) -> Words:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
     return word - (word >> 63 << 64)
-
-
-def request_seed(seed: int, index: int) -> int:
-    """Return the seed of a run's request: 64 bits."""
-    return int(_hash(np.array([seed & MASK], dtype=np.uint64), np.array([index]))[0])
-
-
-def _hash(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return number `counters` of the SplitMix64 stream from the mixed seed (Steele, Lea, Flood, OOPSLA 2014)."""
-    steps = (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-    return _mixed(_mixed(seeds) + steps)
-
-
-def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply SplitMix64's finaliser. Products of arrays wrap at 64 bits without a warning."""
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    return z ^ (z >> np.uint64(SHIFTS[-1]))
 
 
 @dataclass(frozen=True, slots=True)
