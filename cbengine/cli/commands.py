@@ -76,7 +76,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     content = calibrating.write(arguments.out, measured, scenario, build.device_name(setup))
     if (most := content["calibrated"]["tokens"]) < 16:  # says next to nothing
         progress(f"warning: the largest step probed has {most} query tokens: what larger ones cost is a guess")
-    if (error := measured.fits["kernels"].median_error) > 0.3:  # on an idle machine it is about 0.1
+    if (error := measured.fits["kernels"].errors.median) > 0.3:  # on an idle machine it is about 0.1
         progress(f"warning: the kernels' times are {error:.0%} off at half of the steps or more: was the machine busy?")
     print(arguments.out.read_text(encoding="utf-8"))
     cost = f"cost={{kind: fitted, path: {json.dumps(str(arguments.out.resolve()), ensure_ascii=False)}}}"

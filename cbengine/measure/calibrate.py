@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ from cbsim.files import access
 from cbsim.record import environment
 from cbsim.record.tables import Floats, Mask
 from cbsim.scenario import documents
-from cbsim.scenario.costs import Coefficients, read_whole, sealed
+from cbsim.scenario.costs import Coefficients, FitErrors, read_whole, sealed
 from cbsim.scenario.scenario import Scenario
 
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
@@ -224,7 +224,10 @@ def _written(path: Path, origin: dict[str, Any], measured: Calibration) -> dict[
     calibrated = {
         **origin,
         **{name: int(measured.table.column(column).max()) for name, column in RANGE.items()},
-        "fits": {name: fitted.errors() for name, fitted in measured.fits.items()},
+        "fits": {
+            name: {of: round(value, 5) for of, value in fitted.errors.model_dump().items()}
+            for name, fitted in measured.fits.items()
+        },
     }
     content = {"calibrated": calibrated, **measured.coefficients}
     comment = "# Measured with `python -m cbengine calibrate`. Errors are shares of a step's time.\n"
@@ -247,21 +250,11 @@ def check_writable(path: Path) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A linear form through `used` of `steps` steps. Errors are shares of the time: median, p95, of the sum."""
+class Fit(NamedTuple):
+    """A linear form through steps, and how far off it is."""
 
     coefficients: tuple[float, ...]
-    steps: int
-    used: int
-    median_error: float
-    p95_error: float
-    total_error: float
-
-    def errors(self) -> dict[str, float]:
-        """Return the errors in a coefficient file's fields."""
-        shares = {"median": self.median_error, "p95": self.p95_error, "total": self.total_error}
-        return {"steps": self.steps, "used": self.used} | {name: round(value, 5) for name, value in shares.items()}
+    errors: FitErrors
 
 
 def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fit:
@@ -284,14 +277,10 @@ def fit(features: Floats, measured: Floats, weights: Floats | None = None) -> Fi
         error = np.abs(predicted - measured) / scale
         keep = error <= max(OUTLIER * float(np.median(error)), SYSTEMATIC)
     share = np.abs(predicted - measured) / np.maximum(measured, 1.0)
-    return Fit(
-        tuple(coefficients.tolist()),
-        len(measured),
-        int(keep.sum()),
-        float(np.median(share)),
-        float(np.quantile(share, 0.95)),
-        float(predicted[keep].sum() / measured[keep].sum() - 1),
-    )
+    median, p95 = float(np.median(share)), float(np.quantile(share, 0.95))
+    total = float(predicted[keep].sum() / measured[keep].sum() - 1)
+    errors = FitErrors(steps=len(measured), used=int(keep.sum()), median=median, p95=p95, total=total)
+    return Fit(tuple(coefficients.tolist()), errors)
 
 
 def non_negative(matrix: Floats, target: Floats) -> Floats:

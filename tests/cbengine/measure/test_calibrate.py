@@ -96,7 +96,7 @@ def test_steps_that_waited_for_their_launches_do_not_count() -> None:
         line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
         for i, line in enumerate(table.lines)
     ]
-    assert calibrate.calibration(ProbeTable(waited), LAYERS).fits["kernels"].steps == 400
+    assert calibrate.calibration(ProbeTable(waited), LAYERS).fits["kernels"].errors.steps == 400
     step = plan((), decodes=8, decode_context=800)
     assert simulated(ProbeTable(waited)).gpu_ns(step, 8)[1] == pytest.approx(
         simulated(table).gpu_ns(step, 8)[1], rel=0.01

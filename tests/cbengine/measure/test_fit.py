@@ -95,9 +95,9 @@ def test_noise_is_averaged_out(seed: int) -> None:
     features = steps(1000, seed)
     found = fit(features, noisy(features, seed, 0.1))
     check_predictions(found, steps(300, seed + 100), 0.025)
-    assert 0.055 < found.median_error < 0.08  # of a normal: 0.0674
-    assert 0.17 < found.p95_error < 0.23  # of a normal: 0.196
-    assert found.used > 990
+    assert 0.055 < found.errors.median < 0.08  # of a normal: 0.0674
+    assert 0.17 < found.errors.p95 < 0.23  # of a normal: 0.196
+    assert found.errors.used > 990
 
 
 def test_the_sum_is_unbiased() -> None:
@@ -110,7 +110,7 @@ def test_the_sum_is_unbiased() -> None:
         measured = noisy(features, seed, 0.2)
         found = fit(features, measured)
         errors.append(float((features @ np.array(found.coefficients)).sum() / measured.sum() - 1))
-        assert found.total_error == pytest.approx(errors[-1], abs=0.01)
+        assert found.errors.total == pytest.approx(errors[-1], abs=0.01)
     assert abs(float(np.mean(errors))) < 0.003
 
 
@@ -123,8 +123,8 @@ def test_outliers_are_left_out(factor: float) -> None:
     measured[odd] *= factor
     found = fit(features, measured)
     check_predictions(found, steps(300, 4), 0.01)
-    assert 940 <= found.used <= 950
-    assert found.median_error < 0.02
+    assert 940 <= found.errors.used <= 950
+    assert found.errors.median < 0.02
 
 
 def test_an_ordinary_error_is_no_outlier() -> None:
@@ -134,11 +134,11 @@ def test_an_ordinary_error_is_no_outlier() -> None:
     features = np.ones((101, 1))
     for median, bound in ((0.05, OUTLIER * 0.05), (0.005, SYSTEMATIC)):
         measured = 1e6 * (1 + 2 * median * np.linspace(-1, 1, 101))
-        assert fit(features, measured).used == 101
+        assert fit(features, measured).errors.used == 101
         measured[0] = 1e6 * (1 + 0.9 * bound)
-        assert fit(features, measured).used == 101
+        assert fit(features, measured).errors.used == 101
         measured[0] = 1e6 * (1 + 1.2 * bound)
-        assert fit(features, measured).used == 100
+        assert fit(features, measured).errors.used == 100
 
 
 def test_a_weight_is_worth_as_many_steps() -> None:
