@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, Verb, a_path, option, parser_of, real, run_arguments, run_verb, whole
+from cbsim.cli.arguments import Parser, a_path, option, parser_of, real, run_arguments, run_verb, verb, whole
 from cbsim.cli.sessions import door_arguments, session_arguments
 from cbsim.policy.plan import WORKED
 
@@ -38,6 +38,11 @@ def command_line() -> Parser:
     return parser_of("cbengine", about, status, VERBS)
 
 
+@verb(
+    "replay",
+    "serve a scenario on a device and write a run directory for each loop",
+    "tiny_cpu --device process --loop both --set workload.requests=8",
+)
 def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     run_arguments(replay)
     _device_arguments(replay, *DEVICES)
@@ -57,6 +62,7 @@ def _replay_arguments(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--profile", type=COUNT, default=0, metavar="N", help=about)
 
 
+@verb("serve", "a real engine for real clients: an OpenAI-compatible endpoint", "tiny_cpu --device process --port 8000")
 def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     session_arguments(serve)
     door_arguments(serve)
@@ -67,6 +73,11 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--draft-weights", type=a_path, metavar="DIR", help=DRAFTS)
 
 
+@verb(
+    "calibrate",
+    "measure the coefficients of the simulator's fitted cost model",
+    "tiny_cpu --device process --quick --out mine.fitted.yaml",
+)
 def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("scenario", nargs="?", help="whose model and scheduler (validation on a GPU, else tiny_cpu)")
     option(calibrate, "--set")
@@ -82,6 +93,11 @@ def _calibrate_arguments(calibrate: argparse.ArgumentParser) -> None:
     _device_arguments(calibrate, "process", "modelled", "cuda")
 
 
+@verb(
+    "predict",
+    "calibrate on short probes, predict workloads never probed, run them, compare",
+    "cpu-0 cpu-5 --device process --quick --out runs/predicted",
+)
 def _predict_arguments(predict: argparse.ArgumentParser) -> None:
     about = "workloads or groups (all): an unknown one lists them"
     predict.add_argument("cases", nargs="*", metavar="CASE", help=about)
@@ -133,29 +149,4 @@ def _phase(injected: str) -> tuple[str, int]:
     return name, round(extra_ms * 1e6)
 
 
-VERBS = (
-    Verb(
-        "replay",
-        "serve a scenario on a device and write a run directory for each loop",
-        "tiny_cpu --device process --loop both --set workload.requests=8",
-        _replay_arguments,
-    ),
-    Verb(
-        "serve",
-        "a real engine for real clients: an OpenAI-compatible endpoint",
-        "tiny_cpu --device process --port 8000",
-        _serve_arguments,
-    ),
-    Verb(
-        "calibrate",
-        "measure the coefficients of the simulator's fitted cost model",
-        "tiny_cpu --device process --quick --out mine.fitted.yaml",
-        _calibrate_arguments,
-    ),
-    Verb(
-        "predict",
-        "calibrate on short probes, predict workloads never probed, run them, compare",
-        "cpu-0 cpu-5 --device process --quick --out runs/predicted",
-        _predict_arguments,
-    ),
-)
+VERBS = (_replay_arguments, _serve_arguments, _calibrate_arguments, _predict_arguments)
