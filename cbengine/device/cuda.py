@@ -81,7 +81,7 @@ class Cuda(EngineDevice):
         """Capture every graph that the run may need, and run every kind of step once. Raises DeviceError."""
         self._executor, self._capacity, self._random, self._overlap = executor, capacity, random, overlap
         self.group = executor.group
-        self._compute, self._h2d, self._d2h = streams() if overlap else (streams()[0],) * 3
+        self._compute, self._h2d, self._d2h = streams()[:3] if overlap else streams()[:1] * 3
         drafts = capacity.drafts
         self._sizes = captured_sizes(capacity.rows) if graphs and drafts < executor.reach else []
         self._graphs: dict[tuple[int, bool], Graph] = {}  # by rows, and whether some draw
@@ -258,12 +258,6 @@ class Cuda(EngineDevice):
 # are queried for completion. Blocks that a job reads or writes have no other user until then, as policy guarantees.
 
 
-@cache
-def transfer_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return the streams for KV to and from the host, beside the steps': the same in every run of a process."""
-    return torch.cuda.Stream(), torch.cuda.Stream()
-
-
 class QueuedMove(NamedTuple):
     """A transfer queued on the GPU, and the events at its edges."""
 
@@ -279,7 +273,7 @@ class CudaMoves:
 
     def __init__(self, carrier: Callable[[], Carrier], compute: torch.cuda.Stream, *, overlap: bool) -> None:
         self._compute = compute
-        self._out, self._in = transfer_streams() if overlap else (compute, compute)
+        self._out, self._in = streams()[3:] if overlap else (compute, compute)
         self._carriers = {stream: carrier() for stream in (self._compute, self._out, self._in)}
         self._queued: list[QueuedMove] = []  # not known to have ended
         self._ready = torch.cuda.Event()
@@ -453,9 +447,11 @@ class Graph(NamedTuple):
 
 
 @cache
-def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """Return streams for kernels, copies in and out: one set, as cuBLAS keeps a workspace for every stream."""
-    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+def streams() -> list[torch.cuda.Stream]:
+    """Return streams for kernels, copies in and out, KV to and from the host: one set for all runs of a process, as
+    cuBLAS keeps a workspace for every stream.
+    """
+    return [torch.cuda.Stream() for _ in range(5)]
 
 
 def captured(act: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:

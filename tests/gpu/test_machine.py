@@ -92,7 +92,7 @@ def test_one_capture(cuda: str) -> None:
 @pytest.mark.gpu
 def test_streams_and_events(cuda: str) -> None:
     """A copy on one stream goes by beside work on another, ordered by events."""
-    compute, h2d, _ = streams()
+    compute, h2d, *_ = streams()
     host, on_gpu = gpu.pinned(1 << 26), torch.zeros(1 << 26, dtype=torch.int32, device=cuda)
     host.fill_(7)
     copy_start, copy_end, start, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(5))

@@ -309,10 +309,8 @@ def ordered() -> Iterator[World]:
         patch.setattr(gpu, "facts", lambda: {"device": "a stand-in"})
         patch.setattr(Tensor, "numpy", numpy)
         cuda.streams.cache_clear()
-        cuda.transfer_streams.cache_clear()
         try:
             with Noting(world):
                 yield world
         finally:
             cuda.streams.cache_clear()
-            cuda.transfer_streams.cache_clear()
