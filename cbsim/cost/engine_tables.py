@@ -187,6 +187,17 @@ class _Tables:
                 lacking.append(error)
         raise lacking[0] if lacking else ScenarioError(f"{self.folder}: no tables of {operation}")
 
+    def fastest(self, operation: str, read: Callable[[Path], Measured]) -> Measured:
+        """Return the milliseconds of the fastest of the card's engines that have the rows; if only the own engine
+        counts, or none has them, of the `first`.
+        """
+        known: list[Measured] = []
+        for engine in engines(self.folder, operation) if self.bounded else []:
+            with suppress(NoRowsError):
+                known.append(read(self.folder / f"{operation}__{engine}.csv.gz"))
+        known = known or [self.first(operation, read)]
+        return lambda *at: min([times(*at) for times in known])
+
     def order(self, operation: str) -> list[str]:
         """Return the engines with tables of an operation: this one, its versions by nearness, others by name."""
         name, required = self.engine.partition("_")[0], number(self.engine)
@@ -253,12 +264,9 @@ class _Tables:
             raise NoRowsError(f"{self.folder}: no tables of {of.rule}")
         operation = STATES[of.rule]
         read = partial(_state_kernel, of=of, heads=of.value_heads // tensor, phase=phase)
-        rule, known = self.first(operation, partial(read, conv=False)), []
-        for engine in engines(self.folder, operation) if self.bounded else []:
-            with suppress(NoRowsError):
-                known.append(read(self.folder / f"{operation}__{engine}.csv.gz", conv=True))
-        known = known or [self.first(operation, partial(read, conv=True))]
-        return lambda *at: rule(*at) + min([conv(*at) for conv in known])
+        rule = self.first(operation, partial(read, conv=False))
+        convolution = self.fastest(operation, partial(read, conv=True))
+        return lambda *at: rule(*at) + convolution(*at)
 
     def attended(self, tensor: int, kv_dtype: str, heads: Heads) -> tuple[Measured, Measured]:
         """Return the milliseconds of a layer's attention, of decoding rows and of a prompt."""
@@ -269,7 +277,8 @@ class _Tables:
             decode, prompt = (self._module(f"dsa_{w}_module", query, of, by, required) for w in (ROWS, PROMPTS))
             return decode, prompt
         if heads.latent:
-            decode, prompt = (self._latent(f"{work}_mla", query, required) for work in (ROWS, PROMPTS))
+            read = partial(_attention, query=query, required=required)
+            decode, prompt = (self.fastest(f"{work}_mla", read) for work in (ROWS, PROMPTS))
             return decode, prompt
         required["num_key_value_heads"] = max(1, heads.kv // tensor)
         operation, span = "attention", heads.sees.span
@@ -288,17 +297,6 @@ class _Tables:
         newest = nearest(self.folder, self.engine.partition("_")[0], None, operation) if PROMPTS in operation else None
         tables = _Tables(self.folder, newest or self.engine, self.products, self.bounded)
         return tables.first(operation, partial(_attention, query=query, required=required))
-
-    def _latent(self, operation: str, query: int, required: Mapping[str, object]) -> Measured:
-        """Return the milliseconds of the fastest of the card's engines, for the same reasons as of products."""
-        known: list[Measured] = []
-        read = partial(_attention, query=query, required=required)
-        for engine in engines(self.folder, operation) if self.bounded else []:
-            with suppress(NoRowsError):
-                known.append(read(self.folder / f"{operation}__{engine}.csv.gz"))
-        if not known:
-            return self.first(operation, read)
-        return lambda *at: min([times(*at) for times in known])
 
     def all_reduces(self, gpus: int) -> dict[str, Ladder]:
         """Return milliseconds by launch, the same for all if the table does not distinguish them."""

@@ -85,11 +85,6 @@ def copy_ns(plan: StepPlan, byte_ns: float) -> tuple[int, int]:
     return nearest(4 * (3 * tokens + plan.counts.table_blocks) * byte_ns), nearest(4 * rows * byte_ns)
 
 
-def kinds(attention: Sequence[Attention]) -> list[tuple[Attention, float]]:
-    """Return the kinds of attention of layers, with the share of the layers that have each."""
-    return [(kind, attention.count(kind) / len(attention)) for kind in dict.fromkeys(attention)]
-
-
 class RooflineCost:
     """A roofline model. `overhead_s` is added to every step; `launch_s` is the CPU time to launch its kernels one by
     one. `weights` are those of one GPU; their `linear_bytes` leaves experts out, `linear` counts those of a token.
@@ -124,7 +119,8 @@ class RooflineCost:
         self._state_s = 2 * weights.state_bytes / rates.bytes_kv  # to read and write the states of a request
         self._state_flop = weights.state_flop
         read = rates.read(weights.attention_flop, weights.decode_flop, weights.kv_bytes)
-        self._reads = [(kind, share, read) for kind, share in kinds(attention)]
+        shares = {kind: attention.count(kind) / len(attention) for kind in dict.fromkeys(attention)}
+        self._reads = [(kind, share, read) for kind, share in shares.items()]
         self._listed = listed or any(kind != FULL for kind, *_ in self._reads) or self._state_s > 0
         if weights.indexer_bytes:
             scored = rates.read(weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes)

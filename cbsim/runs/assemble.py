@@ -11,8 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import cast
 
-from cbsim.cost.base import NS, Copies, Cost, StagedCost
-from cbsim.cost.drafting import DraftingCost
+from cbsim.cost.base import NS, Copies, Cost, DraftingCost, StagedCost
 from cbsim.policy.groups import LayerGroup, page_layers
 from cbsim.policy.kind import Settings
 from cbsim.policy.loop import Scheduler

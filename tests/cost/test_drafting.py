@@ -9,9 +9,8 @@ import pytest
 from support.helpers import step_plan
 from support.plans import SPEC, plan
 
-from cbsim.cost.base import CpuCost, PhaseCost
+from cbsim.cost.base import CpuCost, DraftingCost, PhaseCost
 from cbsim.cost.curves import CurveTimes, sources
-from cbsim.cost.drafting import DraftingCost
 from cbsim.cost.engine_cost import Captured, captured
 from cbsim.cost.fitted import ConstantCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
