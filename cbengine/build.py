@@ -468,7 +468,7 @@ def device(scenario: Scenario, loop: str, plan: ExecutorPlan, setup: Setup, cloc
     steps, graphs = depth(loop), scenario.graph_padding == "cbengine"
     if setup.device == "modelled":
         copies = assemble.copies(scenario, plan.capacity.groups)
-        return Modelled(assemble.cost_model(scenario), copies.ns, plan.capacity, steps, clock, graphs=graphs)
+        return Modelled(assemble.cost_model(scenario), copies, plan.capacity, steps, clock, graphs=graphs)
     options = {"graphs": graphs, "overlap": scenario.loop.streams, "random": plan.random, "spin": setup.spin}
     if setup.device == "process" or plan.rank.count > 1:
         plan.check()  # here, because an error in a worker process is not recognised as a user's mistake

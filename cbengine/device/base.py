@@ -16,8 +16,8 @@ import torch
 from cbengine.batch import Capacity
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, Ints, Ranked, arrays
-from cbengine.device.moves import CopyNs, ModelledMoves, Moved
-from cbsim.cost.base import Cost
+from cbengine.device.moves import ModelledMoves, Moved
+from cbsim.cost.base import Copies, Cost
 from cbsim.errors import ServerError
 from cbsim.policy.captures import bucket, captured_sizes
 from cbsim.policy.plan import StepPlan
@@ -150,14 +150,14 @@ class Modelled(EngineDevice):
     """
 
     def __init__(
-        self, cost: Cost, copy_ns: CopyNs, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool
+        self, cost: Cost, copies: Copies, capacity: Capacity, depth: int, clock: Clock, *, graphs: bool
     ) -> None:
         self.staging = staging(capacity, depth)
         self.facts: dict[str, Any] = {"device": "modelled", "clock": "CPU time of the loop, waiting skipped"}
         self._cost, self._clock = cost, clock
         self._sizes = captured_sizes(capacity.rows) if graphs else []
         self._free = [0, 0, 0]  # when each lane has finished its work
-        self._moves = ModelledMoves(copy_ns)
+        self._moves = ModelledMoves(copies)
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
     def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
@@ -170,12 +170,12 @@ class Modelled(EngineDevice):
         for lane, duration in enumerate(self._cost.gpu_ns(plan, header.tokens)):
             start = max(at, self._free[lane])
             if lane == COMPUTE and (plan.transfers or plan.awaited):
-                start = self._moves.before_rows(plan, start)
+                start = self._moves.before(plan, start)
             end = start + duration + (self._moves.copying_ns(plan) if lane == COMPUTE and plan.transfers else 0)
             at = self._free[lane] = max(end, launched) if lane == COMPUTE else end
             edges += [start, at]
         if plan.transfers:
-            self._moves.after_rows(plan, *edges[2 * COMPUTE : 2 * COMPUTE + 2])
+            self._moves.after(plan, *edges[2 * COMPUTE : 2 * COMPUTE + 2])
         self._done[slot] = _declared(header, plan), Lanes(*edges)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:

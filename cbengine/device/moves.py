@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cbengine.model.kvcache import Carrier
+from cbsim.cost.base import Bookings, Copies, Lane
 from cbsim.policy.plan import StepPlan
-from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.policy.transfers import IN_ORDER, Transfer
 
-CopyNs = Callable[[Direction, int], int]  # nanoseconds for this many blocks
 NEVER_NS = 1 << 200
 
 
@@ -55,12 +55,11 @@ class InPlace:
         return over
 
 
-class ModelledMoves:
+class ModelledMoves(Bookings):
     """Transfers that take a cost's time, on a lane for each way of the host's link; copies take the compute lane's."""
 
-    def __init__(self, copy_ns: CopyNs) -> None:
-        self._copy_ns = copy_ns
-        self._free = dict.fromkeys(Direction, 0)  # when each lane has finished its work
+    def __init__(self, copies: Copies) -> None:
+        super().__init__(copies, Lane(), Lane())
         self._moved: list[tuple[int, Moved]] = []  # with the job
 
     @property
@@ -68,40 +67,14 @@ class ModelledMoves:
         """The time at which the next transfer ends."""
         return min((moved.end_ns for _, moved in self._moved), default=NEVER_NS)
 
-    def before_rows(self, plan: StepPlan, at_ns: int) -> int:
-        """Book the transfers before the rows of a plan that could run at `at_ns`; return when the rows can."""
-        ready = max([at_ns, *(moved.end_ns for job, moved in self._moved if job in plan.awaited)])
-        for at, move in enumerate(plan.transfers):
-            if move.job == IN_ORDER and move.direction is not Direction.COPY:
-                ready = self._book(plan, at, ready)
-        for at, move in enumerate(plan.transfers):
-            if move.job != IN_ORDER and move.direction is Direction.IN:
-                self._book(plan, at, ready)
-        return ready
+    def before(self, plan: StepPlan, at_ns: int) -> int:
+        return super().before(plan, max([at_ns, *(moved.end_ns for job, moved in self._moved if job in plan.awaited)]))
 
-    def copying_ns(self, plan: StepPlan) -> int:
-        """Return the time of the copies on the device, which come directly before the rows."""
-        copies = (one for one in plan.transfers if one.direction is Direction.COPY)
-        return sum(self._copy_ns(Direction.COPY, len(one.sources)) for one in copies)
-
-    def after_rows(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
-        """Record that a plan's copies and rows have the compute lane from `start_ns` to `end_ns`."""
-        for at, move in enumerate(plan.transfers):
-            if move.direction is Direction.COPY:
-                start_ns = self._book(plan, at, start_ns)
-            elif move.direction is Direction.OUT and move.job != IN_ORDER:
-                self._book(plan, at, end_ns)
+    def booked(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
+        self._moved.append((plan.transfers[at].job, Moved(plan.step, at, start_ns, end_ns)))
 
     def finished(self, now_ns: int) -> list[Moved]:
         """Return the transfers that have ended by now and were not returned before."""
         over = [moved for _, moved in self._moved if moved.end_ns <= now_ns]
         self._moved = [entry for entry in self._moved if entry[1].end_ns > now_ns]
         return over
-
-    def _book(self, plan: StepPlan, at: int, ready_ns: int) -> int:
-        """Book a transfer on the lane of its direction; return when it ends."""
-        move = plan.transfers[at]
-        start = max(ready_ns, self._free[move.direction])
-        end = self._free[move.direction] = start + self._copy_ns(move.direction, len(move.sources))
-        self._moved.append((move.job, Moved(plan.step, at, start, end)))
-        return end

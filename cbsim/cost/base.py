@@ -1,4 +1,4 @@
-"""The interface of cost models, and what all of them share: CPU time by phase, whole nanoseconds, KV transfers.
+"""The interface of cost models, and what all of them share: CPU time by phase, whole nanoseconds, KV transfers, lanes.
 
 The CPU cost of a phase is a constant plus terms in what the step holds and in what is new in it. Requests are the rows
 of the step, tokens its query tokens, blocks those in the block tables of its rows, chunks the rows that are listed one
@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from cbsim.policy.plan import WORKED, Chunk, StepPlan, StepWork
-from cbsim.policy.transfers import Direction
+from cbsim.policy.transfers import IN_ORDER, Direction
+from cbsim.policy.value import mypyc_attr
 from cbsim.scenario.costs import CpuSettings
 
 NS = 1e9  # nanoseconds of a second
@@ -200,3 +201,67 @@ class Copies:
     def ns(self, direction: Direction, blocks: int) -> int:
         """Return the nanoseconds of a transfer of so many blocks that has its lane to itself."""
         return nearest(blocks * (self._device_ns if direction is Direction.COPY else self._host_ns))
+
+
+class Lane:
+    """A unit of the machine that does one thing at a time; it is free from `free_ns` on."""
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+    def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
+        """Submit work that may start at `ready_ns`; returns its start and end."""
+        assert duration_ns >= 0, duration_ns
+        start = ready_ns if ready_ns > self.free_ns else self.free_ns
+        self.free_ns = end = start + duration_ns
+        return start, end
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Bookings:
+    """The KV transfers of plans, booked: to and from the host on a lane for each direction, copies on the device in the
+    time of the compute lane, before the rows of their plan. Whoever inherits takes note of each in `booked`.
+    """
+
+    def __init__(self, copies: Copies, kv_in: Lane, kv_out: Lane) -> None:
+        self._copies, self._in, self._out = copies, kv_in, kv_out
+
+    def booked(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
+        """Note the start and end of the transfer that a plan lists at this index."""
+        raise NotImplementedError
+
+    def before(self, plan: StepPlan, at_ns: int) -> int:
+        """Book the transfers that precede the rows of a plan, from `at_ns` on, the end of the rows of earlier plans and
+        of the jobs that it awaits. Returns the earliest start of the plan's own rows.
+        """
+        rows_ns = at_ns
+        for at, transfer in enumerate(plan.transfers):
+            if transfer.job == IN_ORDER and transfer.direction is not Direction.COPY:
+                rows_ns = self._book(plan, at, rows_ns)
+        for at, transfer in enumerate(plan.transfers):  # into blocks that the other transfers may just have read
+            if transfer.job != IN_ORDER and transfer.direction is Direction.IN:
+                self._book(plan, at, rows_ns)
+        return rows_ns
+
+    def copying_ns(self, plan: StepPlan) -> int:
+        """Return the time of the copies on the device that precede the rows of a plan."""
+        copies = [transfer for transfer in plan.transfers if transfer.direction is Direction.COPY]
+        return sum([self._copies.ns(copy.direction, len(copy.sources)) for copy in copies])
+
+    def after(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
+        """Book what follows a plan's copies and rows, which take the compute lane from `start_ns` to `end_ns`."""
+        for at, transfer in enumerate(plan.transfers):
+            if transfer.direction is Direction.COPY:
+                until_ns = start_ns + self._copies.ns(transfer.direction, len(transfer.sources))
+                self.booked(plan, at, start_ns, until_ns)
+                start_ns = until_ns
+            elif transfer.direction is Direction.OUT and transfer.job != IN_ORDER:
+                self._book(plan, at, end_ns)
+
+    def _book(self, plan: StepPlan, at: int, at_ns: int) -> int:
+        """Book a transfer on the lane of its direction; returns its end."""
+        transfer = plan.transfers[at]
+        lane = self._in if transfer.direction is Direction.IN else self._out
+        start_ns, end_ns = lane.book(at_ns, self._copies.ns(transfer.direction, len(transfer.sources)))
+        self.booked(plan, at, start_ns, end_ns)
+        return end_ns

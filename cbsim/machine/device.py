@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import simpy
 
-from cbsim.cost.base import Copies, Cost, StagedCost, nearest
+from cbsim.cost.base import Bookings, Copies, Cost, Lane, StagedCost, nearest
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import StepPlan, Underway
-from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.policy.transfers import IN_ORDER
 from cbsim.record.record import StepTimes, TransferLog
 from cbsim.runs.inbox import NEVER_NS
 
@@ -160,30 +160,16 @@ class Pipeline(Device):
         self._slots_ns[slot] = times.d2h_end_ns
 
 
-class Lane:
-    """A unit of the machine that does one thing at a time; it is free from `free_ns` on."""
-
-    def __init__(self) -> None:
-        self.free_ns = 0
-
-    def book(self, ready_ns: int, duration_ns: int) -> tuple[int, int]:
-        """Submit work that may start at `ready_ns`; returns its start and end."""
-        assert duration_ns >= 0, duration_ns
-        start = ready_ns if ready_ns > self.free_ns else self.free_ns
-        self.free_ns = end = start + duration_ns
-        return start, end
-
-
-class Mover:
+class Mover(Bookings):
     """A scheduler of KV transfers: books those of plans, reports finished jobs. `ends` has jobs not yet reported."""
 
     news: simpy.Event | None = None  # event of the next end, where others say when a job is over
 
     def __init__(self, copies: Copies, log: TransferLog, block_size: int, kv_in: Lane, kv_out: Lane) -> None:
+        super().__init__(copies, kv_in, kv_out)
         self.ends: dict[int, int] = {}  # job -> end of its last transfer
-        self._copies, self._log = copies, log
+        self._log = log
         self._underway = Underway(block_size)
-        self._in, self._out = kv_in, kv_out
 
     @property
     def next_ns(self) -> int:
@@ -191,44 +177,16 @@ class Mover:
         return min(self.ends.values(), default=NEVER_NS)
 
     def before(self, plan: StepPlan, at_ns: int) -> int:
-        """Book the transfers that precede the rows of a plan, from `at_ns` on, the end of the rows of earlier plans.
-        Returns the earliest start of the plan's own rows.
-        """
         self._underway.planned(plan)
-        rows_ns = at_ns
         for job in plan.awaited:
-            rows_ns = max(rows_ns, self.ends.get(job, 0))
-        for transfer in plan.transfers:
-            if transfer.job == IN_ORDER and transfer.direction is not Direction.COPY:
-                rows_ns = self._book(plan.step, transfer, rows_ns)
-        for transfer in plan.transfers:  # into blocks that the other transfers may just have read
-            if transfer.job != IN_ORDER and transfer.direction is Direction.IN:
-                self._book(plan.step, transfer, rows_ns)
-        return rows_ns
+            at_ns = max(at_ns, self.ends.get(job, 0))
+        return super().before(plan, at_ns)
 
-    def copying_ns(self, plan: StepPlan) -> int:
-        """Return the time of the copies on the device that precede the rows of a plan."""
-        copies = [transfer for transfer in plan.transfers if transfer.direction is Direction.COPY]
-        return sum([self._copies.ns(copy.direction, len(copy.sources)) for copy in copies])
-
-    def after(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
-        """Book what follows a plan's copies and rows, which take the compute lane from `start_ns` to `end_ns`."""
-        for transfer in plan.transfers:
-            if transfer.direction is Direction.COPY:
-                until_ns = start_ns + self._copies.ns(transfer.direction, len(transfer.sources))
-                self._log.moved(plan.step, transfer, start_ns, until_ns)
-                start_ns = until_ns
-            elif transfer.direction is Direction.OUT and transfer.job != IN_ORDER:
-                self._book(plan.step, transfer, end_ns)
-
-    def _book(self, step: int, transfer: Transfer, at_ns: int) -> int:
-        """Book a transfer on the lane of its direction; returns its end."""
-        lane = self._in if transfer.direction is Direction.IN else self._out
-        start_ns, end_ns = lane.book(at_ns, self._copies.ns(transfer.direction, len(transfer.sources)))
-        self._log.moved(step, transfer, start_ns, end_ns)
+    def booked(self, plan: StepPlan, at: int, start_ns: int, end_ns: int) -> None:
+        transfer = plan.transfers[at]
+        self._log.moved(plan.step, transfer, start_ns, end_ns)
         if transfer.job != IN_ORDER:
             self.ends[transfer.job] = max(end_ns, self.ends.get(transfer.job, 0))
-        return end_ns
 
     def over(self, now_ns: int, step: int) -> tuple[int, ...]:
         """Return the jobs that have finished by now, for the result of `step`; each is reported once."""

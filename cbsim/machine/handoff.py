@@ -15,9 +15,9 @@ from functools import partial
 
 import simpy
 
-from cbsim.cost.base import Copies
+from cbsim.cost.base import Copies, Lane
 from cbsim.errors import DeadlockError
-from cbsim.machine.device import Lane, Mover
+from cbsim.machine.device import Mover
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Choice, Front, at
 from cbsim.machine.scaling import Replica, Scaled, State
@@ -50,9 +50,9 @@ class Side(Mover):
 
     def before(self, plan: StepPlan, at_ns: int) -> int:
         self._underway.planned(plan)
-        for transfer in plan.transfers:
+        for index, transfer in enumerate(plan.transfers):
             if transfer.job == IN_ORDER:
-                at_ns = self._book(plan.step, transfer, at_ns)
+                at_ns = self._book(plan, index, at_ns)
                 continue
             assert self.on_order is not None
             self.ends[transfer.job] = NEVER_NS

@@ -28,6 +28,7 @@ from cbengine.device.base import Inline, Modelled
 from cbengine.device.moves import ModelledMoves, Moved
 from cbengine.device.process import Process
 from cbengine.model.kvcache import Carrier
+from cbsim.cost.base import Copies
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record import invariants
@@ -188,8 +189,7 @@ def test_a_job_of_several_moves_is_over_with_the_last() -> None:
 # -- moves that take a cost's time, by hand ---------------------------------------------------------------------------
 
 
-def cost(way: Direction, blocks: int) -> int:
-    return blocks * (1 if way is Direction.COPY else 10)
+COPIES = Copies(10, 1e9, 20e9)  # of a block: 10 ns from and to the host, 1 ns on the device
 
 
 def some(way: Direction, blocks: int, job: int = -1) -> Transfer:
@@ -200,7 +200,7 @@ def test_when_moves_happen() -> None:
     """In order: each after the other, before the rows; copies are the step's own time. Jobs: on the lane of their
     direction, to the host behind the rows, from it as soon as they could run.
     """
-    moves = ModelledMoves(cost)
+    moves = ModelledMoves(COPIES)
     first = StepPlan(
         0,
         transfers=(
@@ -210,14 +210,14 @@ def test_when_moves_happen() -> None:
             some(Direction.OUT, 4, job=7),
         ),
     )
-    assert moves.before_rows(first, 100) == 100 + 20 + 10
+    assert moves.before(first, 100) == 100 + 20 + 10
     assert moves.copying_ns(first) == 3
-    moves.after_rows(first, 130, 200)
+    moves.after(first, 130, 200)
     second = StepPlan(1, transfers=(some(Direction.IN, 5, job=8), some(Direction.OUT, 1, job=9)))
-    assert moves.before_rows(second, 200) == 200, "nobody waits for a job"
-    moves.after_rows(second, 200, 230)
+    assert moves.before(second, 200) == 200, "nobody waits for a job"
+    moves.after(second, 200, 230)
     third = StepPlan(2, awaited=(9, 7))
-    assert moves.before_rows(third, 230) == 250, "the lane was busy with the job before"
+    assert moves.before(third, 230) == 250, "the lane was busy with the job before"
     assert moves.next_ns == 120
     assert moves.finished(130) == [Moved(0, 0, 100, 120), Moved(0, 2, 120, 130)]
     assert moves.finished(130) == []
@@ -228,7 +228,7 @@ def test_when_moves_happen() -> None:
         Moved(1, 0, 200, 250),
         Moved(1, 1, 240, 250),
     ]
-    assert moves.before_rows(StepPlan(3, awaited=(7,)), 240) == 240, "it is over"
+    assert moves.before(StepPlan(3, awaited=(7,)), 240) == 240, "it is over"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -243,9 +243,8 @@ def test_a_run_on_modelled_lanes(loop: str) -> None:
             return found
 
     def device(scenario: Any, loop: str, plan: Any, setup: Any, clock: Any) -> Modelled:
-        return Noted(
-            assemble.cost_model(scenario), lambda way, n: n * 3 * MS, plan.capacity, depth(loop), clock, graphs=False
-        )
+        copies = Copies(3 * MS, 1e9, 2e9)  # 3 ms for each block, wherever it goes
+        return Noted(assemble.cost_model(scenario), copies, plan.capacity, depth(loop), clock, graphs=False)
 
     run, scheduler = restless(lambda: case().run(loop, Setup(device="modelled"), device=device, tick_ns=0), 4)
     assert all(scheduler.moved[kind] for kind in KINDS), scheduler.moved
@@ -269,9 +268,8 @@ def test_a_step_without_rows_waits_for_a_move(loop: str) -> None:
     """Everybody is out, and the link takes its time: two empty steps for a move at most, not a thousand."""
 
     def device(scenario: Any, loop: str, plan: Any, setup: Any, clock: Any) -> Modelled:
-        return Modelled(
-            assemble.cost_model(scenario), lambda way, n: 500 * MS, plan.capacity, depth(loop), clock, graphs=False
-        )
+        half_a_second = Copies(500 * MS, 1e9, 1e9)  # for each block
+        return Modelled(assemble.cost_model(scenario), half_a_second, plan.capacity, depth(loop), clock, graphs=False)
 
     run, scheduler = restless(
         lambda: case().run(loop, Setup(device="modelled"), device=device, tick_ns=0), 1, calm=0.3, haste=0
