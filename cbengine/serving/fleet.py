@@ -1,9 +1,7 @@
 """A fleet on the engine: a process for each server, and in this one their client and their routers.
 
-A request of a fleet whose servers prefill or decode has two legs (`policy.request.leg`), and this process alone knows
-both. A transfer begins when both servers have ordered it; if one of them never will, the other's order is dropped: its
-blocks are free, or the prompt is computed where it decodes. What a server that prefills had when it died is computed
-there, too; what one that decodes had has failed.
+What becomes of the legs of a request say the rules of hand-offs (cbsim.runs.hand_offs), which the simulator has, too;
+here their effects are messages to the servers. What one that decodes had when it died has failed: it is not sent again.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,12 +29,12 @@ from cbengine.serving.member import LOOK_S, Server, nothing
 from cbengine.serving.reporter import Ended, Happened, Left, Post
 from cbsim.errors import ServerError
 from cbsim.http.backend import ABORT, ERROR, Load
-from cbsim.policy.request import DECODE, PREFILL, WHOLE, RequestSpec, leg
+from cbsim.policy.request import DECODE, PREFILL, Finish, RequestSpec, leg
 from cbsim.policy.transfers import Direction
 from cbsim.record.columns import NS
-from cbsim.record.optional_tables import BROKEN, ENDED, FETCHED, LEASE_OVER, UNDER_WAY
-from cbsim.record.record import Records
-from cbsim.runs.inbox import NEVER_NS
+from cbsim.record.record import FAILED, HANDED_OFF, Records
+from cbsim.runs.hand_offs import HandOffs, RoutedRequest
+from cbsim.runs.inbox import NEVER_NS, Arrivals
 from cbsim.runs.routing import Books, Head
 from cbsim.runs.running import Maker
 from cbsim.runs.running import Server as AnyServer
@@ -50,34 +46,7 @@ EARLY_NS = 1_000_000  # by which a wait ends before an arrival: the system's clo
 START_S = 180.0  # the longest that servers may take to load their models
 SILENT_S = 60.0  # the longest that a server may be silent which has nothing left to do
 DIED = "died"  # the end of a leg whose server has
-OUT, IN = Direction.OUT, Direction.IN
-
-
-@dataclass(eq=False, slots=True)
-class RoutedRequest:
-    """A request on its way: the servers that routers have chosen for its legs, and those that have one of them now."""
-
-    sequence: Text
-    chosen: dict[int, int] = field(default_factory=dict)  # by leg
-    at: dict[int, int] = field(default_factory=dict)
-    left_ns: int | None = None  # when its client left
-    reason: str = ""  # why it failed
-
-    def leg(self, server: int) -> int | None:
-        """Return the leg that a server has, if any."""
-        return next((which for which, at in self.at.items() if at == server), None)
-
-
-@dataclass(eq=False, slots=True)
-class HandOver:
-    """The hand-over of a request: its servers, the blocks that each has ordered, 0 if it never will, and when."""
-
-    source: int
-    target: int
-    ordered: dict[Direction, int] = field(default_factory=dict)
-    at_ns: dict[Direction, int] = field(default_factory=dict)
-    until_ns: int = NEVER_NS  # the end of the lease
-    fate: int = UNDER_WAY
+STATUS = {ABORT: Finish.ABORTED.value, ERROR: FAILED, DIED: FAILED}  # of ends that are called otherwise in tables
 
 
 class PostWithPipe(Post):
@@ -120,8 +89,8 @@ class Fleet:
         setup.requests.check(workload.specs())
         for each in {id(server): server for server in scenario.servers}.values():
             executor_plan(each, each.loop.mode, workload.specs(), setup).check()
-        self._slots, self._books = {WHOLE: list(range(fleet.count))}, dict[int, Books]()
-        routers = {WHOLE: fleet.router}
+        self._slots, self._books = {DECODE: list(range(fleet.count))}, dict[int, Books]()  # by leg
+        routers = {DECODE: fleet.router}
         if fleet.hand_off:
             self._slots = {PREFILL: fleet.slots("prefill"), DECODE: fleet.slots("decode")}
             routers = {PREFILL: fleet.router, DECODE: fleet.hand_off.router}
@@ -140,13 +109,11 @@ class Fleet:
         self._prompts = Prompts(scenario.seed, architecture.vocab)
         self._stops = frozenset(architecture.end_tokens if setup.end_tokens else ())
         self._texts = list[Text]()
-        self._requests = dict[int, RoutedRequest]()
-        self._hand_overs, self._crossing = dict[int, HandOver](), dict[int, HandOver]()  # before, and while KV crosses
+        self._requests, self._left_ns = dict[int, Text](), dict[int, int]()  # not ended; when their clients left
+        self._rules, self._lease_ns = HandOffs(self, fleet.hand_off, self.record.hand_offs), NEVER_NS
         self._block_bytes = scenario.servers[0].block_size * scenario.model.kv_bytes_per_token
         self._left, self._closed = len(workload.open), False  # requests that have not arrived, or not ended
-        self._coming, self._due = workload.arriving(), list[tuple[int, int, RequestSpec]]()
-        self._cancels = workload.cancels[::-1]
-        self._come_up()
+        self._due, self._cancels = Arrivals(workload.arriving()), workload.cancels[::-1]
 
     @property
     def load(self) -> Load:
@@ -180,10 +147,7 @@ class Fleet:
 
     def close(self) -> None:
         """End all servers, and leave in the record what they recorded, and what became of hand-overs."""
-        for index, hand_over in {**self._hand_overs, **self._crossing}.items():
-            if any(hand_over.ordered.values()):
-                self._hand_over(index, hand_over, UNDER_WAY)
-        self._hand_overs, self._crossing = {}, {}
+        self._rules.close()
         for server in self._servers:
             server.end()
         self._folder.cleanup()
@@ -229,17 +193,14 @@ class Fleet:
         """Take what servers report, and do what is due."""
         self._receive()
         now_ns = self._elapsed()
-        while self._due and self._due[0][0] <= now_ns:
-            spec = heappop(self._due)[2]
-            if spec is self._up:
-                self._come_up()
+        while self._due.due_ns <= now_ns:
+            spec = self._due.take()
             self._arrived(Text(spec, self._prompts.of(spec), self._setup.sampling_of(spec), self._stops))
         while self._cancels and self._cancels[-1][0] <= now_ns:
             at_ns, spec = self._cancels.pop()
             self._leave(spec.index, at_ns)
-        for index, hand_over in list(self._hand_overs.items()):
-            if hand_over.until_ns <= now_ns and [*hand_over.ordered] == [OUT]:
-                self._give_up(index, hand_over, LEASE_OVER)
+        if self._lease_ns <= now_ns:
+            self._rules.lease_over(now_ns)
         happened, self._happened = self._happened, Happened(now_ns, [], [], [])
         if happened.tokens or happened.ended:
             self._report(happened._replace(at_ns=now_ns))
@@ -247,7 +208,7 @@ class Fleet:
 
     def _receive(self) -> None:
         """Wait until a server reports anything, or something is due; take what they report."""
-        due_ns = min([*(each[0][0] for each in (self._due, self._cancels[-1:]) if each), NEVER_NS])
+        due_ns = min([self._due.due_ns, *(at_ns for at_ns, _ in self._cancels[-1:])])
         due_s = min(LOOK_S, max(0, due_ns - self._elapsed() - EARLY_NS) / NS)
         pipes = {server.pipe: at for at, server in enumerate(self._servers) if not server.over}
         news = () if self._post is None else self._take(self._post)
@@ -272,11 +233,6 @@ class Fleet:
                 self._leave(item.spec.index, item.at_ns)
         return (post.pipe,)
 
-    def _come_up(self) -> None:
-        self._up = next(self._coming, None)
-        if self._up is not None:
-            heappush(self._due, (self._up.arrival_ns, self._up.index, self._up))
-
     def _watch(self) -> None:
         """Let the servers know when nothing arrives any more, and kill one that is silent for too long."""
         closing = not self._closed and not self._left and (self._post is None or self._post.closed)
@@ -290,7 +246,7 @@ class Fleet:
 
     def _busy(self, at: int) -> bool:
         """Whether a server has a leg of any request."""
-        return any(at in routed.at.values() for routed in self._requests.values())
+        return any(at in routed.at.values() for routed in self._rules.requests.values())
 
     # -- what servers say ----------------------------------------------------------------------------------------------
 
@@ -300,19 +256,21 @@ class Fleet:
         shown = self._servers[at].record
         shown.step_count = steps
         for index, ids in tokens:
-            if (routed := self._requests.get(index)) and (which := routed.leg(at)) is not None:
-                if not routed.sequence.outputs:
+            if (sequence := self._requests.get(index)) and (which := self._leg_at(at, index)) is not None:
+                if not sequence.outputs:
                     self._books[which].news(now_ns, index, ended=False)
-                if which != PREFILL:
-                    routed.sequence.outputs += ids
+                if which == DECODE:
+                    sequence.outputs += ids
                     shown.sampled_tokens += len(ids)
-                    self._happened.tokens.append((routed.sequence.spec, ids))
+                    self._happened.tokens.append((sequence.spec, ids))
         for index, finish, reason in ended:
-            if (routed := self._requests.get(index)) and (which := routed.leg(at)) is not None:
-                routed.reason = reason
-                self._ended(routed, which, finish, now_ns)
-            elif finish in (ABORT, ERROR) and index in self._hand_overs and self._hand_overs[index].source == at:
-                self._order(index, OUT, 0)  # a prefill whose request had ended before
+            if (which := self._leg_at(at, index)) is not None:
+                self._leg_over(index, which, finish, reason, now_ns)
+
+    def _leg_at(self, at: int, index: int) -> int | None:
+        """Return the leg of a request that a server has, if any."""
+        routed = self._rules.requests.get(index)
+        return next((which for which, server in routed.at.items() if server == at), None) if routed else None
 
     def _loaded(self, at: int, now_ns: int, load: Sequence[float] | None) -> None:
         for which, slots in self._slots.items():
@@ -321,194 +279,118 @@ class Fleet:
 
     def _over(self, at: int, *_: Any) -> None:
         """Say what becomes of the requests of a server that has failed."""
-        server, now_ns, clock_ns = self._servers[at], self._elapsed(), time.perf_counter_ns()
+        server, now_ns = self._servers[at], self._elapsed()
         if not server.problem:
             return
         self._loaded(at, now_ns, None)
-        for index in [index for index, hand_over in self._crossing.items() if hand_over.target == at]:
-            self._moved(at, index, clock_ns, clock_ns, broken=True)
-        for index, hand_over in list(self._hand_overs.items()):
-            if hand_over.source == at:
-                self._give_up(index, hand_over, BROKEN)
-        for routed in list(self._requests.values()):
-            if (which := routed.leg(at)) is not None:
-                server.lose(leg(routed.sequence.spec, which), now_ns, further=which == PREFILL)
-                routed.reason = f"{server.name} {server.problem}"
-                self._ended(routed, which, DIED, now_ns)
+        self._rules.gone(at, now_ns)
+        for index in list(self._rules.requests):
+            if (which := self._leg_at(at, index)) is not None:
+                self._leg_over(index, which, DIED, f"{server.name} {server.problem}", now_ns)
 
-    # -- hand-overs ----------------------------------------------------------------------------------------------------
+    def _leg_over(self, index: int, which: int, finish: str, reason: str, now_ns: int) -> None:
+        """Note the end of a leg, and of its request if nothing follows."""
+        routed, over = self._rules.requests[index], True
+        alone = which == DECODE or not (routed.over or DECODE in routed.at or finish not in (ABORT, ERROR))
+        status = STATUS.get(finish, finish) if alone else HANDED_OFF
+        server = self._servers[routed.at[which]]
+        server.note(leg(routed.spec, which), now_ns, status, reason, died=finish == DIED)
+        if which == PREFILL:
+            keeps_kv = finish not in (ABORT, ERROR, DIED)
+            over = self._rules.prefilled(index, now_ns, keeps_kv=keeps_kv, died=finish == DIED)
+        else:
+            self._rules.decoded(index, now_ns, died=finish == DIED)
+        if over:
+            self._finish(index, finish, reason)
 
     def _ordered(self, at: int, index: int, direction: Direction, blocks: int) -> None:
-        """Note that a server has ordered its side of a hand-over; the decoding server's may let the prefill begin."""
-        if (hand_over := self._hand_overs.get(index)) is None:
-            self._servers[at].send(("drop", index, direction))
-            return
-        hand_over.at_ns[direction] = self._elapsed()
-        self._order(index, direction, blocks)
-        routed = self._requests.get(index)
-        if direction is IN and routed and PREFILL in routed.chosen and PREFILL not in routed.at:
-            self._send(routed, PREFILL, PREFILL)
-
-    def _order(self, index: int, direction: Direction, blocks: int) -> None:
-        """Note what one side of a hand-over has ordered, 0 if it never will; begin or end it when both are known."""
-        if (hand_over := self._hand_overs.get(index)) is None:
-            return
-        hand_over.ordered.setdefault(direction, blocks)
-        if len(hand_over.ordered) < len((OUT, IN)):
-            return
-        del self._hand_overs[index]
-        out, into = hand_over.ordered[OUT], hand_over.ordered[IN]
-        sides = {OUT: (hand_over.source, hand_over.target), IN: (hand_over.target, hand_over.source)}
-        if out and into:
-            self._crossing[index] = hand_over
-        elif out or into or hand_over.fate != UNDER_WAY:
-            self._hand_over(index, hand_over, ENDED if out else BROKEN)
-        for side, (server, peer) in sides.items():
-            if out and into:
-                self._servers[server].send(("begin", index, side, peer, into))
-            elif hand_over.ordered[side]:
-                self._servers[server].send(("drop", index, side))
-
-    def _give_up(self, index: int, hand_over: HandOver, fate: int) -> None:
-        """Free what a server keeps for a hand-over, which will not take place."""
-        if hand_over.ordered.get(OUT):
-            self._servers[hand_over.source].send(("drop", index, OUT))
-        hand_over.fate, hand_over.until_ns, hand_over.ordered[OUT] = fate, NEVER_NS, 0
-        self._order(index, OUT, 0)
+        self._rules.ordered(at, index, direction, blocks, self._elapsed())
 
     def _moved(self, _: int, index: int, start_ns: int, end_ns: int, broken: bool) -> None:
-        """Note the end of a transfer, as the server that decodes says."""
-        if (hand_over := self._crossing.pop(index, None)) is not None:
-            times = start_ns - self.start_ns, end_ns - self.start_ns
-            self._hand_over(index, hand_over, BROKEN if broken else FETCHED, *times)
+        self._rules.transferred(index, start_ns - self.start_ns, end_ns - self.start_ns, broken=broken)
 
-    def _hand_over(self, index: int, hand_over: HandOver, fate: int, start_ns: int = -1, end_ns: int = -1) -> None:
-        """Record what became of a hand-over, if that was not known before."""
-        fate, blocks = fate if hand_over.fate == UNDER_WAY else hand_over.fate, hand_over.ordered.get(IN, 0)
-        end_ns = self.now_ns if start_ns < 0 else end_ns
-        times = hand_over.at_ns.get(OUT, -1), hand_over.at_ns.get(IN, -1), start_ns, end_ns
-        row = index, hand_over.source, hand_over.target, *times, blocks, blocks * self._block_bytes, fate
-        self.record.hand_offs.extend(row)
+    # -- what the rules ask for (cbsim.runs.hand_offs.Servers) ---------------------------------------------------------
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    def _arrived(self, sequence: Text) -> None:
-        """Choose the servers of a request, and send its first leg."""
-        spec = sequence.spec
-        routed, hand_off = RoutedRequest(sequence), self._fleet.hand_off
-        self._requests[spec.index] = routed
-        if hand_off is None:
-            self._send(routed, WHOLE, WHOLE)
-            return
-        target = self._choose(routed, DECODE)
-        if target is not None:
-            view = self._books[DECODE].views[self._slots[DECODE].index(target)]
-            new = spec.prompt_tokens - view.cached_tokens(spec)
-            source = self._choose(routed, PREFILL) if new >= hand_off.local_below_tokens else None
-            if source is not None and source != target:
-                self._hand_overs[spec.index] = HandOver(source, target)
-                first = PREFILL if hand_off.transfer == "pull" else DECODE
-                self._send(routed, first, first)
-                return
-            self._release(routed, PREFILL)
-        self._send(routed, DECODE, WHOLE)
-
-    def _choose(self, routed: RoutedRequest, which: int) -> int | None:
-        """Let a leg's router choose; None if no server is there."""
-        books, spec = self._books[which], routed.sequence.spec
+    def route(self, spec: RequestSpec, which: int) -> int | None:
+        books = self._books[which]
         books.came(spec)
         if (slot := books.choose(self.now_ns, spec.index)) is None:
             books.end(self.now_ns, spec.index, "refused")
             return None
-        routed.chosen[which] = self._slots[which][slot]
-        return routed.chosen[which]
+        return self._slots[which][slot]
 
-    def _release(self, routed: RoutedRequest, which: int) -> None:
-        """End a leg in its router's books."""
-        if routed.chosen.pop(which, None) is not None:
-            self._books[which].news(self.now_ns, routed.sequence.spec.index, ended=True)
-            self._books[which].end(self.now_ns, routed.sequence.spec.index, "finished")
+    def cached_tokens(self, server: int, spec: RequestSpec) -> int:
+        return self._books[DECODE].views[self._slots[DECODE].index(server)].cached_tokens(spec)
 
-    def _send(self, routed: RoutedRequest, which: int, form: int) -> None:
-        """Send a leg to the server that was chosen, or to another one if that has died, in one of the forms of a leg.
-        If no server is left a prompt is computed where it decodes, or the request fails.
-        """
-        sequence, at = routed.sequence, routed.chosen.get(which)
-        index = sequence.spec.index
-        if at is None or self._servers[at].problem:
-            self._release(routed, which)
-            at = self._choose(routed, which)
-        if at is None and DECODE in routed.at:
-            self._order(index, OUT, 0)
-        elif at is None:
-            dead = next(server for server in reversed(self._servers) if server.problem)
-            dead.lose(sequence.spec, self.now_ns, further=False)
-            routed.reason = "no server is left"
-            self._order(index, IN, 0)
-            self._finish(routed, DIED, self.now_ns)
-        else:
-            if (hand_over := self._hand_overs.get(index)) is not None:
-                if which == PREFILL:
-                    hand_over.source = at
-                else:
-                    hand_over.target = at
-            further = which == PREFILL and DECODE in routed.at
-            self._servers[at].send(("came", *member.crossing(sequence, leg(sequence.spec, form), further=further)))
-            if self._servers[at].silent_s > 1 and not self._busy(at):
-                self._servers[at].heard_s = time.monotonic()  # until now it had nothing to say
-            routed.at[which] = at
-            if routed.left_ns is not None:
-                self._servers[at].send(("left", index, routed.left_ns))
+    def give(self, server: int, spec: RequestSpec, form: int) -> None:
+        to, left_ns = self._servers[server], self._left_ns.get(spec.index)
+        further = form == PREFILL and DECODE in self._rules.requests[spec.index].at
+        to.send(("came", *member.crossing(self._requests[spec.index], leg(spec, form), further=further)))
+        if to.silent_s > 1 and not self._busy(server):
+            to.heard_s = time.monotonic()  # until now it had nothing to say
+        if left_ns is not None:
+            to.send(("left", spec.index, left_ns))
+
+    def cancel(self, server: int, spec: RequestSpec) -> None:
+        self._servers[server].send(("left", spec.index, self.now_ns))
+
+    def release(self, spec: RequestSpec, which: int) -> None:
+        books = self._books.get(which)
+        if books is not None and spec.index in books.open:
+            books.news(self.now_ns, spec.index, ended=True)
+            books.end(self.now_ns, spec.index, "finished")
+
+    def begin(self, routed: RoutedRequest) -> int:
+        (_, source), (_, target) = routed.sides.items()
+        blocks = routed.blocks[Direction.IN]
+        for (direction, server), peer in zip(routed.sides.items(), (target, source), strict=True):
+            self._servers[server].send(("begin", routed.spec.index, direction, peer, blocks))
+        return blocks * self._block_bytes
+
+    def cut(self, routed: RoutedRequest) -> None:
+        """Note the end of a transfer to a server that has died; of one from there the server that decodes reports."""
+        if self._servers[routed.target].problem:
+            self._rules.transferred(routed.spec.index, self.now_ns, self.now_ns, broken=True)
+
+    def drop(self, server: int, index: int, direction: Direction) -> None:
+        self._servers[server].send(("drop", index, direction))
+
+    def lease(self, until_ns: int) -> None:
+        self._lease_ns = until_ns
+
+    def unserved(self, spec: RequestSpec) -> None:
+        dead = next(server for server in reversed(self._servers) if server.problem)
+        dead.note(spec, self.now_ns, FAILED, "no server is left", died=True)
+        self._finish(spec.index, DIED, "no server is left")
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, sequence: Text) -> None:
+        """Send a request on its way."""
+        self._requests[sequence.spec.index] = sequence
+        if not self._rules.arrived(sequence.spec, self.now_ns):
+            self.unserved(sequence.spec)
 
     def _leave(self, index: int, at_ns: int) -> None:
         """Cancel a request that has arrived and has not ended, at all servers that have a leg of it."""
-        if routed := self._requests.get(index):
-            routed.left_ns = at_ns
-            for server in routed.at.values():
+        if index in self._requests:
+            self._left_ns[index] = at_ns
+            for server in self._rules.requests[index].at.values():
                 self._servers[server].send(("left", index, at_ns))
 
-    def _ended(self, routed: RoutedRequest, which: int, finish: str, now_ns: int) -> None:
-        """Note the end of a leg. The decode follows a prefill, unless it is under way."""
-        del routed.at[which]
-        self._release(routed, which)
-        index, keeps_kv, hand_off = (
-            routed.sequence.spec.index,
-            finish not in (ABORT, ERROR, DIED),
-            self._fleet.hand_off,
-        )
-        if which != PREFILL or hand_off is None:
-            self._order(index, IN, 0)
-            self._finish(routed, finish, now_ns)
-            return
-        if not keeps_kv:
-            self._order(index, OUT, 0)
-        elif hand_off.lease_s is not None and index in self._hand_overs:
-            self._hand_overs[index].until_ns = now_ns + round(hand_off.lease_s * NS)
-        if DECODE in routed.at:
-            return
-        if finish in (ABORT, ERROR):
-            self._order(index, IN, 0)
-            self._finish(routed, finish, now_ns)
-        else:
-            self._send(routed, DECODE, DECODE if keeps_kv else WHOLE)
-
-    def _finish(self, routed: RoutedRequest, finish: str, now_ns: int) -> None:
-        """Go on behind the end of a request. A prefill of it that is still under way is of no use."""
-        sequence = routed.sequence
-        spec = sequence.spec
-        self._leave(spec.index, now_ns)
-        for which in list(routed.chosen):
-            self._release(routed, which)
-        del self._requests[spec.index]
+    def _finish(self, index: int, finish: str, reason: str) -> None:
+        """Go on behind the end of a request."""
+        sequence, spec = self._requests[index], self._requests.pop(index).spec
+        self._left_ns.pop(index, None)
         if self._setup.saves_tokens:
             self._texts.append(sequence)
-        self._happened.ended.append(Ended(spec, ERROR if finish == DIED else finish, routed.reason or None))
+        self._happened.ended.append(Ended(spec, ERROR if finish == DIED else finish, reason or None))
         self._prompts.answered(spec, sequence.outputs)
         self.record.records[0].finished_count += 1  # type: ignore[misc]
-        following = self._client.on_finish(spec, now_ns)
+        following = self._client.on_finish(spec, self.now_ns)
         self._left += len(following) - 1
         for follower in following:
-            heappush(self._due, (follower.arrival_ns, follower.index, follower))
+            self._due.put(follower)
 
 
 # -- a fleet's scenario ------------------------------------------------------------------------------------------------

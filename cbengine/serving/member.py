@@ -31,7 +31,7 @@ from cbengine.sequence import Sequence
 from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Reporter, WokenClock
 from cbsim.errors import ServerError, UserError
 from cbsim.policy.request import RequestSpec
-from cbsim.record.record import HANDED_OFF, Record
+from cbsim.record.record import HANDED_OFF, Record, RequestRow
 from cbsim.record.tables import FinishedRecord, RequestTable
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
@@ -104,7 +104,7 @@ class Member:
         """Take a request; it is a `further` leg of one that another server has, too."""
         spec = self._specs[fields[0]] = RequestSpec(*fields)
         if further:
-            self.server.engine.record.prefills.add(spec)
+            self.server.engine.record.goes_on(spec, HANDED_OFF)
         self._post.send(Sequence(spec, *text))
 
     def left(self, index: int, at_ns: int) -> None:
@@ -138,9 +138,7 @@ def serve(pipe: Connection, scenario: Scenario, setup: Setup, place: Place) -> N
             problem = f"{type(defect).__name__}: {defect}"
         made: tuple[FinishedRecord | None, dict[str, Any]] = None, {}
         if server is not None:
-            record = server.engine.record
-            record.handed_off = sum(row.status == HANDED_OFF for row in record.requests())  # counted where they go on
-            made = FinishedRecord.of(record), dict(server.facts)
+            made = FinishedRecord.of(server.engine.record), dict(server.facts)
         pipe.send(("over", *made, problem))
 
 
@@ -148,14 +146,14 @@ def serve(pipe: Connection, scenario: Scenario, setup: Setup, place: Place) -> N
 
 
 class Server:
-    """A server's process as this one sees it. `lost` are requests that it had when it died."""
+    """A server's process as this one sees it."""
 
     def __init__(self, name: str, pipe: Connection, process: SpawnProcess) -> None:
         self.name, self.pipe, self.process = name, pipe, process
-        self.record, self.lost = nothing(0), Record(0)
+        self.record = nothing(0)
+        self._ends: dict[int, tuple[RequestRow, bool]] = {}  # of requests, in case that it cannot say so itself
         self.facts: dict[str, Any] = {}
         self.problem, self.ready, self.over, self.heard_s = "", False, False, time.monotonic()
-        self.lost.polls = 1
 
     @property
     def silent_s(self) -> float:
@@ -183,12 +181,12 @@ class Server:
             self.record = record or nothing(self.record.total_blocks)
         return kind, *values
 
-    def lose(self, spec: RequestSpec, now_ns: int, *, further: bool) -> None:
-        """Record that a request has failed with it; a `further` leg is not the request's only row."""
-        self.lost.queued(spec, now_ns)
-        self.lost.failures[spec] = f"{self.name} {self.problem}"
-        if further:
-            self.lost.prefills.add(spec)
+    def note(self, spec: RequestSpec, now_ns: int, status: str, reason: str, *, died: bool) -> None:
+        """Note how a request ended here, or as the server `died`."""
+        record = Record(0)
+        record.queued(spec, now_ns)
+        [row] = record.requests()
+        self._ends[spec.index] = row._replace(queued_poll=1, status=status, reason=reason), died
 
     def end(self) -> None:
         """End the process, unless it has ended, and let it give its record if it can."""
@@ -207,8 +205,9 @@ class Server:
             self.process.kill()
             self.process.join()
         rows = {row.index: row for row in self.record.requests}
-        for row in self.lost.requests():
-            rows[row.index] = rows.get(row.index, row)._replace(status=row.status, reason=row.reason)
+        for index, (row, died) in self._ends.items():
+            if died or index not in rows:
+                rows[index] = rows.get(index, row)._replace(status=row.status, reason=row.reason)
         self.record.requests = RequestTable.of([rows[index] for index in sorted(rows)])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from types import SimpleNamespace
 from typing import cast
 
@@ -23,7 +23,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.routers.base import Router, View
-from cbsim.runs.inbox import NEVER_NS, Inbox
+from cbsim.runs.inbox import NEVER_NS, Arrivals, Inbox
 from cbsim.scenario.fleet import Signals
 from cbsim.workload.requests import Workload
 
@@ -43,12 +43,9 @@ class Front:
         self.ended: Callable[[RequestSpec, int], None] | None = None  # called with each request that ends, and when
         self.inboxes = inboxes
         self._left = len(client.open)  # requests that have not arrived, or not ended
-        self._coming = client.arriving()
-        self._due: list[tuple[int, int, RequestSpec]] = []  # the next of `coming`, and requests that follow others
-        self._up: RequestSpec | None = None  # the last one of `coming`
+        self._due = Arrivals(client.arriving())
         self._wakes_ns = NEVER_NS
         self._periodic = 0  # calls at a period
-        self._come_up()
         self._arm()
 
     def is_open(self) -> bool:
@@ -82,32 +79,24 @@ class Front:
         following = self._client.on_finish(spec, now_ns)
         self._left += len(following) - 1
         for follower in following:
-            heappush(self._due, (follower.arrival_ns, follower.index, follower))
+            self._due.put(follower)
         if following:
             self._arm()
         if not self._left:
             self.close()
 
-    def _come_up(self) -> None:
-        self._up = next(self._coming, None)
-        if self._up is not None:
-            heappush(self._due, (self._up.arrival_ns, self._up.index, self._up))
-
     def _arm(self) -> None:
         """Wake when the next request is to be sent, unless that is planned already."""
         if self._due:
-            at_ns = max(self._due[0][0], int(self._env.now))
+            at_ns = max(self._due.due_ns, int(self._env.now))
             if at_ns < self._wakes_ns:
                 self._wakes_ns = at_ns
                 at(self._env, at_ns, self._wake)
 
     def _wake(self, _: simpy.Event) -> None:
         now_ns = int(self._env.now)
-        while self._due and self._due[0][0] <= now_ns:
-            spec = heappop(self._due)[2]
-            if spec is self._up:
-                self._come_up()
-            self._send(spec, now_ns)
+        while self._due.due_ns <= now_ns:
+            self._send(self._due.take(), now_ns)
         if now_ns >= self._wakes_ns:
             self._wakes_ns = NEVER_NS
         self._arm()
@@ -129,12 +118,34 @@ class Front:
                 news.succeed()
 
 
-def at(env: simpy.Environment, at_ns: int, act: Callable[[simpy.Event], None]) -> None:
+def at(env: simpy.Environment, at_ns: int, act: Callable[[simpy.Event], None]) -> simpy.Event:
     """Call `act` at a time, before the processes that wait for the same time."""
     event = simpy.Event(env)
     event._ok, event._value = True, None
     event.callbacks.append(act)
     env.schedule(event, URGENT, at_ns - int(env.now))
+    return event
+
+
+class Alarm:
+    """A call at a time that may change. A run does not go on for one that is not needed any more."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env, self._at_ns = env, NEVER_NS
+        self._event: simpy.Event | None = None
+
+    def set(self, at_ns: int, act: Callable[[simpy.Event], None]) -> None:
+        """Call `act` at this time and at no other; NEVER_NS: not at all."""
+        rings, queue = self._event is not None and self._event.callbacks is not None, self._env._queue
+        if rings and at_ns == self._at_ns:
+            return
+        if rings:
+            queue[:] = [each for each in queue if each[-1] is not self._event]
+            heapify(queue)
+        self._at_ns, self._event = at_ns, None if at_ns == NEVER_NS else at(self._env, at_ns, act)
+
+    def stop(self) -> None:
+        self.set(NEVER_NS, lambda _: None)
 
 
 class ServerView:
@@ -257,6 +268,10 @@ class Choice:
         """Note that the server gets a leg of a request, and return it."""
         self._legs[spec], self._of_leg[leg] = leg, spec
         return leg
+
+    def known_as(self, spec: RequestSpec) -> RequestSpec:
+        """Return a request as the server knows it that has it."""
+        return self._legs.get(spec, spec)
 
     def ended(self, spec: RequestSpec, now_ns: int) -> None:
         """Note that a request ends at a time, now or later, with the last of its samples. A step in flight may still

@@ -1,9 +1,10 @@
-"""Prefill and decode apart: requests in two legs at two servers, and their KV on its way from one to the other.
+"""Prefill and decode apart, simulated: the link between servers, and the transfers that their plans order.
 
 A leg is the request as a server gets it (`policy.request.leg`). The scheduler of the server that prefilled orders a job
-that keeps the blocks, that of the server which decodes one for the blocks that it has taken. The transfer starts when
-both are ordered; when it is over, or cannot be made any more, both servers hear of it with their next result. So no
-block is handed out while a transfer reads or writes it, whatever becomes of the request or of a server.
+that keeps the blocks, that of the server which decodes one for the blocks that it has taken. The rules
+(`runs.hand_offs`) say when the transfer starts, or that there will be none; when it is over, both servers hear of it
+with their next result. So no block is handed out while a transfer reads or writes it, whatever becomes of the request
+or of a server.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from cbsim.cost.base import Copies, Lane
 from cbsim.errors import DeadlockError
 from cbsim.machine.device import Mover
 from cbsim.machine.driver import Machine
-from cbsim.machine.front import Choice, Front, at
+from cbsim.machine.front import Alarm, Choice, Front, at
 from cbsim.machine.scaling import Replica, Scaled, State
 from cbsim.policy.plan import StepPlan
-from cbsim.policy.request import DECODE, PREFILL, RequestSpec, leg
+from cbsim.policy.request import DECODE, PREFILL, WHOLE, RequestSpec, leg
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record.columns import NS
-from cbsim.record.optional_tables import BROKEN, ENDED, FETCHED, LEASE_OVER, UNDER_WAY
-from cbsim.record.record import TransferLog
+from cbsim.record.optional_tables import UNDER_WAY
+from cbsim.record.record import HANDED_OFF, TransferLog
 from cbsim.routers.base import Router
+from cbsim.runs.hand_offs import NONE_YET, HandOffs, RoutedRequest
 from cbsim.runs.inbox import NEVER_NS
 from cbsim.scenario.fleet import Link
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
-NONE_YET = -1
 ANY = 1 << 60  # number of retries
 
 
@@ -79,110 +80,97 @@ class Side(Mover):
 
 
 @dataclass(eq=False, slots=True)
-class OneHandOff:
-    """The hand-off of a request, sent as `spec`, from its source, which prefills, to its target, which decodes."""
+class Crossing:
+    """KV on its way: `left` are the bytes left at a time, `rate` bytes a nanosecond from then on."""
 
-    spec: RequestSpec
-    prefill: RequestSpec
-    decode: RequestSpec
+    index: int
     source: Replica
     target: Replica
-    out: Transfer | None = None  # of the source's blocks, until the source is told that it is over
-    into: Transfer | None = None  # of the target's
-    fate: int = UNDER_WAY
-    began_ns: int = NONE_YET  # start of the first kernels of its prefill, where that matters
-    left: float = 1.0  # share of the KV that goes over after the prefill
-    prefilled_ns: int = NONE_YET
-    taken_ns: int = NONE_YET
-    start_ns: int = NONE_YET
-    end_ns: int = NONE_YET
-    blocks: int = 0
-    size: int = 0  # bytes that go over after the prefill
-    fixed_ns: int = 0  # of the transfer, before its bytes
-
-
-@dataclass(slots=True)
-class Flow:
-    """The bytes of a transfer that were left at a time, the rate since then in bytes a nanosecond, and its end."""
-
+    fixed_ns: int  # before its bytes
     left: float
-    since_ns: int
+    start_ns: int = NONE_YET
+    flows: bool = False  # its bytes have begun
+    since_ns: int = 0
     rate: float = 0.0
     end_ns: int = NEVER_NS
+
+    @property
+    def nics(self) -> Sequence[tuple[str, int]]:
+        return ("sends", id(self.source)), ("receives", id(self.target))
+
+    def pace(self, rate: float, now_ns: int) -> None:
+        """Go on at another rate."""
+        self.left = max(0.0, self.left - self.rate * (now_ns - self.since_ns))
+        self.since_ns, self.rate = now_ns, rate
+        self.end_ns = now_ns + round(self.left / rate) if rate else NEVER_NS
 
 
 class Wire:
     """The NICs of all servers, each sending and receiving at a rate. `over` is called when a transfer has ended."""
 
-    def __init__(self, env: simpy.Environment, link: Link, over: Callable[[OneHandOff], None]) -> None:
+    def __init__(self, env: simpy.Environment, link: Link, over: Callable[[Crossing], None]) -> None:
         self._env, self._over = env, over
         self._rate, self._most = link.bandwidth_gb_s, link.most  # GB/s are bytes a nanosecond
-        self._waiting: list[OneHandOff] = []
-        self._active: dict[OneHandOff, Flow | None] = {}  # no flow before its bytes
-        self._changes = 0
+        self._waiting: list[Crossing] = []
+        self._active: dict[Crossing, None] = {}
+        self._next = Alarm(env)
 
-    def carry(self, one: OneHandOff) -> None:
+    def carry(self, one: Crossing) -> None:
         """Start a transfer as soon as both NICs have room, and no earlier one waits for either."""
         self._waiting.append(one)
         self._start()
 
-    def drop(self, one: OneHandOff) -> None:
-        """Break off a transfer, if it has not ended."""
+    def drop(self, one: Crossing) -> float:
+        """Break off a transfer, if it has not ended; return the bytes that it has left."""
         if one in self._waiting:
             self._waiting.remove(one)
         elif one in self._active:
             del self._active[one]
+            one.pace(0.0, int(self._env.now))
             self._share()
         self._start()
+        return one.left
 
     def _start(self) -> None:
-        busy = Counter(nic for one in self._active for nic in _nics(one))
+        busy = Counter(nic for one in self._active for nic in one.nics)
         for one in list(self._waiting):
-            nics = _nics(one)
-            if max(busy[nic] for nic in nics) < self._most:
+            if max(busy[nic] for nic in one.nics) < self._most:
                 self._waiting.remove(one)
                 self._active[one], one.start_ns = None, int(self._env.now)
                 at(self._env, one.start_ns + one.fixed_ns, partial(self._flows, one))
-            busy.update(nics)
+            busy.update(one.nics)
 
-    def _flows(self, one: OneHandOff, _: simpy.Event) -> None:
+    def _flows(self, one: Crossing, _: simpy.Event) -> None:
         if one in self._active:
-            self._active[one] = Flow(one.size, int(self._env.now))
+            one.flows, one.since_ns = True, int(self._env.now)
             self._share()
 
     def _share(self) -> None:
         """Give each transfer its rate: the lower one of its shares of two NICs."""
-        now_ns, flows = int(self._env.now), {one: flow for one, flow in self._active.items() if flow is not None}
-        sharing = Counter(nic for one in flows for nic in _nics(one))
-        for one, flow in flows.items():
-            rate = self._rate / max(sharing[nic] for nic in _nics(one))
-            if rate != flow.rate:
-                flow.left = max(0.0, flow.left - flow.rate * (now_ns - flow.since_ns))
-                flow.since_ns, flow.rate = now_ns, rate
-                flow.end_ns = now_ns + round(flow.left / rate)
-        self._changes += 1
-        if flows:
-            at(self._env, min(flow.end_ns for flow in flows.values()), partial(self._ends, self._changes))
+        now_ns, flows = int(self._env.now), [one for one in self._active if one.flows]
+        sharing = Counter(nic for one in flows for nic in one.nics)
+        for one in flows:
+            rate = self._rate / max(sharing[nic] for nic in one.nics)
+            if rate != one.rate:
+                one.pace(rate, now_ns)
+        self._next.set(min([one.end_ns for one in flows], default=NEVER_NS), self._ends)
 
-    def _ends(self, change: int, _: simpy.Event) -> None:
-        if change != self._changes:  # rates have changed since
-            return
+    def _ends(self, _: simpy.Event) -> None:
         now_ns = int(self._env.now)
-        ended = [one for one, flow in self._active.items() if flow is not None and flow.end_ns <= now_ns]
+        ended = [one for one in self._active if one.end_ns <= now_ns]
         for one in ended:
             del self._active[one]
+            one.left = 0.0
         self._share()
         self._start()
         for one in ended:
             self._over(one)
 
 
-def _nics(one: OneHandOff) -> Sequence[tuple[str, int]]:
-    return ("sends", id(one.source)), ("receives", id(one.target))
-
-
 class Apart(Scaled):
-    """The servers of a fleet with roles, behind two routers: who prefills a request, and who decodes it."""
+    """The servers of a fleet with roles, behind two routers: who prefills a request, and who decodes it. It does what
+    the rules ask for (`runs.hand_offs.Servers`).
+    """
 
     def __init__(
         self,
@@ -195,9 +183,12 @@ class Apart(Scaled):
         assert scenario.fleet is not None
         assert scenario.fleet.hand_off is not None
         self._terms, self._decodes = scenario.fleet.hand_off, decodes
-        self._of: dict[RequestSpec, OneHandOff] = {}  # by leg, of prefills until their KV is free
+        self._computes = not any(its.kind.brings_first for its in scenario.servers)  # prompts, where they decode
+        self._orders: dict[tuple[int, Direction], Transfer] = {}  # by request, until its server is told of the end
+        self._crossing: dict[int, Crossing] = {}  # by request: layers during its prefill, or all that is left
         super().__init__(scenario, workload, build, router)
-        self._wire = Wire(self.env, self._terms.link, partial(self._end_hand_off, fate=FETCHED))
+        self.rules = HandOffs(self, self._terms, self.record.hand_offs)
+        self._wire, self._leases = Wire(self.env, self._terms.link, self._carried), Alarm(self.env)
 
     def _routed(self, router: Router) -> Sequence[Choice]:
         choices = []
@@ -205,249 +196,191 @@ class Apart(Scaled):
             choices.append(Choice(each, self, [None] * len(slots), self._fleet.signals, slots))
         return choices
 
+    def _router_of(self, which: int) -> Choice:
+        return self._choices[which != PREFILL]
+
     @property
-    def _pulls(self) -> bool:
-        return self._terms.transfer == "pull"
+    def _now_ns(self) -> int:
+        return int(self.env.now)
 
     def run(self, on_step: Callable[[int], None] | None = None) -> None:
         super().run(on_step)
         if self.is_open():
-            raise DeadlockError(f"servers wait for room at each other, in {len(self._under_way())} hand-offs")
+            fates = self.record.hand_offs[9::10]
+            raise DeadlockError(f"servers wait for room at each other, in {fates.count(UNDER_WAY)} hand-offs")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _send(self, spec: RequestSpec, now_ns: int) -> None:
-        prefills, decodes = self._choices
-        if not (prefills.ready and decodes.ready):
+        """Send a request's first leg. It waits for a server that decodes, and for one that prefills if it needs it."""
+        able = self._computes or self._router_of(PREFILL).ready
+        if not (able and self.rules.arrived(spec, now_ns)):
             self._unsent.append(spec)
-            return
-        target, least = self._choose(decodes, spec, now_ns), self._terms.local_below_tokens
-        if least and spec.prompt_tokens - decodes.seen(target.slot).cached_tokens(spec) < least:
-            self._give(target, spec, spec)
-            return
-        source = self._choose(prefills, spec, now_ns)
-        if source is target:
-            self._give(target, spec, spec)
-            return
-        one = OneHandOff(spec, leg(spec, PREFILL), leg(spec, DECODE), source, target)
-        self._of[one.prefill] = self._of[one.decode] = one
-        if self._pulls:
-            self._give(source, spec, prefills.goes_as(one.prefill, spec))
-        else:
-            self._give(target, spec, decodes.goes_as(one.decode, spec))
+
+    def route(self, spec: RequestSpec, which: int) -> int | None:
+        choice = self._router_of(which)
+        return self._choose(choice, spec, self._now_ns).number if choice.ready else None
+
+    def cached_tokens(self, server: int, spec: RequestSpec) -> int:
+        return self._router_of(DECODE).seen(self._by_number[server].slot).cached_tokens(spec)
+
+    def give(self, server: int, spec: RequestSpec, form: int) -> None:
+        replica, legs = self._by_number[server], leg(spec, form)
+        if form == PREFILL and self._terms.transfer != "pull":
+            self.machines[server].record.goes_on(legs, HANDED_OFF)
+        self._give(replica, spec, legs if form == WHOLE else self._router_of(form).goes_as(legs, spec))
+
+    def cancel(self, server: int, spec: RequestSpec) -> None:
+        self.machines[server].inbox.give_up(self._now_ns, self._router_of(PREFILL).known_as(spec))
+
+    def release(self, spec: RequestSpec, which: int) -> None:
+        self._router_of(which).ended(spec, self._now_ns)
+
+    def unserved(self, spec: RequestSpec) -> None:
+        self._again(spec, ANY)
 
     def on_finish(self, spec: RequestSpec, now_ns: int) -> list[RequestSpec]:
-        """Go on after a leg, or a request that has no legs."""
-        if (replica := self._open.pop(spec, None)) is None:
-            return []
-        one = self._of.get(spec)
-        if one is not None and spec is one.prefill:
-            self._prefilled(one, replica, now_ns)
-            return []
-        self._left_by(replica, now_ns)
-        if one is not None:
-            del self._of[spec]
-            self._later(now_ns, lambda: self._decoded(one))
-        self._over(spec if one is None else one.spec, now_ns)
+        """Go on after a leg, or a request that has no legs, at a time of its server, whose CPU may be ahead."""
+        if (replica := self._open.pop(spec, None)) is not None:
+            assert replica.machine is not None
+            record = replica.machine.record
+            keeps_kv = spec.fetched_later and spec not in record.refusals and spec not in record.cancels
+            self._later(now_ns, partial(self._leg_over, spec, replica, keeps_kv))
         return []
 
-    def _over(self, spec: RequestSpec, now_ns: int) -> None:
-        """Go on after a request, in the books of both routers."""
-        for choice in self._choices:
-            choice.ended(spec, now_ns)
-        self._go_on(self._first.pop(spec, spec), now_ns)
-
-    def _prefilled(self, one: OneHandOff, source: Replica, now_ns: int) -> None:
-        """Go on after a prefill, whose blocks its server keeps until they are fetched."""
-        assert source.machine is not None
-        self._choices[0].ended(one.spec, now_ns)
-        record = source.machine.record
-        if one.prefill in record.refusals or one.prefill in record.cancels:  # it has no KV
-            del self._of[one.prefill]
-            self._left_by(source, now_ns)
-            if self._pulls:
-                del self._of[one.decode]
-                self._over(one.spec, now_ns)
-            else:
-                record.handed_off += 1
-                self._later(now_ns, lambda: self._end_hand_off(one, fate=BROKEN))
-            return
-        record.handed_off += 1
-        one.prefilled_ns = now_ns
-        if one.began_ns != NONE_YET:
-            one.left = self._unsent_share(one, source.machine.completion.compute_end_ns - one.began_ns)
-        if self._pulls:
-            self._later(now_ns, lambda: self._decode(one))
-
-    def _decode(self, one: OneHandOff) -> None:
-        """Send the leg that decodes; if its server has gone, the request is sent again."""
-        if one.target.state is State.READY:
-            self._give(one.target, one.spec, self._choices[1].goes_as(one.decode, one.spec))
-            return
-        del self._of[one.decode]
-        self._choices[1].ended(one.spec, int(self.env.now))
-        self._end_hand_off(one, fate=BROKEN)
-        self._again(one.spec, ANY)
-
-    def _decoded(self, one: OneHandOff) -> None:
-        """Go on after the leg that decodes: KV that it has not fetched is not needed any more."""
-        if one.start_ns == NONE_YET:
-            self._end_hand_off(one, fate=ENDED)
+    def _leg_over(self, spec: RequestSpec, replica: Replica, keeps_kv: bool) -> None:
+        now_ns, over = self._now_ns, True
+        whole = self.rules.requests[spec.index].spec
+        if not keeps_kv:  # else its server keeps the blocks until they are fetched
+            self._left_by(replica, now_ns)
+        if spec.fetched_later:
+            over = self.rules.prefilled(spec.index, now_ns, keeps_kv=keeps_kv)
+        else:
+            self.rules.decoded(spec.index, now_ns)
+        if over:
+            self._go_on(self._first.pop(whole, whole), now_ns)
 
     def _later(self, at_ns: int, act: Callable[[], None]) -> None:
         """Act at a time of a server, whose CPU may be ahead of the clock."""
-        at(self.env, max(at_ns, int(self.env.now)), lambda _: act())
+        at(self.env, max(at_ns, self._now_ns), lambda _: act())
 
     # -- hand-offs -----------------------------------------------------------------------------------------------------
 
-    def _ordered(self, replica: Replica, transfer: Transfer) -> None:
+    def _ordered(self, server: int, transfer: Transfer) -> None:
         """Note a job as soon as its plan is launched."""
-        assert replica.machine is not None
         assert transfer.spec is not None
-        one = self._of.get(transfer.spec)
-        if one is None:  # its server died or its request ended before
-            side(replica).end(transfer, NONE_YET, replica.machine.now_ns, broken=True)
-        else:
-            self._later(replica.machine.now_ns, partial(self._taken, one, transfer))
+        index, way = transfer.spec.index, transfer.direction
+        mine = transfer.sources if way is Direction.OUT else transfer.targets
+        self._orders[index, way] = transfer
 
-    def _taken(self, one: OneHandOff, transfer: Transfer) -> None:
-        """Note that a side has the blocks of a job, and start the transfer if both have."""
-        now_ns, lease_s = int(self.env.now), self._terms.lease_s
-        if transfer.direction is Direction.OUT:
-            one.out = transfer
-        else:
-            one.into, one.taken_ns, one.blocks = transfer, now_ns, len(transfer.targets)
-        if lease_s is not None and (one.out is None or one.into is None):
-            at(self.env, now_ns + round(lease_s * NS), lambda _: self._lease_ends(one))
-        if one.fate != UNDER_WAY:
-            self._tell(one)
-        elif one.out is not None and one.into is not None:
-            alone_ns, size = self._alone(one)
-            one.fixed_ns, one.size = round(alone_ns * one.left), round(size * one.left)
-            one.fixed_ns += round(self._terms.link.latency_s * NS)
-            self._wire.carry(one)
-        elif not self._pulls and one.into is transfer:
-            self._prefill(one)
+        def ordered() -> None:
+            self.rules.ordered(server, index, way, len(mine), self._now_ns)
 
-    def _prefill(self, one: OneHandOff) -> None:
-        """Begin a prefill whose target has taken blocks; without its server the target computes the prompt."""
-        if one.source.state is not State.READY or one.source.machine is None:
-            self._choices[0].ended(one.spec, int(self.env.now))
-            self._end_hand_off(one, fate=BROKEN)
-            return
-        one.source.machine.record.prefills.add(one.prefill)
-        self._give(one.source, one.spec, self._choices[0].goes_as(one.prefill, one.spec))
+        self._later(self.machines[server].now_ns, ordered)
 
-    def _alone(self, one: OneHandOff) -> tuple[float, int]:
-        """Return the time of a transfer's descriptors, ns, and its bytes."""
-        source, target = (self._scenarios[each.pool] for each in (one.source, one.target))
-        model, shares = target.model, sorted((source.gpus, target.gpus))
-        pieces = one.blocks * model.layers * (1 if model.latent else 2) * shares[1] / shares[0]
-        size = one.blocks * target.block_size * model.kv_token_bytes(target.gpus) * target.gpus
+    def _side(self, server: int) -> Side:
+        mover = self.machines[server].mover
+        assert isinstance(mover, Side)
+        return mover
+
+    def _tell(self, server: int, index: int, direction: Direction, start_ns: int, *, broken: bool) -> None:
+        """Let a server hear that the job of a hand-off is over."""
+        replica, transfer = self._by_number[server], self._orders.pop((index, direction))
+        self._side(server).end(transfer, start_ns, self._now_ns, broken=broken)
+        if direction is Direction.OUT:
+            self._left_by(replica, self._now_ns)
+
+    def drop(self, server: int, index: int, direction: Direction) -> None:
+        if direction is Direction.IN and (early := self._crossing.pop(index, None)) is not None:
+            self._wire.drop(early)
+        self._tell(server, index, direction, NONE_YET, broken=True)
+
+    def lease(self, until_ns: int) -> None:
+        self._leases.set(until_ns, lambda _: self.rules.lease_over(self._now_ns))
+
+    def begin(self, routed: RoutedRequest) -> int:
+        descriptors_ns, size = self._alone(routed)
+        left, early = 1.0, self._crossing.pop(routed.spec.index, None)
+        if early is not None:
+            left = self._wire.drop(early) / size + 1 / self._layers(routed)
+        fixed_ns = round(descriptors_ns * left) + round(self._terms.link.latency_s * NS)
+        self._carry(routed, fixed_ns, round(size * left))
+        return size
+
+    def _carry(self, routed: RoutedRequest, fixed_ns: int, size: float) -> None:
+        source, target = (self._by_number[number] for number in routed.sides.values())
+        self._crossing[routed.spec.index] = one = Crossing(routed.spec.index, source, target, fixed_ns, size)
+        self._wire.carry(one)
+
+    def _alone(self, routed: RoutedRequest) -> tuple[float, int]:
+        """Return the time of the descriptors of a request's KV, ns, and its bytes."""
+        source, target = (self._scenarios[self._by_number[number].pool] for number in routed.sides.values())
+        model, shares, blocks = target.model, sorted((source.gpus, target.gpus)), routed.blocks[Direction.IN]
+        pieces = blocks * model.layers * (1 if model.latent else 2) * shares[1] / shares[0]
+        size = blocks * target.block_size * model.kv_token_bytes(target.gpus) * target.gpus
         return pieces * self._terms.link.descriptor_s * NS, size
 
-    def _unsent_share(self, one: OneHandOff, prefill_ns: int) -> float:
-        """Return the share of the KV that goes over after a prefill which took so long, if each layer goes as soon as
-        it is computed and nothing else is on the link: all but what the link carried meanwhile, at least one layer.
-        """
-        layers = self._scenarios[one.target.pool].model.layers
-        descriptors_ns, size = self._alone(one)
-        alone_ns = descriptors_ns + size / self._terms.link.bandwidth_gb_s
-        return max(1 / layers, 1 - prefill_ns * (1 - 1 / layers) / alone_ns)
+    def _layers(self, routed: RoutedRequest) -> int:
+        return self._scenarios[self._by_number[routed.target].pool].model.layers
 
-    def _lease_ends(self, one: OneHandOff) -> None:
-        """End a hand-off one side of which has had blocks for so long that the other has not."""
-        if one.out is None or one.into is None:
-            self._give_up_prefill(one)
-            self._end_hand_off(one, fate=LEASE_OVER)
+    def _planned(self, machine: Machine, plan: StepPlan) -> None:
+        """Let the layers of a prompt go over from when the first one is computed, all but the last one."""
+        for chunk in plan.work.chunks:
+            routed = self.rules.requests.get(chunk.spec.index)
+            if chunk.admitted and chunk.spec.fetched_later and routed is not None:
+                start_ns, end_ns = machine.times.compute_start_ns, machine.times.compute_end_ns
+                first_ns = start_ns + (end_ns - start_ns) // self._layers(routed)
+                self._later(first_ns, partial(self._begin_early, routed))
 
-    def _give_up_prefill(self, one: OneHandOff) -> None:
-        """End a prefill that nobody needs any more, if it has been sent and is not over."""
-        if (source := self._open.get(one.prefill)) is not None and source.machine is not None:
-            source.machine.inbox.give_up(int(self.env.now), one.prefill)
+    def _begin_early(self, routed: RoutedRequest) -> None:
+        if routed.handing and not routed.begun and routed.spec.index not in self._crossing:
+            (descriptors_ns, size), early = self._alone(routed), 1 - 1 / self._layers(routed)
+            self._carry(routed, round(descriptors_ns * early), size * early)
 
-    def _end_hand_off(self, one: OneHandOff, *, fate: int) -> None:
-        """End a hand-off, if it has not ended."""
-        if one.fate != UNDER_WAY:
-            return
-        one.fate, one.end_ns = fate, int(self.env.now)
-        if fate != FETCHED:
-            self._wire.drop(one)
-        if one.prefilled_ns == NONE_YET and one.prefill not in self._open:  # it will not be computed
-            self._of.pop(one.prefill, None)
-        self._note(one)
-        self._tell(one)
+    def _carried(self, one: Crossing) -> None:
+        """End a transfer, unless it was of the layers before the last."""
+        if self.rules.requests[one.index].begun:
+            self._end_transfer(one, broken=False)
 
-    def _tell(self, one: OneHandOff) -> None:
-        """Let the sides that have blocks hear that a hand-off is over."""
-        now_ns = int(self.env.now)
-        if one.out is not None:
-            transfer, one.out = one.out, None
-            side(one.source).end(transfer, one.start_ns, now_ns, broken=False)
-            del self._of[one.prefill]
-            self._left_by(one.source, now_ns)
-        if one.into is not None:
-            transfer, one.into = one.into, None
-            side(one.target).end(transfer, one.start_ns, now_ns, broken=one.fate != FETCHED)
+    def _end_transfer(self, one: Crossing, *, broken: bool) -> None:
+        del self._crossing[one.index]
+        for direction, server in self.rules.requests[one.index].sides.items():
+            self._tell(server, one.index, direction, one.start_ns, broken=broken)
+        self.rules.transferred(one.index, one.start_ns, self._now_ns, broken=broken)
 
-    def _note(self, one: OneHandOff) -> None:
-        numbers = [NONE_YET if each.number is None else each.number for each in (one.source, one.target)]
-        times = one.prefilled_ns, one.taken_ns, one.start_ns, one.end_ns
-        self.record.hand_offs.extend((one.spec.index, *numbers, *times, one.blocks, one.size, one.fate))
-
-    def _under_way(self) -> list[OneHandOff]:
-        return [one for one in dict.fromkeys(self._of.values()) if one.fate == UNDER_WAY]
+    def cut(self, routed: RoutedRequest) -> None:
+        self._wire.drop(one := self._crossing[routed.spec.index])
+        self._end_transfer(one, broken=True)
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
     def _ready(self, replica: Replica) -> None:
         super()._ready(replica)
-        if (machine := replica.machine) is not None:
-            its = side(replica)
-            its.env, its.news, its.on_order = self.env, self.env.event(), partial(self._ordered, replica)
+        if (machine := replica.machine) is not None and replica.number is not None:
+            side = self._side(replica.number)
+            side.env, side.news, side.on_order = self.env, self.env.event(), partial(self._ordered, replica.number)
             if self._terms.transfer == "layerwise":
                 machine.on_plan = partial(self._planned, machine)
 
-    def _planned(self, machine: Machine, plan: StepPlan) -> None:
-        """Note when the kernels of a prefill begin."""
-        for chunk in plan.work.chunks:
-            if chunk.admitted and chunk.spec.fetched_later and (one := self._of.get(chunk.spec)) is not None:
-                one.began_ns = machine.times.compute_start_ns
-
     def _cut(self, spec: RequestSpec, machine: Machine, reason: str, most_retries: int) -> None:
-        """End a leg of a server that dies. A prefill that another server waits for is computed there."""
-        if (one := self._of.pop(spec, None)) is None:
+        """End a leg of a server that dies. A prompt whose prefill was cut off is computed where it decodes."""
+        if (routed := self.rules.requests.get(spec.index)) is None:
             super()._cut(spec, machine, reason, most_retries)
             return
         self._cut_off(spec, machine, reason)
-        if spec is one.prefill and not self._pulls:
-            machine.record.handed_off += 1
-            self._end_hand_off(one, fate=BROKEN)
-            return
-        if spec is one.prefill:
-            del self._of[one.decode]
+        if spec.fetched_later:
+            machine.record.goes_on(spec, HANDED_OFF)
+            self.rules.prefilled(spec.index, self._now_ns, keeps_kv=False, died=True)
         else:
-            self._give_up_prefill(one)
-        for choice in self._choices:
-            choice.ended(one.spec, int(self.env.now))
-        self._lost(one.spec, spec, machine, most_retries)
+            self.rules.decoded(spec.index, self._now_ns, died=True)
+            self._lost(routed.spec, spec, machine, most_retries)
 
     def _end(self, replica: Replica, state: State, reason: str = "", back_s: float | None = None) -> None:
+        if replica.over_ns is None and replica.number is not None and self.is_open():
+            self.rules.gone(replica.number, self._now_ns)
         super()._end(replica, state, reason, back_s)
-        for one in self._under_way() if replica.over_ns is not None else ():
-            if replica in (one.source, one.target):
-                self._end_hand_off(one, fate=BROKEN)
 
     def _sum_up(self) -> None:
-        for one in self._under_way():
-            self._note(one)
+        self.rules.close()
         if self._fleet.changes:
             super()._sum_up()
-
-
-def side(replica: Replica) -> Side:
-    """Return what a server knows of hand-offs."""
-    assert replica.machine is not None
-    mover = replica.machine.mover
-    assert isinstance(mover, Side)
-    return mover

@@ -10,20 +10,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from heapq import heappush
 from random import Random
 from typing import Any
 
 import simpy
 
 from cbsim.machine.driver import Machine
-from cbsim.machine.front import Choice, Front, at
+from cbsim.machine.front import Alarm, Choice, Front, at
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
-from cbsim.record.record import Records
+from cbsim.record.record import RETRIED, Records
 from cbsim.routers.base import Router
 from cbsim.routers.scaling import Rule
 from cbsim.runs.assemble import rule
@@ -57,6 +56,7 @@ class Replica:
     number: int | None = None
     ready_ns: int = 0
     over_ns: int | None = None
+    deaths: list[Alarm] = field(default_factory=list)  # when it would die
     in_flight: int = 0  # requests that have not ended
 
 
@@ -81,6 +81,7 @@ class Scaled(Front):
         self._first: dict[RequestSpec, RequestSpec] = {}  # of requests that were sent again
         self._sampled: set[RequestSpec] = set()  # requests of several samples
         self.machines, self._replicas = list[Machine](), list[Replica]()
+        self._by_number: list[Replica] = []  # those that have machines
         self._events: list[dict[str, Any]] = []
         self._on_step: Callable[[int], None] | None = None
         self.record = Records([])
@@ -162,7 +163,7 @@ class Scaled(Front):
     def _lost(self, spec: RequestSpec, leg: RequestSpec, machine: Machine, most_retries: int) -> None:
         """Send a request again whose leg was cut off, or let it fail."""
         if self._again(spec, most_retries):
-            machine.record.retried.add(leg)
+            machine.record.goes_on(leg, RETRIED)
         else:
             self._go_on(self._first.pop(spec, spec), int(self.env.now))
 
@@ -178,7 +179,7 @@ class Scaled(Front):
         first = self._first.pop(spec, spec)
         again = self._client.attempt(spec, tries + 1)
         self._first[again] = first
-        heappush(self._due, (now_ns, again.index, again))
+        self._due.put(again, now_ns)
         self._arm()
         return True
 
@@ -242,6 +243,7 @@ class Scaled(Front):
         machine.inbox.news, machine.now_ns = self.env.event(), now_ns
         replica.number, replica.ready_ns = len(self.machines), now_ns
         self.machines.append(machine)
+        self._by_number.append(replica)
         self.inboxes.append(machine.inbox)
         facts = {"gpus": scenario.own_gpus, "total_blocks": machine.record.total_blocks}
         self.record.add(machine.record, {"pool": self._fleet.labels[replica.pool], **facts})
@@ -251,7 +253,7 @@ class Scaled(Front):
         self._becomes(replica, State.READY)
         if chance := self._fleet.random_failures:
             life = Random(f"{chance.seed} {replica.number}").expovariate(chance.per_server_hour / HOUR_NS)
-            at(self.env, now_ns + round(life), lambda _: self._end(replica, State.DEAD, "died", chance.back_s))
+            self._dies_at(replica, now_ns + round(life), "died", chance.back_s)
         waiting, self._unsent = self._unsent, []
         for spec in waiting:
             self._send(spec, now_ns)
@@ -263,8 +265,12 @@ class Scaled(Front):
             choice.drains(replica.slot)
         self._let_go(replica, now_ns)
         if drain_s is not None:
-            reason = f"drained for {drain_s:g} s"
-            at(self.env, now_ns + round(drain_s * NS), lambda _: self._end(replica, State.DEAD, reason))
+            self._dies_at(replica, now_ns + round(drain_s * NS), f"drained for {drain_s:g} s")
+
+    def _dies_at(self, replica: Replica, at_ns: int, reason: str, back_s: float | None = None) -> None:
+        """Let a server die at a time, unless it has gone before."""
+        replica.deaths.append(alarm := Alarm(self.env))
+        alarm.set(at_ns, lambda _: self._end(replica, State.DEAD, reason, back_s))
 
     def _left_by(self, replica: Replica, now_ns: int) -> None:
         """Note that a server has one request less."""
@@ -285,6 +291,8 @@ class Scaled(Front):
         if replica.over_ns is not None or not self.is_open():
             return
         replica.over_ns = now_ns = int(self.env.now)
+        for alarm in replica.deaths:
+            alarm.stop()
         machine = replica.machine
         for choice in self._choices if machine is not None else ():
             choice.left(replica.slot, now_ns)

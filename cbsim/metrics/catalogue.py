@@ -102,10 +102,10 @@ _DISTRIBUTIONS = (
                  listed=MAIN),
     Distribution("e2e_s", "E2E", "last token - arrival", listed=MAIN),
     Distribution("normalized_latency_s", "normalized latency", "`e2e_s` / tokens"),
-    Distribution("queue_s", "queue time", "start of planning the step that first ran it - the poll that took it in; "
-                 "0 if that poll was part of the planning"),
-    Distribution("prefill_s", "prefill time",
-                 "first token - start of planning the step that first ran it; preemptions stay inside"),
+    Distribution("queue_s", "queue time", "start of planning the step that first ran it, or took blocks for KV from "
+                 "another server - the poll that took it in; 0 if that poll was part of the planning"),
+    Distribution("prefill_s", "prefill time", "first token - the end of its queue time; preemptions stay inside, and "
+                 "waiting for KV from another server"),
     Distribution("decode_s", "decode time", "last token - first token; preemptions stay inside"),
     Distribution("itl_s", "ITL", "every gap between two tokens of a request, pooled over all requests that got tokens, "
                  "also unfinished ones"),
@@ -140,13 +140,13 @@ _AFTER = (
            "the span"),
     Metric("hand_off.transfers", "count", 0, "hand-offs", "prefills whose KV went to the server that decodes; only of "
            "fleets with roles, as all of `hand_off`", listed=True),
-    Metric("hand_off.bytes", "bytes", 0, "bytes handed over", "that went over after the prefills"),
+    Metric("hand_off.bytes", "bytes", 0, "bytes handed over", "that went over"),
     *(Metric(f"hand_off.{name}_{of}_s", "s", LESS, f"{label} {of}", about, listed=name == "after_prefill")
       for name, label, about in (
           ("after_prefill", "prefill to last byte", "from the end of a prefill to the last byte of its KV"),
           ("decode_wait", "wait for decode blocks", "from the end of a prefill until the other server had blocks"),
           ("link_wait", "wait for the link", "from when both had blocks to the start of the transfer"),
-          ("transfer", "KV transfer", "from the start of the transfer to its end"))
+          ("transfer", "KV transfer", "from the start of the transfer, layerwise that of what is left, to its end"))
       for of in MAIN_OF_HAND_OFFS),
     Metric("hand_off.link_busy", "share", LESS, "link busy", "bytes of the busiest NIC at its rate, over the span",
            listed=True),

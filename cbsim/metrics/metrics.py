@@ -186,7 +186,8 @@ def latencies(requests: Requests, *, prefills: bool = False) -> dict[str, Floats
 
 
 def _done(requests: Requests, *, prefills: bool) -> Mask:
-    return requests.done | requests.rows.is_in((HANDED_OFF,)) if prefills else requests.done
+    handed_off = requests.rows.is_in((HANDED_OFF,)) & (requests.generated > 0)
+    return requests.done | handed_off if prefills else requests.done
 
 
 def request_count(rows: RequestTable) -> int:

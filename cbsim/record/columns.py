@@ -86,7 +86,7 @@ REQUESTS = (
     Column("output_tokens", "tokens", "what the workload declares that the model will produce"),
     Column("max_tokens", "tokens", "the limit that the scheduler knows"),
     Column("priority", "id", "least is most urgent"),
-    Column("first_step", "id", "first step with a row of it, -1 for none"),
+    Column("first_step", "id", "first step with a row of it, or that took blocks for its KV from elsewhere; -1: none"),
     Column(
         *("status", "text"),
         "`length`, `stop`, `aborted`, `refused`, `failed` (an engine could not go on with it), `handed_off` (a "
@@ -131,10 +131,10 @@ HAND_OFFS = (
     Column("target", "id", "the server that decodes, -1 for none yet"),
     Column("prefilled_ns", "ns", "when the source had kept the blocks, -1 for never"),
     Column("taken_ns", "ns", "when the target had taken blocks, -1 for never"),
-    Column("start_ns", "ns", "start of the transfer, -1 for none"),
-    Column("end_ns", "ns", "end of the hand-off"),
+    Column("start_ns", "ns", "start of the transfer, or of what layers had left after the prefill, -1 for none"),
+    Column("end_ns", "ns", "end of the hand-off, -1 for none yet"),
     Column("blocks", "blocks", "that the target took for it"),
-    Column("bytes", "bytes", "that went over after the prefill"),
+    Column("bytes", "bytes", "that went over, 0 if it did not begin"),
     Column("fate", "id", "0 fetched, 1 the lease ended, 2 broken, 3 the request ended, 4 under way"),
 )
 

@@ -127,9 +127,7 @@ class Record:
         self.steps = bytearray()  # rows of STEP_COLUMNS, each a little-endian 64-bit integer
         self.refusals: dict[RequestSpec, str] = {}
         self.failures: dict[RequestSpec, str] = {}
-        self.retried: set[RequestSpec] = set()  # of the failures, those that were sent to another server
-        self.prefills: set[RequestSpec] = set()  # those of requests that have a row at another server, whatever happens
-        self.handed_off = 0  # prefills that are over, whose requests have another row
+        self._elsewhere: dict[RequestSpec, str] = {}  # RETRIED, HANDED_OFF: their requests have another row
         self.cancels: dict[RequestSpec, int] = {}
         self.transfers = TransferLog()
         self.parents = array("q")  # rows of columns.PARENTS
@@ -144,7 +142,7 @@ class Record:
         self._take: Take | None = None
         self._full_bytes = NEVER_BYTES  # size of steps at which the sink takes them
         self._taken_steps = 0  # steps that the sink has taken
-        self._forgotten = 0  # finished requests that were dropped
+        self._forgotten = 0  # finished requests that were dropped, each counted once
         self._passed_polls = 0  # polls whose requests the sink has rows of
 
     @property
@@ -153,9 +151,13 @@ class Record:
 
     @property
     def finished_count(self) -> int:
-        never_admitted = sum(spec not in self._requests for spec in {**self.refusals, **self.cancels})
-        finished = self._forgotten + sum(r.finish is not None for r in self._requests.values())
-        return finished + never_admitted - len(self.retried) - self.handed_off
+        return self._forgotten + sum([self._counts(spec) for spec in self._queued])
+
+    def _counts(self, spec: RequestSpec) -> bool:
+        """Whether a request is over, and has no other row."""
+        request = self._requests.get(spec)
+        hands_over = spec.fetched_later and request is not None and request.finish is Finish.LENGTH
+        return self._over(spec) and not hands_over and spec not in self._elsewhere
 
     def request(self, spec: RequestSpec) -> Request:
         return self._requests[spec]
@@ -186,8 +188,9 @@ class Record:
         return request.finish is not None
 
     def _forget(self, spec: RequestSpec) -> None:
-        self._forgotten += 1
+        self._forgotten += self._counts(spec)
         del self._queued[spec]
+        self._elsewhere.pop(spec, None)
         self._requests.pop(spec, None)
         self._first_step.pop(spec, None)
         self.refusals.pop(spec, None)
@@ -212,6 +215,10 @@ class Record:
         self.failures[spec] = reason
         return self.cancelled(spec)
 
+    def goes_on(self, spec: RequestSpec, status: str) -> None:
+        """Note that a request has a row at another server, whatever becomes of this one: RETRIED or HANDED_OFF."""
+        self._elsewhere[spec] = status
+
     def refused(self, spec: RequestSpec, reason: str) -> None:
         self.refusals[spec] = reason
 
@@ -220,9 +227,11 @@ class Record:
         self._first_step.setdefault(request.spec, step)
         self._requests[request.spec] = request
 
-    def fetching(self, request: Request) -> None:
-        """Note a request whose KV is being fetched."""
+    def fetching(self, request: Request, step: int) -> None:
+        """Note a request whose KV is being fetched; from another server, it is not in the queue any more."""
         self._requests.setdefault(request.spec, request)
+        if request.spec.computed_elsewhere:
+            self._first_step.setdefault(request.spec, step)
 
     def took_over(self, step: int, parents: tuple[tuple[RequestSpec, RequestSpec], ...]) -> None:
         """Note from the result of a step that these beams continue the text of their parents."""
@@ -313,10 +322,10 @@ class Record:
     def _status(self, spec: RequestSpec, request: Request | None, *, whole: bool) -> str:
         """Return a request's status; `whole`: all its tokens are in the tables."""
         finish = request.finish if request else None
-        if spec in self.prefills or (spec.fetched_later and finish is Finish.LENGTH):
+        if spec in self._elsewhere:
+            return self._elsewhere[spec]
+        if spec.fetched_later and finish is Finish.LENGTH:
             return HANDED_OFF
-        if spec in self.retried:
-            return RETRIED
         if spec in self.refusals:
             return Finish.REFUSED.value
         if spec in self.failures:

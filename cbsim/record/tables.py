@@ -248,7 +248,8 @@ class Requests:
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
-        return self.rows.is_in(ENDED)
+        """The requests that ended with their last token, and whose tokens are known."""
+        return self.rows.is_in(ENDED) & (self.generated > 0)
 
     @cached_property
     def gaps(self) -> tuple[Ints, Ints]:

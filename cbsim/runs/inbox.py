@@ -36,21 +36,50 @@ class Client(Protocol):
         """Return the requests that follow the end of `spec`, arriving at `now_ns` or later; called once an end."""
 
 
-class Inbox:
+class Arrivals:
+    """Requests in order of arrival: `coming` ones, one by one, so that they need not all be in memory, and others."""
+
+    def __init__(self, coming: Iterator[RequestSpec]) -> None:
+        self._coming = coming
+        self._up: RequestSpec | None = None  # the last one of `coming`
+        self._waiting: list[tuple[int, int, RequestSpec]] = []
+        self.came_up = 0  # of `coming`
+        self.due_ns = NEVER_NS  # earliest arrival
+        self._come_up()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def _come_up(self) -> None:
+        self._up = next(self._coming, None)
+        if self._up is not None:
+            self.came_up += 1
+            self.put(self._up)
+
+    def put(self, spec: RequestSpec, at_ns: int | None = None) -> None:
+        """Add a request that arrives at a time, that of the request if there is none."""
+        heappush(self._waiting, (spec.arrival_ns if at_ns is None else at_ns, spec.index, spec))
+        self.due_ns = self._waiting[0][0]
+
+    def take(self) -> RequestSpec:
+        """Return and remove the next request."""
+        spec = heappop(self._waiting)[2]
+        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
+        if spec is self._up:
+            self._come_up()
+        return spec
+
+
+class Inbox(Arrivals):
     """The requests and cancellations of one run. Those handed out are noted in the record with their poll number.
 
-    `coming` yields the requests of `client.open` one by one, so that they need not all be in memory.
+    `coming` yields the requests of `client.open`.
     """
 
     def __init__(self, client: Client, record: Record, coming: Iterator[RequestSpec] | None = None) -> None:
-        self._client, self._record = client, record
-        self._coming = iter(client.open) if coming is None else coming
-        self._left = len(client.open)  # requests of client.open that `coming` has not yielded yet
-        self._up: RequestSpec | None = None  # the last request that `coming` yielded
-        self._waiting: list[tuple[int, int, RequestSpec]] = []  # that request, and follow-up requests
+        super().__init__(iter(client.open) if coming is None else coming)
+        self._client, self._record, self._open = client, record, len(client.open)
         self._cancels = client.cancels[::-1]
-        self.due_ns = NEVER_NS  # earliest arrival
-        self._come_up()
         self.quits = bool(self._cancels)  # whether a cancellation may still come
         self.news: Any = None  # event of the next request or the end, for an inbox fed while the server runs
 
@@ -60,30 +89,13 @@ class Inbox:
 
     def __len__(self) -> int:
         """Return the number of requests that are sent and not yet queued, or will be sent at a known time."""
-        return len(self._waiting) + self._left
-
-    def _come_up(self) -> None:
-        """Add the next request of `client.open` to the waiting ones; one is enough, as they are in order."""
-        self._up = next(self._coming, None)
-        if self._up is not None:
-            self._left -= 1
-            heappush(self._waiting, (self._up.arrival_ns, self._up.index, self._up))
-        self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
-
-    def put(self, spec: RequestSpec) -> None:
-        """Add a request that arrives at its `arrival_ns`."""
-        heappush(self._waiting, (spec.arrival_ns, spec.index, spec))
-        self.due_ns = self._waiting[0][0]
+        return len(self._waiting) + self._open - self.came_up
 
     def arrived(self, now_ns: int) -> list[RequestSpec]:
         """Take the requests that have arrived until now, and record them as queued."""
         arrived = []
         while self.due_ns <= now_ns:
-            spec = heappop(self._waiting)[2]
-            if spec is self._up:
-                self._come_up()
-            else:
-                self.due_ns = self._waiting[0][0] if self._waiting else NEVER_NS
+            spec = self.take()
             self._record.queued(spec, now_ns)
             arrived.append(spec)
         return arrived
@@ -128,7 +140,7 @@ def note_admissions(record: Record, scheduler: Scheduler, plan: StepPlan) -> Non
             record.admitted(scheduler.requests[chunk.spec], plan.step)
     for transfer in plan.transfers:
         if transfer.job != IN_ORDER and transfer.spec is not None and transfer.spec in scheduler.requests:
-            record.fetching(scheduler.requests[transfer.spec])
+            record.fetching(scheduler.requests[transfer.spec], plan.step)
 
 
 @contextmanager

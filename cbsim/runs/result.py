@@ -22,10 +22,11 @@ from cbsim.metrics import catalogue, checks, coverage, metrics
 from cbsim.metrics.checks import Verdict
 from cbsim.metrics.terminal import aligned
 from cbsim.policy.request import Finish
+from cbsim.policy.transfers import Direction
 from cbsim.record import directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import FAILED
-from cbsim.record.tables import Floats, Ints, Requests, RequestTable, Steps, token_times
+from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, token_times
 from cbsim.runs import occupancy, reading
 from cbsim.runs.occupancy import Occupancy
 from cbsim.scenario import demand
@@ -89,8 +90,17 @@ class Result(Printed):
         if steps.server is None or not len(steps):
             return 0.0, 0.0
         spans = np.diff(steps["schedule_start_ns"], append=steps["update_end_ns"][-1:]).astype(np.float64)
-        waiting = float((steps["waiting"] * spans).sum() / max(spans.sum(), 1.0))
+        waiting = float((self._queue(steps) * spans).sum() / max(spans.sum(), 1.0))
         return round(waiting, 1), self.summary["per_server"][int(steps.server[0])]["gpu_active"]
+
+    def _queue(self, steps: Steps) -> Ints:
+        """The requests that wait for a server beside each of its steps: for more than KV that is on its way there."""
+        moves = self.transfers
+        loads = (moves["way"] == Direction.IN) & (moves["job"] >= 0) & np.isin(moves["step"], steps["step"])
+        ordered, told = (moves[name][loads] for name in ("step", "reported_step"))
+        over = np.sort(np.where(told < 0, np.iinfo(np.int64).max, told))
+        loading = np.searchsorted(np.sort(ordered), steps["step"], "right") - np.searchsorted(over, steps["step"])
+        return np.maximum(steps["waiting"] - loading, 0)
 
     @property
     def folder(self) -> Path:
@@ -124,7 +134,7 @@ class Result(Printed):
         and decode are apart, the link and the fuller pool.
         """
         server, steps, _ = self.first
-        made = _binding(server, server.loop.mode, steps, self._times)
+        made = _binding(server, server.loop.mode, steps, self._times, self._queue(steps) > 0)
         fleet = self.scenario.fleet
         if fleet is None or not (fleet.hand_off and steps.server is not None and len(steps)):
             return made
@@ -393,7 +403,7 @@ LINK_FULL = 0.9  # share of a NIC's time
 SEEN = 0.1  # share of the time from which on something is reported to bind
 
 
-def _binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) -> list[str]:
+def _binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests, waiting: Mask) -> list[str]:
     """Return the resources that limit a run, a sentence each with the number that shows it and a remedy: why requests
     wait (slots, the tokens of a step, the cache, or the arrivals), and what limits a step: the CPU, or the GPU's
     bandwidth or arithmetic; first the requests that were lost. Without rows these alone.
@@ -404,7 +414,8 @@ def _binding(scenario: Scenario, loop: str, steps: Steps, requests: Requests) ->
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
     spans = np.diff(starts, append=ends[-1]).astype(np.float64)
     shares = spans / max(spans.sum(), 1.0)
-    return [*lost, *_waits(scenario, loop, steps, shares, requests), _step(scenario, loop, steps, float(spans.sum()))]
+    waits = _waits(scenario, loop, steps, shares, requests, waiting)
+    return [*lost, *waits, _step(scenario, loop, steps, float(spans.sum()))]
 
 
 def _lost(rows: RequestTable) -> list[str]:
@@ -419,9 +430,8 @@ def _lost(rows: RequestTable) -> list[str]:
     return sentences
 
 
-def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests: Requests) -> list[str]:
-    """Return why requests wait, or that none waits while requests are still arriving."""
-    waiting = steps["waiting"] > 0
+def _waits(scenario: Scenario, loop: str, steps: Steps, shares: Floats, requests: Requests, waiting: Mask) -> list[str]:
+    """Return why requests wait, in the steps `waiting`, or that none waits while requests are still arriving."""
     waits = float(shares[waiting].sum())
     if waits < SEEN:
         arrivals, start = requests.arrival_ns, steps["schedule_start_ns"][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="the text is compared with transforme
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.fleets import Served, apart
+from support.engine.fleets import Killed, Served, apart
 from support.engine.served import (
     CHUNKS,
     INLINE,
@@ -48,6 +48,7 @@ from cbengine.model.weights import Architecture
 from cbengine.serving import fleet
 from cbsim.policy.transfers import Direction
 from cbsim.record import optional_tables
+from cbsim.runs.hand_offs import HandOffs
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
@@ -239,6 +240,55 @@ def test_a_server_that_fails_takes_nothing_with_it_but_what_it_decodes(role: int
         assert run.statuses[1]["length"] == run.statuses[0]["handed_off"] == len(run.texts)
     else:
         assert run.statuses[1]["failed"] == len(run.texts) - run.statuses[1]["length"] > 0
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+@pytest.mark.parametrize(("dies", "pools"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 2))])
+def test_a_killed_server_takes_no_request_out_of_the_count(transfer: str, dies: int, pools: tuple[int, int]) -> None:
+    """How requests ended is in the tables, though what the server recorded is lost: each is counted once. Without a
+    server that prefills, prompts are computed where they decode.
+    """
+    wait, finish, ended, steps = Inline.wait, fleet.Fleet._finish, threading.Event(), []
+
+    def killed(self: Inline, slot: int) -> Any:
+        if threading.current_thread().name == f"server {dies}":
+            steps.append(slot)
+            if ended.is_set() if dies else len(steps) == 3:
+                raise Killed
+        return wait(self, slot)
+
+    def finished(self: fleet.Fleet, *end: Any) -> None:
+        finish(self, *end)
+        ended.set()
+
+    planted = mock.patch.object(fleet.Fleet, "_finish", finished), mock.patch.object(Inline, "wait", killed)
+    with planted[0], planted[1], mock.patch.object(hand_over, "STALLED_S", 0.3):
+        run = Served(apart(SIZES, *pools, transfer=transfer), "sync", plain(12), fails=True)
+    assert "what it recorded is lost" in run.problem
+    ends = sum(run.statuses, Counter())
+    del ends["handed_off"]
+    assert ends["length"] > 0 and (ends["failed"] > 0) is (dies > 0)
+    assert ends["length"] + ends["failed"] == ends.total() == run.load.total
+    rows = [row for rows in run.rows for row in rows if row.status != "handed_off"]
+    assert len({row.index for row in rows}) == run.load.total
+
+
+def test_a_lease_ends_the_wait_for_a_prefill_that_takes_too_long() -> None:
+    """With push the decoding server has taken blocks first; it computes the prompt, and the prefill is cancelled."""
+    wait, lease_over, ended = Inline.wait, HandOffs.lease_over, threading.Event()
+
+    def slow(self: Inline, slot: int) -> Any:
+        assert threading.current_thread().name != "server 0" or ended.wait(30)
+        return wait(self, slot)
+
+    def noted(self: HandOffs, now_ns: int) -> None:
+        lease_over(self, now_ns)
+        ended.set()
+
+    with mock.patch.object(Inline, "wait", slow), mock.patch.object(HandOffs, "lease_over", noted):
+        run = Served(apart(SIZES, transfer="push", lease_s=0.01), "sync", plain(1))
+    run.check()
+    assert run.fleet.record.hand_offs[9::10].tolist() == [optional_tables.LEASE_OVER]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -21,6 +21,7 @@ from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.simulate import Simulation
 from cbsim.policy import value
 from cbsim.policy.plan import StepPlan
+from cbsim.policy.request import PREFILL
 from cbsim.policy.transfers import Direction
 from cbsim.record import invariants, optional_tables
 from cbsim.record.tables import Ints, Steps
@@ -128,6 +129,28 @@ def test_layerwise_leaves_what_the_link_did_not_carry_during_the_prefill(bandwid
     assert ttft_ns(of(stated, cpu=False)) == 2 * STEP_NS + round(bytes_left / bandwidth_gb_s)
 
 
+def test_layers_that_go_over_during_a_prefill_share_the_link() -> None:
+    """Two prefills at a time for one server: half of its rate each, before their ends and after; all bytes count."""
+    pools, two = [{**POOLS[0], "count": 2}, POOLS[1]], {"kind": "synthetic", "requests": 2}
+    load = two | {"prompt_tokens": 320, "output_tokens": 3}
+    result, servers = run(of({"transfer": "layerwise"}, cpu=False, fleet={"pools": pools}, workload=load))
+    during = STEP_NS * 31 // 32 * 8 // 2  # bytes of each
+    expected = STEP_NS + 2 * round((8 * KV_NS - during) / 8)
+    assert over_ns(servers) == [pytest.approx(expected, abs=2)] * 2
+    assert result.summary["hand_off"]["bytes"] == 2 * 8 * KV_NS
+    assert result.summary["hand_off"]["link_busy"] == pytest.approx(2 * KV_NS / (result.summary["makespan_s"] * 1e9))
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push", "layerwise"])
+def test_waiting_for_kv_is_no_queue(transfer: str) -> None:
+    """Blocks are there at once: the time until the KV has come counts to the prefill, and no cache is called full."""
+    many = {"kind": "synthetic", "requests": 30, "prompt_tokens": 320, "output_tokens": 30}
+    many["arrivals"] = {"kind": "constant", "rate_per_s": 400}
+    result, _ = run(of({"transfer": transfer}, workload=many))
+    assert result.summary["ttft_s"]["p95"] > 50 * result.summary["queue_s"]["p95"]
+    assert not any(sentence.startswith(("cache", "seats", "tokens")) for sentence in result.binding)
+
+
 def test_a_prompt_with_few_uncached_tokens_is_prefilled_where_it_is_decoded() -> None:
     result, _ = run(of({"local_below_tokens": 321}, cpu=False))
     assert result.summary["ttft_s"]["max"] == STEP_NS / 1e9
@@ -171,6 +194,39 @@ def test_rates_change_when_a_transfer_starts_and_ends() -> None:
 
 
 # -- nothing is lost ---------------------------------------------------------------------------------------------------
+
+
+FIVE = {"kind": "synthetic", "requests": 5, "prompt_tokens": 320, "output_tokens": 3}
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+@pytest.mark.parametrize("at_s", [0, 0.003, 0.006])
+def test_without_a_server_that_prefills_prompts_are_computed_where_they_decode(transfer: str, at_s: float) -> None:
+    """Those that it was prefilling, too: nothing is sent again, and no request fails."""
+    dies = {"failures": [{"server": 0, "at_s": at_s}], "most_retries": 0}
+    result, servers = run(of({"transfer": transfer}, workload=FIVE, fleet=dies))
+    assert ends(result, 5) == {"length": 5}
+    assert {row.server for row in result.request_rows if row.status == "length"} == {1}
+    assert not servers.rules.requests
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_a_run_does_not_go_on_for_a_lease_that_nobody_waits_for(transfer: str) -> None:
+    """Requests for which no server will come fail when that is known, not after 30 s."""
+    dies = {"failures": [{"server": 1, "at_s": 0.006}], "most_retries": 2}
+    result, servers = run(of({"transfer": transfer, "lease_s": 30}, workload=FIVE, fleet=dies))
+    assert ends(result, 5)["failed"] > 0
+    assert result.summary["makespan_s"] < 1 and servers.env.now < 1e9
+
+
+def test_what_was_prefilled_for_a_server_that_dies_goes_to_another() -> None:
+    """With pull, if it had not asked for it: no prompt is computed twice."""
+    pools, two = [POOLS[0], {**POOLS[1], "count": 2}], {"kind": "synthetic", "requests": 2}
+    load = two | {"prompt_tokens": 320, "output_tokens": 3}
+    dies = {"pools": pools, "failures": [{"server": 1, "at_s": 0.001}]}
+    result, servers = run(of({}, workload=load, fleet=dies))
+    assert ends(result, 2) == {"length": 2} and not result.summary["requests_by_status"].get("retried")
+    assert servers.record.hand_offs[2::10].tolist() == [2, 2]
 
 
 def any_apart(dice: random.Random, router: str, folder: Path, kind: str) -> Scenario:
@@ -249,6 +305,7 @@ def check_one(router: str, seed: int, folder: Path, kind: str = "vllm") -> None:
     (first, servers), (again, _) = run(scenario), run(scenario)
     assert (first.request_rows, first.summary) == (again.request_rows, again.summary)
     total = generators.build(scenario).total
+    assert not [row for row in first.request_rows if row.leg == PREFILL and row.status == "retried"]
     assert ends(first, total).keys() <= {"length", "stop", "aborted", "refused", "failed"}
     for machine in servers.machines:
         for check in checks_of(machine.scheduler):
@@ -257,8 +314,8 @@ def check_one(router: str, seed: int, folder: Path, kind: str = "vllm") -> None:
         assert not machine.scheduler.requests
         assert machine.mover is not None
         assert not machine.mover.ends
-    assert not (servers._open or servers._unsent or servers._first or servers._due or servers._of)
-    assert not (servers._wire._active or servers._wire._waiting)
+    assert not (servers._open or servers._unsent or servers._first or servers._due or servers.rules.requests)
+    assert not (servers._wire._active or servers._wire._waiting or servers._orders or servers._crossing)
     assert servers.record.finished_count == first.summary["requests"] == total
     for choice in servers._choices:
         choice.deliver(1 << 62)

@@ -107,8 +107,11 @@ def test_a_killed_process_leaves_nothing(victim: str, pair: Path, tmp_path: Path
     how = "the worker process was killed by signal 9" if victim == "worker" else "was killed by signal 9"
     assert f"{name} {how}" in err and "Traceback" not in err
     (path,) = calls.runs(tmp_path / "out")
-    statuses = json.loads((path / "summary.json").read_text())["requests_by_status"]
+    summary = json.loads((path / "summary.json").read_text())
+    statuses = summary["requests_by_status"]
     assert statuses["failed"] if victim == "decode" else statuses["length"] == 300
+    assert statuses["length"] + statuses["failed"] == summary["requests"] == 300
+    assert summary["ttft_s"].get("min", 0) >= 0, "times of requests whose steps are lost"
 
 
 async def texts(address: str) -> list[str]:

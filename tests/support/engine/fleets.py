@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,15 +29,27 @@ from support.engine.served import INLINE, check_text
 LINK = {"bandwidth_gb_s": 1}
 
 
+class Killed(BaseException):
+    """Raised in a server's thread, it ends there, as if its process were killed."""
+
+
+def _serve(*args: Any) -> None:
+    try:
+        member.serve(*args)
+    except Killed:
+        with socket.socket(fileno=os.dup(args[0].pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
+
+
 class Thread:
-    """A server's process as far as a fleet uses one, in a thread. It cannot be killed."""
+    """A server's process as far as a fleet uses one, in a thread. It cannot be killed from outside."""
 
     exitcode = 0
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         assert target is member.run
         name = f"server {args[3].number}"
-        self._thread = threading.Thread(target=member.serve, args=args, name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
         self._pipe = args[0]
         self.start, self.is_alive = self._thread.start, self._thread.is_alive
 
