@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 WIDTH_IN, DPI = 10.0, 110
 COLOURS = 128  # of a PNG: few enough for a third of the size, enough for smooth edges
 OPTIONS: dict[str, Any] = {  # nothing that differs from run to run
@@ -65,11 +64,14 @@ def _saved(chart: Chart, drawn: Figure, kind: str) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    drawn.savefig(buffer, format=kind, **OPTIONS[kind])
     if kind == "png" and not any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks):
-        whole, buffer = Image.open(buffer).convert("RGB"), io.BytesIO()
+        canvas: Any = drawn.canvas
+        canvas.draw()
+        whole = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
         small = whole.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
         small.save(buffer, "png", optimize=True)
+    else:
+        drawn.savefig(buffer, format=kind, **OPTIONS[kind])
     return buffer.getvalue()
 
 
@@ -98,7 +100,8 @@ def figure(chart: Chart) -> Figure:
     if entries:
         columns = max(min(len(entries), LEGEND_LETTERS // (max(map(len, entries)) + 6)), 1)
         drawn.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=8, markerscale=1.5)
-    drawn.draw_without_rendering()
+    if engine := drawn.get_layout_engine():
+        engine.execute(drawn)
     drawn.set_layout_engine("none")  # laid out once, so that PNG and SVG agree
     return drawn
 
