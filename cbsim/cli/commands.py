@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -118,6 +117,8 @@ def catalogue(_: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     from cbsim.http import listen
     from cbsim.http.failures import Failures
     from cbsim.http.tokenizer import open_tokenizer
@@ -156,6 +157,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def route(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     from cbsim.http import route
     from cbsim.http.settings import address
     from cbsim.http.tokenizer import open_tokenizer

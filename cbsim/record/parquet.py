@@ -15,7 +15,6 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cbsim.errors import RunError
@@ -127,6 +126,8 @@ class TableFiles:
                 raise RunError(f"{path}: not a parquet table: {problem}", file=path) from error
 
     def _column(self, table: pq.ParquetFile, name: str) -> pa.ChunkedArray:
+        import pyarrow.compute as pc  # it loads slowly, and a run reads no table
+
         column, rows = self._columns[name], table.metadata.num_rows
         values = _with_defaults(table.read(columns=[name]), rows, [column]).column(name)
         if len(values) != rows:
@@ -164,6 +165,8 @@ class TableFiles:
 
 def list_items(name: str, values: pa.ChunkedArray) -> tuple[Ints, Ints]:
     """Return a column of lists as the length of each list and the items of all. Raises TableError for nulls."""
+    import pyarrow.compute as pc
+
     items = pc.list_flatten(values)
     if items.null_count:
         raise TableError(f"column {name} has {items.null_count} null values in its lists, and may have none")
@@ -208,10 +211,18 @@ def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> 
     return pa.Array.from_buffers(pa.list_(pa.int64()), len(lengths), [None, _ends(lengths)], children=[inside])
 
 
-def bool_mask(values: pa.BooleanArray) -> npt.NDArray[np.bool_]:
-    bits = np.frombuffer(values.buffers()[1], dtype=np.uint8)
-    first = values.offset
-    return np.unpackbits(bits, bitorder="little")[first : first + len(values)].astype(bool)
+def is_in(texts: pa.StringArray, words: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Return the mask of texts that are one of the words."""
+    _, ends, content = texts.buffers()
+    letters = np.frombuffer(content or b"", dtype=np.uint8)
+    ends = np.frombuffer(ends or bytes(4), dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    mask = np.zeros(len(texts), dtype=bool)
+    for word in map(str.encode, words):
+        (alike,) = np.nonzero(np.diff(ends) == len(word))
+        for at, letter in enumerate(word):
+            alike = alike[letters[ends[alike] + at] == letter]
+        mask[alike] = True
+    return mask
 
 
 def _ends(lengths: Sequence[int] | npt.NDArray[np.int64]) -> pa.Buffer:

@@ -19,7 +19,6 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cbsim.errors import RunError
 from cbsim.record import columns, parquet
@@ -118,7 +117,7 @@ class RequestTable(Sequence[RequestRow]):
 
     def is_in(self, statuses: Sequence[str]) -> Mask:
         """Return the mask of requests that have one of these statuses."""
-        return parquet.bool_mask(pc.is_in(self.texts("status"), parquet.text_array(statuses)))
+        return parquet.is_in(self.texts("status"), statuses)
 
     def rows(self, chosen: npt.NDArray[np.integer] | Mask) -> RequestTable:
         """Return the requests at these positions, in this order, or those that a mask selects."""

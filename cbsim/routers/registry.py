@@ -7,19 +7,20 @@ from __future__ import annotations
 from typing import Any
 
 from cbsim.routers.base import RouterKind
-from cbsim.routers.dynamo import DYNAMO
-from cbsim.routers.llmd import LLMD
-from cbsim.routers.mooncake import CONDUCTOR
-from cbsim.routers.preble import PREBLE
-from cbsim.routers.production_stack import PREFIX_AWARE
 from cbsim.routers.scaling import HPA, RuleKind
-from cbsim.routers.sglang import CACHE_AWARE
 from cbsim.routers.simple import SIMPLE
-from cbsim.schedulers.registry import Registry
+from cbsim.schedulers.registry import Ours, Registry
 
 Kind = RouterKind[Any]
-KINDS: tuple[Kind, ...] = (*SIMPLE, CACHE_AWARE, CONDUCTOR, DYNAMO, LLMD, PREBLE, PREFIX_AWARE)
-OURS: dict[str, Kind] = {kind.name: kind for kind in sorted(KINDS, key=lambda kind: kind.name)}
+HOMES = {
+    "dynamo": "cbsim.routers.dynamo:DYNAMO",
+    "llmd": "cbsim.routers.llmd:LLMD",
+    "mooncake_conductor": "cbsim.routers.mooncake:CONDUCTOR",
+    "preble": "cbsim.routers.preble:PREBLE",
+    "production_stack_prefixaware": "cbsim.routers.production_stack:PREFIX_AWARE",
+    "sglang_cache_aware": "cbsim.routers.sglang:CACHE_AWARE",
+}
+OURS = Ours[Any](sorted([*HOMES.items(), *((kind.name, kind) for kind in SIMPLE)], key=lambda named: named[0]))
 GROUP = "cbsim.routers"  # of entry points that name a `RouterKind` each
 ROUTERS = Registry[Kind]("router", GROUP, RouterKind, OURS)
 

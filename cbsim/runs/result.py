@@ -422,7 +422,8 @@ def _lost(rows: RequestTable) -> list[str]:
     """Return how many requests were refused and how many failed, each with the most frequent reason."""
     sentences = []
     for status in LOST:
-        reasons = Counter(rows.rows(rows.is_in((status,))).texts("reason").to_pylist())
+        lost = rows.is_in((status,))
+        reasons = Counter(rows.rows(lost).texts("reason").to_pylist() if lost.any() else ())
         for reason, _ in reasons.most_common(1):
             more = f", {len(reasons) - 1:,} other reasons" if len(reasons) > 1 else ""
             share = f"{reasons.total():,} of {metrics.request_count(rows):,} requests"

@@ -52,10 +52,10 @@ class CpuSettings(Frozen):
     """CPU time of the loop's phases; nothing by default."""
 
     factor: Positive = 1.0  #: All phases take so many times what they say.
-    schedule: PhaseSettings = PhaseSettings()  #: Planning a step.
-    prepare: PhaseSettings = PhaseSettings()  #: Building its input tensors.
-    launch: PhaseSettings = PhaseSettings()  #: Queueing its copies and its graph or kernels.
-    update: PhaseSettings = PhaseSettings()  #: Applying its result.
+    schedule: PhaseSettings = PhaseSettings.model_construct()  #: Planning a step.
+    prepare: PhaseSettings = PhaseSettings.model_construct()  #: Building its input tensors.
+    launch: PhaseSettings = PhaseSettings.model_construct()  #: Queueing its copies and its graph or kernels.
+    update: PhaseSettings = PhaseSettings.model_construct()  #: Applying its result.
 
 
 class MeasuredCpuSettings(CpuSettings):
@@ -63,10 +63,10 @@ class MeasuredCpuSettings(CpuSettings):
     prepare and launch: assumptions, to be replaced by a calibration.
     """
 
-    schedule: PhaseSettings = PhaseSettings(base_s=20e-6, per_request_s=6.8e-6)
-    prepare: PhaseSettings = PhaseSettings(base_s=300e-6, per_request_s=5e-6)
-    launch: PhaseSettings = PhaseSettings(base_s=200e-6)
-    update: PhaseSettings = PhaseSettings(base_s=10e-6, per_request_s=3.3e-6)
+    schedule: PhaseSettings = PhaseSettings.model_construct(base_s=20e-6, per_request_s=6.8e-6)
+    prepare: PhaseSettings = PhaseSettings.model_construct(base_s=300e-6, per_request_s=5e-6)
+    launch: PhaseSettings = PhaseSettings.model_construct(base_s=200e-6)
+    update: PhaseSettings = PhaseSettings.model_construct(base_s=10e-6, per_request_s=3.3e-6)
 
 
 class Contention(Frozen):
@@ -93,8 +93,8 @@ class ConstantSettings(Frozen):
     per_prefill_token_s: Seconds = 0.0  #: Seconds a query token of a prefill, on top.
     per_context_token_s: Seconds = 0.0
     """Seconds a token of context after the step: those in the cache and the row's own."""
-    cpu: CpuSettings = CpuSettings()  #: CPU time of the loop.
-    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
+    cpu: CpuSettings = CpuSettings.model_construct()  #: CPU time of the loop.
+    contention: Contention = Contention.model_construct()  #: Of CPU and GPU that work at the same time.
 
 
 class ComputeEfficiency(Frozen):
@@ -227,8 +227,8 @@ class RooflineSettings(Frozen):
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6
     """CPU seconds to launch one layer's kernels, when no graph is used: about ten kernels of 5 us."""
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
-    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings.model_construct()  #: CPU time of the loop.
+    contention: Contention = Contention.model_construct()  #: Of CPU and GPU that work at the same time.
     terms: str | None = None
     """File of terms that `cbsim fit` calibrated on a server: they stand for those that are not given here."""
     calibrated: CalibratedTerms | None = None  #: What the terms were calibrated on; filled in when they are read.
@@ -328,8 +328,8 @@ class Coefficients(Frozen):
     wake_s: Seconds = 0.0  #: Seconds until a CPU that waits for results goes on. One that comes later does not wait.
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
-    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings.model_construct()  #: CPU time of the loop.
+    contention: Contention = Contention.model_construct()  #: Of CPU and GPU that work at the same time.
 
 
 class FittedSettings(Coefficients):
@@ -474,8 +474,8 @@ class TableSettings(Frozen):
     """Seconds a request of the step on top of the tables: inputs, block tables, bookkeeping that the device awaits."""
     gap_s: Seconds = 0.0  #: Seconds between the kernels of two steps, even if the second one has been waiting.
     launch_s_per_layer: Seconds = 50e-6  #: CPU seconds to launch one layer's kernels, when no graph is used.
-    cpu: MeasuredCpuSettings = MeasuredCpuSettings()  #: CPU time of the loop.
-    contention: Contention = Contention()  #: Of CPU and GPU that work at the same time.
+    cpu: MeasuredCpuSettings = MeasuredCpuSettings.model_construct()  #: CPU time of the loop.
+    contention: Contention = Contention.model_construct()  #: Of CPU and GPU that work at the same time.
 
     _fill_from_terms = model_validator(mode="before")(_with_terms)
 

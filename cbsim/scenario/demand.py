@@ -170,7 +170,7 @@ class Synthetic(Frozen):
     output_tokens: Length | None = None  #: Output length: a number, or {uniform}, {lognormal}, {empirical}.
     lengths: LengthsName | None = None
     """Prompt and output lengths together, in place of the two above: a name in scenarios/lengths."""
-    arrivals: Arrivals = AtOnce(kind="at_once")  #: When they arrive.
+    arrivals: Arrivals = AtOnce.model_construct(kind="at_once")  #: When they arrive.
     shared_prefix_tokens: Annotated[Whole, Field(ge=0)] = 0
     """All prompts begin with the same so many tokens (a system prompt)."""
     shared_prefixes: Number = 1  #: So many different ones of that length; a request has any, all equally likely.
@@ -241,14 +241,14 @@ class Csv(Timed):
     """A CSV file of requests with a header; what its columns are called can be said."""
 
     kind: Literal["csv"]
-    columns: CsvColumns = CsvColumns()  #: Which column holds what.
+    columns: CsvColumns = CsvColumns.model_construct()  #: Which column holds what.
 
 
 class Lengths(Trace):
     """A CSV file with columns num_prefill_tokens, num_decode_tokens; arrivals are generated."""
 
     kind: Literal["lengths"]
-    arrivals: Arrivals = AtOnce(kind="at_once")  #: When they arrive.
+    arrivals: Arrivals = AtOnce.model_construct(kind="at_once")  #: When they arrive.
 
 
 class Golden(Trace):

@@ -101,7 +101,7 @@ Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]  # a list of a file a
 class Form(BaseModel):
     """An object in a file that another tool wrote: undeclared fields are ignored, no value is converted."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
 
 
 Count = Annotated[int, Field(ge=1, lt=10**12)]  # of a form, such as tokens
@@ -113,7 +113,7 @@ Pair = Annotated[tuple[Natural, Natural], BeforeValidator(as_tuple)]
 class Frozen(BaseModel):
     """A part of a scenario: no unknown fields, no silent conversions, immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:

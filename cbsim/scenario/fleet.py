@@ -144,7 +144,7 @@ class Fleet(Frozen):
     pools: Annotated[Many[Pool], Field(min_length=1)]  #: The servers, numbered from 0 in this order.
     router: Router  #: Who gets a request; where pools have roles, who prefills it.
     hand_off: HandOff | None = None  #: From prefill to decode; null if every pool has role both.
-    signals: Signals = Signals()  #: How old is what the router knows.
+    signals: Signals = Signals.model_construct()  #: How old is what the router knows.
     failures: Many[Failure] = ()  #: Servers that die, and when.
     random_failures: RandomFailures | None = None  #: Further deaths, at random; null: none.
     most_retries: Annotated[Whole, Field(ge=0, le=1000)] = 3

@@ -35,19 +35,7 @@ from cbsim.scenario import catalog, costs, documents
 from cbsim.scenario.costs import Coefficients, Cost, RooflineSettings
 from cbsim.scenario.demand import Demand, Slo
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import (
-    Frozen,
-    Many,
-    Number,
-    Real,
-    Seconds,
-    Text,
-    Whole,
-    complaint,
-    cut,
-    either,
-    shown,
-)
+from cbsim.scenario.fields import Frozen, Many, Number, Real, Seconds, Text, Whole, complaint, cut, either, shown
 from cbsim.scenario.fleet import Fleet, Pool, check_roles, resolved, with_fields
 from cbsim.scenario.overrides import Changes, apply, written
 from cbsim.scenario.schedulers import Scheduler, plain
@@ -98,7 +86,7 @@ class Loop(Frozen):
 
     mode: Literal["sync", "async", "both"] = "both"
     """sync: a step at a time; async: the next step is planned while one runs; both: compare them."""
-    cuda_graphs: CudaGraphs = CudaGraphs()  #: CUDA graphs.
+    cuda_graphs: CudaGraphs = CudaGraphs.model_construct()  #: CUDA graphs.
     streams: bool = True
     """Copies to and from the device have streams of their own; false: one queue for copies and kernels."""
 
@@ -116,10 +104,10 @@ class Scenario(Frozen):
     hardware: NamedHardware  #: A GPU: a name in scenarios/hardware, a path, or the fields themselves.
     workload: Demand  #: What is asked of the server, and when.
     scheduler: Scheduler = VllmSettings()  #: Which rules form the batches.
-    kv_cache: KvCache = KvCache()  #: Size of the KV cache.
-    loop: Loop = Loop()  #: The serving loop.
-    cost: Cost = RooflineSettings(kind="roofline")  #: How long a step takes.
-    slo: Slo = Slo()  #: What users are promised.
+    kv_cache: KvCache = KvCache.model_construct()  #: Size of the KV cache.
+    loop: Loop = Loop.model_construct()  #: The serving loop.
+    cost: Cost = RooflineSettings.model_construct(kind="roofline")  #: How long a step takes.
+    slo: Slo = Slo.model_construct()  #: What users are promised.
     speculation: Speculation | None = None  #: Drafts that steps verify; null: none.
     fleet: Fleet | None = None  #: Several servers behind a router; null: one server.
     _role: Role | None = None
@@ -170,13 +158,10 @@ class Scenario(Frozen):
             return self
         if drafts.method not in self.kind.drafts:
             known = f"{either(self.kind.drafts)} with" if self.kind.drafts else "left out with"
-            raise complaint(
-                f"got {drafts.method}, must be {known} scheduler {self.scheduler.name}", "speculation.method"
-            )
-        drafter, least = (
-            drafts.drafter.model,
-            1 if drafts.method == "eagle" else self.model.vocab,
-        )  # a head's may be less
+            bound = f"must be {known} scheduler {self.scheduler.name}"
+            raise complaint(f"got {drafts.method}, {bound}", "speculation.method")
+        drafter = drafts.drafter.model
+        least = 1 if drafts.method == "eagle" else self.model.vocab  # a head's may be less
         if drafter and not least <= drafter.vocab <= self.model.vocab:
             bound = f"must have {'at most ' * (least == 1)}the target's vocab ({self.model.vocab:,})"
             raise complaint(f"got {drafter.name} with {drafter.vocab:,}, {bound}", "speculation.drafter.model")

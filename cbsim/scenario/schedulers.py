@@ -46,8 +46,13 @@ class ByName(By):
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         del schema
-        found = [kind for kind in self.kinds().values() if not isinstance(kind, KindError)]
-        models = dict.fromkeys(self.model_of(kind) for kind in found)
+        alike: dict[Any, list[str]] = {}  # kinds with the same settings share a model
+        for kind in self.kinds().values():
+            if not isinstance(kind, KindError):
+                alike.setdefault(kind.settings, []).extend([kind.name] * self._is_ours(kind))
+        models = [_model(settings, tuple(names)) for settings, names in alike.items()]
+        for model in models:
+            model.model_rebuild()
         return handler(core_schema.union_schema([model.__pydantic_core_schema__ for model in models]))
 
     def kinds(self) -> dict[str, Any]:
@@ -101,9 +106,11 @@ class ByName(By):
         raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
 
     def model_of(self, kind: Any) -> type[Frozen]:
-        """Return the pydantic model that checks the settings of a kind; kinds of ours with the same ones share it."""
-        alike = [name for name, other in self._ours.items() if other.settings is kind.settings]
-        return _model(kind.settings, tuple(alike) if kind in self._ours.values() else ())
+        """Return the pydantic model that checks the settings of a kind."""
+        return _model(kind.settings, (kind.name,) if self._is_ours(kind) else ())
+
+    def _is_ours(self, kind: Any) -> bool:
+        return self._ours.get(kind.name) is kind
 
 
 def plain(value: Settings) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Speculation(Frozen):
     """Verify only as many of a step's drafts as give most tokens a second, by the declared rates and a profile of the
     cost: vLLM's rule for DSpark, on its main branch."""
     acceptance: Acceptance  #: How many come true.
-    drafter: Drafter = Drafter()  #: What a draft costs.
+    drafter: Drafter = Drafter.model_construct()  #: What a draft costs.
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -10,21 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cbsim.errors import in_line
 from cbsim.policy.kind import SchedulerKind
-from cbsim.schedulers.sarathi.scheduler import FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0
-from cbsim.schedulers.sglang.scheduler import SGLANG
-from cbsim.schedulers.simple.beam import BEAM
-from cbsim.schedulers.simple.fcfs import CONTIGUOUS, DYNAMIC_PADDED, STATIC, TGI
-from cbsim.schedulers.transformers.scheduler_523 import TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST
-from cbsim.schedulers.trtllm.scheduler import TRTLLM
-from cbsim.schedulers.vllm.scheduler import VLLM
 
 Kind = SchedulerKind[Any, Any]
-SIMPLE: tuple[Kind, ...] = (BEAM, CONTIGUOUS, DYNAMIC_PADDED, STATIC, TGI)
-SARATHI_SERVE: tuple[Kind, ...] = (FASTER_TRANSFORMER, ORCA, SARATHI, SIMPLE_CHUNKING, VLLM_V0)
-ORIGINALS: tuple[Kind, ...] = (SGLANG, TRANSFORMERS_FIFO, TRANSFORMERS_PREFILL_FIRST, TRTLLM, VLLM)
-OURS: dict[str, Kind] = {
-    kind.name: kind for kind in sorted((*SIMPLE, *SARATHI_SERVE, *ORIGINALS), key=lambda k: k.name)
-}
 GROUP = "cbsim.schedulers"  # of entry points that name a `SchedulerKind` each
 
 
@@ -36,6 +24,14 @@ class Named(Protocol):
 
 
 K = TypeVar("K", bound=Named)
+
+
+class Ours(UserDict[str, K]):
+    """Our kinds by name. One that is given as `module:KIND` is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        kind = super().__getitem__(name)
+        return EntryPoint(name, kind, "").load() if isinstance(kind, str) else kind
 
 
 class KindError(ValueError):
@@ -78,5 +74,15 @@ class Registry(Generic[K]):
         return kind
 
 
+HOMES = {
+    "sarathi.scheduler": ("faster_transformer", "orca", "sarathi", "simple_chunking", "vllm_v0"),
+    "sglang.scheduler": ("sglang",),
+    "simple.beam": ("beam",),
+    "simple.fcfs": ("contiguous", "dynamic_padded", "static", "tgi"),
+    "transformers.scheduler_523": ("transformers_fifo", "transformers_prefill_first"),
+    "trtllm.scheduler": ("trtllm",),
+    "vllm.scheduler": ("vllm",),
+}
+OURS = Ours[Any](sorted((name, f"cbsim.schedulers.{home}:{name.upper()}") for home in HOMES for name in HOMES[home]))
 SCHEDULERS = Registry[Kind]("scheduler", GROUP, SchedulerKind, OURS)
 find, names = SCHEDULERS.find, SCHEDULERS.names

@@ -172,7 +172,7 @@ def test_blind_routers_look_at_no_view() -> None:
 def test_routers_are_found_by_name_by_entry_point_and_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROUTERS.names() == [*OURS]
     assert ROUTERS.find("dynamo") is OURS["dynamo"]
-    assert ROUTERS.find("cbsim.routers.registry:DYNAMO") is OURS["dynamo"]
+    assert ROUTERS.find("cbsim.routers.dynamo:DYNAMO") is OURS["dynamo"]
     for name, message in {
         "dinamo": "no router 'dinamo'",
         "cbsim.routers.registry:GROUP": "is a str, expected a RouterKind",
@@ -180,7 +180,7 @@ def test_routers_are_found_by_name_by_entry_point_and_by_place(monkeypatch: pyte
     }.items():
         with pytest.raises(KindError, match=message):
             ROUTERS.find(name)
-    entry = importlib.metadata.EntryPoint("mine", "cbsim.routers.registry:LLMD", GROUP)
+    entry = importlib.metadata.EntryPoint("mine", "cbsim.routers.llmd:LLMD", GROUP)
     monkeypatch.setattr("cbsim.schedulers.registry.entry_points", lambda group, name=None: [entry])
     assert ROUTERS.names()[-1] == "mine"
     assert ROUTERS.find("mine") is OURS["llmd"]
