@@ -76,15 +76,20 @@ def _label(run: Facts, fields: Sequence[str], facts: Sequence[Facts], *, bare: b
 
 
 def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
-    """Return a value alone if it is clear without its field, else `field=value`; if `bare`, null is ""."""
+    """Return a value alone if it is clear without its field, else `field=value`; if `bare`, null is "". A part without
+    a name is not there.
+    """
+    rest = {other for each in facts for other in each} - {field}
     if isinstance(value, str):
         return value.rpartition("/")[2]
+    if value is None and field.endswith(".name"):
+        return f"no {ending(field, rest).removesuffix('.name')}"
     if bare and value is None:
         return ""
     number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
     if bare and is_number(value) and not field.startswith(LAST_RESORT):
         return number
-    return f"{ending(field, {other for each in facts for other in each} - {field})}={number}"
+    return f"{ending(field, rest)}={number}"
 
 
 def ending(name: str, rest: Collection[str]) -> str:

@@ -19,6 +19,7 @@ from cbsim.scenario.fields import (
     Frozen,
     Many,
     Number,
+    PerSecond,
     PlainPath,
     Positive,
     Real,
@@ -191,7 +192,7 @@ class LinkSettings(Frozen):
     """What joins the GPUs of a group."""
 
     latency_s: Seconds  #: Seconds that a message takes whatever its size.
-    bytes_s: Positive  #: Bytes a second in each direction.
+    bytes_s: PerSecond  #: Bytes a second in each direction.
 
 
 STAGE_LATENCY_S = 10e-6  # aiconfigurator's p2p_latency, on all of its systems
@@ -523,6 +524,8 @@ def check_stages(scenario: Any) -> None:
     """Raise ValueError for a scenario whose layers cannot be split over stages, or with parts that are not staged."""
     model, scheduler, cost = scenario.model, scenario.scheduler.name, scenario.cost
     if scenario.stages == 1:
+        if getattr(cost, "stage_link", None):
+            raise complaint("must be null with pipeline_parallel 1", "cost.stage_link")
         return
     for holds, bound in (
         (scenario.stages <= model.layers, f"must be <= layers ({model.layers})"),

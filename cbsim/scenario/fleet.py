@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.policy.kind import Role
 from cbsim.routers.simple import PlainSettings
-from cbsim.scenario.fields import Frozen, Many, Positive, Real, Seconds, Text, Whole, complaint, near
+from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
 from cbsim.scenario.schedulers import Router, Rule
 
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
@@ -101,9 +101,11 @@ class Link(Frozen):
     transfer by itself takes latency_s + descriptors * descriptor_s + bytes / bandwidth.
     """
 
-    bandwidth_gb_s: Positive  #: Rate of a server's NIC (of all its NICs together), GB/s in each direction.
-    latency_s: Seconds = 0.0  #: Seconds that each transfer takes besides.
-    descriptor_s: Seconds = 0.0
+    bandwidth_gb_s: Annotated[
+        Real, Field(ge=0.001)
+    ]  #: Rate of a server's NIC (of all its NICs together), GB/s in each direction.
+    latency_s: Annotated[Seconds, Field(le=60)] = 0.0  #: Seconds that each transfer takes besides.
+    descriptor_s: Annotated[Seconds, Field(le=0.001)] = 0.0
     """Seconds for each descriptor, a piece of memory that is contiguous on both sides: of a block those of each layer,
     K and V apart, and of each share of heads where servers have different numbers of GPUs."""
     sharing: Literal["fair", "fifo"] = "fair"
@@ -222,13 +224,19 @@ def check_roles(fleet: Fleet, servers: Sequence[Any]) -> None:
     """Raise a complaint unless the server of each pool, a Scenario, can have its role, and what one has cached another
     can read.
     """
-    first, named = servers[0], next(at for at, pool in enumerate(fleet.pools) if pool.role != "both")
+    assert fleet.hand_off is not None
+    least, first, named = (
+        fleet.hand_off.local_below_tokens,
+        servers[0],
+        next(at for at, pool in enumerate(fleet.pools) if pool.role != "both"),
+    )
     for at, (pool, server) in enumerate(zip(fleet.pools, servers, strict=True)):
         apart = named if pool.role == "both" else at
         samples = getattr(server.workload, "samples", 1)
         whole = server.model.sees_all or getattr(server.scheduler, "disable_hybrid_kv_cache_manager", False)
         for holds, what in (
             (server.kind.hands_off, f"scheduler {server.scheduler.name}, which hands no requests over"),
+            (server.stages == 1, f"a pipeline (cost.pipeline_parallel, {server.stages})"),
             (server.speculation is None, "speculation"),
             (whole, "layers with windows, chunks or states (model.attention)"),
             (samples == 1, f"several samples of a request (workload.samples, {samples})"),
@@ -236,6 +244,9 @@ def check_roles(fleet: Fleet, servers: Sequence[Any]) -> None:
             if not holds:
                 got = f"got {fleet.pools[apart].role}, must be both with {what}"
                 raise complaint(got, f"fleet.pools.{apart}.role")
+        if least and server.kind.brings_first:
+            bound = f"must be 0 with scheduler {server.scheduler.name}, whose decoding servers compute no prompts"
+            raise complaint(f"got {least}, {bound}", "fleet.hand_off.local_below_tokens")
         for name, ours, theirs in (
             ("model.name", server.model.name, first.model.name),
             ("kv_cache.block_size", server.block_size, first.block_size),

@@ -245,6 +245,11 @@ def test_vllm_lets_a_request_decode_once_in_as_many_steps_as_stages(ahead: bool)
     ("changes", "message"),
     [
         (["cost.pipeline_parallel=33"], "cost.pipeline_parallel: got 33, must be <= layers (32)"),
+        (
+            ["cost.pipeline_parallel=1", "cost.stage_link={latency_s: 0, bytes_s: 1e9}"],
+            "cost.stage_link: must be null with pipeline_parallel 1",
+        ),
+        (["cost.stage_link={latency_s: 0, bytes_s: 0.5}"], "cost.stage_link.bytes_s: got 0.5, must be >= 1"),
         (["cost.pipeline_parallel=0"], "cost.pipeline_parallel: got 0, must be >= 1"),
         (["scheduler={name: sglang}"], "got 2, must be 1 with scheduler sglang, whose rules for a pipeline"),
         (["scheduler={name: trtllm}"], "got 2, must be 1 with scheduler trtllm"),

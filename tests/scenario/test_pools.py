@@ -165,7 +165,22 @@ LINK = {"link": {"bandwidth_gb_s": 50}}
         (APART, None, {}, "fleet.hand_off: is required with pools.0.role prefill"),
         ([{}], LINK, {}, "fleet.hand_off: must be null if every pool has role both"),
         (APART, {}, {}, "fleet.hand_off.link: is required"),
-        (APART, {"link": {"bandwidth_gb_s": 0}}, {}, "fleet.hand_off.link.bandwidth_gb_s: got 0, must be > 0"),
+        (APART, {"link": {"bandwidth_gb_s": 0}}, {}, "fleet.hand_off.link.bandwidth_gb_s: got 0, must be >= 0.001"),
+        (APART, {"link": {"bandwidth_gb_s": 1e-300}}, {}, "link.bandwidth_gb_s: got 1e-300, must be >= 0.001"),
+        (APART, {"link": LINK["link"] | {"latency_s": 1e20}}, {}, "hand_off.link.latency_s: got 1e+20, must be <= 60"),
+        (APART, {"link": LINK["link"] | {"descriptor_s": 1}}, {}, "link.descriptor_s: got 1, must be <= 0.001"),
+        (
+            APART,
+            LINK | {"local_below_tokens": 9},
+            {"scheduler": {"name": "sglang"}},
+            "fleet.hand_off.local_below_tokens: got 9, must be 0 with scheduler sglang, whose decoding servers compute",
+        ),
+        (
+            APART,
+            LINK,
+            {"cost": {"kind": "roofline", "pipeline_parallel": 2}},
+            "fleet.pools.0.role: got prefill, must be both with a pipeline (cost.pipeline_parallel, 2)",
+        ),
         (
             APART,
             {"link": LINK["link"] | {"sharing": "fifo", "most_transfers": 2}},

@@ -320,8 +320,6 @@ def _check_servers(settings: VllmSettings, site: Site) -> None:
         _check(settings, HANDS_OFF, "in a fleet whose pools have roles")
     if site.stages > 1:
         _check(settings, UNCHANGED, f"with cost.pipeline_parallel {site.stages}")
-        message = f"got {settings.name}, which has no cost.pipeline_parallel ({site.stages}) where pools have roles"
-        require(site.role is None, "name", message)
 
 
 def _check_speculation(settings: VllmSettings, site: Site, tokens: int) -> None:

@@ -65,6 +65,13 @@ def test_null_is_told_where_it_sets_apart() -> None:
     assert told({"a.length": None}, {"a.length": 4}) == ["length=null", "length=4"]
 
 
+def test_a_part_that_one_run_lacks_is_not_there() -> None:
+    """Fleets of which one hands requests over: the router of the other's hand-offs is not called null."""
+    fleet = VLLM | {"fleet.router.name": "random"}
+    apart = fleet | {"fleet.hand_off.router.name": "llmd"}
+    assert told(fleet, apart) == ["no hand_off.router", "llmd"]
+
+
 def test_names_of_fields_are_as_long_as_they_must_be() -> None:
     runs = [{"cost.cpu.plan.base_s": a, "cost.cpu.update.base_s": 1.0} for a in (1.0, 2.5)]
     assert told(*runs) == ["plan.base_s=1", "plan.base_s=2.5"]
