@@ -20,9 +20,9 @@ from cbsim.metrics.terminal import flat
 from cbsim.record.record import HANDED_OFF, STEP_COLUMNS, RequestRow
 from cbsim.record.tables import RUNS, TEXTS, Requests, RequestTable, Steps, token_times
 from cbsim.runs import reading
+from cbsim.runs.reading import SIMULATED
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
-SIMULATED = "simulated"
 VERDICT = "replay.json"
 """The file that replaces tables which are not kept: the outcome of replanning the run, null if none was tried."""
 

@@ -26,7 +26,7 @@ from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import acceptance, copies, cost_model, router, scheduler
 from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
-from cbsim.runs.result import SIMULATED
+from cbsim.runs.reading import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.scenario.speculation import row_tokens
 from cbsim.workload.requests import Workload

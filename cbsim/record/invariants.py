@@ -50,21 +50,54 @@ def check_hand_offs(steps: Steps, transfers: Mapping[str, Ints], hand_offs: Mapp
     """Raise AssertionError unless the KV of each hand-off that was fetched left one server and came to the other as the
     table says, and no server got to know that a transfer is over, by which its blocks are free, before it was.
     """
-    transfers = {name: values[transfers["reported_step"] >= 0] for name, values in transfers.items()}
-    reported_ns, launched_ns = (
-        steps["await_end_ns"][transfers["reported_step"]],
-        steps["launch_end_ns"][transfers["step"]],
-    )
-    _at_most("blocks are kept until a transfer is over", transfers["end_ns"], reported_ns)
+    transfers = _of_steps(transfers, steps, transfers["reported_step"] >= 0)
+    launched_ns = steps["launch_end_ns"][transfers["step"]]
     _at_most("a transfer begins when both servers have blocks", launched_ns, transfers["start_ns"])
     server = np.zeros_like(transfers["step"]) if steps.server is None else steps.server[transfers["step"]]
-    columns = (transfers["way"], transfers["request"], server, transfers["start_ns"], transfers["end_ns"])
+    blocks = np.where(transfers["way"] == Direction.IN, transfers["blocks"], 0)
+    columns = (transfers["way"], transfers["request"], server, transfers["start_ns"], transfers["end_ns"], blocks)
     made = Counter(zip(*(values.tolist() for values in columns), strict=True))
-    fetched = hand_offs["fate"] == FETCHED
+    fetched = {name: values[hand_offs["fate"] == FETCHED] for name, values in hand_offs.items()}
     for direction, side in ((Direction.OUT, "source"), (Direction.IN, "target")):
-        named = [hand_offs[name][fetched].tolist() for name in ("request", side, "start_ns", "end_ns")]
+        named = [fetched[name].tolist() for name in ("request", side, "start_ns", "end_ns")]
+        named.append((fetched["blocks"] * (direction is Direction.IN)).tolist())  # a source may keep more
         matches = np.array([made[(direction, *each)] for each in zip(*named, strict=True)], dtype=np.int64)
         _equal("each hand-off is one move out of a server, and one into another", matches, 1)
+
+
+def check_transfers(steps: Steps, transfers: Mapping[str, Ints]) -> None:
+    """Raise AssertionError unless each transfer begins after it was planned, and is over when a result says so."""
+    transfers = _of_steps(transfers, steps, transfers["step"] >= 0)
+    planned_ns = steps["schedule_end_ns"][transfers["step"]]
+    _at_most("a transfer begins after it was planned", planned_ns, transfers["start_ns"])
+    _at_most("a transfer ends at or after its start", transfers["start_ns"], transfers["end_ns"])
+    transfers = _of_steps(transfers, steps, transfers["reported_step"] >= 0)
+    reported_ns = steps["await_end_ns"][transfers["reported_step"]]
+    _at_most("blocks are kept until a transfer is over", transfers["end_ns"], reported_ns)
+
+
+def _of_steps(transfers: Mapping[str, Ints], steps: Steps, chosen: Mask) -> dict[str, Ints]:
+    """Return the chosen transfers whose steps are there: a run that was cut short has others."""
+    there = (transfers["step"] < len(steps)) & (transfers["reported_step"] < len(steps))
+    return {name: values[chosen & there] for name, values in transfers.items()}
+
+
+def check_stages(steps: Steps, times: Mapping[str, Ints], stages: Ints) -> None:
+    """Raise AssertionError unless each step that ran was on all `stages` of its server's pipeline, one after the other,
+    and had its kernels' times on the last. Servers with one stage have no rows.
+    """
+    times = {name: values[times["step"] < len(steps)] for name, values in times.items()}
+    count = np.where((steps["rows"] > 0) & (stages > 1), stages, 0)
+    step, most = np.repeat(np.arange(len(steps)), count), np.repeat(count, count)
+    stage = np.arange(len(step)) - np.repeat(np.cumsum(count) - count, count)
+    _equal("each step has a row for each stage", np.array([len(times["step"])]), len(step))
+    _equal("steps are in order", times["step"], step)
+    _equal("stages are in order", times["stage"], stage)
+    _at_most("a stage ends at or after its start", times["start_ns"], times["end_ns"])
+    later, last = np.flatnonzero(stage > 0), stage == most - 1
+    _at_most("a stage waits for the one before", times["end_ns"][later - 1], times["start_ns"][later])
+    for edge in ("start_ns", "end_ns"):
+        _equal("the last stage has the kernels' times", times[edge][last], steps[f"compute_{edge}"][step[last]])
 
 
 def _require(rule: str, left: Ints, right: Ints | int, holds: Mask) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from cbsim.policy.transfers import Direction
 from cbsim.record import columns, parquet
 from cbsim.record.columns import Column
-from cbsim.record.record import Record, Records, TransferLog
+from cbsim.record.record import Record, Records
 from cbsim.record.tables import Ints
 
 TRANSFERS, PARENTS, DRAFTS = "moves.parquet", "parents.parquet", "drafts.parquet"
@@ -114,9 +114,8 @@ def summarise_stages(rows: array[int]) -> dict[str, Any]:
     return {"gpu_active": float(active.mean()), "bubble": 1 - float(active.mean()), "by_stage": active.tolist()}
 
 
-def summarise_transfers(log: TransferLog, span_s: float) -> dict[str, Any]:
+def summarise_transfers(table: Mapping[str, Ints], span_s: float) -> dict[str, Any]:
     """Return the blocks by direction, and the busy share of the span of each direction of the host's link."""
-    table = values_of(TRANSFERS, log.rows)
     took_s, directions = (table["end_ns"] - table["start_ns"]) / columns.NS, table["way"]
     blocks = {each: int(table["blocks"][directions == each].sum()) for each in Direction}
     busy = {each: float(took_s[directions == each].sum()) / span_s if span_s else 0.0 for each in Direction}

@@ -19,9 +19,9 @@ from cbsim.policy.digest import digest
 from cbsim.policy.loop import Await, Completed, Launch, Poll, Polled, Scheduler, Waves, serve
 from cbsim.policy.plan import StepPlan, StepResult, Underway
 from cbsim.policy.request import Finish, RequestSpec, leg
-from cbsim.policy.transfers import Direction
-from cbsim.record import optional_tables
-from cbsim.record.optional_tables import DRAFTS, PARENTS
+from cbsim.policy.transfers import Direction, Transfer
+from cbsim.record import invariants, optional_tables
+from cbsim.record.optional_tables import DRAFTS, PARENTS, STAGES, TRANSFERS, by_step
 from cbsim.record.tables import Ints, RequestTable
 from cbsim.runs import assemble, reading
 from cbsim.runs.reading import Run
@@ -57,6 +57,7 @@ def rederive(path: Path) -> Replanned:
     run = reading.load(path)
     scenario = load(path / "scenario.resolved.yaml")
     reading.fields(run)
+    reading.check_tables(run)
     return derived(run, scenario, generators.build_of_run(scenario, path))
 
 
@@ -70,38 +71,65 @@ def derived(run: Run, scenario: Scenario, workload: Workload, on_plan: OnPlan | 
     matched, low, several = 0, 0, len(servers) > 1
     numbers = _waves(run) if scenario.ranks > 1 else None
     drafts = _drafts(run) if any(its.speculation for its in servers) else {}
-    unfetched = optional_tables.unfetched(run.source)
+    reading.check_servers(run, len(servers))
+    stages = np.repeat([its.stages for its in servers], np.diff([0, *run.steps.ends(len(servers))]))
+    with reading.refusing(run.path / STAGES):
+        invariants.check_stages(run.steps, optional_tables.read(run.source, STAGES), stages)
+    moved, unfetched = _Moved(run), optional_tables.unfetched(run.source)
     for server, (its, part) in enumerate(zip(servers, reading.servers(run, len(servers)), strict=True)):
         loop = its.loop.mode
         policy, on_plans = assemble.scheduler(its, loop), on_plan
         if numbers is not None and hasattr(policy, "waves"):
             on_plans = _Together(part, numbers[low : low + len(part.steps)], policy, on_plan)
-        loads = _Loads(unfetched.get(server, set()))
+        moved.begin(low, unfetched.get(server, set()))
         verified = drafts if its.speculation else None
         steps_in_flight = depth(loop, its.stages)
-        verdict = _compare(part, policy, steps_in_flight, workload.find_attempt, on_plans, low, verified, loads=loads)
+        verdict = _compare(part, policy, steps_in_flight, workload.find_attempt, on_plans, moved, verified)
         low += len(part.steps)
         matched += verdict.matched
         if verdict.difference is not None:
             difference = f"server {server}: {verdict.difference}" if several else verdict.difference
             return Replanned(matched, len(run.steps), difference)
+    moved.check_rest()
     return Replanned(matched, len(run.steps), None)
 
 
-class _Loads:
-    """The blocks of loads that another server did not fill: of those jobs whose requests are `unfetched`."""
+class _Moved:
+    """What a run recorded of the transfers of its plans. Of the server that is derived, `first` is the number of its
+    first step in the run's tables, and `unfetched` has the requests whose loads others did not fill.
+    """
 
-    def __init__(self, unfetched: set[int]) -> None:
-        self._unfetched = unfetched
+    def __init__(self, run: Run) -> None:
+        self._file, self._whole = run.path / TRANSFERS, not run.incomplete
+        self.jobs = optional_tables.reported_jobs(run.source)
+        self._rows = {step: [row[:4] for row in rows] for step, rows in by_step(run.source, TRANSFERS).items()}
+        self.begin(0, set())
+
+    def begin(self, first: int, unfetched: set[int]) -> None:
+        self.first, self._unfetched = first, unfetched
         self._blocks: dict[int, tuple[int, ...]] = {}  # of jobs that have been planned
 
     def planned(self, plan: StepPlan) -> None:
+        """Raises RunError unless the plan's transfers were recorded, of a run cut short those that were over."""
+        self._check(plan.step + self.first, plan.transfers)
         for transfer in plan.transfers:
             if transfer.direction is Direction.IN and transfer.spec and transfer.spec.index in self._unfetched:
                 self._blocks[transfer.job] = transfer.targets
 
     def broken(self, jobs: tuple[int, ...]) -> tuple[int, ...]:
         return tuple([block for job in jobs for block in self._blocks.pop(job, ())])
+
+    def check_rest(self) -> None:
+        """Raises RunError for a complete run with rows of steps that it did not have."""
+        for step in list(self._rows) if self._whole else ():
+            self._check(step, ())
+
+    def _check(self, step: int, transfers: Sequence[Transfer]) -> None:
+        rows = sorted(self._rows.pop(step, ()))
+        planned = sorted([(t.spec.index if t.spec else -1, t.job, t.direction, len(t.sources)) for t in transfers])
+        if rows != planned and (self._whole or not set(rows) <= set(planned)):
+            problem = f"got {rows}, expected rows of (request, job, way, blocks) {planned}"
+            raise RunError(f"{self._file}: step {step}: {problem}", file=self._file)
 
 
 class _Together:
@@ -132,7 +160,7 @@ def _drafts(run: Run) -> Drafts:
     if len(wrong):
         row, bound = int(wrong[0]), f"expected steps in order, from 0 to {len(run.steps) - 1}"
         raise RunError(f"{file}: step: row {row}: got {steps[row]}, {bound}", file=file)
-    return optional_tables.by_step(run.source, DRAFTS)
+    return by_step(run.source, DRAFTS)
 
 
 def _waves(run: Run) -> Ints:
@@ -157,19 +185,17 @@ def _compare(
     steps_in_flight: int,
     find: Find,
     on_plan: OnPlan | None = None,
-    first: int = 0,
+    moved: _Moved | None = None,
     drafts: Drafts | None = None,
-    *,
-    loads: _Loads | None = None,
 ) -> Replanned:
-    """Derive the plans of one server, whose steps follow the `first` ones of others in the files of the run. With
-    speculation `drafts` has what the rows verified and proposed, by step.
+    """Derive the plans of one server, that which has `moved`. With speculation `drafts` has what the rows verified and
+    proposed, by step.
     """
     polls, steps = _Polls(run, find), len(run.steps)
     total, step = policy.pool.num_blocks, 0
     recorded = _recorded(run)
-    moved, parents = optional_tables.reported_jobs(run.source), optional_tables.by_step(run.source, PARENTS)
-    loads, underway = loads or _Loads(set()), Underway(policy.pool.block_size)
+    moved, parents = moved or _Moved(run), by_step(run.source, PARENTS)
+    underway = Underway(policy.pool.block_size)
     loop = serve(policy, steps_in_flight)
     answer: Any = None
     while True:
@@ -189,18 +215,18 @@ def _compare(
             if on_plan:
                 on_plan(policy, effect.plan)
             polls.over(effect.plan.changes.ended)
-            loads.planned(effect.plan)
+            moved.planned(effect.plan)
             try:
                 underway.planned(effect.plan)
             except AssertionError as error:
                 return Replanned(step, steps, f"step {step}: {error}")
             step += 1
         elif isinstance(effect, Await):
-            done, joined = effect.plan.step, first + effect.plan.step
+            done, joined = effect.plan.step, moved.first + effect.plan.step
             pairs = polls.pairs(parents.get(joined, ()))
             verified = {} if drafts is None else polls.verified(effect.plan, drafts.get(joined, ()), policy.requests)
-            jobs = moved.get(joined, ())
-            broken = loads.broken(jobs)
+            jobs = moved.jobs.get(joined, ())
+            broken = moved.broken(jobs)
             underway.completed(jobs)
             result = StepResult(polls.stopped(done), moved=jobs, parents=pairs, broken=broken, **verified)
             answer = Completed(result, polls.answer().cancels if effect.cancels else ())

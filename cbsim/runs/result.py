@@ -29,12 +29,12 @@ from cbsim.record.record import FAILED
 from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, token_times
 from cbsim.runs import occupancy, reading
 from cbsim.runs.occupancy import Occupancy
+from cbsim.runs.reading import SIMULATED
 from cbsim.scenario import demand
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario, solved_lines
 from cbsim.workload import csv_requests, generators
 
-SIMULATED = "simulated"  # the device of a run that was not measured
 TIMELINE = (0, 2000)  # steps
 BOTH = "figures/sync_above_async.png"
 TABLES = ("steps.parquet", "requests.parquet")

@@ -169,8 +169,9 @@ class Session:
         if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
             table = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs)
             parts["hand_off"] = metrics.hand_offs(table, rows, fleet.hand_off.link.bandwidth_gb_s, span_s)
-        elif (transfers := record.transfers).rows:
-            parts["kv_moves"] = optional_tables.summarise_transfers(transfers, span_s * several)
+        elif rows_of := record.transfers.rows:
+            table = optional_tables.values_of(optional_tables.TRANSFERS, rows_of)
+            parts["kv_moves"] = optional_tables.summarise_transfers(table, span_s * several)
         if drafts := record.drafts:
             parts["drafts"] = optional_tables.summarise_drafts(drafts)
         return parts

@@ -364,11 +364,15 @@ def tables() -> tuple[Steps, dict[str, Ints], dict[str, Ints]]:
 def test_tables_that_no_servers_can_have_made_are_refused(
     tables: Any, table: int, column: str, by: int, rule: str
 ) -> None:
-    invariants.check_hand_offs(*tables)
+    def check(steps: Steps, transfers: dict[str, Ints], hand_offs: dict[str, Ints]) -> None:
+        invariants.check_hand_offs(steps, transfers, hand_offs)
+        invariants.check_transfers(steps, transfers)
+
+    check(*tables)
     damaged = [*tables]
     damaged[table] = tables[table] | {column: tables[table][column] + by}
     with pytest.raises(AssertionError, match=rule):
-        invariants.check_hand_offs(*damaged)
+        check(*damaged)
 
 
 PLANTED = pytest.mark.skipif(value.running() == "compiled", reason="a compiled class takes no other methods")

@@ -161,7 +161,9 @@ def test_no_table_has_no_moves_and_a_damaged_one_is_refused_by_name(tmp_path: Pa
 
 def test_numbers(log: TransferLog) -> None:
     """Blocks by way; each direction is busy for what its moves took, of a span of a microsecond."""
-    assert optional_tables.summarise_transfers(log, 1e-6) == {
+    assert optional_tables.summarise_transfers(
+        optional_tables.values_of(optional_tables.TRANSFERS, log.rows), 1e-6
+    ) == {
         "copied_blocks": 1,
         "out_blocks": 3,
         "in_blocks": 3,

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,94 @@ def test_altered_drafts_are_refused(damage: str, tmp_path: Path) -> None:
     status, out, err = replayed(run)
     assert (status, out) == (2, "")
     assert err.startswith(f"cbsim: {run / 'drafts.parquet'}: ") and words in err and err.count("\n") == 1
+
+
+def dropped(rows: pa.Table, row: int) -> pa.Table:
+    return pa.concat_tables([rows.slice(0, row), rows.slice(row + 1)])
+
+
+def doubled(rows: pa.Table, row: int) -> pa.Table:
+    return pa.concat_tables([rows.slice(0, row + 1), rows.slice(row)])
+
+
+def later(*names: str, by: int = 10**7, row: int = 4) -> Callable[[pa.Table], pa.Table]:
+    """Add a number to columns of a row."""
+
+    def change(rows: pa.Table) -> pa.Table:
+        for name in names:
+            rows = changed(rows, name, row, lambda value: value + by)
+        return rows
+
+    return change
+
+
+APART = (
+    *("poisson", "scheduler.name=vllm", "loop.mode=sync", "workload.requests=6"),
+    "fleet={pools: [{role: prefill}, {role: decode}], router: {name: random}, hand_off: {link: {bandwidth_gb_s: 8}}}",
+)
+OFFLOADED = ("poisson", "scheduler={name: vllm, kv_connector: simple_cpu, cpu_bytes_to_use: 1e8}", "loop.mode=sync")
+PIPED = ("poisson", "scheduler.name=vllm", "loop.mode=async", "cost={kind: roofline, pipeline_parallel: 2}")
+TWO_PIPED = (*PIPED, "fleet={pools: [{count: 2}], router: {name: round_robin}}")
+OTHERS: dict[str, tuple[tuple[str, ...], str, Callable[[pa.Table], pa.Table | None], str]] = {
+    "hand-offs absent": (APART, "hand_offs", lambda _: None, "hand_off.transfers is 6, that of hand_offs.parquet is 0"),
+    "hand-offs empty": (APART, "hand_offs", lambda rows: rows.slice(0, 0), "that of hand_offs.parquet is 0"),
+    "hand-off dropped": (APART, "hand_offs", lambda rows: dropped(rows, 2), "that of hand_offs.parquet is 5"),
+    "hand-off doubled": (APART, "hand_offs", lambda rows: doubled(rows, 2), "that of hand_offs.parquet is 7"),
+    "hand-off's fate": (APART, "hand_offs", later("fate", by=1), "that of hand_offs.parquet is 5"),
+    "hand-off's bytes": (APART, "hand_offs", later("bytes", by=1), "hand_off.bytes is "),
+    "hand-off's prefill": (APART, "hand_offs", later("prefilled_ns"), "hand_off.after_prefill_mean_s is "),
+    "hand-off's blocks": (APART, "hand_offs", later("blocks", by=1), "each hand-off is one move out"),
+    "hand-off's source": (APART, "hand_offs", later("source", by=-1, row=0), "each hand-off is one move out"),
+    "hand-off's times": (APART, "hand_offs", later("prefilled_ns", "start_ns", "end_ns"), "each hand-off is one move"),
+    "KV's times": (APART, "moves", later("start_ns", by=1), "each hand-off is one move out"),
+    "KV unreported": (APART, "moves", lambda _: None, "each hand-off is one move out"),
+    "transfers absent": (OFFLOADED, "moves", lambda _: None, "kv_moves.out_blocks is "),
+    "transfer dropped": (OFFLOADED, "moves", lambda rows: dropped(rows, 4), "_blocks is "),
+    "transfer's end": (OFFLOADED, "moves", later("end_ns", by=1000), "_busy is "),
+    "transfer's times": (OFFLOADED, "moves", later("start_ns", "end_ns", by=-(10**12)), "begins after it was planned"),
+    "transfer too late": (OFFLOADED, "moves", later("start_ns", "end_ns", by=10**12), "until a transfer is over"),
+    "transfer's request": (OFFLOADED, "moves", later("request", by=1), "expected rows of (request, job, way, blocks)"),
+    "transfer's step": (OFFLOADED, "moves", later("step", by=-1), "expected rows of (request, job, way, blocks)"),
+    "transfer's strange step": (OFFLOADED, "moves", later("step", by=10**6), "expected rows of (request, job, way"),
+    "stages absent": (PIPED, "stages", lambda _: None, "each step has a row for each stage: row 0 has 0"),
+    "stages absent of two": (TWO_PIPED, "stages", lambda _: None, "each step has a row for each stage: row 0 has 0"),
+    "stage dropped": (TWO_PIPED, "stages", lambda rows: dropped(rows, 5), "each step has a row for each stage"),
+    "stages reversed": (
+        TWO_PIPED,
+        "stages",
+        lambda rows: rows.take(list(range(len(rows)))[::-1]),
+        "steps are in order",
+    ),
+    "stage's number": (TWO_PIPED, "stages", later("stage", by=1), "stages are in order"),
+    "stage too late": (TWO_PIPED, "stages", later("start_ns", "end_ns"), "a stage waits for the one before"),
+    "stage's end": (TWO_PIPED, "stages", later("end_ns", row=5), "the last stage has the kernels' times"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], Path]:
+    """Runs by kind of workload and overrides, each made once."""
+    return cache(lambda fields: recorded(tmp_path_factory.mktemp("run"), *fields))
+
+
+@pytest.mark.parametrize("damage", OTHERS)
+def test_other_tables_that_were_altered_or_deleted_are_refused(
+    damage: str, tmp_path: Path, runs: Callable[[Sequence[str]], Path]
+) -> None:
+    """Transfers are those of the plans, and hand-offs theirs; steps are on all stages; and summary.json has their
+    numbers. So whatever is missing or altered is told in a line with the table's name.
+    """
+    fields, table, change, words = OTHERS[damage]
+    run = shutil.copytree(runs(fields), tmp_path / "run")
+    assert replayed(run)[0] == 0
+    file = run / f"{table}.parquet"
+    altered = change(pq.read_table(file))
+    file.unlink()
+    if altered is not None:
+        pq.write_table(altered, file)
+    status, out, err = replayed(run)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"cbsim: {run}/") and ".parquet" in err and words in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "max_tokens", "priority", "id"])
