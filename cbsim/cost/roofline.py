@@ -22,25 +22,41 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.cost.table import counted, reached
-from cbsim.policy.groups import FULL, Attention, Sight
+from cbsim.policy.groups import FULL, Attention, Sight, whole_pairs
 from cbsim.policy.plan import Chunk, StepPlan
+from cbsim.policy.value import value
 from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.scenario import Scenario
 
 
-class Read(NamedTuple):
-    """Seconds of a pair of a query and a KV token, of reading a KV token, of a decoding row's pair, and of a KV token
-    that a row of one token attends to.
+@value(init=False)
+class Read:
+    """The attention of the `share` of the layers that are of one kind: seconds of a pair of a query and a KV token, of
+    reading a KV token, of a decoding row's pair, and of a KV token that a row of one token attends to. `whole`: these
+    layers see everything.
     """
 
-    pair_s: float
-    kv_s: float
-    decode_pair_s: float
-    context_s: float
+    def __init__(
+        self,
+        kind: Attention,
+        share: float,
+        pair_s: float,
+        kv_s: float,
+        decode_pair_s: float,
+        context_s: float,
+        whole: bool,
+    ) -> None:
+        self.kind: Final = kind
+        self.share: Final = share
+        self.pair_s: Final = pair_s
+        self.kv_s: Final = kv_s
+        self.decode_pair_s: Final = decode_pair_s
+        self.context_s: Final = context_s
+        self.whole: Final = whole
 
 
 class Rates(NamedTuple):
@@ -53,10 +69,14 @@ class Rates(NamedTuple):
     bytes_pcie: float
     linear: float = 1.0  # FLOP/s of the linear layers, which may have a type of their own, over those of the rest
 
-    def read(self, pair_flop: float, decode_flop: float, kv_bytes: float) -> Read:
+    def read(self, kind: Attention, share: float, pair_flop: float, decode_flop: float, kv_bytes: float) -> Read:
         """Return the seconds of such pairs and tokens."""
-        kv_s, decode_pair_s = kv_bytes / self.bytes_kv, decode_flop / self.flops_decode
-        return Read(pair_flop / self.flops_prefill, kv_s, decode_pair_s, max(kv_s, decode_pair_s))
+        pair_s, kv_s, decode_s = (
+            pair_flop / self.flops_prefill,
+            kv_bytes / self.bytes_kv,
+            decode_flop / self.flops_decode,
+        )
+        return Read(kind, share, pair_s, kv_s, decode_s, max(kv_s, decode_s), kind == FULL)
 
 
 class Weights(NamedTuple):
@@ -118,13 +138,13 @@ class RooflineCost:
         self._reduces_s, self._reduce_token_s = reduces_s
         self._state_s = 2 * weights.state_bytes / rates.bytes_kv  # to read and write the states of a request
         self._state_flop = weights.state_flop
-        read = rates.read(weights.attention_flop, weights.decode_flop, weights.kv_bytes)
+        sizes = weights.attention_flop, weights.decode_flop, weights.kv_bytes
         shares = {kind: attention.count(kind) / len(attention) for kind in dict.fromkeys(attention)}
-        self._reads = [(kind, share, read) for kind, share in shares.items()]
-        self._listed = listed or any(kind != FULL for kind, *_ in self._reads) or self._state_s > 0
+        self._reads = [rates.read(kind, share, *sizes) for kind, share in shares.items()]
+        self._listed = listed or not all(read.whole for read in self._reads) or self._state_s > 0
         if weights.indexer_bytes:
-            scored = rates.read(weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes)
-            self._reads.append((FULL, 1.0, scored))
+            scored = weights.indexer_flop, weights.indexer_flop, weights.indexer_bytes
+            self._reads.append(rates.read(FULL, 1.0, *scored))
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         work = plan.work
@@ -133,15 +153,19 @@ class RooflineCost:
         if not rows:
             return 0, 0, 0
         sampled, flops = decodes + work.padding_rows, self._flops_decode
-        time = self._overhead_s + tokens * self._embedding_s
-        time += sum([share * (counted(work, kind) + sampled) * read.context_s for kind, share, read in self._reads])
+        context_s = attention_s = 0.0
+        for read in self._reads:
+            context_s += read.share * (counted(work, read.kind) + sampled) * read.context_s
+            attention_s += read.share * self._attention_s(read, chunks)
+        time = self._overhead_s + tokens * self._embedding_s + context_s
         if self._state_s:
             time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])
         if chunks:
             if not self._listed or not all(chunk.reads_once for chunk in chunks):
                 flops = self._flops_prefill
-            sampled += sum([c.outputs for c in chunks])
-            time += sum([share * self._attention_s(kind, read, chunks) for kind, share, read in self._reads])
+            for chunk in chunks:
+                sampled += chunk.outputs
+            time += attention_s
         weights_s = self._linear_s
         if self._experts_s:
             weights_s += self._experts_s * reached(self._experts_share, tokens)
@@ -157,13 +181,16 @@ class RooflineCost:
         flops = self._flops_prefill if tokens > 1 else self._flops_decode
         return max(tokens * self._state_flop / flops, self._state_s)
 
-    def _attention_s(self, kind: Attention, read: Read, chunks: Sequence[Chunk]) -> float:
+    def _attention_s(self, read: Read, chunks: tuple[Chunk, ...]) -> float:
         """Return the seconds of attention of chunks if all layers were of this kind."""
         time = 0.0
         for c in chunks:
             start, tokens = c.start, c.tokens + c.padding
             pair_s = read.decode_pair_s if self._listed and c.reads_once else read.pair_s
-            time += max(kind.pairs(start, tokens) * pair_s, kind.seen(start, tokens) * read.kv_s)
+            pairs, seen = whole_pairs(start, tokens), start + tokens
+            if not read.whole:
+                pairs, seen = read.kind.pairs(start, tokens), read.kind.seen(start, tokens)
+            time += max(pairs * pair_s, seen * read.kv_s)
         return time
 
 

@@ -164,11 +164,10 @@ class BlockPool:
             return [self.grow(request, 1)[0] for request in requests]
         blocks = self._free.take(len(requests))
         tables = self.tables
-        for request, block in zip(requests, blocks, strict=True):
-            tables[request].append(block)
-        if self._key_of:
-            for block in blocks:
-                self._forget(block)
+        for i in range(len(blocks)):
+            tables[requests[i]].append(blocks[i])
+            if self._key_of:
+                self._forget(blocks[i])
         return blocks
 
     def find(self, request: Request) -> list[int]:

@@ -32,12 +32,13 @@ class FreeQueue:
 
     0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
     which makes the queue a true LRU of cache entries. `pick` marks an entry dead; it is dropped when it surfaces. Both
-    ends are lists, so that blocks go in and out by the slice: a stack in front, its last block the next one, and behind
-    it `_queue` from `_head` on.
+    ends are lists, so that blocks go in and out by the slice: a stack in front, `_top` blocks of `_stack`, the last of
+    them the next one, and behind it `_queue` from `_head` on.
     """
 
     def __init__(self, blocks: Iterable[int], *, unhashed_first: bool) -> None:
         self._stack: list[int] = []
+        self._top = 0
         self._queue = list(blocks)
         self._head = 0
         self._dead: dict[int, int] = {}
@@ -55,10 +56,9 @@ class FreeQueue:
 
     def _next(self, count: int) -> list[int]:
         """Return the next entries, dead or alive; fewer if there are no more."""
-        stack = self._stack
-        least = max(0, len(stack) - count)
-        entries = stack[least:]
-        del stack[least:]
+        top = self._top
+        self._top = least = max(0, top - count)
+        entries = self._stack[least:top]
         entries.reverse()
         if len(entries) < count:
             queue, first = self._queue, self._head
@@ -79,7 +79,8 @@ class FreeQueue:
     def give(self, blocks: list[int], hashed: int) -> None:
         self.free += len(blocks)
         if self._unhashed_first:
-            self._stack.extend(blocks[hashed:])
+            self._stack[self._top :] = blocks[hashed:]
+            self._top = len(self._stack)
             blocks = blocks[:hashed]
         self._queue.extend(reversed(blocks))
 
@@ -88,7 +89,7 @@ class FreeQueue:
         self._dead[block] = self._dead.get(block, 0) + 1
 
     def order(self) -> list[int]:
-        entries = [*reversed(self._stack), *self._queue[self._head :]]
+        entries = [*self._stack[: self._top][::-1], *self._queue[self._head :]]
         if not self._dead:
             return entries
         dead = dict(self._dead)

@@ -53,8 +53,12 @@ class Machine:
         self.times = StepTimes(0)  # of the step being planned
         self.completion = self.times  # of the step whose result is being applied
 
-    def run(self, env: simpy.Environment, on_step: Callable[[int], None] | None = None) -> Generator[Any, Any, None]:
-        """Run the loop as a SimPy process. `on_step` is called with the simulated time after every step."""
+    def run(
+        self, env: simpy.Environment, on_step: Callable[[int], None] | None = None, *, alone: bool = False
+    ) -> Generator[Any, Any, None]:
+        """Run the loop as a SimPy process, maybe the only one. `on_step` is called with the simulated time after every
+        step.
+        """
         loop = serve(self.scheduler, self._depth)
         answer: Any = None
         while True:
@@ -68,7 +72,7 @@ class Machine:
             if isinstance(effect, Poll):
                 if effect.wait:
                     yield from self._wait(env)
-                if env.peek() <= self.now_ns:
+                if not alone and env.peek() <= self.now_ns:
                     yield env.timeout(max(0, self.now_ns - env.now))
                 answer = self._poll()
             elif isinstance(effect, Launch):
@@ -78,7 +82,7 @@ class Machine:
                 while (completion := self._device.completion(times)) is not None:
                     yield completion
                 completed_ns = self._completed_ns(effect)
-                if env.peek() <= completed_ns or completed_ns >= NEVER_NS:
+                if completed_ns >= NEVER_NS or (not alone and env.peek() <= completed_ns):
                     completed_ns = yield from self._until_completed(env, effect, completed_ns)
                 answer = self._await(effect, completed_ns)
             elif isinstance(effect, Applied):

@@ -60,17 +60,24 @@ def transformers_bucket(max_requests: int, max_tokens: int, cache_tokens: int, p
     return tokens, (tokens, up_to_multiple(read, 16384, cache_tokens))
 
 
-def vllm_bucket(sizes: Sequence[int], plan: StepPlan, *, width: int = 0) -> Bucket:
-    """Return vLLM's graph: the smallest of the ascending `sizes` that holds the tokens, of all steps, or only of those
-    whose rows have `width` query tokens.
+class VllmBuckets:
+    """The rule of vLLM's graphs: the smallest of the ascending `sizes` that holds the tokens, of all steps, or only of
+    those whose rows have `width` query tokens, if that is not 0.
     """
-    if width and not alike(plan, width):
-        return None
-    at = bisect_left(sizes, plan.work.computed_tokens)
-    return (sizes[at], sizes[at]) if at < len(sizes) else None
+
+    def __init__(self, sizes: Sequence[int], width: int = 0) -> None:
+        fitting = [sizes[bisect_left(sizes, tokens)] for tokens in range(max([0, *sizes]) + 1)] if sizes else []
+        self._by_tokens: list[Bucket] = [(size, size) for size in fitting]
+        self._width = width
+
+    def __call__(self, plan: StepPlan) -> Bucket:
+        tokens = plan.work.computed_tokens
+        if tokens >= len(self._by_tokens) or (self._width and not alike(plan, self._width)):
+            return None
+        return self._by_tokens[tokens]
 
 
-def engine_bucket(sizes: Sequence[int], plan: StepPlan, width: int = 1) -> Bucket:
+def engine_bucket(sizes: Sequence[int], width: int, plan: StepPlan) -> Bucket:
     """Return the graph by our engine's rule: steps of decoding rows, which have `width` query tokens with all their
     drafts, run at a captured batch size, others eagerly.
     """

@@ -14,7 +14,7 @@ from cbsim.machine.adaptive import Adaptive
 from cbsim.machine.device import Device, Mover, OneGpu, Pipeline
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
-from cbsim.machine.graphs import Graphs, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.graphs import Graphs, VllmBuckets, engine_bucket, transformers_bucket, unpadded
 from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
 from cbsim.machine.scaling import Scaled
@@ -25,7 +25,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
 from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import acceptance, copies, cost_model, router, scheduler
-from cbsim.runs.inbox import NEVER_NS, Inbox, no_collections
+from cbsim.runs.inbox import Inbox, no_collections
 from cbsim.runs.reading import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.scenario.speculation import row_tokens
@@ -67,8 +67,7 @@ def machine(
 def run(server: Machine, on_step: Callable[[int], None] | None = None) -> None:
     """Run a server to the end of its workload. After an interrupt its record holds the run until then."""
     env = simpy.Environment()
-    over = env.process(server.run(env, on_step))
-    env.timeout(NEVER_NS)  # so that there is always a next event: peeking at an empty list costs an exception
+    over = env.process(server.run(env, on_step, alone=True))
     with no_collections():
         env.run(over)
 
@@ -82,10 +81,10 @@ def graphs(scenario: Scenario, policy: Scheduler) -> Graphs:
     if scenario.graph_padding == "vllm":
         only = settings.vllm_cudagraph_mode == "FULL_DECODE_ONLY"
         width = row_tokens(scenario.speculation) if only else 0
-        return Graphs(partial(vllm_bucket, vllm_graphs(scenario, limits), width=width), capture_ns)
+        return Graphs(VllmBuckets(vllm_graphs(scenario, limits), width), capture_ns)
     if scenario.graph_padding == "cbengine":
         sizes = captured_sizes(limits.slots or limits.rows or CAPTURED[-1])
-        return Graphs(partial(engine_bucket, sizes, width=row_tokens(scenario.speculation)), capture_ns)
+        return Graphs(partial(engine_bucket, sizes, row_tokens(scenario.speculation)), capture_ns)
     if scenario.graph_padding == "transformers":
         rows, tokens = limits.rows or TRANSFORMERS_ROWS, limits.tokens or UNBOUNDED
         cache_tokens = pool.num_blocks * pool.block_size

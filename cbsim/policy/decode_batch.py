@@ -20,9 +20,20 @@ from typing import Final
 from cbsim.policy.request import Pace, Request
 from cbsim.policy.value import value
 
-Entry = tuple[int, int, Request]  # (admission order, `since` of the stay that is meant, request), sorted in this order
-Calendar = dict[int, list[Entry]]  # by pace
 by_order = attrgetter("order")
+
+
+@value(init=False, eq=False)
+class Stay:
+    """A request's time as a member."""
+
+    def __init__(self, request: Request, order: int, since: int) -> None:
+        self.request: Final = request
+        self.order: Final = order
+        self.since: Final = since
+
+
+Calendar = dict[int, list[Stay]]  # by pace
 
 
 @value(init=False)
@@ -86,7 +97,7 @@ class DecodeBatch(Pace):
         self._end_at: Calendar = {}
         self._long_at: Calendar = {}
         self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since they were planned
-        self._due: list[Entry] = []  # entries of the members that `growing` returned last
+        self._due: list[Stay] = []  # of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
         self._joins = 0
         self._heads: list[tuple[int, int, int, Request]] = []  # heap of (pace - computed, number, since, request)
@@ -124,21 +135,22 @@ class DecodeBatch(Pace):
         """Add a request with `blocks` blocks between two steps; with `fills`, `filling` will return it."""
         request.join(self)
         self._members[request] = None
+        stay = Stay(request, request.order, request.since)
         computed, since, size = request.computed, self.pace, self.block_size
         self._offset += computed - since
         self._joins += 1
         heappush(self._heads, (since - computed, self._joins, request.since, request))
         self.held_blocks += blocks
         self.max_order = max(self.max_order, request.order)
-        self._note(self._grow_at, since + blocks * size - computed, request)
+        self._grow_at.setdefault(since + blocks * size - computed, []).append(stay)
         if fills:
-            self._note(self._fill_at, since + size - 1 - computed % size, request)
+            self._fill_at.setdefault(since + size - 1 - computed % size, []).append(stay)
         if self.long_tokens and computed >= self.long_tokens:
             self.long += 1
         elif self.long_tokens:
-            self._note(self._long_at, since + self.long_tokens - computed, request)
+            self._long_at.setdefault(since + self.long_tokens - computed, []).append(stay)
         if request.last > request.scheduled:
-            self._note(self._end_at, since + request.last - request.scheduled - 1, request)
+            self._end_at.setdefault(since + request.last - request.scheduled - 1, []).append(stay)
 
     def leave(self, request: Request, blocks: int) -> None:
         """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
@@ -158,9 +170,8 @@ class DecodeBatch(Pace):
 
     def growing(self) -> list[Request]:
         """Return the members that need one more block in the step being planned, in admission order."""
-        entries = self._grow_at.get(self.pace)
-        self._due = self._current(entries) if entries else []
-        due = [request for _, _, request in self._due]
+        self._due = self._current(self._grow_at.get(self.pace))
+        due = [stay.request for stay in self._due]
         if self.block_size > 1:
             return due
         self._grow_at.pop(self.pace, None)
@@ -178,40 +189,42 @@ class DecodeBatch(Pace):
 
     def filling(self) -> list[Request]:
         """Return the members whose row in the step being planned fills a block, in admission order."""
-        entries = self._fill_at.get(self.pace)
-        if not entries:
+        if self.pace not in self._fill_at:
             return []
-        due = self._current(entries)
+        due = self._current(self._fill_at[self.pace])
         self._fill_at.setdefault(self.pace + self.block_size, []).extend(due)
-        return [request for _, _, request in due]
+        return [stay.request for stay in due]
 
     def ending(self) -> list[Request]:
         """Return the members whose declared last token is sampled in the step being planned, in admission order."""
-        entries = self._end_at.get(self.pace)
-        return [request for _, _, request in self._current(entries)] if entries else []
+        return [stay.request for stay in self._current(self._end_at[self.pace])] if self.pace in self._end_at else []
 
     def completion(self, step: int) -> list[Completion]:
         """Return the rows of `step` whose requests have left the decode batch since it was planned."""
-        return self._late.pop(step, None) or []
+        return self._late.pop(step) if step in self._late else []
 
     def commit(self, *, resting: bool = False) -> None:
         """Record that the step is planned."""
         if not resting:
-            for calendar in (self._grow_at, self._fill_at, self._end_at):
-                calendar.pop(self.pace, None)
+            _turn(self._grow_at, self.pace)
+            _turn(self._fill_at, self.pace)
+            _turn(self._end_at, self.pace)
         self.advance(resting=resting)
         if self._long_at:
-            self.long += len(self._current(self._long_at.get(self.pace, [])))
-            self._long_at.pop(self.pace, None)
+            self.long += len(self._current(self._long_at.get(self.pace)))
+            _turn(self._long_at, self.pace)
 
-    def _note(self, calendar: Calendar, step: int, request: Request) -> None:
-        calendar.setdefault(step, []).append((request.order, request.since, request))
-
-    def _current(self, entries: list[Entry]) -> list[Entry]:
-        """Return the entries of members that have not left since they were noted, in admission order."""
-        current = [entry for entry in entries if entry[2].batch is self and entry[2].since == entry[1]]
-        if len(current) > 1:
-            current.sort()
+    def _current(self, noted: list[Stay] | None) -> list[Stay]:
+        """Return those stays that have not ended since they were noted, in admission order."""
+        current: list[Stay] = []
+        newest, ordered = -1, True
+        for stay in noted or ():
+            if stay.request.batch is self and stay.request.since == stay.since:
+                ordered = ordered and stay.order > newest
+                newest = stay.order
+                current.append(stay)
+        if not ordered:
+            current.sort(key=by_order)
         return current
 
     def check(self, blocks: dict[Request, int]) -> None:
@@ -222,3 +235,9 @@ class DecodeBatch(Pace):
         assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.batch is self for r in self)
+
+
+def _turn(calendar: Calendar, pace: int) -> None:
+    """Forget what was noted for a pace that is over."""
+    if pace in calendar:
+        del calendar[pace]

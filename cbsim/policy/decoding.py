@@ -231,7 +231,7 @@ class Decoding:
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        listed_rows = tuple(rows.values())
+        listed_rows = tuple(rows.values()) if rows else ()
         work = StepWork(listed_rows, lead, decodes, context, longest, tokens, fast_decode=fast_decode, drafts=drafts)
         table_blocks += 0 if resting else members.held_blocks
         if pool.groups:
@@ -245,7 +245,10 @@ class Decoding:
         self._decodes, self._filling, self._resting = 0, [], False
         if plan.changes is not UNDISTURBED:
             self._grown, self.grown_blocks = [], []
-            self._left, self.ended, self.preempted, self._replaced = [], [], [], []
+            self._left.clear()
+            self.ended.clear()
+            self.preempted.clear()
+            self._replaced.clear()
             self._move(joined, ending)
         return plan
 
@@ -295,7 +298,9 @@ class Decoding:
             if outputs or wastes_chunks:
                 first += position < lead
                 noted.append(Completion(request, request.epoch, outputs, end, keys.fills(request, row) if hears else 0))
-        self._noted[self.batched.planned] = noted[:first], self._members_noted(ending), noted[first:]
+        members = self._members_noted(ending)
+        if noted or members:
+            self._noted[self.batched.planned] = noted[:first], members, noted[first:]
         return joined, ends, tokens, table_blocks, new_blocks
 
     def _members_noted(self, ending: list[Request]) -> list[Completion]:
@@ -343,7 +348,8 @@ class Decoding:
         """Return the rows of the oldest step in flight that do more than count, in order."""
         members = self.batched
         assert step == members.updated, (step, members.updated)
-        notes, late = self._noted.pop(step, None), members.completion(step)
+        notes = self._noted.pop(step) if step in self._noted else None
+        late = members.completion(step)
         members.applied()
         if self.pool.groups:
             self.pool.completed(step)

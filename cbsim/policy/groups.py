@@ -55,7 +55,7 @@ class Attention(NamedTuple):
     def pairs(self, start: int, tokens: int) -> int:
         """Return the pairs of these query tokens, each with every token that it sees."""
         if self.sight is Sight.FULL:
-            return tokens * start + _triangle(tokens)
+            return whole_pairs(start, tokens)
         return self._up_to(start + tokens) - self._up_to(start)
 
     def _up_to(self, tokens: int) -> int:
@@ -66,6 +66,11 @@ class Attention(NamedTuple):
             return tokens // self.span * _triangle(self.span) + _triangle(tokens % self.span)
         short = min(tokens, self.span) if self.sight is Sight.SLIDING else tokens
         return _triangle(short) + (tokens - short) * self.span
+
+
+def whole_pairs(start: int, tokens: int) -> int:
+    """Return the pairs of these query tokens where each sees the whole sequence before it."""
+    return tokens * start + _triangle(tokens)
 
 
 def _triangle(count: int) -> int:

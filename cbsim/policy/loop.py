@@ -89,7 +89,9 @@ class Refused:
 
 InFlight = deque[tuple[StepPlan, Any]]  # oldest first, each with its driver's ticket
 Effect = Poll | Launch | Idle | Await | Applied | Refused
-POLL, WAIT, IDLE = Poll(), Poll(wait=True), Idle()
+POLL: Final = Poll()
+WAIT: Final = Poll(wait=True)
+IDLE: Final = Idle()
 
 
 class Limits(NamedTuple):
@@ -237,7 +239,8 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             break
         idle = scheduler.idle
         plan = None if idle else scheduler.schedule()
-        yield from _refusals(scheduler)
+        if getattr(scheduler, "refused", None):
+            yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if _may_go_on(scheduler, in_flight, depth):
@@ -248,9 +251,11 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         if stalled and polled.closed:
             raise _over(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
         if _must_await(scheduler, in_flight, idle):
-            yield from _complete(scheduler, *in_flight.popleft(), standstill)
+            plan, ticket = in_flight.popleft()
+            yield from _complete(scheduler, plan, ticket, standstill)
     while in_flight:
-        yield from _complete(scheduler, *in_flight.popleft(), standstill)
+        plan, ticket = in_flight.popleft()
+        yield from _complete(scheduler, plan, ticket, standstill)
     _over(scheduler, "")
 
 

@@ -18,7 +18,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import IN_ORDER
 from cbsim.record.record import Record
 
-NEVER_NS = 1 << 200
+NEVER_NS = (1 << 62) - 1  # later than any time, and quick to compare: a compiled integer of one word
 
 
 class Client(Protocol):

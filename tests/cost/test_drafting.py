@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from cbsim.cost.fitted import ConstantCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.cost.table import Attended, Attention, attention_work
 from cbsim.errors import ScenarioError
-from cbsim.machine.graphs import vllm_bucket
+from cbsim.machine.graphs import VllmBuckets
 from cbsim.machine.simulate import graphs
 from cbsim.policy.captures import multiples, vllm_sizes
 from cbsim.policy.groups import FULL
@@ -242,7 +241,7 @@ def test_graphs_of_decoding_alone_hold_rows_with_all_drafts() -> None:
     assert not known.shape(plan(chunks=((100, 4),) * 10, outputs=4)).eager
     assert known.shape(plan(chunks=((100, 4), (100, 3)), outputs=4)).eager
     assert known.shape(plan(chunks=((100, 4),) * 11, outputs=4)).eager
-    rule = partial(vllm_bucket, [4, 8], width=4)
+    rule = VllmBuckets([4, 8], 4)
     assert (rule(plan(chunks=((9, 4),), outputs=4)), rule(plan(4))) == ((4, 4), None)
     assert captured(only) == Captured(512, decodes=True, width=4)
     assert captured(only).holds(plan(chunks=((100, 4),), outputs=4), 4)

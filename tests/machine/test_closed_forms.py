@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from support import engine_folder
 from support.machines import COSTS, Fixed, load, run, server, spec, table, vllm_options
 
 from cbsim.machine import simulate
-from cbsim.machine.graphs import Graphs, vllm_bucket
+from cbsim.machine.graphs import Graphs, VllmBuckets
 from cbsim.scenario import scenario
 from cbsim.workload import generators
 
@@ -82,7 +81,7 @@ def test_an_eager_step_is_not_shorter_than_its_kernel_launches(compute: int, per
 def test_a_graph_is_captured_once_for_each_bucket() -> None:
     """A prompt of 3 runs in the bucket of 4, then single tokens in that of 1: the first of each pays 1,000 ns on the
     CPU before it is launched. A prompt of 12 fits no bucket: eager, and nothing is captured."""
-    graphs = Graphs(partial(vllm_bucket, [1, 2, 4, 8]), 1000)
+    graphs = Graphs(VllmBuckets([1, 2, 4, 8]), 1000)
     workload = load(spec(0, 3, 4), spec(1, 3, 2, at=50_000), spec(2, 12, 1, at=90_000))
     cost = Fixed(cpu=(0, 0, 7, 0), gpu=(0, 5, 0), kernels=100)
     steps = run(server(workload, cost, name="transformers_fifo", graphs=graphs))

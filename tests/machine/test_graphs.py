@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.helpers import step_plan
 
-from cbsim.machine.graphs import Graphs, Shape, engine_bucket, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.graphs import Graphs, Shape, VllmBuckets, engine_bucket, transformers_bucket, unpadded
 from cbsim.machine.simulate import graphs
 from cbsim.policy.captures import captured_sizes, up_to_multiple, up_to_power, vllm_sizes
 from cbsim.policy.plan import Chunk, StepPlan
@@ -60,7 +60,7 @@ def test_computed_tokens_count_all_padding() -> None:
 def test_vllm_pads_to_the_next_captured_size(tokens: int, bucket: int | None) -> None:
     """vLLM captures 1, 2, 4, then every 8 up to 256 and every 16 up to 512; larger steps run without a graph. Prefill
     and decode count alike."""
-    rule = partial(vllm_bucket, vllm_sizes(512))
+    rule = VllmBuckets(vllm_sizes(512))
     expected = None if bucket is None else (bucket, bucket)
     assert rule(plan(tokens)) == rule(plan(0, ((0, tokens, 0),))) == expected
     assert Graphs(rule, 7).shape(plan(tokens)) == Shape(
@@ -133,7 +133,7 @@ def test_without_graphs_steps_run_eagerly_at_their_own_size() -> None:
 def test_no_graph_is_smaller_than_its_step(decodes: int, pad: int, ended: int, rule: int) -> None:
     """Padding only adds: a static batch under any rule computes at least its own rectangle."""
     step = plan(decodes, ((0, 6, pad),), padding_rows=ended)
-    vllm, transformers = partial(vllm_bucket, [1, 8, 16, 32, 64, 128]), partial(transformers_bucket, 64, 256, 4096)
+    vllm, transformers = VllmBuckets([1, 8, 16, 32, 64, 128]), partial(transformers_bucket, 64, 256, 4096)
     buckets = (unpadded, vllm, transformers)[rule]
     assert Graphs(buckets, 0).shape(step).tokens >= step.work.computed_tokens >= step.work.tokens
 
@@ -141,12 +141,12 @@ def test_no_graph_is_smaller_than_its_step(decodes: int, pad: int, ended: int, r
 @pytest.mark.parametrize(("decodes", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (64, 64), (65, None)])
 def test_the_engine_pads_decoding_steps_to_a_captured_size(decodes: int, bucket: int | None) -> None:
     """Sizes 1, 2, 4, then every 8: with 64 seats up to 64."""
-    assert partial(engine_bucket, captured_sizes(64))(plan(decodes)) == (bucket and (bucket, bucket))
+    assert partial(engine_bucket, captured_sizes(64), 1)(plan(decodes)) == (bucket and (bucket, bucket))
 
 
 def test_the_engine_launches_everything_else_kernel_by_kernel() -> None:
     """A chunk of more than one token, or one that yields none; a last chunk of one token is a row like any other."""
-    rule = partial(engine_bucket, captured_sizes(64))
+    rule = partial(engine_bucket, captured_sizes(64), 1)
     assert rule(plan(3, ((8, 1, 0),))) == (4, 4)
     assert rule(plan(3, ((8, 2, 0),))) is None
     assert rule(plan(3, ((8, 1, 0),), outputs=0)) is None

@@ -15,7 +15,7 @@ from cbsim.cost.base import PHASES, Cost, CpuCost, PhaseCost
 from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.machine.driver import Machine
-from cbsim.machine.graphs import Graphs, transformers_bucket, unpadded, vllm_bucket
+from cbsim.machine.graphs import Graphs, VllmBuckets, transformers_bucket, unpadded
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
 from cbsim.record.record import STEP_COLUMNS
@@ -55,7 +55,7 @@ def costs(draw: st.DrawFn) -> Cost:
 @st.composite
 def graph_rules(draw: st.DrawFn) -> Graphs:
     rule: Any = draw(
-        st.sampled_from([None, unpadded, partial(transformers_bucket, 6, 64, 64), partial(vllm_bucket, [1, 2, 4, 8])])
+        st.sampled_from([None, unpadded, partial(transformers_bucket, 6, 64, 64), VllmBuckets([1, 2, 4, 8])])
     )
     return Graphs(rule, draw(st.sampled_from([0, 100])))
 

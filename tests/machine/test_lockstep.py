@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, v
 from cbsim.machine.device import Device, OneGpu
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Front
-from cbsim.machine.graphs import Graphs, unpadded, vllm_bucket
+from cbsim.machine.graphs import Graphs, VllmBuckets, unpadded
 from cbsim.machine.lockstep import Balance, Lockstep
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
@@ -193,7 +192,7 @@ def test_kernels_launched_one_by_one_start_with_the_first() -> None:
 def test_ranks_are_padded_to_each_other_where_all_have_a_graph() -> None:
     """Graphs up to 8 tokens. A prompt of 10 runs without one, and so do the 3 tokens beside it, padded to their own
     graph; then both decode, padded to 1; then rank 0 alone, beside a token of nobody."""
-    cost, graphs = Waves(), Graphs(partial(vllm_bucket, [1, 2, 4, 8]), 0)
+    cost, graphs = Waves(), Graphs(VllmBuckets([1, 2, 4, 8]), 0)
     serve([spec(0, 10, 3), spec(1, 3, 2)], cost, 2, graphs=graphs)
     assert cost.seen == [[10, 4], [1, 1], [1, 1]]
     cost = Waves()

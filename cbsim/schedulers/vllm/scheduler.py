@@ -47,6 +47,7 @@ class VllmScheduler(SchedulerBase):
         self.pool, keys = cache(o, observer)
         self._speculation = o.speculation
         self._staged = o.stages > 1
+        self._fcfs = o.policy == "fcfs"
         together = sees_all(o.groups) and o.speculation is None and not self._staged
         super().__init__(o, Decoding(self.pool, keys, together=together, observer=observer))
         self.running: dict[Request, None] = {}  # in admission order
@@ -55,6 +56,7 @@ class VllmScheduler(SchedulerBase):
         if o.preemption_mode == "swap":
             self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
         self._caches = o.enable_prefix_caching
+        self._longest_row = min(o.max_num_batched_tokens, o.long_prefill_token_threshold or o.max_num_batched_tokens)
         self._redoes = o.hands_on  # rows in flight of a victim are not delivered, but computed once more
         self._watermark = int(o.watermark * o.num_blocks)
         self._ahead = o.speculation.ahead if o.speculation else 0
@@ -77,7 +79,7 @@ class VllmScheduler(SchedulerBase):
         return self.transfers is None or not self.transfers.busy
 
     def _queue(self) -> Queue:
-        return PriorityQueue() if self.options.policy == "priority" else ArrivalQueue()
+        return ArrivalQueue() if self._fcfs else PriorityQueue()
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
@@ -165,12 +167,10 @@ class VllmScheduler(SchedulerBase):
         decoding = self.decoding
         if len(decoding.batched) > step.budget or not decoding.has_blocks():
             return False
-        if not decoding.unbatched:
-            return True
-        active = [r.order for r in decoding.unbatched if self._demand(r, step)]
-        if not active:
-            return True
-        return self.options.policy == "fcfs" and min(active) > decoding.batched.max_order
+        for request in decoding.unbatched:
+            if self._demand(request, step) and not (self._fcfs and request.order > decoding.batched.max_order):
+                return False
+        return True
 
     def _demand(self, request: Request, step: Step) -> int:
         """Return the query tokens that a running request needs, before the budget; 0 to be skipped in this step."""
@@ -202,12 +202,12 @@ class VllmScheduler(SchedulerBase):
                 continue
             needed = self.pool.due(request, self._end(request.computed + tokens) - request.computed)
             while needed > self.pool.free and request in unbatched:
-                victim = line[-1] if self.options.policy == "fcfs" else max(line, key=_urgency)
+                victim = line[-1] if self._fcfs else max(line, key=_urgency)
                 if self.transfers is not None and self.transfers.in_flight(victim):
                     return  # its blocks would not be free yet
                 i -= self._preempt(victim, line, i, step)
             if request not in unbatched:
-                if self._new and self.options.policy == "priority":
+                if self._new and not self._fcfs:
                     continue
                 break
             step.prefill |= request.status is Status.PREFILL
@@ -302,11 +302,7 @@ class VllmScheduler(SchedulerBase):
 
     def _aligned(self, request: Request, start: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens a row has, so that states for later prompts are behind it."""
-        o = self.options
-        if not self._caches or not tokens:
-            return tokens
-        most = min(o.max_num_batched_tokens, o.long_prefill_token_threshold or o.max_num_batched_tokens)
-        return self.pool.aligned(request, start, tokens, most)
+        return self.pool.aligned(request, start, tokens, self._longest_row) if self._caches and tokens else tokens
 
     def has_room(self, request: Request, tokens: int, hits: list[int]) -> bool:
         o, pool = self.options, self.pool
