@@ -82,10 +82,8 @@ def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
     rest = {other for each in facts for other in each} - {field}
     if isinstance(value, str):
         return value.rpartition("/")[2]
-    if value is None and field.endswith(".name"):
-        return f"no {ending(field, rest).removesuffix('.name')}"
-    if bare and value is None:
-        return ""
+    if value is None and (bare or field.endswith(".name")):
+        return "" if bare else f"no {ending(field, rest).removesuffix('.name')}"
     number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
     if bare and is_number(value) and not field.startswith(LAST_RESORT):
         return number

@@ -57,6 +57,7 @@ def rederive(path: Path) -> Replanned:
     run = reading.load(path)
     scenario = load(path / "scenario.resolved.yaml")
     reading.fields(run)
+    reading.check(path / "summary.json", run.summary, reading.SUMMARY)
     reading.check_tables(run)
     return derived(run, scenario, generators.build_of_run(scenario, path))
 
