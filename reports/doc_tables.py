@@ -19,7 +19,7 @@ from reports.fidelity.curves.make import TENSOR, WEIGHTS_SHARE
 
 REPORTS = catalog.ROOT / "reports" / "fidelity"
 MEASURED = catalog.ROOT / "reports" / "hardware" / "h200" / "report" / "report.md"
-POINTS, LOGS = "points", "llm-d"
+POINTS, LOGS = "points", "request_logs"
 CARDS = {"RTX4090": "RTX 4090", "RTXPRO6000": "RTX PRO 6000"}
 FIRST = "Llama-3.1-8B"  # of recorded runs
 STATISTICS = ("mean", "median", "p90", "p95", "p99")

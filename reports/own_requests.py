@@ -3,10 +3,10 @@
     python -m reports.own_requests DATA/public_measured/llm-d_requests
     python -m reports.own_requests DATA/measured_vllm
 
-llm-d's two A100 servers are fitted to five of their runs (docs/data.md). Their prefixes are those of `cbsim score`,
-their terms start at the engine's defaults; a run is drawn DRAWS times, as it is random which server a connection leads
-to. Half an hour on one core. Each of the three recorded vLLM runs is fitted to the requests that had ended after
-FIRST_S seconds, and all others are predicted; with the layer profiles of the card, and with its data sheet.
+llm-d's two A100 servers are fitted to five of their runs (docs/data.md). Their prefixes are those of the report
+`request_logs`, their terms start at the engine's defaults; a run is drawn DRAWS times, as it is random which server a
+connection leads to. Half an hour on one core. Each of the three recorded vLLM runs is fitted to the requests that had
+ended after FIRST_S seconds, and all others are predicted; with the layer profiles of the card, and with its data sheet.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cbsim.measured.own.measurement import Floats, Load, load_of
 from cbsim.measured.own.study import chart, errors, fit_tables
 from cbsim.measured.points.calibration import Prior
 from cbsim.measured.recorded import case, score
-from cbsim.measured.request_logs import log, replay
 from cbsim.scenario.terms import FRONT
+from reports.fidelity.request_logs import log, replay
 
 PAIR_OF_A100S = "openshift/exp-2/vllm-70b-2replicas"
 FITTED = (("sharegpt", 1.17), ("sharegpt", 2.5), ("sharegpt", 6.0), ("short_input", 2.0), ("short_input", 8.0))

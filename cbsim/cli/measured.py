@@ -61,11 +61,9 @@ def _budget(argument: str) -> dict[str, float]:
     "cases/RTX4090__Llama-3.1-8B --data . --json",
 )
 def score_arguments(score: argparse.ArgumentParser) -> None:
-    score.add_argument("case", type=a_path, metavar="CASE", help="folder: config.json, ...; or requests.csv.gz")
+    score.add_argument("case", type=a_path, metavar="CASE", help="a folder with config.json, ...")
     score.add_argument("--data", type=a_path, metavar="DIR", help="pack of workloads and profiles (CASE/../..)")
     score.add_argument("--hardware", metavar="NAME", help="data sheet of the case's GPU: a name or a file")
-    about = "of a folder with requests.csv.gz: which runs, such as run=vllm-70b,scenario=sharegpt,qps=0.5 (all)"
-    where_argument(score, about)
     score.add_argument("--ablate", action="store_true", help="repeat it without one part of the model at a time")
     option(score, "--set", help="override any field of the case's scenario")
     option(score, "--out", help="report.md and figures (runs/score/<CASE>; none with --json)")
@@ -168,31 +166,16 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Replay a recorded run, or all of a folder of request logs, and print the simulator's errors."""
+    """Replay a recorded run, and print the simulator's errors."""
     from cbsim.measured.recorded import verdict
-    from cbsim.measured.request_logs import log
 
     out: Path | None = arguments.out
     if out is None and not arguments.json:
         out = Path("runs") / "score" / arguments.case.resolve().name
     check_out(out)
-    if log.is_one(arguments.case):
-        return _score_logs(arguments, out)
-    if arguments.where:
-        raise ScenarioError(f"--where: chooses runs of request logs; {arguments.case} holds no {log.REQUESTS}")
     changes = {"hardware": arguments.hardware, "overrides": arguments.set, "ablate": arguments.ablate}
     made = verdict.study(arguments.case, pack=arguments.data, **changes)
     return answer(made, arguments, "simulated against a recorded run", out)
-
-
-def _score_logs(arguments: argparse.Namespace, out: Path | None) -> int:
-    from cbsim.measured.request_logs import log, verdict
-
-    for name in ("data", "hardware", "ablate"):
-        if getattr(arguments, name):
-            raise ScenarioError(f"--{name}: is for a case with config.json; {arguments.case} holds {log.REQUESTS}")
-    made = verdict.study(arguments.case, arguments.where, arguments.set)
-    return answer(made, arguments, "simulated against recorded runs", out)
 
 
 def score_points(arguments: argparse.Namespace) -> int:

@@ -176,8 +176,8 @@ def test_mistakes_are_told(calibrated: Path, tmp_path: Path, capsys: pytest.Capt
     for words, message in (
         (["score-points", "--data", str(tmp_path / "none")], "--data: got"),
         (["score-points", "--where", "isl"], "argument --where: 'isl': expected FIELD=VALUE"),
-        (["score", "logs", "--where", "qps=1,qps=2"], "argument --where: 'qps=1,qps=2': expected FIELD=VALUE"),
-        (["score", "logs", "--where", "qps=1", "--where", "qps=2"], "argument --where: qps is given twice"),
+        (["score-points", "--where", "isl=1,isl=2"], "argument --where: 'isl=1,isl=2': expected FIELD=VALUE"),
+        (["score-points", "--where", "isl=1", "--where", "isl=2"], "argument --where: isl is given twice"),
         (["score-points", "--data", str(calibrated / "points"), "--where", "bogus=1"], "--where bogus: is no column"),
         (["calibrate-terms", "nothing"], "invalid choice: 'nothing'"),
     ):

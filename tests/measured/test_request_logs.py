@@ -1,4 +1,4 @@
-"""Request logs: what their prompts share, and what `score` says of them."""
+"""Request logs: what their prompts share, and what their study says of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import reference, request_folders
-from support.calls import call, refused
+from support import calls, reference, request_folders
+from support.calls import Said
 from support.request_folders import PAIR, RUN
 from support.scoring import numbers
 
-from cbsim.measured.request_logs import log, replay
-from cbsim.measured.request_logs.log import Key, Log, Start
-from cbsim.measured.request_logs.replay import BUILT, CALIBRATED, missing
+from reports.fidelity.request_logs import log, make, replay
+from reports.fidelity.request_logs.log import Key, Log, Start
+from reports.fidelity.request_logs.replay import BUILT, CALIBRATED, missing
 
 BLOCK = log.BLOCK_TOKENS
 
@@ -63,7 +63,7 @@ def test_a_users_next_prompt_has_all_that_was_said() -> None:
     assert in_common(first, again) == in_common(second, also) == 96 // BLOCK
 
 
-# -- score ------------------------------------------------------------------------------------------------------------
+# -- the study --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -72,6 +72,14 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CBSIM_DATA", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def study(*words: object) -> Said:
+    return calls.call(*words, of=make.main)
+
+
+def refused(said: Said, *words: str) -> None:
+    calls.refused(said, 2, *words, program="reports.fidelity.request_logs.make")
 
 
 def rows_of(run: str, count: int, seed: int = 0, qps: float = 2.0) -> list[list[Any]]:
@@ -101,7 +109,7 @@ def test_a_run_of_our_own_is_met_exactly(data: Path) -> None:
     for row, at, end in zip(rows, first.tolist(), last.tolist(), strict=True):
         row[6:] = [at - float(row[3]), end - at]
     request_folders.folder(folder, rows, starts)
-    [scored] = numbers(call("score", folder, "--json"))["runs"]
+    [scored] = numbers(study(folder, "--json"))["runs"]
     assert scored["requests"] == 30
     assert 0 < scored["hits"] < 0.6
     for number in scored["errors"]:
@@ -111,7 +119,7 @@ def test_a_run_of_our_own_is_met_exactly(data: Path) -> None:
 def test_two_servers_are_drawn_several_times(data: Path) -> None:
     """The mean lies between the least and the largest draw, which differ: servers are reached at random."""
     folder = request_folders.folder(data / "logs", rows_of(PAIR, 40), starts_of(40))
-    [scored] = numbers(call("score", folder, "--json"))["runs"]
+    [scored] = numbers(study(folder, "--json"))["runs"]
     assert scored["servers"] == 2
     assert scored["errors"]
     for number in scored["errors"]:
@@ -122,19 +130,23 @@ def test_two_servers_are_drawn_several_times(data: Path) -> None:
 def test_runs_that_cannot_be_built_are_named_with_the_reason(data: Path) -> None:
     lost, other = rows_of(RUN, 4, seed=1, qps=3.0), rows_of("openshift/exp-0/lmcache-llm-d-70b", 5)
     folder = request_folders.folder(data / "logs", [*rows_of(RUN, 5), *lost, *other], starts_of(5))
-    said = call("score", folder)
+    out = data / "report"
+    said = study(folder, "--out", out)
     assert (said.status, said.err) == (0, "")
     assert "4 of 5 requests are recorded" in said.out
     assert "LMCache keeps KV in the CPU's memory" in said.out
-    assert (data / "runs" / "score" / "logs" / "report.md").is_file()
-    said = call("score", folder, "--where", "run=lmcache-llm-d-70b")
-    refused(said, 2, "none of those chosen can be built", "LMCache")
+    facts = calls.read(out / "report.json")
+    assert facts["command"] == f"python -m reports.fidelity.request_logs.make {folder} --out {out}"
+    assert [run["kind"] for run in facts["runs"]] == ["simulated against recorded runs"]
+    assert (out / "report.md").is_file()
+    said = study(folder, "--where", "run=lmcache-llm-d-70b")
+    refused(said, "none of those chosen can be built", "LMCache")
 
 
 def test_where_chooses(data: Path) -> None:
     rows = [*rows_of(RUN, 5, qps=0.5), *rows_of(RUN, 5), *rows_of(PAIR, 5)]
     folder = request_folders.folder(data / "logs", rows, starts_of(5))
-    told = numbers(call("score", folder, "--json", "--where", "run=vllm-70b,qps=0.5", "--where", "scenario=sharegpt"))
+    told = numbers(study(folder, "--json", "--where", "run=vllm-70b,qps=0.5", "--where", "scenario=sharegpt"))
     assert [(run["run"], run["qps"]) for run in told["runs"]] == [(RUN, 0.5)]
 
 
@@ -144,7 +156,6 @@ def test_where_chooses(data: Path) -> None:
         (("--where", "rate=1"), ("--where", "'rate'", "run, scenario, qps")),
         (("--where", "run=vllm-7b"), ("--where: run", "'vllm-7b'", RUN)),
         (("--where", "qps=7"), ("--where: qps", "'7'", "one of 2")),
-        (("--ablate",), ("--ablate", "config.json")),
         (("--set", "cost.elementwise=-1"), ("cost.elementwise", "-1")),
         (("--set", "loop.mode=both"), ("loop.mode", "'both'", "sync or async")),
         (("--set", "kv_cache.num_blocks=20"), ("cannot be served", "the cache has 19")),
@@ -152,7 +163,7 @@ def test_where_chooses(data: Path) -> None:
 )
 def test_words_that_make_no_sense(data: Path, words: Sequence[str], told: Sequence[str]) -> None:
     folder = request_folders.folder(data / "logs", rows_of(RUN, 5), starts_of(5))
-    refused(call("score", folder, "--json", *words), 2, *told)
+    refused(study(folder, "--json", *words), *told)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_words_that_make_no_sense(data: Path, words: Sequence[str], told: Sequen
 def test_rows_that_cannot_be_used(data: Path, at: int, value: str, told: Sequence[str]) -> None:
     rows = rows_of(RUN, 5)
     rows[1][at] = value
-    refused(call("score", request_folders.folder(data / "logs", rows, starts_of(5)), "--json"), 2, *told)
+    refused(study(request_folders.folder(data / "logs", rows, starts_of(5)), "--json"), *told)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +195,12 @@ def test_rows_that_cannot_be_used(data: Path, at: int, value: str, told: Sequenc
 )
 def test_starts_that_cannot_be_used(data: Path, row: tuple[int, ...], told: Sequence[str]) -> None:
     starts = [(0, 10, -1, 0), (1, 10, 0, 5), row]
-    refused(call("score", request_folders.folder(data / "logs", rows_of(RUN, 3), starts), "--json"), 2, *told)
+    refused(study(request_folders.folder(data / "logs", rows_of(RUN, 3), starts), "--json"), *told)
 
 
-def test_a_case_has_nothing_to_choose(tmp_path: Path) -> None:
-    refused(call("score", tmp_path, "--where", "qps=1", "--json"), 2, "--where", "requests.csv.gz")
+def test_logs_are_no_case(data: Path) -> None:
+    folder = request_folders.folder(data / "logs", rows_of(RUN, 5), starts_of(5))
+    calls.refused(calls.call("score", folder), 2, f"{folder / 'config.json'}: cannot be read")
 
 
 # -- the recorded runs ------------------------------------------------------------------------------------------------

@@ -111,12 +111,12 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def refused(said: Said, status: int, *words: str) -> None:
+def refused(said: Said, status: int, *words: str, program: str = "cbsim") -> None:
     """A user's mistake: nothing on stdout, no traceback, one message that says all of `words`."""
     assert "Traceback" not in said.err
     assert said.status == status, said
     assert not said.out
-    assert said.err.startswith("cbsim: ")
+    assert said.err.startswith(f"{program}: ")
     assert len(said.err.splitlines()) == 1, said.err
     for word in words:
         assert word in said.err

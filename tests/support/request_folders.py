@@ -6,7 +6,7 @@ import gzip
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cbsim.measured.request_logs import log
+from reports.fidelity.request_logs import log
 
 Row = Sequence[object]
 RUN = "openshift/exp-0/vllm-70b"

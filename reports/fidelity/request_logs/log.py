@@ -69,11 +69,6 @@ class Start(NamedTuple):
     shared: int
 
 
-def is_one(folder: Path) -> bool:
-    """True if the folder holds request logs."""
-    return (folder / REQUESTS).is_file()
-
-
 def read(folder: Path) -> list[Log]:
     """Read all runs, in the order of the file. Raises ScenarioError."""
     path = folder / REQUESTS

@@ -1,6 +1,6 @@
 """The replay of a run of a log: its requests served by simulated servers, with latencies as its client sees them.
 
-The known servers behind runs of llm-d-benchmark are scenarios, scenarios/servers/llm-d.yaml; of the others it is said
+The known servers behind runs of llm-d-benchmark are scenarios, servers.yaml beside this file; of the others it is said
 there why too little is known. The runs of 2025-05 used vLLM 0.8.5: prefix caching, chunked prefill, no asynchronous
 loop, and for a server on a GPU of 70 GiB or more, A100s included, 8,192 query tokens a step and 1,024 requests (vLLM
 pull requests 17073 and 17885). Sizes of the KV cache follow from the memory.
@@ -33,15 +33,15 @@ from cbsim.machine.simulate import Fleet
 from cbsim.measured.points.build import NOTHING_ADDED
 from cbsim.measured.recorded.case import CPU
 from cbsim.measured.recorded.score import MetricScore, Replayed, Served, check_loop, run_fleet, scores
-from cbsim.measured.request_logs.log import REQUESTS, Key, Log, Start, specs
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
 from cbsim.routers.simple import KubernetesService, ServiceSettings
-from cbsim.scenario import catalog, documents, scenario
+from cbsim.scenario import documents, scenario
 from cbsim.scenario.fields import Frozen, Many, Real, Whole
 from cbsim.scenario.fleet import Signals
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
+from reports.fidelity.request_logs.log import REQUESTS, Key, Log, Start, specs
 
 SCENARIOS = ("sharegpt", "short_input")
 
@@ -78,14 +78,14 @@ class _Chosen(Frozen):
 
 
 class _Benchmark(Frozen):
-    """The content of scenarios/servers/llm-d.yaml."""
+    """The content of servers.yaml."""
 
     deployments: Many[Deployment]
     not_built: dict[str, str]
     calibrated: Many[_Chosen]
 
 
-_KNOWN = documents.read(catalog.SCENARIOS / "servers" / "llm-d.yaml").checked(_Benchmark)
+_KNOWN = documents.read(Path(__file__).with_name("servers.yaml")).checked(_Benchmark)
 BUILT = {run: each for each in _KNOWN.deployments for run in each.runs}
 CALIBRATED = {Key(each.run, each.scenario, qps): each.chosen for each in _KNOWN.calibrated for qps in each.qps}
 """The values that were chosen by means of a run, whose errors are therefore no predictions."""

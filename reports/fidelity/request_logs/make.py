@@ -1,7 +1,13 @@
-"""`python -m cbsim score FOLDER` for a folder of request logs: scores all runs that can be built."""
+"""Replays of request logs, which others recorded at real servers: the simulator's errors for each run.
+
+`python -m reports.fidelity.request_logs.make FOLDER` scores all runs of a folder (docs/data.md) that can be built; with
+`--out reports/fidelity/request_logs` it makes the report.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -9,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from cbsim.cli.arguments import Parser, a_path, answer, check_out, common_options, option, run_verb, verb
+from cbsim.cli.measured import where_argument
 from cbsim.draw.chart import Chart, Panel, Points, equality, series
 from cbsim.draw.report import Report, Table
 from cbsim.errors import ScenarioError
 from cbsim.measured.recorded.score import METRICS
-from cbsim.measured.request_logs import log, replay
-from cbsim.measured.request_logs.log import Log
-from cbsim.measured.request_logs.replay import BUILT, DRAWS, Ranged, Scored, missing
+from reports.fidelity.request_logs import log, replay
+from reports.fidelity.request_logs.log import Log
+from reports.fidelity.request_logs.replay import BUILT, DRAWS, Ranged, Scored, missing
 
 SHOWN = (("ttft", "mean"), ("ttft", "median"), ("ttft", "p95"), ("tpot", "mean"), ("tpot", "p95"), ("e2e", "mean"))
 CALIBRATED = "*"
@@ -193,3 +201,30 @@ def _panel(scored: Sequence[Scored], metric: str, statistic: str, unit: str) -> 
         marks.append(Points(f"{_short(run)} {scenario}", x, y, series(index), texts))
     title = f"{metric.upper()} {statistic}, {unit}, measured"
     return Panel([equality(marks), *marks], title, "simulated", x_log=True, y_log=True)
+
+
+@verb("score", "replay the runs of a folder of request logs, and print how far the simulator is off", "logs")
+def logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=a_path, metavar="FOLDER", help=f"with {log.REQUESTS} and {log.PREFIXES}")
+    where_argument(parser, "which runs, such as run=vllm-70b,scenario=sharegpt,qps=0.5 (all)")
+    option(parser, "--set", help="override any field of the servers' scenarios")
+    common_options(parser, "--out", "--json")
+
+
+def score(arguments: argparse.Namespace) -> int:
+    """Score the chosen runs of a folder, and print the simulator's errors."""
+    check_out(arguments.out)
+    made = study(arguments.folder, arguments.where, arguments.set)
+    return answer(made, arguments, "simulated against recorded runs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    program = "reports.fidelity.request_logs.make"
+    parser = Parser(prog=f"python -m {program}", description=logs_arguments.about)
+    logs_arguments.arguments(parser)
+    parser.set_defaults(command=logs_arguments.name, refuse=parser.error)
+    return run_verb(program, parser, [logs_arguments], argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
