@@ -1,4 +1,4 @@
-"""The commands about measurements: `measure`, `score`, `score-points`, `calibrate-terms` and `fetch-tables`."""
+"""The commands about measurements: `measure`, `score`, `score-points`, `fetch-tables` and `fit`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import argparse
 import math
 import os
 import sys
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, real, verb
-from cbsim.cli.many_runs import executor, jobs, store_arguments
-from cbsim.errors import CHECK_FAILED, ERROR, OK, Interrupted, ScenarioError
-
-TERMS = (
-    *("vllm-dense", "vllm-dense-b200", "trtllm-dense", "trtllm-dense-b200", "vllm-experts", "vllm-experts-b200"),
-    *("vllm-ranks", "sglang-latent", "sglang-linear", "sglang-sparse", "trtllm-latent", "vllm-latent"),
-    *("vllm-windows", "trtllm-windows"),
-)
-
+from cbsim.cli.many_runs import executor, store_arguments
+from cbsim.errors import CHECK_FAILED, ERROR, OK, ScenarioError
 
 BUDGET = {"seconds": 600.0, "tokens": 1_000_000, "users": 64}
 MOST = {"seconds": 86_400, "tokens": 1_000_000_000, "users": 4096}
@@ -77,17 +69,9 @@ def score_arguments(score: argparse.ArgumentParser) -> None:
 )
 def points_arguments(parser: argparse.ArgumentParser) -> None:
     where_argument(parser, "only points whose columns have these values")
-    _data_argument(parser)
+    data_argument(parser)
     store_arguments(parser)
     common_options(parser, "--out", "--json")
-
-
-@verb("calibrate-terms", "calibrate the terms that kernel tables leave out on published measurements", "vllm-dense")
-def terms_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", choices=[*TERMS], metavar="NAME", help=f"of {', '.join(TERMS)} (all)")
-    _data_argument(parser)
-    parser.add_argument("--jobs", type=jobs, metavar="N", help="processes (as many as there are cores)")
-    option(parser, "--out", default=Path("scenarios/terms"), help="folder (scenarios/terms)")
 
 
 @verb("fetch-tables", "bring the public kernel tables of a card", "l40s --out data", act="cbsim.measured.tables:fetch")
@@ -117,7 +101,7 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "--json")
 
 
-def _data_argument(parser: argparse.ArgumentParser) -> None:
+def data_argument(parser: argparse.ArgumentParser) -> None:
     about = "folder of measured.csv[.gz] (aiconfigurator_silicon of the data)"
     parser.add_argument("--data", type=a_path, metavar="DIR", help=about)
 
@@ -191,24 +175,3 @@ def score_points(arguments: argparse.Namespace) -> int:
     study, complete = report.run(data, points, executor(arguments), arguments.store, silent=arguments.json)
     answer(study, arguments, "simulated against published measurements")
     return OK if complete else ERROR
-
-
-def calibrate_terms(arguments: argparse.Namespace) -> int:
-    """Calibrate terms on the open points, and write them to the folder in which scenarios look for them."""
-    from cbsim.draw import folder
-    from cbsim.measured.points import calibration, published
-    from cbsim.scenario import terms
-    from cbsim.sweeps.work import Processes
-
-    points = published.read(published.folder(arguments.data))
-    folder.write(arguments.out, {})  # before the work, not after it
-    for name in arguments.names or TERMS:
-        print(f"{name}:", file=sys.stderr)
-        try:
-            with closing(Processes(arguments.jobs or os.cpu_count() or 1)) as workers:
-                made = calibration.calibrate(name, points, workers, lambda line: print(f"  {line}", file=sys.stderr))
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {name} is not written, and begins again") from None
-        folder.write(arguments.out, {f"{name}.yaml": terms.dump(made).encode()})
-        print(arguments.out / f"{name}.yaml")
-    return OK

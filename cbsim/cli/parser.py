@@ -103,6 +103,6 @@ SEARCHED = (
 )
 RECORDED = (_conformance_arguments, _replan_arguments, _occupancy_arguments, _schema_arguments, LIST(common_options))
 OWN = (measured.measure_arguments, measured.fit_arguments)
-MEASURED = (measured.score_arguments, measured.points_arguments, measured.terms_arguments, measured.tables_arguments)
+MEASURED = (measured.score_arguments, measured.points_arguments, measured.tables_arguments)
 SERVED = (sessions.serve_arguments, sessions.route_arguments, sessions.drive_arguments, _bench_arguments)
 VERBS = (_run_arguments, _sweep_arguments, *SEARCHED, *RECORDED, *OWN, *MEASURED, *SERVED)

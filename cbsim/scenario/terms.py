@@ -1,5 +1,5 @@
-"""Calibrated terms of a cost model: scenarios/terms/<name>.yaml, made by `cbsim calibrate-terms` for tables, and files
-of a user's own server, made by `cbsim fit` for tables and rooflines.
+"""Calibrated terms of a cost model: scenarios/terms/<name>.yaml, made by `python -m reports.calibrate_terms` for
+tables, and files of a user's own server, made by `cbsim fit` for tables and rooflines.
 
 A term is named by its field of the scenario's cost, or by the field and its scope: `reduce_s@4` holds for 4 GPUs,
 `large_products@h200_sxm` on that card, `layer_s@0.16.0` for that version. `front_s` is no field: it is the time that
@@ -193,6 +193,11 @@ def every() -> Sequence[TermsFile]:
 def dump(file: TermsFile) -> str:
     """Return the file as YAML; loading it gives an equal one."""
     return documents.write(file.model_dump(mode="json"))
+
+
+def short(value: float, digits: int = 5) -> float:
+    """Round to so many digits; terms to five, so that the simulated value is the written one."""
+    return float(f"{value:.{digits}g}")
 
 
 TAIL = 0.1  # share beyond each end of an 80 % interval

@@ -1,9 +1,9 @@
-"""`score-points` and `calibrate-terms` from end to end, on made-up servers whose tables are in closed form."""
+"""`score-points` and reports/calibrate_terms.py from end to end, on made-up servers whose tables are in closed form."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,13 @@ from support import engine_folder
 from test_points_built import HEADER, POINT, changed
 
 from analysis.statistics import loading, trust
-from cbsim.cli.measured import TERMS
 from cbsim.cli.parser import main
-from cbsim.measured.points import build, calibration, published, score
-from cbsim.measured.points.calibration import Calibration, Prior
+from cbsim.measured.own.least_squares import Prior
+from cbsim.measured.points import build, published, score
 from cbsim.scenario import catalog, terms
 from cbsim.sweeps.work import Here
+from reports import calibrate_terms
+from reports.calibrate_terms import Calibration, calibrations
 
 TRUTH = {"layer_s": 2e-5, "reduce_s@2": 4e-6, "reduce_s@4": 6e-6, "front_s": 0.02}
 PRIORS = {
@@ -45,9 +46,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = place / "points"
         folder.mkdir()
         (folder / "measured.csv").write_text("\n".join([HEADER, *rows, broken]) + "\n")
-        patch.setattr(calibration, "calibrations", lambda: {"made": MADE})
-        made = calibration.calibrate("made", published.read(folder), Here())
-        (place / "made.yaml").write_text(terms.dump(made))
+        patch.setattr(calibrate_terms, "calibrations", lambda: {"made": MADE})
+        assert calibrate_terms.main(["--data", str(folder), "--jobs", "1", "--out", str(place)]) == 0, "all: that one"
         build.tables_of.cache_clear()
     return place
 
@@ -99,15 +99,13 @@ def test_the_terms_that_made_the_points_are_found(calibrated: Path) -> None:
     assert all(0.05 < each.tpot < 0.3 for each in file.curves["4-128"].residuals), "nobody else knows 4 GPUs"
 
 
-def test_the_terms_of_the_command_are_the_projects() -> None:
-    """The parser names them without loading what makes them; each has been made."""
-    assert list(TERMS) == list(calibration.calibrations())
-    assert set(TERMS) == set(catalog.names("terms"))
+def test_every_calibration_has_been_made() -> None:
+    assert set(calibrations()) == set(catalog.names("terms"))
 
 
 def test_every_prior_is_that_of_a_term_and_its_scope() -> None:
     """The table gives a field for each card or version, all-reduces by GPUs, and exceptions to usual priors."""
-    every = calibration.calibrations()
+    every = calibrations()
     for each in every.values():
         assert {name.partition("@")[0] for name in each.priors} <= {*terms.FIELDS}
         assert terms.resolve({name: prior.value for name, prior in each.priors.items()}, 8, each.systems[0], "")
@@ -179,11 +177,23 @@ def test_mistakes_are_told(calibrated: Path, tmp_path: Path, capsys: pytest.Capt
         (["score-points", "--where", "isl=1,isl=2"], "argument --where: 'isl=1,isl=2': expected FIELD=VALUE"),
         (["score-points", "--where", "isl=1", "--where", "isl=2"], "argument --where: isl is given twice"),
         (["score-points", "--data", str(calibrated / "points"), "--where", "bogus=1"], "--where bogus: is no column"),
-        (["calibrate-terms", "nothing"], "invalid choice: 'nothing'"),
     ):
-        try:
-            status = main(words)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        assert status == 2, words
+        assert _status(main, words) == 2, words
         assert message in capsys.readouterr().err
+
+
+def test_mistakes_of_a_calibration_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["nothing"], "argument NAME: invalid choice: 'nothing' (choose from vllm-dense, "),
+        (["--data", str(tmp_path / "none")], "reports.calibrate_terms: --data: got"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+    ):
+        assert _status(calibrate_terms.main, words) == 2, words
+        assert message in capsys.readouterr().err
+
+
+def _status(program: Callable[[list[str]], int], words: list[str]) -> int:
+    try:
+        return program(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)

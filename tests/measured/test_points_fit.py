@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbsim.measured.points import calibration as fit
+from cbsim.measured.own import least_squares as fit
+from cbsim.measured.own.least_squares import Prior
 from cbsim.measured.points import score
-from cbsim.measured.points.calibration import Prior
 from cbsim.measured.points.published import Means
 from cbsim.scenario import terms
 from cbsim.scenario.terms import Like, TermsFile
+from reports import calibrate_terms
 
 TRUTH = {"base": 2.0, "slope": 0.5}
 PRIORS = {"base": Prior(1.7, 2.0, 0.1), "slope": Prior(0.6, 0.5, 0.02)}
@@ -77,16 +78,18 @@ def test_a_term_without_data_keeps_its_prior() -> None:
         here, slopes = evaluate()(terms, requests)
         return here, np.concatenate([slopes, np.zeros((1, *here.shape))])
 
-    assert fit.solve(priors, blind).terms["unseen"] == pytest.approx(7.0)
+    assert fit.solve(priors, blind, [10]).terms["unseen"] == pytest.approx(7.0)
 
 
 def test_what_is_before_the_engine_adds_to_ttft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A term of one card has no derivative for points of another; TPOT has none at all."""
-    monkeypatch.setattr(fit, "build", lambda point, cost, requests: SimpleNamespace(cost=cost))
+    monkeypatch.setattr(calibrate_terms, "build", lambda point, cost, requests: SimpleNamespace(cost=cost))
     priors = {"front_s@x": Prior(0.1, 0.1, 0.01), "front_s@y": Prior(0.2, 0.1, 0.01)}
-    of = fit.calibrations()["vllm-dense"].model_copy(update={"usual": None, "scopes": {}, "gpus": (), "more": priors})
+    of = calibrate_terms.calibrations()["vllm-dense"].model_copy(
+        update={"usual": None, "scopes": {}, "gpus": (), "more": priors}
+    )
     point = SimpleNamespace(gpus=1, system="y", version="")
-    made = fit._perturbed(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
+    made = calibrate_terms._perturbed(of, point, {"front_s@x": 0.1, "front_s@y": 0.2}, 10, slopes=True)  # type: ignore[arg-type]
     assert made.waits_s == 0.2 and made.perturbed == {}
     assert made.front_s == {0: 0.0, 1: pytest.approx(1.0)}
 
@@ -96,7 +99,7 @@ def test_a_left_out_curve_teaches_nothing() -> None:
     measured = times(TRUTH)
     measured[[name == "2" for name in CURVES]] *= 1.2
     found = fit.solve(PRIORS, evaluate(measured), [10] * 8)
-    left_out = fit.left_out(found, PRIORS, CURVES)
+    left_out = calibrate_terms.left_out(found, PRIORS, CURVES)
     assert sorted(left_out) == ["0", "1", "2", "3"]
     assert left_out["2"] == {name: pytest.approx(value, rel=0.03) for name, value in TRUTH.items()}
     slow, right = (times(left_out[name]).mean() for name in ("1", "2"))

@@ -2,7 +2,7 @@
 
 Errors are logarithms of predicted over measured mean TTFT and TPOT of each load, weighed by the load's own noise: the
 spread of measured over predicted means of blocks of its requests, one after the other. Terms come from Gauss-Newton
-with priors, as in the project's calibrations (points/calibration.py); an efficiency enters as its inverse, in which
+with priors, as in the project's calibrations (least_squares.py); an efficiency enters as its inverse, in which
 times are linear.
 
 At first large errors count in full, and a term that ends FAR widths off its prior refutes it: the prior becomes as wide
@@ -30,8 +30,7 @@ from cbsim.cost import curves
 from cbsim.errors import ScenarioError
 from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
-from cbsim.measured.own.measurement import Load
-from cbsim.measured.points.calibration import (
+from cbsim.measured.own.least_squares import (
     COMMON,
     ENGINE,
     HUBER,
@@ -41,9 +40,9 @@ from cbsim.measured.points.calibration import (
     WEIGHTS,
     Evaluate,
     Prior,
-    short,
     solve,
 )
+from cbsim.measured.own.measurement import Load
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory
 from cbsim.record.columns import NS
@@ -52,7 +51,7 @@ from cbsim.record.tables import Floats, Ints, token_times
 from cbsim.scenario import terms as files
 from cbsim.scenario.costs import RooflineSettings, TableSettings, with_terms
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.terms import CPU, EFFICIENCIES, FRONT, Own, Residual, Term, TermsFile
+from cbsim.scenario.terms import CPU, EFFICIENCIES, FRONT, Own, Residual, Term, TermsFile, short
 from cbsim.stats.intervals import each, t_quantile
 from cbsim.workload.requests import Users, Workload
 

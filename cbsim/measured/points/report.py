@@ -14,11 +14,10 @@ import numpy as np
 from cbsim.draw.chart import BLACK, Chart, Level, Mark, Panel, Points, Style, equality, series
 from cbsim.draw.report import Report, Table
 from cbsim.measured.points import score
-from cbsim.measured.points.calibration import short
 from cbsim.measured.points.published import Point, measured
 from cbsim.measured.points.score import Class, Errors, Group, Predicted, Refused
 from cbsim.scenario import terms
-from cbsim.scenario.terms import Like, TermsFile, load
+from cbsim.scenario.terms import Like, TermsFile, load, short
 from cbsim.sweeps.store import Progress, Store
 from cbsim.sweeps.work import Executor
 

@@ -1,79 +1,57 @@
-"""The project's calibrations (scenarios/servers/calibrations.yaml), and the computation of their terms.
+"""Write the files of `scenarios/terms`: what kernel tables leave out, calibrated on published measurements.
 
-Terms come from Gauss-Newton on the logarithms of predicted over measured TTFT and TPOT; a run gives the derivatives, as
-its steps are priced again with each term moved. Every term has a prior: a value and a width from typical costs, which
-bound it where the points hold little information. Points with errors beyond HUBER count less. A curve is predicted with
-terms calibrated without it and without all curves of the same server (of other days, or of another source): the
-derivatives at the solution make that a linear problem, and the prediction is simulated again with its answer.
+    python -m reports.calibrate_terms [NAME ...] [--data DIR] [--jobs N] [--out DIR]
+
+calibrations.yaml states each file's points and priors. Terms are solved for by least squares with these priors
+(cbsim/measured/own/least_squares.py); a run gives the derivatives, as its steps are priced again with each term moved.
+A curve is predicted with terms calibrated without it and without all curves of the same server (of other days, or of
+another source): the derivatives at the solution make that a linear problem, and the prediction is simulated again with
+its answer. All files take hours of CPU time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from cbsim.errors import ScenarioError
+from cbsim.cli.arguments import Parser, option, run_verb, verb
+from cbsim.cli.many_runs import jobs
+from cbsim.cli.measured import data_argument
+from cbsim.draw import folder
+from cbsim.errors import OK, Interrupted, ScenarioError
 from cbsim.machine.repriced import REPRICED
-from cbsim.measured.points import flags
+from cbsim.measured.own.least_squares import ENGINE, MIXTURE, TAIL, Prior, Solution, solve, step
+from cbsim.measured.points import flags, published
 from cbsim.measured.points.build import REQUESTS_A_USER, ROUTING, CannotBuildError, build, engine_of, model_of
 from cbsim.measured.points.published import Point
 from cbsim.measured.points.score import means_of
-from cbsim.record.tables import Floats, Mask
-from cbsim.scenario import catalog, documents
+from cbsim.record.tables import Floats
+from cbsim.scenario import documents
+from cbsim.scenario import terms as files
 from cbsim.scenario.fields import Frozen, Many, Real, Whole
 from cbsim.scenario.scenario import Scenario
-from cbsim.scenario.terms import FRONT, Curve, Family, Residual, Term, TermsFile, resolve
+from cbsim.scenario.terms import FRONT, Curve, Family, Residual, Term, TermsFile, resolve, short
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import SUMMARY
-from cbsim.sweeps.work import Executor, Task
+from cbsim.sweeps.work import Executor, Processes, Task
 
+PROGRAM = "reports.calibrate_terms"
 ROUNDS = (5, REQUESTS_A_USER, REQUESTS_A_USER)  # requests a user in the runs of each round
-TAIL = 1.2816  # standard deviations from the centre to the ends of an 80 % interval
-HUBER = 0.1
-WEIGHTS = np.array([1.0, 2.5])  # weights of TTFT and TPOT errors: bars are tighter for TPOT
-TRUST = 0.03  # the error in a point's TPOT that weighs as much as a term one width off its prior
-
-
-class Prior(NamedTuple):
-    """The expected value of a term, plus or minus `width`; a derivative is taken over `step`; the term is never below
-    `least`.
-    """
-
-    value: float
-    width: float
-    step: float
-    least: float = 0.0
-
-
-COMMON: Mapping[str, Prior] = {
-    "step_s": Prior(5e-4, 5e-4, 2e-4),
-    "elementwise": Prior(1.3, 0.5, 0.3),
-    "decode_attention": Prior(1.2, 0.3, 0.2, 0.4),
-    "products": Prior(1.0, 0.05, 0.05, 0.7),
-    "row_s": Prior(3e-6, 5e-6, 3e-6),
-    FRONT: Prior(0.015, 0.02, 0.01),
-}
-LAYER = Prior(1e-5, 1e-5, 3e-6)
-LARGE = Prior(1.1, 0.1, 0.05, 0.7)
-ENGINE = {**COMMON, "layer_s": LAYER, "launch_s_per_layer": Prior(1e-4, 1e-4, 5e-5), "large_products": LARGE}
-MIXTURE = {
-    **COMMON,
-    "layer_s": Prior(3e-5, 2e-5, 5e-6),
-    "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
-    "large_products": LARGE,
-    "experts": Prior(1.0, 0.15, 0.1, 0.5),
-}
 LATE = {**MIXTURE, "launch_s_per_layer": Prior(1e-3, 1e-3, 1e-4), FRONT: Prior(0.1, 0.08, 0.01)}
 """Of mixtures of experts whose servers answer late: what is in front of the engine differs by card."""
-USUAL = {"engine": ENGINE, "mixture": MIXTURE, "windows": {**MIXTURE, "layer_s": LAYER}, "late": LATE}
+USUAL = {"engine": ENGINE, "mixture": MIXTURE, "windows": {**MIXTURE, "layer_s": ENGINE["layer_s"]}, "late": LATE}
 
 
 class Calibration(Frozen):
@@ -121,84 +99,18 @@ class _File(Frozen):
     calibrations: Many[Calibration]
 
 
-@lru_cache(maxsize=1)
+@cache
 def calibrations() -> dict[str, Calibration]:
-    """Return the project's calibrations by name, in order: scenarios/servers/calibrations.yaml."""
-    file = documents.read(catalog.SCENARIOS / "servers" / "calibrations.yaml").checked(_File)
+    """Return the project's calibrations by name, in order: calibrations.yaml."""
+    file = documents.read(Path(__file__).with_name("calibrations.yaml")).checked(_File)
     return {each.name: each for each in file.calibrations}
-
-
-Evaluate = Callable[[Mapping[str, float], int], tuple[Floats, Floats]]
-"""A function from terms and requests a user to the logarithms of predicted over measured TTFT and TPOT of each point,
-and to their derivatives in the terms, [term, point, metric].
-"""
-
-
-class Solution(NamedTuple):
-    """A calibration's terms; and close to them the points' errors and their derivatives, at the terms `at`."""
-
-    terms: dict[str, float]
-    at: dict[str, float]
-    errors: Floats
-    slopes: Floats
-
-
-def solve(
-    priors: Mapping[str, Prior], evaluate: Evaluate, rounds: Sequence[int] = ROUNDS, huber: float = HUBER
-) -> Solution:
-    """Solve for the terms, starting at the priors, in rounds of so many requests a user."""
-    terms = {name: prior.value for name, prior in priors.items()}
-    for requests in rounds:
-        at = terms
-        errors, slopes = evaluate(at, requests)
-        terms = step(at, priors, errors, slopes, huber=huber)
-    return Solution(terms, at, errors, slopes)
-
-
-def step(
-    terms: Mapping[str, float],
-    priors: Mapping[str, Prior],
-    errors: Floats,
-    slopes: Floats,
-    chosen: Mask | None = None,
-    huber: float = HUBER,
-) -> dict[str, float]:
-    """Return improved terms by the chosen points (default all): least squares with the priors and lower bounds."""
-    use = np.ones(len(errors), bool) if chosen is None else chosen
-    names, widths = list(priors), np.array([prior.width for prior in priors.values()])
-    at = np.array([terms[name] for name in names])
-    expected = np.array([prior.value for prior in priors.values()])
-    least = np.array([prior.least for prior in priors.values()])
-    sides = (errors[use] * WEIGHTS).ravel()
-    matrix = (slopes[:, use] * WEIGHTS).reshape(len(names), -1).T * widths  # derivatives per width
-    matrix = np.vstack([matrix, TRUST * WEIGHTS[1] * np.eye(len(names))])
-    target = -np.concatenate([sides, TRUST * WEIGHTS[1] * (at - expected) / widths])
-    weights = np.ones(len(target))
-    for _ in range(5):
-        offsets = _bounded(matrix * weights[:, None], target * weights, (least - at) / widths)
-        left = np.abs(target - matrix @ offsets)
-        weights[: len(sides)] = np.sqrt(np.minimum(1.0, huber / np.maximum(left[: len(sides)], 1e-12)))
-    return dict(zip(names, np.maximum(at + offsets * widths, least).tolist(), strict=True))
-
-
-def _bounded(matrix: Floats, target: Floats, least: Floats) -> Floats:
-    """Solve least squares with every unknown at least `least`: those that would be lower are fixed there one by one."""
-    fixed = np.zeros(len(least), bool)
-    while True:
-        offsets = np.where(fixed, least, 0.0)
-        free = ~fixed
-        offsets[free] = np.linalg.lstsq(matrix[:, free], target - matrix @ offsets, rcond=None)[0]
-        below = np.where(free, least - offsets, 0.0)
-        if below.max(initial=0.0) <= 1e-12:
-            return offsets
-        fixed[int(below.argmax())] = True
 
 
 def left_out(solution: Solution, priors: Mapping[str, Prior], curves: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return for each curve the terms calibrated on the points of all other curves."""
     names = np.array(curves)
     return {
-        curve: step(solution.at, priors, solution.errors, solution.slopes, names != curve)
+        curve: step(solution.at, priors, solution.errors[names != curve], solution.slopes[:, names != curve])
         for curve in dict.fromkeys(curves)
     }
 
@@ -217,12 +129,14 @@ def servers(points: Sequence[Point]) -> list[str]:
 
 
 def calibrate(
-    name: str, points: Sequence[Point], executor: Executor, report: Callable[[str], None] = lambda _: None
+    calibration: Calibration,
+    points: Sequence[Point],
+    executor: Executor,
+    report: Callable[[str], None] = lambda _: None,
 ) -> TermsFile:
     """Calibrate terms on those points of a calibration that can be built, with intervals from leaving out each server.
     Raises ScenarioError.
     """
-    calibration = calibrations()[name]
     used = list[Point]()
     for point in calibration.points(points):
         with suppress(CannotBuildError):
@@ -230,7 +144,8 @@ def calibrate(
             used.append(point)
     named = servers(used)
     if len(set(named)) < 2:
-        raise ScenarioError(f"{name}: {len(used)} points of {calibration.about} can be built: too few to calibrate on")
+        points_of = f"{calibration.name}: {len(used)} points of {calibration.about}"
+        raise ScenarioError(f"{points_of} can be built: too few to calibrate on")
 
     def evaluate(terms: Mapping[str, float], requests: int) -> tuple[Floats, Floats]:
         errors, slopes = _evaluate(calibration, used, [terms] * len(used), executor, requests)
@@ -239,14 +154,14 @@ def calibrate(
         report(f"{requests} requests a user: TTFT {ttft:.1%}, TPOT {tpot:.2%}: {values}")
         return errors, slopes
 
-    solution = solve(calibration.priors, evaluate)
+    solution = solve(calibration.priors, evaluate, ROUNDS)
     without = left_out(solution, calibration.priors, named)
     own_terms = [without[server] for server in named]
     errors, _ = _evaluate(calibration, used, own_terms, executor, REQUESTS_A_USER, slopes=False)
     ttft, tpot = np.abs(np.expm1(errors)).mean(axis=0)
     report(f"{len(used)} points of {len(without)} servers, each left out: TTFT {ttft:.1%}, TPOT {tpot:.2%}")
     return TermsFile(
-        name=name,
+        name=calibration.name,
         about=calibration.about,
         backend=calibration.backend,
         systems=tuple(system for system in calibration.systems if any(each.system == system for each in used)),
@@ -362,6 +277,47 @@ def _curves(
     }
 
 
-def short(value: float, digits: int = 5) -> float:
-    """Round to so many digits; terms to five, so that the simulated value is the written one."""
-    return float(f"{value:.{digits}g}")
+@verb("calibrate-terms", "calibrate the terms that kernel tables leave out on published measurements", "vllm-dense")
+def terms_arguments(parser: argparse.ArgumentParser) -> None:
+    about = f"of {', '.join(calibrations())} (all)"
+    parser.add_argument("calibrations", nargs="*", type=_calibration, metavar="NAME", help=about)
+    data_argument(parser)
+    parser.add_argument("--jobs", type=jobs, metavar="N", help="processes (as many as there are cores)")
+    option(parser, "--out", default=Path("scenarios/terms"), help="folder (scenarios/terms)")
+
+
+def _calibration(name: str) -> Calibration:
+    if name not in calibrations():
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(calibrations())})")
+    return calibrations()[name]
+
+
+def calibrate_terms(arguments: argparse.Namespace) -> int:
+    """Calibrate terms on the open points, and write them to the folder in which scenarios look for them."""
+    points = published.read(published.folder(arguments.data))
+    folder.write(arguments.out, {})  # before the work, not after it
+    for calibration in arguments.calibrations or calibrations().values():
+        name = calibration.name
+        print(f"{name}:", file=sys.stderr)
+        try:
+            with closing(Processes(arguments.jobs or os.cpu_count() or 1)) as workers:
+                made = calibrate(calibration, points, workers, lambda line: print(f"  {line}", file=sys.stderr))
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; {name} is not written, and begins again") from None
+        folder.write(arguments.out, {f"{name}.yaml": files.dump(made).encode()})
+        print(arguments.out / f"{name}.yaml")
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. A user's own mistake is one message on stderr, never a traceback."""
+    program = f"python -m {PROGRAM}"
+    about = terms_arguments.about
+    parser = Parser(prog=program, description=about, example=f"{program} {terms_arguments.example}")
+    terms_arguments.arguments(parser)
+    parser.set_defaults(command=terms_arguments.name, refuse=parser.error)
+    return run_verb(PROGRAM, parser, [terms_arguments], argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
