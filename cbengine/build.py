@@ -177,6 +177,15 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
     for name in ("data_parallel", "pipeline_parallel"):
         if (count := getattr(scenario.cost, name)) > 1:
             raise UsageError(f"cost.{name}: got {count}, must be 1: the engine is one server of one stage")
+    _check_ranks(scenario, setup)
+    texts = beams(scenario)
+    if texts and not all(sampling.greedy for sampling in (setup.sampling, *setup.requests.by_id.values())):
+        raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")
+    if texts and setup.end_tokens:
+        raise UsageError(f"--stop-at-end-tokens: must be left out: the {texts} texts of a search end together")
+
+
+def _check_ranks(scenario: Scenario, setup: Setup) -> None:
     gpus, drafter = scenario.gpus, scenario.speculation.drafter.model if scenario.speculation else None
     for name, model in (("model", scenario.model), ("speculation.drafter.model", drafter)):
         for part in SHARED if model else ():
@@ -184,11 +193,6 @@ def check_setup(scenario: Scenario, setup: Setup) -> None:
                 raise UsageError(f"cost.tensor_parallel: got {gpus}, must divide {name}.{part} ({size})")
     if gpus > 1 and setup.device == "inline":
         raise UsageError(f"cost.tensor_parallel: got {gpus}, must be 1 with --device inline, which is one process")
-    texts = beams(scenario)
-    if texts and not all(sampling.greedy for sampling in (setup.sampling, *setup.requests.by_id.values())):
-        raise UsageError(f"sampling.temperature: must be 0: a search of {texts} texts keeps the likeliest")
-    if texts and setup.end_tokens:
-        raise UsageError(f"--stop-at-end-tokens: must be left out: the {texts} texts of a search end together")
 
 
 def check_windows(scenario: Scenario) -> None:

@@ -52,15 +52,7 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
     drawn = {label: _parts(frame, time) if len(frame) else {} for label, frame in steps.items()}
     panels, far = [], []
     for label, parts in drawn.items():
-        bound, marks, rows = budgets.get(label), list[Mark](), list[Mark]()
-        named = [(name, PARTS[name], part) for name, part in parts.items()]
-        if parts:  # stacked, the largest steps behind them
-            behind, style, whole = named.pop()
-            under = Area(behind, whole.x, np.zeros(len(whole.x)), whole.high, style, step=True)
-            marks += [] if whole.exact else [under]
-            marks += stack(named)
-            name, style, decode = named[1]
-            rows = stack(named[1:-1]) if "rejected drafts" in parts else band(name, decode, style)
+        bound, (marks, rows) = budgets.get(label), _stacked(parts)
         most = float(steps[label]["padded_tokens"].max()) if parts else 0.0
         if bound is not None and most >= SEEN * bound:
             marks.append(Level("budget", bound, Style(chart.BLACK, "dashed")))
@@ -76,6 +68,16 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
     caption += thinned(every, "the largest step of a bin and the range of decode rows are shaded")
     caption = " ".join([caption, *far]) + chart.without(steps)
     return Chart("tokens", "Tokens a step", caption, panels, columns=2, share_x=True)
+
+
+def _stacked(parts: Mapping[str, Binned]) -> tuple[list[Mark], list[Mark]]:
+    """Return the parts of steps, stacked with the largest steps behind them, and decode rows with their drafts."""
+    if not parts:
+        return [], []
+    *named, (behind, style, whole) = [(name, PARTS[name], part) for name, part in parts.items()]
+    under = Area(behind, whole.x, np.zeros(len(whole.x)), whole.high, style, step=True)
+    rows = stack(named[1:-1]) if "rejected drafts" in parts else band(named[1][0], named[1][2], named[1][1])
+    return [*([] if whole.exact else [under]), *stack(named)], rows
 
 
 def _parts(steps: Columns, time: Unit) -> dict[str, Binned]:

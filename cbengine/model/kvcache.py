@@ -32,6 +32,13 @@ def pages_of(architecture: ModelShape, groups: Sequence[LayerGroup]) -> int:
     return max((len(group.layers) for group in groups), default=architecture.layers)
 
 
+def _spots(groups: Sequence[LayerGroup], layers: int) -> dict[int, tuple[int, int]]:
+    """Return the group of every layer and its index in it; empty without groups."""
+    spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+    assert not groups or sorted(spots) == list(range(layers)), "every layer is of one group"
+    return spots
+
+
 class KvCache:
     """A KV cache, `keys` and `values`: [layers, num_blocks + 1, block_size, kv_heads, head_dim], zeros at first; with
     groups of layers [(num_blocks + 1) * pages, block_size, kv_heads, head_dim], where a block has as many `pages` as
@@ -69,9 +76,7 @@ class KvCache:
             if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise  # a broken GPU is no lack of memory
             raise DeviceMemoryError(self._too_large(free, device)) from None
-        spots = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group.layers)}
-        assert not groups or sorted(spots) == list(range(layers)), "every layer is of one group"
-        self._spots = spots  # the group of every layer, and its index in it
+        self._spots = _spots(groups, layers)
 
     @staticmethod
     def bytes_for(

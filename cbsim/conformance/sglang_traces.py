@@ -375,8 +375,7 @@ class SglangReplay(Replay):
         sampling = [row.spec for row in rows if row.chunk is None or row.chunk.outputs]
         got = [spec for spec in sampling if spec.id not in dropped and spec not in self._retired]
         for spec in got:
-            stats = self._recorded[spec].stats
-            stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
+            self._recorded[spec].got_token(self._now)
         for name in dropped:
             self._named(name).stats["wasted"] += 1
         finished = [self._finished(request) for request in ended]
@@ -467,14 +466,9 @@ class ApartReplay(SglangReplay):
         return sorted([*late, *super()._aborted()])
 
     def _queues(self) -> Line:
-        scheduler = self.scheduler
-        if scheduler.sending is not None:
-            waits = [entry.request.spec for entry in scheduler._sent]
-            waits = sorted([*waits, *(each.spec for each in self._unready)], key=lambda spec: spec.index)
-            sending = [request.spec.id for request in scheduler.sending.unfetched]
-            return {"bootstrapping": [spec.id for spec in waits], "sending": sending}
-        receiving = scheduler.receiving
-        assert receiving is not None
+        scheduler, receiving = self.scheduler, self.scheduler.receiving
+        if receiving is None:
+            return self._sending_queues()
         placed = [(request, cached) for request, cached in scheduler.pool.placed if not request.preemptions]
         for job, request in receiving.hand_off._loading.items():
             self._due.setdefault(job, (self._now + self._recorded[request.spec].kv["moves"], request))
@@ -487,15 +481,22 @@ class ApartReplay(SglangReplay):
             "retracted_queue": [entry.request.spec.id for entry in receiving.retracted],
         }
 
+    def _sending_queues(self) -> Line:
+        scheduler = self.scheduler
+        assert scheduler.sending is not None
+        waits = [*(entry.request.spec for entry in scheduler._sent), *(each.spec for each in self._unready)]
+        waits.sort(key=lambda spec: spec.index)
+        sending = [request.spec.id for request in scheduler.sending.unfetched]
+        return {"bootstrapping": [spec.id for spec in waits], "sending": sending}
+
     def _allocated(self, request: Request, cached: int) -> list[Any]:
         pool = self.scheduler.pool
         pages = [page + 1 for page in pool.table(request)[cached:]]
         return [request.spec.id, cached * pool.block_size, served.runs(pages)]
 
     def _entered(self, request: Request, ended: bool) -> list[Any]:
-        stats = self._recorded[request.spec].stats
-        stats["first_step"] = self._now if stats["first_step"] is None else stats["first_step"]
-        stats["n_out"] = request.seen
+        self._recorded[request.spec].got_token(self._now)
+        self._recorded[request.spec].stats["n_out"] = request.seen
         return [request.spec.id, self._finished(request)[1] if ended else None]
 
     def _applied(self, effect: Applied) -> None:
@@ -545,6 +546,10 @@ class Recorded:
         least = sys.maxsize if o.schedule_low_priority_values_first else -sys.maxsize - 1
         priority: int | None = request.get("priority")
         return priority if priority is not None else least if o.enable_priority_scheduling else 0
+
+    def got_token(self, step: int) -> None:
+        if self.stats["first_step"] is None:
+            self.stats["first_step"] = step
 
     def over(self, step: int, reason: str, outputs: int) -> None:
         self.stats |= {"end_step": step, "reason": reason, "n_out": outputs}

@@ -239,8 +239,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             break
         idle = scheduler.idle
         plan = None if idle else scheduler.schedule()
-        if getattr(scheduler, "refused", None):
-            yield from _refusals(scheduler)
+        yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if _may_go_on(scheduler, in_flight, depth):
@@ -290,10 +289,14 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
     yield from _refusals(scheduler)
 
 
-def _refusals(scheduler: Scheduler) -> Generator[Effect, Any, None]:
-    refused: list[tuple[RequestSpec, str]] = getattr(scheduler, "refused", [])  # a scheduler may do without
-    while refused:
-        yield Refused(*refused.pop(0))
+def _refusals(scheduler: Scheduler) -> Sequence[Refused]:
+    """Take the requests that a scheduler has refused since they were added."""
+    refused: list[tuple[RequestSpec, str]] | None = getattr(scheduler, "refused", None)  # it may do without
+    if not refused:
+        return ()
+    taken = [Refused(*each) for each in refused]
+    refused.clear()
+    return taken
 
 
 def _complete(
