@@ -319,6 +319,9 @@ class Fleet:
             return None
         return self._slots[which][slot]
 
+    def prefilling(self) -> list[int]:
+        return [view.in_flight for view in self._books[PREFILL].views if view.up]
+
     def cached_tokens(self, server: int, spec: RequestSpec) -> int:
         return self._books[DECODE].views[self._slots[DECODE].index(server)].cached_tokens(spec)
 

@@ -221,6 +221,10 @@ class Apart(Scaled):
         choice = self._router_of(which)
         return self._choose(choice, spec, self._now_ns).number if choice.ready else None
 
+    def prefilling(self) -> list[int]:
+        (choice := self._router_of(PREFILL)).deliver(self._now_ns)
+        return [view.in_flight for view in choice.views if view.ready]
+
     def cached_tokens(self, server: int, spec: RequestSpec) -> int:
         return self._router_of(DECODE).seen(self._by_number[server].slot).cached_tokens(spec)
 
@@ -361,6 +365,7 @@ class Apart(Scaled):
             side.env, side.news, side.on_order = self.env, self.env.event(), partial(self._ordered, replica.number)
             if self._terms.transfer == "layerwise":
                 machine.on_plan = partial(self._planned, machine)
+            self._later(self._now_ns, lambda: self.rules.prefill_next(self._now_ns))
 
     def _cut(self, spec: RequestSpec, machine: Machine, reason: str, most_retries: int) -> None:
         """End a leg of a server that dies. A prompt whose prefill was cut off is computed where it decodes."""

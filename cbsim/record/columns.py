@@ -127,7 +127,7 @@ MOVES = (
 
 HAND_OFFS = (
     Column("request", "id", "whose KV it is"),
-    Column("source", "id", "the server that prefilled"),
+    Column("source", "id", "the server that prefilled, -1 for none yet"),
     Column("target", "id", "the server that decodes, -1 for none yet"),
     Column("prefilled_ns", "ns", "when the source had kept the blocks, -1 for never"),
     Column("taken_ns", "ns", "when the target had taken blocks, -1 for never"),

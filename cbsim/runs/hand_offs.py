@@ -28,7 +28,7 @@ class RoutedRequest:
 
     spec: RequestSpec
     target: int
-    source: int | None
+    source: int | None  # NONE_YET while it waits in a global queue
     at: dict[int, int] = field(default_factory=dict)  # by leg that a server has, that server
     blocks: dict[Direction, int] = field(default_factory=dict)  # that a side keeps for the transfer
     over: bool = False  # all its tokens are there, or it has failed
@@ -57,6 +57,9 @@ class Servers(Protocol):
 
     def route(self, spec: RequestSpec, which: int) -> int | None:
         """Let the router of a leg choose a server; return None if none takes requests."""
+
+    def prefilling(self) -> list[int]:
+        """Return for each server that takes prefills how many it has."""
 
     def cached_tokens(self, server: int, spec: RequestSpec) -> int:
         """Return how many tokens of a prompt a server that decodes has, as far as its router knows."""
@@ -95,6 +98,9 @@ class HandOffs:
         self.requests: dict[int, RoutedRequest] = {}
         self._servers, self._terms, self._rows = servers, terms, rows
         self._pulls = terms is not None and terms.transfer == "pull"
+        self._global = terms is not None and terms.prefill_queue == "global"
+        self._queue: dict[int, RoutedRequest] = {}  # whose prefills can begin, in that order
+        self._waiting: dict[int, None] = {}  # hand-offs that count as waiting for a prefill
         self._until_ns: dict[int, int] = {}  # the ends of leases, which are in the order of their starts
         self._gone: set[int] = set()
 
@@ -103,27 +109,48 @@ class HandOffs:
         return [routed for routed in self.requests.values() if routed.handing]
 
     def arrived(self, spec: RequestSpec, now_ns: int) -> bool:
-        """Choose who decodes a request, then who prefills it, and give its first leg to one of them. A short rest of a
-        prompt, or without a server that prefills any, is computed where it decodes. Return False if nobody decodes.
+        """Choose who decodes a request, then who prefills it, and give its first leg to one of them. A prompt is
+        computed where it decodes if few of its tokens are not cached there, as many prefills wait as may, or no server
+        prefills. Return False if nobody decodes.
         """
         terms, source = self._terms, None
         if (target := self._servers.route(spec, DECODE)) is None:
             return False
-        if terms is not None and not self._is_short(spec, target, terms.local_below_tokens):
-            source = self._servers.route(spec, PREFILL)
-        routed = RoutedRequest(spec, target, None if source == target else source)
-        self.requests[spec.index] = routed
-        which = PREFILL if self._pulls and routed.source is not None else DECODE
-        self._give(routed, which, WHOLE if routed.source is None else which, now_ns)
+        if terms is not None and not self._is_local(spec, target, terms):
+            if not self._global:
+                source = self._servers.route(spec, PREFILL)
+            elif self._servers.prefilling():
+                source = NONE_YET
+        self.requests[spec.index] = routed = RoutedRequest(spec, target, None if source == target else source)
+        if routed.handing:
+            self._waiting[spec.index] = None
+        if routed.handing and self._pulls:
+            self._queue[spec.index] = routed
+            self.prefill_next(now_ns)
+        else:
+            self._give(routed, DECODE, DECODE if routed.handing else WHOLE, now_ns)
         return True
 
-    def _is_short(self, spec: RequestSpec, target: int, least: int) -> bool:
-        return least > 0 and spec.prompt_tokens - self._servers.cached_tokens(target, spec) < least
+    def _is_local(self, spec: RequestSpec, target: int, terms: HandOff) -> bool:
+        least, most = terms.local_below_tokens, terms.most_waiting_prefills
+        full = most is not None and len(self._waiting) >= most
+        return full or (least > 0 and spec.prompt_tokens - self._servers.cached_tokens(target, spec) < least)
+
+    def prefill_next(self, now_ns: int) -> None:
+        """Give the prefills that can begin to their servers; with one queue for all, as long as any is idle."""
+        while self._queue and not (self._global and min(self._servers.prefilling(), default=0)):
+            routed = self._queue.pop(next(iter(self._queue)))
+            if not self._give(routed, PREFILL, PREFILL, now_ns):
+                self._end(routed, BROKEN, now_ns)
+                if DECODE not in routed.at:
+                    self._decode(routed, now_ns)
+            elif self._global:
+                del self._waiting[routed.spec.index]
 
     def _give(self, routed: RoutedRequest, which: int, form: int, now_ns: int) -> bool:
         """Give a leg to the server that was chosen, or to another one if that has gone; return whether one is left."""
         spec, server = routed.spec, routed.source if which == PREFILL else routed.target
-        if server is None or server in self._gone:
+        if server is None or server == NONE_YET or server in self._gone:
             self._servers.release(spec, which)
             server = self._servers.route(spec, which)
             if server is None or (which == PREFILL and server == routed.target):
@@ -148,7 +175,9 @@ class HandOffs:
         routed = self.requests.get(index)
         if routed is None or routed.at.pop(PREFILL, None) is None:
             return False
+        self._waiting.pop(index, None)
         self._servers.release(routed.spec, PREFILL)
+        self.prefill_next(now_ns)
         if keeps_kv:
             routed.prefilled_ns = now_ns
         elif routed.over or DECODE in routed.at or died:
@@ -180,10 +209,11 @@ class HandOffs:
         self._over(routed)
 
     def _over(self, routed: RoutedRequest) -> None:
-        """Note that a request is over, in the books of both routers."""
+        """Note that a request is over, in the books of both routers, unless its prefill is still to be cancelled."""
         routed.over = True
         for which in (PREFILL, DECODE):
-            self._servers.release(routed.spec, which)
+            if which not in routed.at:
+                self._servers.release(routed.spec, which)
         self._forget(routed)
 
     def _forget(self, routed: RoutedRequest) -> None:
@@ -220,8 +250,9 @@ class HandOffs:
         else:
             if lease_s is not None:
                 self._until_ns[index] = now_ns + round(lease_s * NS)
-            if direction is IN and not self._pulls and not self._give(routed, PREFILL, PREFILL, now_ns):
-                self._end(routed, BROKEN, now_ns)
+            if direction is IN and not self._pulls:
+                self._queue[index] = routed
+                self.prefill_next(now_ns)
         self._lease()
 
     def _lease(self) -> None:
@@ -246,6 +277,8 @@ class HandOffs:
             return
         routed.fate, routed.end_ns = fate, now_ns
         self._note(routed)
+        self._queue.pop(index, None)
+        self._waiting.pop(index, None)
         for direction in () if routed.begun else tuple(routed.blocks):
             self._servers.drop(routed.sides[direction], index, direction)
         if (server := routed.at.get(PREFILL)) is not None:

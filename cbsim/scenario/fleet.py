@@ -19,6 +19,7 @@ from cbsim.scenario.schedulers import Router, Rule
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
 CHOSEN = {"scheduler": "name", "cost": "kind"}  # the field of a part that chooses its kind
 MOST_SERVERS = 10_000
+LOCAL = {"local_below_tokens": 0, "most_waiting_prefills": "null", "prefill_queue": "server"}  # without local prefills
 LEAST_S = 0.001  # between two scrapes, or two calls of a rule
 Replicas = Annotated[Whole, Field(ge=1, le=MOST_SERVERS)]
 
@@ -126,7 +127,7 @@ class Link(Frozen):
 
 
 class HandOff(Frozen):
-    """How a request gets from the server that prefills to the one that decodes. Both are chosen when it arrives."""
+    """How a request gets from the server that prefills to the one that decodes, which is chosen when it arrives."""
 
     router: Router = PlainSettings(name="least_in_flight")  #: Who decodes.
     transfer: Literal["pull", "push", "layerwise"] = "pull"
@@ -134,6 +135,12 @@ class HandOff(Frozen):
     begins, and writes at its end. layerwise: as push, but layers are written while the prefill goes on."""
     local_below_tokens: Annotated[Whole, Field(ge=0)] = 0
     """The decoding server prefills a prompt itself that has fewer tokens than this which it has not cached."""
+    most_waiting_prefills: Annotated[Whole, Field(ge=0)] | None = None
+    """The decoding server prefills a prompt itself that arrives while as many hand-offs wait for their prefill: it is
+    not over, or with prefill_queue global no server has it yet. Null: any number waits."""
+    prefill_queue: Literal["server", "global"] = "server"
+    """server: a prompt waits at the server that is chosen when it arrives. global: a server that prefills gets one
+    prompt at a time; others wait in one queue until one is idle. fleet.router must be least_in_flight, no role both."""
     lease_s: Seconds | None = 30.0
     """Seconds that one side's blocks wait for those of the other: a prefill's for the decoding server, or with push
     those of the decoding server for the end of the prefill. Then it computes the prompt itself. Null: for ever."""
@@ -186,6 +193,11 @@ class Fleet(Frozen):
                 raise complaint(f"got {got}: {bound}", f"pools.{named}.role")
         if self.hand_off is None:
             raise complaint(f"is required with pools.{named}.role {self.pools[named].role}", "hand_off")
+        if self.hand_off.prefill_queue == "global" and "both" in roles:
+            raise complaint("got global, must be server if any pool has role both", "hand_off.prefill_queue")
+        if self.hand_off.prefill_queue == "global" and self.router.name != "least_in_flight":
+            bound = "must be least_in_flight with hand_off.prefill_queue global"
+            raise complaint(f"got {self.router.name}, {bound}", "router.name")
         return self
 
     @property
@@ -224,14 +236,10 @@ def check_roles(fleet: Fleet, servers: Sequence[Any]) -> None:
     """Raise a complaint unless the server of each pool, a Scenario, can have its role, and what one has cached another
     can read.
     """
-    assert fleet.hand_off is not None
-    least, first, named = (
-        fleet.hand_off.local_below_tokens,
-        servers[0],
-        next(at for at, pool in enumerate(fleet.pools) if pool.role != "both"),
-    )
+    local = next((name for name, none in LOCAL.items() if getattr(fleet.hand_off, name) not in (none, None)), None)
+    first, named = servers[0], next(at for at, pool in enumerate(fleet.pools) if pool.role != "both")
     for at, (pool, server) in enumerate(zip(fleet.pools, servers, strict=True)):
-        apart = named if pool.role == "both" else at
+        apart = {"both": named}.get(pool.role, at)
         samples = getattr(server.workload, "samples", 1)
         whole = server.model.sees_all or getattr(server.scheduler, "disable_hybrid_kv_cache_manager", False)
         for holds, what in (
@@ -244,9 +252,9 @@ def check_roles(fleet: Fleet, servers: Sequence[Any]) -> None:
             if not holds:
                 got = f"got {fleet.pools[apart].role}, must be both with {what}"
                 raise complaint(got, f"fleet.pools.{apart}.role")
-        if least and server.kind.brings_first:
-            bound = f"must be 0 with scheduler {server.scheduler.name}, whose decoding servers compute no prompts"
-            raise complaint(f"got {least}, {bound}", "fleet.hand_off.local_below_tokens")
+        if local and server.kind.brings_first:
+            bound = f"{LOCAL[local]} with scheduler {server.scheduler.name}, whose decoding servers compute no prompts"
+            raise complaint(f"got {getattr(fleet.hand_off, local)}, must be {bound}", f"fleet.hand_off.{local}")
         for name, ours, theirs in (
             ("model.name", server.model.name, first.model.name),
             ("kv_cache.block_size", server.block_size, first.block_size),

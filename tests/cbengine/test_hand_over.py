@@ -46,6 +46,7 @@ from cbengine.errors import UsageError
 from cbengine.model.kvcache import KvCache
 from cbengine.model.weights import Architecture
 from cbengine.serving import fleet
+from cbsim.policy.request import PREFILL
 from cbsim.policy.transfers import Direction
 from cbsim.record import optional_tables
 from cbsim.runs.hand_offs import HandOffs
@@ -170,12 +171,17 @@ def loads(draw: st.DrawFn) -> tuple[Scenario, Workload]:
     pools=st.sampled_from(((1, 1), (2, 1), (1, 2))),
     transfer=st.sampled_from(("pull", "push")),
     local=st.sampled_from((0, 0, 9)),
+    queue=st.sampled_from(("server", "global")),
+    most=st.sampled_from((None, 1)),
 )
 @settings(max_examples=6, deadline=None)
-def test_texts_are_those_of_generate(loop: str, load: Any, pools: Any, transfer: str, local: int) -> None:
+def test_texts_are_those_of_generate(
+    loop: str, load: Any, pools: Any, transfer: str, local: int, queue: str, most: int | None
+) -> None:
     """Prefix hits, preemptions and cancellations included; all blocks of all servers are free at the end."""
     sizes, work = load
-    Served(apart(sizes, *pools, transfer=transfer, local_below_tokens=local), loop, work).check()
+    queued = {"prefill_queue": queue, "most_waiting_prefills": most}
+    Served(apart(sizes, *pools, transfer=transfer, local_below_tokens=local, **queued), loop, work).check()
 
 
 def plain(count: int = 6, **more: Any) -> Workload:
@@ -183,6 +189,34 @@ def plain(count: int = 6, **more: Any) -> Workload:
 
 
 SIZES = server("vllm", 4, 60, 64, 4, sharing=True)
+
+
+@pytest.mark.parametrize(
+    ("queue", "transfer", "most", "handed_over", "at_once"),
+    [
+        ("server", "pull", None, 6, 6),
+        ("global", "pull", None, 6, 1),
+        ("global", "pull", 2, 3, 1),
+        ("global", "push", None, 6, 1),
+        ("global", "push", 2, 2, 1),
+    ],
+)
+def test_with_a_global_queue_a_server_prefills_one_prompt_at_a_time(
+    queue: str, transfer: str, most: int | None, handed_over: int, at_once: int
+) -> None:
+    """Of six that arrive at once, one begins and two wait if as many may; with push all wait that have no blocks."""
+    give, counts = fleet.Fleet.give, []
+
+    def counted(self: fleet.Fleet, *leg: Any) -> None:
+        give(self, *leg)
+        counts.append(sum(PREFILL in routed.at for routed in self._rules.requests.values()))
+
+    with mock.patch.object(fleet.Fleet, "give", counted):
+        terms = {"transfer": transfer, "prefill_queue": queue, "most_waiting_prefills": most}
+        run = Served(apart(SIZES, **terms), "async", plain())
+    run.check()
+    assert run.statuses[0]["handed_off"] == handed_over
+    assert max(counts) == at_once
 
 
 @pytest.mark.parametrize("loop", LOOPS)

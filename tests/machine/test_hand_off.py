@@ -21,7 +21,7 @@ from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.simulate import Simulation
 from cbsim.policy import value
 from cbsim.policy.plan import StepPlan
-from cbsim.policy.request import PREFILL
+from cbsim.policy.request import PREFILL, WHOLE
 from cbsim.policy.transfers import Direction
 from cbsim.record import invariants, optional_tables
 from cbsim.record.tables import Ints, Steps
@@ -158,6 +158,64 @@ def test_a_prompt_with_few_uncached_tokens_is_prefilled_where_it_is_decoded() ->
     assert run(of({"local_below_tokens": 320}))[0].summary["hand_off"]["local_prefills"] == 0
 
 
+ONE_EACH = {"router": {"name": "least_in_flight"}}  # what a global queue demands of fleet.router
+
+
+def prefilled_ns(servers: Apart) -> dict[int, int]:
+    """Return by request that was handed over when its prefill had ended."""
+    rows = optional_tables.values_of(optional_tables.HAND_OFFS, servers.record.hand_offs)
+    return dict(zip(rows["request"].tolist(), rows["prefilled_ns"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push", "layerwise"])
+def test_with_a_global_queue_a_server_prefills_one_prompt_at_a_time(transfer: str) -> None:
+    """Five at once: a step each, one after the other. Else one step has all."""
+    alone, stated = {"workload": FIVE, "cpu": False}, {"transfer": transfer}
+    result, servers = run(of(stated | {"prefill_queue": "global"}, fleet=ONE_EACH, **alone))
+    assert prefilled_ns(servers) == {index: (index + 1) * STEP_NS for index in range(5)}
+    assert result.summary["hand_off"]["transfers"] == 5
+    assert prefilled_ns(run(of(stated, fleet=ONE_EACH, **alone))[1]) == dict.fromkeys(range(5), STEP_NS)
+
+
+@pytest.mark.parametrize(
+    ("queue", "most", "steps"),
+    [
+        ("server", 0, {}),
+        ("server", 2, {0: 1, 1: 1}),
+        ("server", 5, dict.fromkeys(range(5), 1)),
+        ("global", 0, {}),
+        ("global", 2, {0: 1, 1: 2, 2: 3}),
+        ("global", 4, {index: index + 1 for index in range(5)}),
+    ],
+)
+def test_prompts_are_prefilled_where_they_decode_while_as_many_wait_as_may(
+    queue: str, most: int, steps: dict[int, int]
+) -> None:
+    """A global queue does not count the one whose prefill is under way; all others of five at once are computed by one
+    step of the server that decodes them, from their arrival."""
+    stated = {"most_waiting_prefills": most, "prefill_queue": queue}
+    result, servers = run(of(stated, workload=FIVE, cpu=False, fleet=ONE_EACH))
+    assert prefilled_ns(servers) == {index: count * STEP_NS for index, count in steps.items()}
+    local = [row for row in result.request_rows if row.leg == WHOLE]
+    assert [row.index for row in local] == [index for index in range(5) if index not in steps]
+    assert result.summary["hand_off"]["local_prefills"] == len(local)
+    if local:
+        assert result.summary["ttft_s"]["min"] == STEP_NS / 1e9
+
+
+@pytest.mark.parametrize(("back_s", "ends"), [(None, {4: 6, 5: 8}), (0, {4: 5, 5: 6})])
+def test_a_queued_prompt_goes_to_the_next_server_that_is_idle(back_s: float | None, ends: dict[int, int]) -> None:
+    """Two servers with steps of 2 ms, the first of which dies after 3: what it was prefilling is computed where it
+    decodes; the other server takes those that wait, or one that has come in its place."""
+    pools, six = [{**POOLS[0], "count": 2}, POOLS[1]], FIVE | {"requests": 6}
+    dies = ONE_EACH | {"pools": pools, "failures": [{"server": 0, "at_s": 0.003, "back_s": back_s}]}
+    stated = {"prefill_queue": "global", "link": {"bandwidth_gb_s": 800}}
+    result, servers = run(of(stated, workload=six, cpu=False, fleet=dies))
+    expected = {0: 2, 1: 2, 3: 4, **ends}
+    assert prefilled_ns(servers) == {2: -1} | {index: ms * 1000 * US for index, ms in expected.items()}
+    assert result.summary["hand_off"]["transfers"] == 5 and result.summary["requests"] == 6
+
+
 def test_blocks_that_wait_longer_than_the_lease_are_filled_where_they_are() -> None:
     """With push, those taken for a prefill that takes longer: the prompt is computed from then on."""
     result, _ = run(of({"transfer": "push", "lease_s": 0.001}, cpu=False))
@@ -229,6 +287,22 @@ def test_what_was_prefilled_for_a_server_that_dies_goes_to_another() -> None:
     assert servers.record.hand_offs[2::10].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_queued_prompts_are_computed_where_they_decode_when_no_server_prefills_any_more(transfer: str) -> None:
+    """The last one dies with its second prompt, three wait; with a lease that ends they have ended before."""
+    dies = ONE_EACH | {"failures": [{"server": 0, "at_s": 0.003}]}
+    for lease_s in (None, 0.001):
+        stated = {"transfer": transfer, "prefill_queue": "global", "lease_s": lease_s}
+        stated["link"] = {"bandwidth_gb_s": 800}
+        result, servers = run(of(stated, workload=FIVE, fleet=dies, cpu=False))
+        assert ends(result, 5) == {"length": 5} and not servers.rules.requests
+        rows = optional_tables.values_of(optional_tables.HAND_OFFS, servers.record.hand_offs)
+        over = transfer == "push" and lease_s is not None
+        fates = [optional_tables.LEASE_OVER] * 5 if over else [optional_tables.FETCHED, *[optional_tables.BROKEN] * 4]
+        assert sorted(rows["fate"].tolist()) == sorted(fates)
+        assert sorted(rows["source"].tolist()) == ([-1] * 4 + [0] if over else [-1] * 3 + [0, 0])
+
+
 def any_apart(dice: random.Random, router: str, folder: Path, kind: str) -> Scenario:
     """Servers with roles and tiny caches, clients that leave, shared prefixes, deaths, leases that end."""
     least = {"version": "0.33", "enable_prefix_caching": True, "kv_connector": "none"}
@@ -279,6 +353,11 @@ def any_apart(dice: random.Random, router: str, folder: Path, kind: str) -> Scen
                 "link": link,
             },
         }
+        if kind == "vllm":
+            document["fleet"]["hand_off"]["most_waiting_prefills"] = dice.choice([None, None, 0, 1, 3])
+        if kind == "vllm" and "both" not in roles and dice.random() < 0.7:
+            document["fleet"] |= ONE_EACH
+            document["fleet"]["hand_off"]["prefill_queue"] = "global"
         (folder / "log.jsonl").write_text(any_log(dice, longest))
         (folder / "any.yaml").write_text(json.dumps(document))
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,20 +26,35 @@ SLOTS = {PREFILL: (0, 1, 4), DECODE: (2, 3, 4)}  # server 4 does both
 class World:
     """Servers that do what they are asked for at any later time, or never, if they die."""
 
-    def __init__(self, dice: random.Random, transfer: str, lease_s: float | None) -> None:
+    def __init__(self, dice: random.Random, transfer: str, lease_s: float | None, **queue: Any) -> None:
         self.dice, self.now_ns, self.lease_ns = dice, 0, NEVER_NS
         self.rows = array("q")
-        self.rules = HandOffs(self, HandOff(transfer=transfer, lease_s=lease_s, link=Link(bandwidth_gb_s=1)), self.rows)
+        terms = HandOff(transfer=transfer, lease_s=lease_s, link=Link(bandwidth_gb_s=1), **queue)
+        self.rules, self.one_each = HandOffs(self, terms, self.rows), terms.prefill_queue == "global"
+        self.slots = SLOTS if not self.one_each else {PREFILL: (0, 1, 4), DECODE: (2, 3)}
         self.alive = {0, 1, 2, 3, 4}
         self.legs: dict[tuple[int, int], tuple[int, int]] = {}  # by request and leg: server, form
         self.keeping: dict[tuple[int, Direction], int] = {}
         self.crossing: list[RoutedRequest] = []
-        self.ends, self.cancelled, self.booked = Counter[int](), set[int](), Counter[tuple[int, int]]()
+        self.ends, self.cancelled = Counter[int](), set[int]()
+        self.booked: dict[tuple[int, int], int] = {}  # by request and leg: the server that a router counts it at
 
     def route(self, spec: RequestSpec, which: int) -> int | None:
-        up = [server for server in SLOTS[which] if server in self.alive]
-        self.booked[spec.index, which] += bool(up)
-        return self.dice.choice(up) if up else None
+        up = [server for server in self.slots[which] if server in self.alive]
+        if not up:
+            return None
+        assert (spec.index, which) not in self.booked
+        if self.one_each and which == PREFILL:
+            up = [min(up, key=self.prefills)]  # as least_in_flight
+        self.booked[spec.index, which] = self.dice.choice(up)
+        return self.booked[spec.index, which]
+
+    def prefills(self, server: int) -> int:
+        return sum(which == PREFILL and at == server for (_, which), at in self.booked.items())
+
+    def prefilling(self) -> list[int]:
+        assert self.one_each
+        return [self.prefills(server) for server in self.slots[PREFILL] if server in self.alive]
 
     def cached_tokens(self, server: int, spec: RequestSpec) -> int:
         return 0
@@ -47,13 +63,14 @@ class World:
         assert server in self.alive
         leg = spec.index, PREFILL if form == PREFILL else DECODE
         assert leg not in self.legs
+        assert not (self.one_each and form == PREFILL and (server, PREFILL) in self.legs.values())
         self.legs[leg] = server, form
 
     def cancel(self, server: int, spec: RequestSpec) -> None:
         self.cancelled.add(spec.index)
 
     def release(self, spec: RequestSpec, which: int) -> None:
-        self.booked[spec.index, which] = 0
+        self.booked.pop((spec.index, which), None)
 
     def begin(self, routed: RoutedRequest) -> int:
         assert {(routed.spec.index, way): at for way, at in routed.sides.items()}.items() <= self.keeping.items()
@@ -97,7 +114,8 @@ class World:
             self.ends[index] += 1
             return
         keeps_kv = not (died or cancelled or index in self.cancelled)
-        self.ends[index] += self.rules.prefilled(index, self.now_ns, keeps_kv=keeps_kv, died=died)
+        over = self.rules.prefilled(index, self.now_ns, keeps_kv=keeps_kv, died=died)
+        self.ends[index] += over  # read when `unserved` may have counted it
         if keeps_kv:
             self.keep(server, index, Direction.OUT)
 
@@ -122,9 +140,16 @@ class World:
 
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])
-@given(seed=st.integers(0, 1 << 32), lease_s=st.sampled_from([None, 0.0, 0.5, 30.0]))
-def test_every_request_ends_once_and_every_side_is_told_once(transfer: str, seed: int, lease_s: float | None) -> None:
-    world = World(random.Random(seed), transfer, lease_s)
+@pytest.mark.parametrize("queue", ["server", "global"])
+@given(
+    seed=st.integers(0, 1 << 32),
+    lease_s=st.sampled_from([None, 0.0, 0.5, 30.0]),
+    most=st.sampled_from([None, None, 0, 1, 3]),
+)
+def test_every_request_ends_once_and_every_side_is_told_once(
+    transfer: str, queue: str, seed: int, lease_s: float | None, most: int | None
+) -> None:
+    world = World(random.Random(seed), transfer, lease_s, prefill_queue=queue, most_waiting_prefills=most)
     for index in range(12):
         spec = RequestSpec(index, f"{index}", world.now_ns, 20, 3, 3)
         if not world.rules.arrived(spec, world.now_ns):
@@ -132,12 +157,46 @@ def test_every_request_ends_once_and_every_side_is_told_once(transfer: str, seed
         for _ in range(world.dice.randrange(6)):
             world.step()
     while world.legs or world.crossing or world.rules.requests:
+        assert world.legs or world.crossing or world.lease_ns < NEVER_NS, "a request waits for nothing"
         world.step()
     assert world.ends == Counter(range(12))
-    assert not world.keeping and not +world.booked
+    assert not world.keeping and not world.booked
+    assert not (world.rules._queue or world.rules._waiting)
     fates = world.rows[len(HAND_OFFS) - 1 :: len(HAND_OFFS)]
     assert set(fates) <= {FETCHED, LEASE_OVER, BROKEN, ENDED}
     assert len({*world.rows[:: len(HAND_OFFS)]}) == len(fates), "a row a hand-off"
+
+
+@pytest.mark.parametrize(
+    ("queue", "transfer", "handed_over"),
+    [("server", "pull", 2), ("global", "pull", 3 + 2), ("server", "push", 2), ("global", "push", 2)],
+)
+def test_prompts_are_computed_where_they_decode_while_as_many_prefills_wait_as_may(
+    queue: str, transfer: str, handed_over: int
+) -> None:
+    """Eight at once, two may wait: behind those at three idle servers if these have one each, unless with push no
+    decoding server has taken blocks yet. When a prefill is over another may wait."""
+    world = World(random.Random(1), transfer, None, prefill_queue=queue, most_waiting_prefills=2)
+    for index in range(8):
+        assert world.rules.arrived(RequestSpec(index, f"{index}", 0, 20, 3, 3), 0)
+    local = [index for (index, _), (_, form) in world.legs.items() if form == WHOLE]
+    assert local == [*range(handed_over, 8)]
+    if transfer == "push":
+        for index in range(handed_over):
+            world.keep(world.legs[index, DECODE][0], index, Direction.IN)
+    world.end_leg(0, PREFILL)
+    assert world.rules.arrived(RequestSpec(8, "8", 0, 20, 3, 3), 0)
+    assert (8, WHOLE) not in [(index, form) for (index, _), (_, form) in world.legs.items()]
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_without_a_server_that_prefills_there_is_no_hand_off_to_wait(transfer: str) -> None:
+    world = World(random.Random(1), transfer, None, prefill_queue="global")
+    world.alive = {2, 3}
+    assert world.rules.arrived(RequestSpec(0, "0", 0, 20, 3, 3), 0)
+    assert [form for _, form in world.legs.values()] == [WHOLE]
+    world.end_leg(0, DECODE)
+    assert not world.rows and not world.rules.requests
 
 
 def test_without_roles_a_request_has_one_leg_that_answers() -> None:

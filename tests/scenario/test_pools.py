@@ -177,6 +177,31 @@ LINK = {"link": {"bandwidth_gb_s": 50}}
         ),
         (
             APART,
+            LINK | {"most_waiting_prefills": 0},
+            {"scheduler": {"name": "sglang"}},
+            "fleet.hand_off.most_waiting_prefills: got 0, must be null with scheduler sglang, whose decoding servers",
+        ),
+        (
+            APART,
+            LINK | {"prefill_queue": "global"},
+            {"scheduler": {"name": "sglang"}, "router": {"name": "least_in_flight"}},
+            "fleet.hand_off.prefill_queue: got global, must be server with scheduler sglang, whose decoding servers",
+        ),
+        (APART, LINK | {"most_waiting_prefills": -1}, {}, "hand_off.most_waiting_prefills: got -1, must be >= 0"),
+        (
+            [{}, *APART],
+            LINK | {"prefill_queue": "global"},
+            {},
+            "fleet.hand_off.prefill_queue: got global, must be server if any pool has role both",
+        ),
+        (
+            APART,
+            LINK | {"prefill_queue": "global"},
+            {},
+            "fleet.router.name: got round_robin, must be least_in_flight with hand_off.prefill_queue global",
+        ),
+        (
+            APART,
             LINK,
             {"cost": {"kind": "roofline", "pipeline_parallel": 2}},
             "fleet.pools.0.role: got prefill, must be both with a pipeline (cost.pipeline_parallel, 2)",
@@ -254,7 +279,7 @@ def test_roles_that_cannot_be_are_refused_in_one_line(
     pools: Any, hand_off: Any, fields: dict[str, Any], said: str
 ) -> None:
     load = {"kind": "synthetic", "requests": 2, "prompt_tokens": 40, "output_tokens": 3} | fields.pop("workload", {})
-    fleet = {"pools": pools, "router": {"name": "round_robin"}, "hand_off": hand_off}
+    fleet = {"pools": pools, "router": fields.pop("router", TURNS), "hand_off": hand_off}
     document = {"question": "Who?", "model": "llama-3.1-8b", "hardware": "h100-sxm", "workload": load, "fleet": fleet}
     with pytest.raises(ScenarioError) as refused:
         parse(document | fields, "apart")

@@ -86,7 +86,8 @@ def threads() -> Iterator[None]:
 def apart(sizes: Scenario, prefill: int = 1, decode: int = 1, **more: Any) -> Scenario:
     """A fleet of servers that prefill and servers that decode, each like the given one."""
     pools = [{"name": role, "role": role, "count": count} for role, count in (("prefill", prefill), ("decode", decode))]
-    parts = {"pools": pools, "router": {"name": "round_robin"}, "hand_off": {"link": LINK, **more}}
+    router = "least_in_flight" if more.get("prefill_queue") == "global" else "round_robin"
+    parts = {"pools": pools, "router": {"name": router}, "hand_off": {"link": LINK, **more}}
     return Scenario.model_validate(sizes.model_dump(mode="json") | {"fleet": parts})
 
 
