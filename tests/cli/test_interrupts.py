@@ -59,7 +59,7 @@ def test_ctrl_c_leaves_a_readable_directory(small: Path, out: Path) -> None:
 def test_sigterm_ends_a_sweep_as_ctrl_c_does(tmp_path: Path) -> None:
     """SIGTERM after the first points: exit 130, one line, and what was done is kept."""
     (tmp_path / "s.yaml").write_text(
-        "scenario: 8k_b32\naxes: {workload.output_tokens: {range: {low: 4000, high: 6000, step: 1}}}\n"
+        "scenario: 8k_b32\naxes: {workload.output_tokens: {range: {low: 4000, high: 6000, step: 5}}}\n"
     )
     words = (str(tmp_path / "s.yaml"), "--jobs", "1", "--store", str(tmp_path / "st"))
     terminal, theirs = os.openpty()
