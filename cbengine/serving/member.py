@@ -186,7 +186,7 @@ class Server:
         record = Record(0)
         record.queued(spec, now_ns)
         [row] = record.requests()
-        self._ends[spec.index] = row._replace(queued_poll=1, status=status, reason=reason), died
+        self._ends[spec.index] = row._replace(queued_poll=-1, status=status, reason=reason), died
 
     def end(self) -> None:
         """End the process, unless it has ended, and let it give its record if it can."""

@@ -80,7 +80,7 @@ REQUESTS = (
     Column("index", "id", "number in the workload"),
     Column("id", "text", "name in the workload", "string"),
     Column("arrival_ns", "ns", "when it arrived"),
-    Column("queued_poll", "count", "the poll that took it in, counted from 1"),
+    Column("queued_poll", "count", "the poll that took it in, counted from 1; -1: none, its server died before"),
     Column("queued_ns", "ns", "when that was"),
     Column("prompt_tokens", "tokens", "length of its prompt"),
     Column("output_tokens", "tokens", "what the workload declares that the model will produce"),

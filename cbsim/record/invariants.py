@@ -46,20 +46,24 @@ def check_read(steps: Steps, total_blocks: int) -> None:
     _blocks(steps, total_blocks)
 
 
-def check_hand_offs(steps: Steps, transfers: Mapping[str, Ints], hand_offs: Mapping[str, Ints]) -> None:
+def check_hand_offs(
+    steps: Steps, transfers: Mapping[str, Ints], hand_offs: Mapping[str, Ints], *, timed: bool = True
+) -> None:
     """Raise AssertionError unless the KV of each hand-off that was fetched left one server and came to the other as the
-    table says, and no server got to know that a transfer is over, by which its blocks are free, before it was.
+    table says; at the same time, when both had blocks for it, if they were `timed` by one clock.
     """
     transfers = _of_steps(transfers, steps, transfers["reported_step"] >= 0)
-    launched_ns = steps["launch_end_ns"][transfers["step"]]
-    _at_most("a transfer begins when both servers have blocks", launched_ns, transfers["start_ns"])
+    times = ("start_ns", "end_ns") if timed else ()
+    if timed:
+        launched_ns = steps["launch_end_ns"][transfers["step"]]
+        _at_most("a transfer begins when both servers have blocks", launched_ns, transfers["start_ns"])
     server = np.zeros_like(transfers["step"]) if steps.server is None else steps.server[transfers["step"]]
     blocks = np.where(transfers["way"] == Direction.IN, transfers["blocks"], 0)
-    columns = (transfers["way"], transfers["request"], server, transfers["start_ns"], transfers["end_ns"], blocks)
+    columns = (transfers["way"], transfers["request"], server, *(transfers[name] for name in times), blocks)
     made = Counter(zip(*(values.tolist() for values in columns), strict=True))
     fetched = {name: values[hand_offs["fate"] == FETCHED] for name, values in hand_offs.items()}
     for direction, side in ((Direction.OUT, "source"), (Direction.IN, "target")):
-        named = [fetched[name].tolist() for name in ("request", side, "start_ns", "end_ns")]
+        named = [fetched[name].tolist() for name in ("request", side, *times)]
         named.append((fetched["blocks"] * (direction is Direction.IN)).tolist())  # a source may keep more
         matches = np.array([made[(direction, *each)] for each in zip(*named, strict=True)], dtype=np.int64)
         _equal("each hand-off is one move out of a server, and one into another", matches, 1)

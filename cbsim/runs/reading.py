@@ -197,7 +197,7 @@ def check_run(run: Run, loop: str, *, fleet: bool = False, whole: bool = True) -
         invariants.check_read(run.steps, int(run.summary["total_blocks"]))
     if whole:
         _check_numbers(file, run)
-        check_tables(run)
+        check_tables(run, apart="hand_off" in run.summary)
 
 
 @contextmanager
@@ -209,15 +209,20 @@ def refusing(file: Path) -> Iterator[None]:
         raise RunError(f"{file}: {error}", file=file) from None
 
 
-def check_tables(run: Run) -> None:
-    """Raise RunError unless transfers and hand-offs can be those of the steps, and give the numbers of the summary."""
+def check_tables(run: Run, *, apart: bool) -> None:
+    """Raise RunError unless transfers and hand-offs, if prefill and decode are `apart`, can be those of the steps, and
+    give the numbers of the summary.
+    """
     transfers, hand_offs = (optional_tables.read(run.source, name) for name in (TRANSFERS, HAND_OFFS))
-    summary, apart = run.summary, "hand_off" in run.summary
+    summary, timed = (
+        run.summary,
+        run.environment.get("device") == SIMULATED,
+    )  # servers and GPUs have clocks of their own
     with refusing(run.path / TRANSFERS):
-        if apart or run.environment.get("device") == SIMULATED:  # a GPU's clock has errors of its own
+        if timed:
             invariants.check_transfers(run.steps, transfers)
         if apart:
-            invariants.check_hand_offs(run.steps, transfers, hand_offs)
+            invariants.check_hand_offs(run.steps, transfers, hand_offs, timed=timed)
     if apart:  # the rate of the link is not in the summary
         of = metrics.hand_offs(hand_offs, RequestTable.of(run.requests), 1.0, summary["makespan_s"])
         derived, name = {"hand_off": of | {"link_busy": None}}, HAND_OFFS

@@ -58,7 +58,7 @@ def rederive(path: Path) -> Replanned:
     scenario = load(path / "scenario.resolved.yaml")
     reading.fields(run)
     reading.check(path / "summary.json", run.summary, reading.SUMMARY)
-    reading.check_tables(run)
+    reading.check_tables(run, apart=scenario.fleet is not None and scenario.fleet.hand_off is not None)
     return derived(run, scenario, generators.build_of_run(scenario, path))
 
 

@@ -45,8 +45,8 @@ from cbengine.device.moves import Moved
 from cbengine.errors import UsageError
 from cbengine.model.kvcache import KvCache
 from cbengine.model.weights import Architecture
-from cbengine.serving import fleet
-from cbsim.policy.request import PREFILL
+from cbengine.serving import fleet, member
+from cbsim.policy.request import PREFILL, RequestSpec
 from cbsim.policy.transfers import Direction
 from cbsim.record import optional_tables
 from cbsim.runs.hand_offs import HandOffs
@@ -254,19 +254,28 @@ def test_a_hand_over_that_does_not_take_place_frees_its_blocks(end: str) -> None
     Served(apart(sizes, **more), "sync", plain()).check()
 
 
-@pytest.mark.parametrize("role", [0, 1])
-def test_a_server_that_fails_takes_nothing_with_it_but_what_it_decodes(role: int) -> None:
-    """One that prefills: its prompts are computed where they decode. One that decodes: its requests have failed."""
-    wait, first = Inline.wait, []
+@pytest.mark.parametrize(("role", "taken", "fails"), [(0, 6, 3), (0, 2, 2), (1, 6, 3)])
+def test_a_server_that_fails_takes_nothing_with_it_but_what_it_decodes(role: int, taken: int, fails: int) -> None:
+    """One that prefills: its prompts are computed where they decode, also those behind `taken` that it has been sent
+    and never took in. One that decodes: its requests have failed.
+    """
+    wait, came, first, sent = Inline.wait, member.Member.came, [], []
+
+    def taking(self: member.Member, *values: Any) -> None:
+        sent.append(self._place.number)
+        if self._place.number != role or sent.count(role) <= taken:
+            came(self, *values)
+        else:
+            self._specs[values[0][0]] = RequestSpec(*values[0])
 
     def failing(self: Inline, slot: int) -> Any:
         if threading.current_thread().name == f"server {role}":
             first.append(slot)
-            if len(first) == 3:
+            if len(first) == fails:
                 raise DeviceError("planted")
         return wait(self, slot)
 
-    with mock.patch.object(Inline, "wait", failing):
+    with mock.patch.object(Inline, "wait", failing), mock.patch.object(member.Member, "came", taking):
         run = Served(apart(SIZES), "sync", plain(), fails=True)
     assert run.problem == f"server {role} ({('prefill', 'decode')[role]}) planted"
     if role == 0:

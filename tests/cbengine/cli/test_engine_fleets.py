@@ -19,6 +19,8 @@ openai = pytest.importorskip("openai", reason="clients are served")
 from support import calls
 from support.engine.calls import SMALL, call, derived, started
 
+import cbsim
+
 PARTS = """\
 fleet:
   pools: [{name: prefill, role: prefill}, {name: decode, role: decode}]
@@ -74,6 +76,7 @@ def test_a_pair_writes_what_a_simulated_one_does(pair: Path, tmp_path: Path) -> 
     texts = [(runs[name] / "tokens.parquet").read_bytes() for name in ("apart", "one")]
     assert texts[0] == texts[1]
     derived(runs["apart"], runs["simulated"])
+    assert cbsim.read(runs["apart"]).summary["hand_off"]["transfers"] == 5  # though each server has a clock of its own
     files = [{file.name for file in runs[name].iterdir()} - {"tokens.parquet"} for name in ("apart", "simulated")]
     assert files[0] == files[1]
     summaries = [json.loads((runs[name] / "summary.json").read_text()) for name in ("apart", "simulated")]
