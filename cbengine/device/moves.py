@@ -10,8 +10,7 @@ from cbengine.model.kvcache import Carrier
 from cbsim.cost.base import Bookings, Copies, Lane
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.transfers import IN_ORDER, Transfer
-
-NEVER_NS = 1 << 200
+from cbsim.runs.inbox import NEVER_NS
 
 
 class Moved(NamedTuple):

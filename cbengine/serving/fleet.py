@@ -146,7 +146,7 @@ class Fleet:
                 raise ServerError(f"{server.name} {server.problem}")
 
     def close(self) -> None:
-        """End all servers, and leave in the record what they recorded, and what became of hand-overs."""
+        """End all servers, and leave in the record what they recorded, and what became of hand-offs."""
         self._rules.close()
         for server in self._servers:
             server.end()

@@ -71,12 +71,8 @@ class Rates(NamedTuple):
 
     def read(self, kind: Attention, share: float, pair_flop: float, decode_flop: float, kv_bytes: float) -> Read:
         """Return the seconds of such pairs and tokens."""
-        pair_s, kv_s, decode_s = (
-            pair_flop / self.flops_prefill,
-            kv_bytes / self.bytes_kv,
-            decode_flop / self.flops_decode,
-        )
-        return Read(kind, share, pair_s, kv_s, decode_s, max(kv_s, decode_s), kind == FULL)
+        kv_s, decode_s = kv_bytes / self.bytes_kv, decode_flop / self.flops_decode
+        return Read(kind, share, pair_flop / self.flops_prefill, kv_s, decode_s, max(kv_s, decode_s), kind == FULL)
 
 
 class Weights(NamedTuple):

@@ -56,8 +56,8 @@ class Machine:
     def run(
         self, env: simpy.Environment, on_step: Callable[[int], None] | None = None, *, alone: bool = False
     ) -> Generator[Any, Any, None]:
-        """Run the loop as a SimPy process, maybe the only one. `on_step` is called with the simulated time after every
-        step.
+        """Run the loop as a SimPy process. `on_step` is called with the simulated time after every step. `alone`: the
+        environment has no other events, so that none is looked for.
         """
         loop = serve(self.scheduler, self._depth)
         answer: Any = None

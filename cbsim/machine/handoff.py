@@ -184,7 +184,7 @@ class Apart(Scaled):
         assert scenario.fleet.hand_off is not None
         self._terms, self._decodes = scenario.fleet.hand_off, decodes
         self._computes = not any(its.kind.brings_first for its in scenario.servers)  # prompts, where they decode
-        self._orders: dict[tuple[int, Direction], Transfer] = {}  # by request, until its server is told of the end
+        self._orders: dict[tuple[int, Direction], Transfer] = {}  # by request, until its server knows of the end
         self._crossing: dict[int, Crossing] = {}  # by request: layers during its prefill, or all that is left
         super().__init__(scenario, workload, build, router)
         self.rules = HandOffs(self, self._terms, self.record.hand_offs)

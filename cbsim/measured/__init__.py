@@ -1,1 +1,1 @@
-"""Comparison with measured servers: recorded runs, request logs, published points, and terms calibrated on them."""
+"""Comparison with measured servers: recorded runs, published points, and a user's own server, its terms fitted."""

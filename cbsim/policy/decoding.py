@@ -105,8 +105,8 @@ class Decoding:
     def row(self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0) -> Chunk:
         """Return a row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
 
-        If the row reaches the request's target, it yields an output token. The last `guesses` of the
-        tokens lie behind the target; each may yield one more.
+        If the row reaches the request's target, it yields an output token. The last `guesses` of the tokens lie behind
+        the target; each may yield one more.
         """
         start, first = request.computed, request.fresh
         end = start + tokens

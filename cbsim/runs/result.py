@@ -97,8 +97,8 @@ class Result(Printed):
         """The requests that wait for a server beside each of its steps: for more than KV that is on its way there."""
         moves = self.transfers
         loads = (moves["way"] == Direction.IN) & (moves["job"] >= 0) & np.isin(moves["step"], steps["step"])
-        ordered, told = (moves[name][loads] for name in ("step", "reported_step"))
-        over = np.sort(np.where(told < 0, np.iinfo(np.int64).max, told))
+        ordered, reported = (moves[name][loads] for name in ("step", "reported_step"))
+        over = np.sort(np.where(reported < 0, np.iinfo(np.int64).max, reported))
         loading = np.searchsorted(np.sort(ordered), steps["step"], "right") - np.searchsorted(over, steps["step"])
         return np.maximum(steps["waiting"] - loading, 0)
 

@@ -102,9 +102,8 @@ class Link(Frozen):
     transfer by itself takes latency_s + descriptors * descriptor_s + bytes / bandwidth.
     """
 
-    bandwidth_gb_s: Annotated[
-        Real, Field(ge=0.001)
-    ]  #: Rate of a server's NIC (of all its NICs together), GB/s in each direction.
+    bandwidth_gb_s: Annotated[Real, Field(ge=0.001)]
+    """Rate of a server's NIC (of all its NICs together), GB/s in each direction."""
     latency_s: Annotated[Seconds, Field(le=60)] = 0.0  #: Seconds that each transfer takes besides.
     descriptor_s: Annotated[Seconds, Field(le=0.001)] = 0.0
     """Seconds for each descriptor, a piece of memory that is contiguous on both sides: of a block those of each layer,

@@ -7,8 +7,8 @@ pull requests 17073 and 17885). Sizes of the KV cache follow from the memory.
 
 Terms and fronts are costs that no table holds. `elementwise` and `row_s` were calibrated on other servers, those of
 scenarios/terms/vllm-experts.yaml, and rounded; that file has been made again since. Each other one is calibrated on the
-runs named in `calibrated`, and on no other. The runs determine only the sum of `layer_s` and
-`reduce_s`, which is all given to `layer_s` of the A100.
+runs named in `calibrated`, and on no other. The runs determine only the sum of `layer_s` and `reduce_s`, which is all
+given to `layer_s` of the A100.
 
 The servers are behind a Kubernetes service (`kubernetes_service` of cbsim/routers/simple.py), the client is openai's,
 on httpx. The logs show that load is uneven for the lifetime of connections, not only of a request: at 2 to 3 short
