@@ -206,13 +206,13 @@ class DecodeBatch(Pace):
     def commit(self, *, resting: bool = False) -> None:
         """Record that the step is planned."""
         if not resting:
-            _turn(self._grow_at, self.pace)
-            _turn(self._fill_at, self.pace)
-            _turn(self._end_at, self.pace)
+            _forget(self._grow_at, self.pace)
+            _forget(self._fill_at, self.pace)
+            _forget(self._end_at, self.pace)
         self.advance(resting=resting)
         if self._long_at:
             self.long += len(self._current(self._long_at.get(self.pace)))
-            _turn(self._long_at, self.pace)
+            _forget(self._long_at, self.pace)
 
     def _current(self, noted: list[Stay] | None) -> list[Stay]:
         """Return those stays that have not ended since they were noted, in admission order."""
@@ -237,7 +237,7 @@ class DecodeBatch(Pace):
         assert all(r.order <= self.max_order and r.batch is self for r in self)
 
 
-def _turn(calendar: Calendar, pace: int) -> None:
+def _forget(calendar: Calendar, pace: int) -> None:
     """Forget what was noted for a pace that is over."""
     if pace in calendar:
         del calendar[pace]

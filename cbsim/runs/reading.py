@@ -214,10 +214,8 @@ def check_tables(run: Run, *, apart: bool) -> None:
     give the numbers of the summary.
     """
     transfers, hand_offs = (optional_tables.read(run.source, name) for name in (TRANSFERS, HAND_OFFS))
-    summary, timed = (
-        run.summary,
-        run.environment.get("device") == SIMULATED,
-    )  # servers and GPUs have clocks of their own
+    summary = run.summary
+    timed = run.environment.get("device") == SIMULATED  # the clocks of real servers and GPUs differ
     with refusing(run.path / TRANSFERS):
         if timed:
             invariants.check_transfers(run.steps, transfers)
