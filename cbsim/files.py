@@ -6,13 +6,15 @@ import gzip
 import json
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 from cbsim.errors import ScenarioError, UserError
 
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
 
 
@@ -60,6 +62,23 @@ def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: in
     if not isinstance(data, dict):
         raise error(f"{path}: got {repr(data)[:60]}, expected a JSON object", file=path)
     return data
+
+
+def until_changed(read: Reader) -> Reader:
+    """Let a reader of a file return the same object again until the file is written anew, which its modification time
+    and size tell. Further arguments are hashable, and nobody changes the object. Raises OSError if there is no file.
+    """
+
+    @lru_cache(maxsize=4096)
+    def known(_changed_ns: int, _size: int, *arguments: Any) -> Any:
+        return read(*arguments)
+
+    @wraps(read)
+    def current(path: Path, *further: Any) -> Any:
+        state = path.stat()
+        return known(state.st_mtime_ns, state.st_size, path, *further)
+
+    return cast("Reader", current)
 
 
 @contextmanager

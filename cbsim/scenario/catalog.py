@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbsim.errors import ScenarioError
-from cbsim.files import PATH_BOUND, too_long
+from cbsim.files import PATH_BOUND, too_long, until_changed
 from cbsim.scenario.fields import bare, cut, near, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +17,12 @@ SCENARIOS = INSTALLED if INSTALLED.is_dir() else ROOT / "scenarios"
 
 def names(folder: str = "") -> list[str]:
     """Return the names that `scenario` or `shape` finds, in order. Calibrations (`*.fitted.yaml`) are named by path."""
-    return sorted(path.stem for path in (SCENARIOS / folder).glob("*.yaml") if not path.stem.endswith(".fitted"))
+    return _names(SCENARIOS / folder)
+
+
+@until_changed
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.endswith(".fitted"))
 
 
 def scenario(name_or_path: str | Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -123,7 +123,12 @@ def parsed(override: str) -> tuple[PathParts, Any]:
     if not equals or not all(dotted.strip().split(".")):
         bound = "expected field=value, such as kv_cache.block_size=32"
         raise ScenarioError(f"--set {cut(override)}: {bound}", value=override, bound=bound)
-    return split(dotted.strip()), parse(value, f"--set {cut(override)}", lines=False)
+    return split(dotted.strip()), copy.deepcopy(_value(value, f"--set {cut(override)}"))
+
+
+@lru_cache(maxsize=1024)  # points of a sweep have most values in common
+def _value(text: str, source: str) -> Any:
+    return parse(text, source, lines=False)
 
 
 def assign(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -438,7 +438,12 @@ def variants(path_or_name: str | Path) -> Variants:
 
 def dump(scenario: Scenario) -> str:
     """Return the scenario as YAML with every default written out; loading it gives an equal scenario."""
-    return documents.write(scenario.model_dump(mode="json"))
+    return "".join(_section(json.dumps({name: part})) for name, part in scenario.model_dump(mode="json").items())
+
+
+@lru_cache(maxsize=256)  # scenarios of a sweep have most sections in common
+def _section(values: str) -> str:
+    return documents.write(json.loads(values))
 
 
 def site(scenario: Scenario, loop: str) -> Place:

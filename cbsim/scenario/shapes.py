@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, model_validator
 
 from cbsim.errors import ScenarioError
+from cbsim.files import until_changed
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.kind import Role, Speculation
 from cbsim.scenario import catalog, documents, pretrained
@@ -22,6 +24,7 @@ from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, W
 from cbsim.scenario.layers import FeedForward, Heads, Latent, Layer, Linear, Matrix
 from cbsim.scenario.pretrained import MOST_LAYERS
 
+Shape = TypeVar("Shape", bound=BaseModel)
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
 WEIGHT_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": 133 / 256, "int4_g32": 9 / 16}
 WEIGHT_BYTES |= {"nvfp4": 9 / 16, "mxfp4": 17 / 32}
@@ -162,6 +165,7 @@ class ModelShape(Frozen):
         return sum(count * layer.parts for layer, count in self.kinds)
 
     @property
+    @lru_cache(maxsize=256)  # noqa: B019 - models are values
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
         """The kinds of layers, each with the number of layers that are of it."""
         attention = [self._attention_of(sees) for sees in self.pattern]
@@ -364,13 +368,17 @@ def model(name: str, base: Path | None = None) -> ModelShape:
     """Load the model of that name or path. Raises ScenarioError."""
     path = catalog.shape("models", name, base)
     config = path.suffix == ".json"
-    document = Document(str(path), None, pretrained.shape(path)) if config else documents.read(path)
-    return document.checked(ModelShape)
+    return Document(str(path), None, pretrained.shape(path)).checked(ModelShape) if config else _named(path, ModelShape)
 
 
 def hardware(name: str, base: Path | None = None) -> Hardware:
     """Load the GPU of that name or path. Raises ScenarioError."""
-    return documents.read(catalog.shape("hardware", name, base)).checked(Hardware)
+    return _named(catalog.shape("hardware", name, base), Hardware)
+
+
+@until_changed
+def _named(path: Path, kind: type[Shape]) -> Shape:
+    return documents.read(path).checked(kind)
 
 
 NAMED: dict[str, Callable[[str, Path | None], ModelShape | Hardware]] = {"model": model, "hardware": hardware}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cbsim.files import until_changed
 from cbsim.routers import registry as routers
 from cbsim.scenario import catalog
 from cbsim.scenario.scenario import Scenario
@@ -61,15 +62,13 @@ def _content(field: str, path: str) -> str:
         files = [catalog.data(path, field)]
     digest = hashlib.sha256()
     for file in filter(Path.is_file, files):
-        state = file.stat()
-        digest.update(_hashed(file, state.st_mtime_ns, state.st_size))
+        digest.update(_hashed(file))
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=4096)
-def _hashed(file: Path, changed_ns: int, size: int) -> bytes:
-    """Return the SHA-256 of a file; its modification time and size serve as the key of the cached result."""
-    del changed_ns, size
+@until_changed
+def _hashed(file: Path) -> bytes:
+    """Return the SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 

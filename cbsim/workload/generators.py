@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbsim.errors import ScenarioError
+from cbsim.files import until_changed
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.rows import check_memory
@@ -97,13 +98,17 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
         return np.clip(drawn, shape.low, shape.high or 2**31).astype(np.int64)
     if isinstance(length, demand.Empirical):
         sample = length.empirical
-        values: Sequence[int] = sample.values
+        values = np.array(sample.values, dtype=np.int64)
         if sample.path is not None and sample.column is not None:
-            path = catalog.data(sample.path, f"{name}.empirical.path")
-            values = [value for (value,) in csv_requests.lengths(path, columns=(sample.column,))]
-        return rng.choice(np.array(values, dtype=np.int64), count)
+            values = _column(catalog.data(sample.path, f"{name}.empirical.path"), sample.column)
+        return rng.choice(values, count)
     assert isinstance(length, int)
     return np.full(count, length, dtype=np.int64)
+
+
+@until_changed
+def _column(path: Path, name: str) -> Ints:
+    return np.array(csv_requests.lengths(path, columns=(name,)), dtype=np.int64)[:, 0]
 
 
 def draw_pairs(name: str, count: int, streams: Streams, samples: int = 1) -> tuple[Ints, Ints]:

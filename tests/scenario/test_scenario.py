@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbsim.errors import ScenarioError
-from cbsim.scenario import catalog, scenario, terms
+from cbsim.scenario import catalog, documents, scenario, terms
 from cbsim.scenario.costs import sealed
 from cbsim.scenario.demand import Slo
 from cbsim.scenario.scenario import Scenario
@@ -50,6 +50,24 @@ def refused(path: Path | str, *overrides: str) -> str:
     message = str(caught.value)
     assert not re.search(r"pydantic|Traceback|https?:|input_value|<[A-Z]", message), message
     return message
+
+
+def test_a_model_is_read_again_once_its_file_is_written_anew(small: Path, tmp_path: Path) -> None:
+    """Points of a sweep share what was read; a user who edits the file between two loads gets the new one."""
+    mine = tmp_path / "mine.yaml"
+    text = (catalog.SCENARIOS / "models" / "llama-3.1-8b.yaml").read_text()
+    mine.write_text(text)
+    first = scenario.load(small, [f"model={mine}"]).model
+    assert scenario.load(small, [f"model={mine}"]).model is first
+    mine.write_text(f"{text}weights_dtype: fp8\n")
+    assert scenario.load(small, [f"model={mine}"]).model != first
+
+
+def test_what_one_load_changes_in_an_override_no_other_load_sees(small: Path) -> None:
+    """The value of an override is parsed once, whoever has it; a second override of a part of it stays in its load."""
+    sizes = "loop.cuda_graphs.vllm_capture_sizes"
+    assert scenario.load(small, [f"{sizes}=[1, 2, 4, 8]", f"{sizes}.2=3"]).loop.cuda_graphs.vllm_capture_sizes[2] == 3
+    assert scenario.load(small, [f"{sizes}=[1, 2, 4, 8]"]).loop.cuda_graphs.vllm_capture_sizes == (1, 2, 4, 8)
 
 
 # -- what a file means ------------------------------------------------------------------------------------------------
@@ -188,6 +206,7 @@ def test_reference_scenarios_load_and_round_trip(name: str, tmp_path: Path) -> N
     s = scenario.load(name)
     assert s.name == name and s.question.endswith("?")
     assert reload(s, tmp_path) == s
+    assert scenario.dump(s) == documents.write(s.model_dump(mode="json"))  # in sections, each written once
 
 
 @pytest.mark.parametrize("scheduler", sorted({*OURS} - {"beam", "sglang"}))
