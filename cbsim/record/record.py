@@ -134,6 +134,7 @@ class Record:
         self.drafts = array("q")  # rows of columns.DRAFTS
         self.stages = array("q")  # rows of columns.STAGES
         self.polls = 0
+        self.digests = True  # whether steps have those of their plans, which no metric needs
         self.sampled_tokens = 0  # output tokens that steps have delivered
         self._accepted_tokens = 0  # drafts that came true in the step whose result is being applied
         self._queued: dict[RequestSpec, tuple[int, int]] = {}  # -> (poll, time)
@@ -284,7 +285,7 @@ class Record:
         write_i64_le(row, cached)
         write_i64_le(row, min(sampled, len(outcome.finished)))  # others ended with the KV that came
         write_i64_le(row, outcome.wasted_rows)
-        write_i64_le(row, digest(plan))
+        write_i64_le(row, digest(plan) if self.digests else 0)
         _write_times(row, times)
         self.steps += row.getvalue()  # at once: an interrupt leaves whole rows
         if len(self.steps) >= self._full_bytes:
@@ -351,6 +352,7 @@ class Part(Protocol):
     drafts: array[int]
     stages: array[int]
     sampled_tokens: int
+    digests: bool
 
     @property
     def transfers(self) -> TransferLog: ...
@@ -375,6 +377,18 @@ class Records:
         self.total_blocks = max([record.total_blocks for record in records], default=0)
         self._take: Callable[..., None] | None = None
         self._piece_steps = 0
+        self._digests = True
+
+    @property
+    def digests(self) -> bool:
+        """Whether steps have digests of their plans, those of servers to come, too."""
+        return self._digests
+
+    @digests.setter
+    def digests(self, digests: bool) -> None:
+        self._digests = digests
+        for record in self.records:
+            record.digests = digests
 
     def hand_to(self, take: Callable[..., None], steps: int) -> None:
         """Let `take` from now on have the finished parts of each `server`, when all together have about `steps`."""
@@ -385,6 +399,7 @@ class Records:
     def put(self, server: int, record: Part) -> None:
         """Set the record of a server."""
         self.records[server] = record
+        record.digests = self._digests
         if self._take is not None:
             record.hand_to(self._take if self._alone else partial(self._take, server=server), self._piece_steps)
 

@@ -201,6 +201,7 @@ class FinishedRecord:
     step_count: int
     finished_count: int
     sampled_tokens: int
+    digests: bool = True
     _take: Take | None = None
 
     @classmethod

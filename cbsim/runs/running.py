@@ -68,13 +68,14 @@ class Terms:
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
     of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `process` is the result of
-    environment.of_process, if it is known already.
+    environment.of_process, if it is known already. `digests`: whether steps have those of their plans.
     """
 
     command: str
     window_s: tuple[float, float] | None = None
     requests: str | None = None
     process: Mapping[str, Any] | None = None
+    digests: bool = True
 
 
 class Session:
@@ -88,6 +89,7 @@ class Session:
         workload = generators.build(self.scenario, terms.requests)
         self.requests, self.notices = workload.total, (*_notices(self.scenario), *workload.notices)
         self.server = serve(self.scenario, loop, workload)
+        self.server.record.digests = terms.digests
         if not self.server.measured and workload.total:
             _check_drafts(self.scenario, workload)
         self._terms = terms

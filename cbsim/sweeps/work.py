@@ -134,7 +134,8 @@ def work(task: Task) -> Made:
     try:
         scenario = task.scenario
         serve = partial(Repriced, others=task.others) if task.others else Simulation
-        result = running.one_loop(scenario, scenario.loop.mode, serve, Terms(COMMAND, process=_process()))
+        terms = Terms(COMMAND, process=_process(), digests=task.keep != "summary")
+        result = running.one_loop(scenario, scenario.loop.mode, serve, terms)
         if task.warmup:
             result = without(result, task.warmup, COMMAND)
         files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})

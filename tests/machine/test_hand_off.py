@@ -54,14 +54,15 @@ def of(hand_off: Mapping[str, Any], *, cpu: bool = True, loop: str = "sync", **f
     return parse(document | fields, "apart")
 
 
-def run(scenario: Scenario) -> tuple[Result, Apart]:
+def run(scenario: Scenario, *, digests: bool = True) -> tuple[Result, Apart]:
     made = list[Simulation]()
 
     def serve(scenario: Scenario, loop: str, workload: Any) -> Simulation:
         made.append(Simulation(scenario, loop, workload))
         return made[-1]
 
-    result = running.one_loop(scenario, scenario.loop.mode, serve, running.Terms("any"))
+    result = running.one_loop(scenario, scenario.loop.mode, serve, running.Terms("any", digests=digests))
+    assert result.step_numbers["plan_hash"].any() == (digests and len(result.step_numbers) > 0)
     assert isinstance(made[0]._fleet, Apart)
     return result, made[0]._fleet
 
@@ -381,7 +382,7 @@ def ends(result: Result, total: int) -> Counter[str]:
 
 def check_one(router: str, seed: int, folder: Path, kind: str = "vllm") -> None:
     scenario = any_apart(random.Random(f"apart {seed}"), router, folder, kind)
-    (first, servers), (again, _) = run(scenario), run(scenario)
+    (first, servers), (again, _) = run(scenario), run(scenario, digests=False)
     assert (first.request_rows, first.summary) == (again.request_rows, again.summary)
     total = generators.build(scenario).total
     assert not [row for row in first.request_rows if row.leg == PREFILL and row.status == "retried"]

@@ -7,6 +7,7 @@ written and derives the same plans from it.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,10 @@ def check_one_run(name: str, seed: int, folder: Path) -> None:
     assert policy.pool.free == policy.pool.num_blocks
     assert not policy.requests
     assert not len(policy.waiting) + len(policy.running)
+    numbers = running.one_loop(scenario, mode, Simulation, running.Terms("any", digests=False))
+    assert json.dumps(numbers.summary) == json.dumps(result.summary)
+    assert numbers.binding == result.binding
+    assert not numbers.step_numbers["plan_hash"].any()
     path = result.save(folder / "runs")
     reading.check_run(reading.load(path), mode)
     assert replan.rederive(path).difference is None

@@ -52,14 +52,15 @@ def of(fleet: Mapping[str, Any], requests: int = 60, rate: float = 40, **fields:
 ROUTED = {"router": {"name": "least_in_flight"}}
 
 
-def run(scenario: Scenario) -> tuple[Result, Scaled]:
+def run(scenario: Scenario, *, digests: bool = True) -> tuple[Result, Scaled]:
     made = list[Simulation]()
 
     def serve(scenario: Scenario, loop: str, workload: Any) -> Simulation:
         made.append(Simulation(scenario, loop, workload))
         return made[-1]
 
-    result = running.one_loop(scenario, scenario.loop.mode, serve, running.Terms("any"))
+    result = running.one_loop(scenario, scenario.loop.mode, serve, running.Terms("any", digests=digests))
+    assert result.step_numbers["plan_hash"].any() == (digests and len(result.step_numbers) > 0)
     assert isinstance(made[0]._fleet, Scaled)
     return result, made[0]._fleet
 
@@ -127,7 +128,7 @@ def check_one(name: str, router: str, seed: int, folder: Path) -> None:
     }
     scenario = parse(base.model_dump(mode="json") | {"fleet": fleet}, "fleet")
     try:
-        (first, servers), (again, _) = run(scenario), run(scenario)
+        (first, servers), (again, _) = run(scenario), run(scenario, digests=False)
     except DeadlockError:
         return
     assert (first.request_rows, first.summary) == (again.request_rows, again.summary)

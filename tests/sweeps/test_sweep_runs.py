@@ -17,6 +17,7 @@ import cbsim
 from analysis.statistics import sweep_table
 from cbsim.errors import ScenarioError
 from cbsim.metrics import catalogue, checks, coverage
+from cbsim.runs import running
 from cbsim.scenario import documents
 from cbsim.scenario.speculation import CURVES
 from cbsim.stats import pareto, replicated
@@ -24,7 +25,7 @@ from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps import sweep as points
 from cbsim.sweeps.store import PART, STALE_S, Store
 from cbsim.sweeps.sweep import Shard, Sweep
-from cbsim.sweeps.work import Here, Made, Processes
+from cbsim.sweeps.work import Here, Made, Processes, Task, work
 
 ROUTER = """\
 from cbsim.routers.base import RouterBase, RouterKind
@@ -63,6 +64,16 @@ def test_a_row_says_what_the_run_says(sweep: Path, tmp_path: Path) -> None:
         assert row["output_tokens_per_s_per_user"] == 1 / found["tpot_s.mean"]
         assert (row["status"], row["reason"], row["seed"], row["replicate"]) == ("done", None, 0, 0)
         assert json.loads((tmp_path / "store" / "runs" / identity.code() / row["key"] / "summary.json").read_text())
+
+
+def test_a_run_of_which_only_numbers_stay_digests_no_plan(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its summary is that of a run whose tables are kept, to the last byte."""
+    ran, one_loop = list[cbsim.Result](), running.one_loop
+    monkeypatch.setattr(running, "one_loop", lambda *terms: ran.append(one_loop(*terms)) or ran[-1])  # type: ignore[func-returns-value]
+    scenario = cbsim.load(small, "loop.mode=async")
+    made = [work(Task("key", scenario, keep)).files for keep in ("summary", "tables")]
+    assert [result.step_numbers["plan_hash"].any() for result in ran] == [False, True]
+    assert made[0]["summary.json"] == made[1]["summary.json"]
 
 
 def test_a_fleet_has_the_gpus_and_the_price_of_all(small: Path, tmp_path: Path) -> None:
