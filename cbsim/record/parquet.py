@@ -26,6 +26,7 @@ _VERSION_KEY = b"schema_version"
 COUNTED = ("tokens", "blocks", "rows", "requests")  # units of values that cannot be negative
 BROKEN = (pa.ArrowException, OSError, ValueError)  # pyarrow's errors for a missing or damaged file
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
 
@@ -192,17 +193,28 @@ def _name(kind: pa.DataType) -> str:
     return f"list<{_name(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)
 
 
-def int_array(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """Return whole numbers as an Arrow array; null where they are `missing`."""
-    numbers = np.ascontiguousarray(values, dtype=np.int64)
-    valid = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little").tobytes())
-    return pa.Array.from_buffers(pa.int64(), len(numbers), [valid, pa.py_buffer(numbers)])
+def int_array(values: npt.NDArray[Any], missing: Mask | None = None, kind: type[Any] = np.int64) -> pa.Array:
+    """Return numbers as an Arrow array, whole ones unless another `kind` is given; null where they are `missing`."""
+    numbers: npt.NDArray[Any] = np.ascontiguousarray(values, dtype=kind)
+    buffers = [_valid(missing), pa.py_buffer(numbers)]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(kind), len(numbers), buffers)
 
 
-def text_array(values: Sequence[str]) -> pa.Array:
+def text_array(values: Sequence[str], missing: Mask | None = None) -> pa.Array:
     parts = [value.encode() for value in values]
-    buffers = [None, _ends([len(part) for part in parts]), pa.py_buffer(b"".join(parts))]
+    buffers = [_valid(missing), _ends([len(part) for part in parts]), pa.py_buffer(b"".join(parts))]
     return pa.Array.from_buffers(pa.string(), len(parts), buffers)
+
+
+def _valid(missing: Mask | None) -> pa.Buffer | None:
+    return None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little").tobytes())
+
+
+def optional(values: Sequence[Any], kind: type[str | int | float]) -> pa.Array:
+    """Return values of one kind as an Arrow array; null where they are None."""
+    missing = np.array([value is None for value in values], dtype=bool)
+    filled: list[Any] = [kind() if value is None else value for value in values]
+    return text_array(filled, missing) if kind is str else int_array(np.array(filled, dtype=kind), missing, kind)
 
 
 def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> pa.Array:
@@ -211,7 +223,7 @@ def list_array(lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> 
     return pa.Array.from_buffers(pa.list_(pa.int64()), len(lengths), [None, _ends(lengths)], children=[inside])
 
 
-def is_in(texts: pa.StringArray, words: Sequence[str]) -> npt.NDArray[np.bool_]:
+def is_in(texts: pa.StringArray, words: Sequence[str]) -> Mask:
     """Return the mask of texts that are one of the words."""
     _, ends, content = texts.buffers()
     letters = np.frombuffer(content or b"", dtype=np.uint8)

@@ -24,6 +24,7 @@ from cbsim.metrics import coverage
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
 from cbsim.metrics.swept import DONE, FAILED, MISSING
 from cbsim.record.directory import write_whole
+from cbsim.record.parquet import optional
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import cut, shown
@@ -166,17 +167,17 @@ def table_of(rows: Sequence[Row], command: str = "") -> pa.Table:
     metrics; a value that a run does not have is null. The metadata says of what the sweep is, and its command.
     """
     points = [row.point for row in rows]
-    columns: dict[str, Any] = {"loop": [point.loop for point in points]}
+    columns = {"loop": optional([point.loop for point in points], str)}
     axes = [
         {name: value for name, value in each.settings.items() if name not in ("loop.mode", "seed")} for each in points
     ]
     columns |= _columns(axes, _typed)
-    columns["seed"] = [point.scenario.seed for point in points]
-    columns["replicate"] = [point.replicate for point in points]
-    columns["key"] = [point.key for point in points]
-    columns["status"] = [row.status for row in rows]
-    columns["reason"] = pa.array([row.reason for row in rows], pa.string())
-    table = pa.table(columns | _columns([row.numbers for row in rows], lambda values: pa.array(values, pa.float64())))
+    columns["seed"] = optional([point.scenario.seed for point in points], int)
+    columns["replicate"] = optional([point.replicate for point in points], int)
+    columns["key"] = optional([point.key for point in points], str)
+    columns["status"] = optional([row.status for row in rows], str)
+    columns["reason"] = optional([row.reason for row in rows], str)
+    table = pa.table(columns | _columns([row.numbers for row in rows], partial(optional, kind=float)))
     rest = "\n".join(coverage.bases(point.scenario for point in points))
     subjects = dict.fromkeys(f"{each.scenario.model.name} on {each.scenario.hardware.name}" for each in points)
     about = {"subject": ", ".join(subjects), "command": command}
@@ -192,11 +193,12 @@ def _columns(rows: Sequence[Mapping[str, Any]], array: Callable[[list[Any]], pa.
 def _typed(values: Sequence[Any]) -> pa.Array:
     """Return the values of one field as a column: unchanged if of one type, mixed numbers as floats, else as JSON."""
     types = {type(value) for value in values if value is not None}
-    if types == {int, float}:
-        return pa.array([None if value is None else float(value) for value in values])
-    if len(types) < 2 and types <= {bool, int, float, str}:
+    if types <= {bool}:
         return pa.array(values)
-    return pa.array([None if value is None else json.dumps(value, sort_keys=True) for value in values])
+    for kind, taken in ((str, {str}), (int, {int}), (float, {int, float})):
+        if types <= taken:
+            return optional(values, kind)
+    return optional([None if value is None else json.dumps(value, sort_keys=True) for value in values], str)
 
 
 @dataclass(frozen=True, eq=False)

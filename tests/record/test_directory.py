@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -150,6 +152,21 @@ def test_whole_numbers(values: list[int | None]) -> None:
     made.validate(full=True)
     assert made.equals(pa.array(values, pa.int64()))
     assert parquet.int_array(numbers).equals(pa.array(numbers))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrow", "one"),
+    [(int, pa.int64(), NUMBERS), (float, pa.float64(), st.floats(allow_nan=False)), (str, pa.string(), st.text())],
+)
+@given(data=st.data())
+def test_columns_with_gaps(
+    kind: type[Any], arrow: pa.DataType, one: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    values = data.draw(st.lists(st.none() | one))
+    with suppress(UnicodeEncodeError):
+        made = parquet.optional(values, kind)
+        made.validate(full=True)
+        assert made.equals(pa.array(values, arrow))
 
 
 @given(st.lists(st.text()))

@@ -49,11 +49,14 @@ def test_importing_loads_nothing_heavy(package: str) -> None:
 
 
 def test_a_run_needs_no_pandas() -> None:
-    """Nor does writing its tables, as Arrow would by itself: it takes half a second. Asking for a picture may."""
+    """Nor does writing its tables or that of a sweep, as Arrow would by itself: it takes half a second. Asking for a
+    picture may.
+    """
     program = """
 import cbsim, pathlib, tempfile
 from cbsim.record.directory import RunWriter
 result = cbsim.run("worked_example")["sync"]
+cbsim.sweep({"scenario": "worked_example", "axes": {"seed": [1], "workload.requests": [3]}}, store=tempfile.mkdtemp())
 with RunWriter.at(pathlib.Path(tempfile.mkdtemp())).writing(result.step_numbers, lambda: result._times):
     pass
 """
