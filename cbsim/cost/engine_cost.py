@@ -213,8 +213,7 @@ def roofline(scenario: Scenario, settings: RooflineSettings, *, whole: bool = Tr
     of passes of a drafter.
     """
     gpu, model, tensor = scenario.hardware, scenario.model, settings.tensor_parallel
-    known = sources(gpu)
-    if settings.compute_efficiency or settings.memory_efficiency or not known:
+    if settings.compute_efficiency or settings.memory_efficiency or not sources(gpu):
         if scenario.ranks > 1:
             bound = "must be 1 with constant efficiencies: what ranks exchange is known with curves or tables"
             raise ScenarioError(f"cost.data_parallel: got {scenario.ranks}, {bound}")
@@ -226,6 +225,11 @@ def roofline(scenario: Scenario, settings: RooflineSettings, *, whole: bool = Tr
     launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
-    kernels = CurveTimes(known, engine, gpu, model, tensor, settings.data_parallel)
+    kernels = _curve_times(engine, gpu, model, tensor, settings.data_parallel)
     graphs = captured(scenario)
     return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=graphs, copied_ns=copied_ns, whole=whole)
+
+
+@lru_cache(maxsize=16)
+def _curve_times(engine: str, gpu: Hardware, model: ModelShape, tensor: int, ranks: int) -> CurveTimes:
+    return CurveTimes(sources(gpu), engine, gpu, model, tensor, ranks)

@@ -1,6 +1,6 @@
 """The parts of a server that simulator and engine share, built from a scenario: scheduler and cost model.
 
-Everything is built from the scenario, which alone has defaults; nothing is shared between two runs. A user's own
+Everything is built from the scenario, which alone has defaults; two runs share only what never changes. A user's own
 scheduler is checked (guard.py). Ours are tested and compared with recorded traces, and run without these checks.
 """
 

@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -36,6 +36,7 @@ from cbsim.files import PATH_BOUND, too_long
 T = TypeVar("T")
 
 
+@lru_cache(maxsize=1024)
 def bare(name: str) -> str:
     """Return a name without case and separators: `H100 SXM` is `h100sxm`."""
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == ".")

@@ -47,8 +47,8 @@ def code() -> str:
 def key(scenario: Scenario, warmup: float = 0.0) -> str:
     """Return the key of a run of one loop; it is equal if all inputs of its numbers are. `warmup` is that of Task."""
     fields = scenario.model_dump(mode="json", exclude=set(LABELS))
-    servers = [(within, server.model_dump(mode="json")) for within, server in scenario.pools]
-    named = [(within, *each) for within, server in servers for each in generators.files(server)]
+    several = [(within, server.model_dump(mode="json")) for within, server in scenario.pools if scenario.fleet]
+    named = [(within, *each) for within, server in several or [("", fields)] for each in generators.files(server)]
     files = {f"{within}{field}": _content(field, path) for within, field, path in named}
     parts = [fields, files, _policy(scenario), *([warmup] if warmup else [])]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:24]
