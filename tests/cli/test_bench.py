@@ -1,4 +1,4 @@
-"""`bench` and reports/speed/peers.py: what they print. Speed depends on the machine; no test asserts a time."""
+"""`bench` and the scripts of reports/speed: what they print. Speed depends on the machine; no test asserts a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from cbsim import bench
 from cbsim.bench import CASES
 from cbsim.cli.parser import main
 from cbsim.errors import RunError
+from cbsim.sweeps.work import Here
 
-peers = script("speed/peers")
+peers, many_runs = script("speed/peers"), script("speed/many_runs")
+FEW = {
+    "kind": "synthetic",
+    "requests": 2,
+    "prompt_tokens": 9,
+    "output_tokens": 2,
+    "arrivals": {"kind": "poisson", "rate_per_s": 1},
+}
 
 
 def test_json_has_the_promised_keys() -> None:
@@ -115,6 +123,21 @@ def test_a_case_that_fails_is_one_line(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(bench, "_in_fresh_process", fail)
     assert main(["bench", "decode_64"]) == 1
     assert capsys.readouterr().err == "cbsim: bench case decode_64 failed: out of memory\n"
+
+
+def test_a_sweep_is_measured_in_one_process_and_in_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of two points, both times in this process."""
+    monkeypatch.setattr(many_runs, "POINTS", (2, 1))
+    monkeypatch.setattr(many_runs, "REPEATS", 1)
+    monkeypatch.setattr(many_runs, "Processes", lambda _: Here())
+    monkeypatch.setattr(many_runs, "SCENARIO", many_runs.SCENARIO | {"workload": FEW})
+    many_runs.main()
+    one, two, ratio = capsys.readouterr().out.splitlines()
+    for line, jobs in ((one, 1), (two, 2)):
+        assert re.fullmatch(rf"{jobs} at a time: [\d.]+ points/s; CPU [\d.]+ ms each, [\d.]+ in this process", line)
+    assert re.fullmatch(r"2 at a time make [\d.]+ times the points a second, [\d.]+ by CPU time \(\w+ core\)", ratio)
 
 
 # -- peers ------------------------------------------------------------------------------------------------------------
