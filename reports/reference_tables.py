@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ TYPES = {"integer": "whole number", "number": "number", "boolean": "true, false"
 Table = dict[str, Any]
 
 
+@cache
 def parts() -> dict[str, Table]:
     """JSON schema of every part of a scenario, by class name, and `Scenario` itself."""
     schema = scenario.json_schema()
