@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from functools import wraps
@@ -67,6 +68,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = signature(test).parameters
     asyncio.run(test(**{name: value for name, value in pyfuncitem.funcargs.items() if name in names}))
     return True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays to the end: nothing of it is looked through for garbage any more."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -80,7 +80,7 @@ def odd_cases(draw: st.DrawFn, scheduler: str) -> Case:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=16)
 def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObject) -> None:
     """Random loads, caches, options, all greedy, all sampled, or each request as it likes: row by row; and every text
     is that of its request alone.
@@ -103,7 +103,7 @@ def test_arrays_say_what_plans_say(scheduler: str, loop: str, data: st.DataObjec
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data(), every=st.sampled_from((4, 10, 30)))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_ends_that_only_the_text_knows(scheduler: str, loop: str, every: int, data: st.DataObject) -> None:
     """A text ends with its first end token, wherever the request stands when that comes back: also when it has lost
     its blocks meanwhile, or has given its client's patience up. What was still in flight is nobody's.
@@ -143,7 +143,7 @@ def test_updates_that_the_buffer_has_no_room_for(scheduler: str, loop: str, monk
     check_texts(run, check_toy_text)
     assert max(one.header.updates for one in sent) == 2
     assert any(one.excess is not None and one.excess.shape[1] > 4 for one in sent)
-    for device in ("inline", "process"):
+    for device in ("inline", "process") if scheduler == "vllm" else ("inline",):
         check_texts(case.run(loop, Setup(device=device)))
 
 

@@ -76,7 +76,7 @@ def some(count: int = 6) -> list[RequestSpec]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(data=st.data(), broken=st.integers(0, VOCAB - 1))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_whoever_meets_a_broken_token_fails(scheduler: str, loop: str, broken: int, data: st.DataObject) -> None:
     """... in its prompt or in what it says, at any time and in any state; and only they. The plans follow from the
     record all the same.

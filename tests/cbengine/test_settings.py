@@ -94,7 +94,7 @@ def check_mixed(run: Run, said_alone: dict[int, list[int]]) -> None:
     seats=st.integers(2, 8),
     sharing=st.booleans(),
 )
-@examples(max_examples=6)
+@examples(max_examples=3)
 def test_no_batch_mixes_requests_up(
     scheduler: str,
     loop: str,

@@ -18,7 +18,7 @@ from cbsim.draw import render
 from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
 
-CASES, SCENARIOS_S, TRACES_S = 300, 9.0, 8.0
+CASES, SCENARIOS_S, TRACES_S = 180, 9.0, 5.0
 TEXT = (
     SMALL.replace("requests: 12", "requests: 3")
     + "scheduler: {name: vllm, max_num_seqs: 8, max_num_batched_tokens: 64}\n"

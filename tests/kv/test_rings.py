@@ -129,7 +129,7 @@ def test_rows_find_what_their_layers_see(version: str, depth: int) -> None:
     """Forks, cancels of anybody at any time, a host of a few blocks: contents, accounts and ends."""
 
     @given(case=cases(version))
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     def check(case: Case) -> None:
         build, workload = case
         drive = GroupDrive(build(), workload, depth)

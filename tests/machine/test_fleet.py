@@ -205,7 +205,7 @@ def test_random_fleets_lose_nothing_and_can_be_read(name: str, tmp_path: Path) -
     from its polls."""
 
     @given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     def check(router: str, seed: int) -> None:
         check_one_fleet(name, router, seed, Path(mkdtemp(dir=tmp_path)))
 

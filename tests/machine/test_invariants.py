@@ -122,7 +122,7 @@ def test_invariants_hold_in_every_run(name: str, depth: int) -> None:
     traffic. Times are tens of ns so that arrivals and cancellations fall into every phase of a step."""
 
     @given(cost=costs(), graphs=graph_rules(), overlap=st.booleans(), workload=workloads())
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     def check(cost: Cost, graphs: Graphs, overlap: bool, workload: Workload) -> None:
         cancels = list(workload.cancels)
         machine = server(workload, cost, name=name, depth=depth, overlap=overlap, graphs=graphs)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.helpers import step_plan
 from support.machines import load, run, spec, table
@@ -66,8 +66,8 @@ def vllm(stages: int, *, ahead: bool) -> tuple[Any, int]:
 
 
 def sarathi(stages: int) -> tuple[Any, int]:
-    settings = OURS["sarathi"].settings(max_num_seqs=8, chunk_size=PROMPT)
-    options = ServeOptions(settings, block_size=16, num_blocks=400, max_model_len=4000, stages=stages)
+    own = OURS["sarathi"].settings(max_num_seqs=8, chunk_size=PROMPT)
+    options = ServeOptions(own, block_size=16, num_blocks=400, max_model_len=4000, stages=stages)
     return OURS["sarathi"].make(options), stages
 
 
@@ -98,6 +98,7 @@ OVER = pytest.mark.parametrize("policy", POLICIES)
 
 
 @OVER
+@settings(max_examples=20)
 @given(stages=st.lists(st.integers(1, 1000), min_size=2, max_size=4), send=st.integers(0, 300))
 def test_rate_is_that_of_the_slowest_stage_or_of_the_way_through_all(policy: str, stages: list[int], send: int) -> None:
     """As many batches as stages go round: each needs its stages, the sends between them, and its tokens back at the

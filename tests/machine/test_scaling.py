@@ -158,7 +158,7 @@ def test_every_request_ends_once_whatever_comes_and_goes(name: str, tmp_path: Pa
     """
 
     @given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     def check(router: str, seed: int) -> None:
         check_one(name, router, seed, Path(mkdtemp(dir=tmp_path)))
 

@@ -95,7 +95,7 @@ def swapping_cases(draw: st.DrawFn) -> Case:
 
 @DEPTHS
 @given(case=swapping_cases())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows_read_their_own_tokens(depth: int, case: Case) -> None:
     """Whoever goes out, comes back, is cancelled outside or finds the host full: each row's context is exactly its own
     tokens, host places are accounted for after every step, every token comes from the row that sampled it, and in the

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls import call
-from support.recordings import WORKLOADS, recorded
+from support.recordings import WORKLOADS, by_turns, recorded
 
 import cbsim
 from cbsim.policy.loop import Scheduler
@@ -148,9 +148,7 @@ class Recount:
         self.saved.append((len(blocks) - len(set(blocks))) * size)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", ["contiguous", "orca", "sarathi", "static", "transformers_fifo", "vllm"])
-@pytest.mark.parametrize("kind", WORKLOADS)
+@by_turns(WORKLOADS, ["contiguous", "orca", "sarathi", "static", "transformers_fifo", "vllm"], LOOPS)
 def test_every_token_counts_once(kind: str, scheduler: str, loop: str, tmp_path: Path) -> None:
     """With shared prefixes, preemption, stop tokens, chunks and refusals: cells recounted after every plan."""
     path = recorded(tmp_path, kind, f"scheduler.name={scheduler}", f"loop.mode={loop}")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from support.recordings import GOLDEN, SESSIONS, WORKLOADS, column, golden_run, recorded, replayed
+from support.recordings import GOLDEN, SESSIONS, WORKLOADS, by_turns, column, golden_run, recorded, replayed
 
 import cbsim
 from cbsim.cli.parser import main
@@ -34,9 +34,7 @@ SCHEDULERS = (
 LOOPS = ("sync", "async")
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("kind", WORKLOADS)
+@by_turns(WORKLOADS, SCHEDULERS, LOOPS)
 def test_a_recorded_run_follows_from_its_record(kind: str, scheduler: str, loop: str, tmp_path: Path) -> None:
     """Every scheduler under every loop, with open and closed loops, sessions, shared prefixes, stop tokens, refusals
     and a cache too small for its requests: all plans hash to what was recorded, and there is no plan more.

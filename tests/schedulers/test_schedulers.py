@@ -23,6 +23,7 @@ from cbsim.schedulers.vllm.settings import VllmOptions
 @FAMILIES
 @DEPTHS
 @given(data=st.data())
+@settings(max_examples=40)
 def test_every_request_ends_once_and_nothing_is_left(
     cases: st.SearchStrategy[Case], depth: int, data: st.DataObject
 ) -> None:
@@ -96,7 +97,7 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
 @FAMILIES
 @DEPTHS
 @given(data=st.data())
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], depth: int, data: st.DataObject) -> None:
     """Decoding requests advanced all at once, or each by the general rules: the same plans, blocks and tokens."""
     build, workload = data.draw(cases)
@@ -107,7 +108,7 @@ def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], de
 
 @FAMILIES
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_same_workload_same_run(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """A run is a function of scheduler options and workload: specs compare by identity, and no order depends on it."""
     build, workload = data.draw(cases)

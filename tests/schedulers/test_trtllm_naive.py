@@ -148,7 +148,7 @@ def seen(scheduler: TrtllmScheduler, request: Request) -> One:
     [("GUARANTEED_NO_EVICT", False), ("MAX_UTILIZATION", False), ("MAX_UTILIZATION", True), ("STATIC_BATCH", False)],
 )
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_step_is_the_model_s(policy: str, two_steps: bool, data: st.DataObject) -> None:
     given = {"capacity_scheduler_policy": policy, "two_step_lookahead": two_steps}
     build, workload = data.draw(trtllm_cases(**given))

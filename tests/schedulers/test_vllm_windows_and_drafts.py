@@ -196,7 +196,7 @@ def tiny_servers(draw: st.DrawFn) -> tuple[Scenario, str, Workload]:
 
 
 @given(case=tiny_servers())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_no_run_of_speculation_is_stuck(case: tuple[Scenario, str, Workload]) -> None:
     """A request whose drafts, or the blanks with which it joins, never fit the cache is refused; all others end."""
     made, loop, workload = case

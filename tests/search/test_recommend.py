@@ -464,7 +464,7 @@ def test_splits_stand_beside_replicas_and_grow_with_their_number() -> None:
             {"slo": ["ttft.p99>=60ms"], "tensor": [1], "most_gpus": 4},
             "its means keep them, those of more servers do not",
         ),
-        ({"load": LONG}, "requests refused: prompt of 140000 tokens, max_model_len is 131072"),
+        ({"load": LONG, "most_gpus": 2}, "requests refused: prompt of 140000 tokens, max_model_len is 131072"),
         ({"load": LONG, "most_gpus": 4, "tensor": [4, 1]}, "nearest is 1 x h100,"),
         ({"slo": ["tpot.p99<=1s"], "load": SHORT}, "--slo 'tpot.p99<=1s': the runs have no tpot.p99"),
         ({"cards": ["h101"]}, "unknown hardware 'h101'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ SESSIONS = [
     {"session_id": "b", "delay": 40, "input_length": 700, "output_length": 8, "hash_ids": [1, 2]},  # refused: no room
     {"session_id": "b", "delay": 4, "input_length": 5, "output_length": 8, "hash_ids": [11]},
 ]
+
+
+def by_turns(kinds: Iterable[str], schedulers: Sequence[str], loops: Sequence[str]) -> pytest.MarkDecorator:
+    """Every workload with every scheduler under one of the loops, which take turns: each meets both."""
+    cases = [(kind, name, loops[(i + j) % 2]) for i, kind in enumerate(kinds) for j, name in enumerate(schedulers)]
+    return pytest.mark.parametrize(("kind", "scheduler", "loop"), cases)
 
 
 @pytest.fixture

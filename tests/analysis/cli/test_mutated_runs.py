@@ -18,7 +18,7 @@ from analysis.cli import parser as reports
 from cbsim.draw import render
 from cbsim.scenario import documents
 
-CASES, READ_S = 200, 9.0
+CASES, READ_S = 120, 9.0
 
 
 def as_yaml(text: str, rng: random.Random) -> str:

@@ -200,7 +200,7 @@ CHANGES = {
 def test_broken_files_end_with_a_status_and_a_short_message(name: str, aiperf: Path, tmp_path: Path) -> None:
     """Read, or refused in a line; never a traceback."""
     text, path, seen = (FILES / name).read_text(), tmp_path / "f", set()
-    for case, rng in mutations.until(60, 25):
+    for case, rng in mutations.until(60, 15):
         path.write_text(rng.choice(CHANGES[name])(text, rng))
 
         seen.add(mutations.survived(f"{name} {case}", (0, 2), lambda: client(aiperf, path), path=aiperf))

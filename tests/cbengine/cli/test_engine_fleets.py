@@ -64,12 +64,14 @@ def _runs(process: int) -> bool:
 
 
 def test_a_pair_writes_what_a_simulated_one_does(pair: Path, tmp_path: Path) -> None:
-    """In worker processes; the texts are those of one engine, the plans of both servers follow from their polls."""
+    """In worker processes; the texts are those of one engine in this one, the plans of both servers follow from their
+    polls.
+    """
     out = {name: tmp_path / name for name in ("apart", "one", "simulated")}
     one = tmp_path / "one.yaml"
     one.write_text(SMALL + "loop: {mode: sync}\n")
-    for name, path in (("apart", pair), ("one", one)):
-        said = call("replay", path, "--device", "process", "--save-tokens", "--quiet", "--out", out[name])
+    for name, path, device in (("apart", pair, "process"), ("one", one, "inline")):
+        said = call("replay", path, "--device", device, "--save-tokens", "--quiet", "--out", out[name])
         assert said.status == 0, said
     assert calls.call("run", pair, "--quiet", "--out", out["simulated"]).status == 0
     runs = {name: calls.runs(path)[0] for name, path in out.items()}

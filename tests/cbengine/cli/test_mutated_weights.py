@@ -20,7 +20,7 @@ from support.mutations import SEED, as_json, damaged, edited, rewritten
 from cbengine.model import weights
 from cbsim.draw import render
 
-CASES, CPU_S = 150, 6.0
+CASES, CPU_S = 90, 6.0
 CONFIG = """\
 {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
 "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 128, "rms_norm_eps": 1e-05,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cbengine.device import cuda, gpu
 from cbengine.model.ops import Rows, TorchOps
@@ -167,21 +167,33 @@ class RecordedGraph:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those of an operation's arguments or results, which are values, or lists and dicts of values."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for each in inside for tensor in tensors(each)]
+
+
+@cache
+def schema(op: Any) -> tuple[list[str], set[str]]:
+    """The names of an operation's arguments, and of those that it writes."""
+    arguments = op._schema.arguments
+    return [a.name for a in arguments], {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
 
 
 def note(world: World, actor: str, op: Any, args: Any, kwargs: Any, made: Any) -> None:
     """The accesses of one operation: what its schema says that it writes, and what it must read for that or for a
     result of its own. Views touch nothing.
     """
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    writes = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    taken = {tensor.untyped_storage()._cdata for tensor in tensors(given)}
+    names, writes = schema(op)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs = {name: found for name, value in given.items() if (found := tensors(value))}
+    taken = {tensor.untyped_storage()._cdata for found in inputs.values() for tensor in found}
     fresh = [tensor for tensor in tensors(made) if tensor.untyped_storage()._cdata not in taken]
     if not writes and not fresh:
         return
-    for name, value in given.items():
-        for tensor in tensors(value):
+    for name, found in inputs.items():
+        for tensor in found:
             for block in blocks(world, tensor, given.get("indices")):
                 world.touch(actor, tensor.untyped_storage(), write=name in writes, block=block)
     for tensor in fresh:
@@ -204,6 +216,10 @@ def blocks(world: World, tensor: Tensor, indices: Any) -> list[int]:
 
 class Noting(TorchDispatchMode):
     """Every operation is one of the current stream's."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to import the compiler takes seconds
 
     def __init__(self, world: World) -> None:
         super().__init__()
