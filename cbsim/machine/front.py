@@ -136,7 +136,7 @@ class Alarm:
 
     def set(self, at_ns: int, act: Callable[[simpy.Event], None]) -> None:
         """Call `act` at this time and at no other; NEVER_NS: not at all."""
-        rings, queue = self._event is not None and self._event.callbacks is not None, self._env._queue
+        rings, queue = self._event is not None and not self._event.processed, self._env._queue
         if rings and at_ns == self._at_ns:
             return
         if rings:
