@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -33,44 +32,44 @@ def chrome_trace(
     """Return gzipped JSON of steps window[0]:window[1] of each server, and of the transfers that their plans list. A
     server is a process. Times are microseconds, as the format requires.
     """
-    events = list[dict[str, Any]]()
+    events = list[str]()
     for pid, steps in enumerate(servers[:MOST_SERVERS], 1):
         whose = f"{title} server {steps.server[0]}" if steps.server is not None and len(servers) > 1 else title
-        events += [event | {"pid": pid} for event in _server_events(steps, window, whose, transfers)]
-    document = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        events += _server_events(pid, steps.window(*window), whose, transfers)
+    document = f'{{"traceEvents":[{",".join(events)}],"displayTimeUnit":"ms"}}'
     return gzip.compress(document.encode(), compresslevel=6, mtime=0)
 
 
-def _server_events(
-    steps: Steps, window: tuple[int, int], title: str, transfers: Mapping[str, Ints] | None
-) -> list[dict[str, Any]]:
-    shown = steps.window(*window)
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
+def _server_events(pid: int, steps: Steps, title: str, transfers: Mapping[str, Ints] | None) -> Iterator[str]:
+    yield _about(pid, "process_name", {"name": title})
     for tid, lane in enumerate(("cpu", *LANES, *(TRANSFER_LANES if transfers and len(transfers["way"]) else ()))):
-        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
-        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    numbers = shown["step"].tolist()
-    details = {name: shown[name].tolist() for name in DETAILS}
+        yield _about(pid, "thread_name", {"name": lane}, tid)
+        yield _about(pid, "thread_sort_index", {"sort_index": tid}, tid)
     for name in (*PHASES, *LANES):
-        tid = 0 if name in PHASES else 1 + LANES.index(name)
-        starts, ends = (shown[f"{name}_{edge}_ns"].tolist() for edge in ("start", "end"))
-        for i, (step, start, end) in enumerate(zip(numbers, starts, ends, strict=True)):
-            more = {key: values[i] for key, values in details.items()} if name == "compute" else {}
-            if end != start:
-                events.append(_event(tid, name, start, end, {"step": step, **more}))
-    if transfers and numbers:
-        events += _transfer_events(transfers, (numbers[0], numbers[-1] + 1))
-    return events
+        keys = ("step", *(DETAILS if name == "compute" else ()))
+        event = _template(pid, 0 if name in PHASES else 1 + LANES.index(name), name, keys)
+        busy = np.flatnonzero(steps.lane(name))
+        columns = (steps[key][busy].tolist() for key in (f"{name}_start_ns", f"{name}_end_ns", *keys))
+        for start, end, *numbers in zip(*columns, strict=True):
+            yield event % (start / 1000, (end - start) / 1000, *numbers)
+    if transfers and len(steps):
+        yield from _transfer_events(pid, transfers, int(steps["step"][0]), int(steps["step"][-1]))
 
 
-def _transfer_events(transfers: Mapping[str, Ints], window: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    inside = np.flatnonzero((transfers["step"] >= window[0]) & (transfers["step"] < window[1]))
+def _transfer_events(pid: int, transfers: Mapping[str, Ints], first: int, last: int) -> Iterator[str]:
+    inside = np.flatnonzero((transfers["step"] >= first) & (transfers["step"] <= last))
     columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
-    for lane, start, end, *details in zip(*columns, strict=True):
-        arguments = dict(zip(TRANSFER_DETAILS, details, strict=True))
-        yield _event(1 + len(LANES) + lane, TRANSFER_LANES[lane], start, end, arguments)
+    events = [_template(pid, tid, name, TRANSFER_DETAILS) for tid, name in enumerate(TRANSFER_LANES, 1 + len(LANES))]
+    for lane, start, end, *numbers in zip(*columns, strict=True):
+        yield events[lane] % (start / 1000, (end - start) / 1000, *numbers)
 
 
-def _event(tid: int, name: str, start_ns: int, end_ns: int, arguments: Mapping[str, int]) -> dict[str, Any]:
-    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
-    return {"ph": "X", "pid": 1, "tid": tid, "name": name, **times, "args": arguments}
+def _about(pid: int, name: str, arguments: Mapping[str, object], tid: int | None = None) -> str:
+    thread = {} if tid is None else {"tid": tid}
+    return json.dumps({"ph": "M", "pid": pid, **thread, "name": name, "args": arguments}, separators=(",", ":"))
+
+
+def _template(pid: int, tid: int, name: str, keys: Sequence[str]) -> str:
+    """Return the JSON of a lane's events, to be filled with start, duration and a whole number for each of the keys."""
+    numbers = ",".join(f'"{key}":%d' for key in keys)
+    return f'{{"ph":"X","pid":{pid},"tid":{tid},"name":"{name}","ts":%r,"dur":%r,"args":{{{numbers}}}}}'

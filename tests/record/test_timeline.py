@@ -32,7 +32,10 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def events(steps: Steps, window: tuple[int, int], moves: dict[str, Ints] | None = None) -> list[dict[str, Any]]:
-    document = json.loads(gzip.decompress(timeline.chrome_trace([steps], window, "title", moves)))
+    """The events of a trace, which is written as the json module would write it, without spaces."""
+    text = gzip.decompress(timeline.chrome_trace([steps], window, 'a "title" ü', moves)).decode()
+    document = json.loads(text)
+    assert text == json.dumps(document, separators=(",", ":"))
     return document["traceEvents"]
 
 
