@@ -115,8 +115,7 @@ def binned(edges: Floats, y: Floats, bins: int = 800) -> Binned:
         drawn = np.append(y, y[-1:])
         return Binned(edges, drawn, drawn, drawn, exact=True)
     cuts = np.linspace(edges[0], edges[-1], bins + 1)
-    upto = np.append(0.0, np.cumsum(y * np.diff(edges)))
-    mean = np.diff(np.interp(cuts, edges, upto)) / np.diff(cuts)
+    mean = np.diff(np.interp(cuts, edges, np.append(0.0, np.cumsum(y * np.diff(edges))))) / np.diff(cuts)
     first = np.searchsorted(edges, cuts[:-1], side="right") - 1
     beyond = np.searchsorted(edges, cuts[1:], side="left")
     ranges = np.stack([first, beyond], axis=1).ravel()

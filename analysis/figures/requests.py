@@ -15,7 +15,6 @@ from cbsim.draw import chart
 from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import shown
-from cbsim.record.columns import NS
 from cbsim.record.tables import Ints, Requests
 
 MOST_NAMED = 40  # rows; if there are more, only some are labelled, by their index in order of arrival
@@ -134,8 +133,7 @@ def _distributions(
 
 def _sample(requests: Any, times: Requests, key: str) -> LatencySample:
     if key == "itl_s":
-        occurring = times.gap_counts > 0
-        return LatencySample(times.gaps_ns[occurring] / NS, times.gap_counts[occurring])
+        return LatencySample(*times.gaps_s)
     values = column(requests, key)
     return LatencySample(values[np.isfinite(values)])
 

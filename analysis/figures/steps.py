@@ -82,12 +82,14 @@ def _stacked(parts: Mapping[str, Binned]) -> tuple[list[Mark], list[Mark]]:
 
 def _parts(steps: Columns, time: Unit) -> dict[str, Binned]:
     """Return prefill, decode, drafts by what came of them if there are any, padding, and the sum."""
-    names = ("prefill_tokens", "decode_rows", "draft_tokens", "accepted_tokens", "padded_tokens")
-    prefill, decode, drafts, accepted, total = (chart.column(steps, name) for name in names)
-    came = {"accepted drafts": accepted, "rejected drafts": drafts - accepted} if drafts.any() else {}
-    values = {"prefill": prefill, "decode": decode, **came}
-    values |= {"padding": total - prefill - decode - drafts, "largest step": total}
     start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")
+    names = ("prefill_tokens", "decode_rows", "draft_tokens", "padded_tokens")
+    prefill, decode, drafts, total = (chart.column(steps, name) for name in names)
+    values = {"prefill": prefill, "decode": decode}
+    if drafts.any():
+        values["accepted drafts"] = accepted = chart.column(steps, "accepted_tokens")
+        values["rejected drafts"] = drafts - accepted
+    values |= {"padding": total - prefill - decode - drafts, "largest step": total}
     return dict(zip(values, over_time(start, end, values.values(), time), strict=True))
 
 

@@ -28,7 +28,6 @@ from cbsim.errors import RunError
 from cbsim.measured.own.clients import MEASURES, STATISTICS, Client, Distribution, Measured, distribution
 from cbsim.metrics.metrics import SAMPLES_NEEDED
 from cbsim.metrics.terminal import shown
-from cbsim.record.columns import NS
 from cbsim.record.tables import Ints, Requests, token_times
 from cbsim.scenario import fields
 
@@ -154,8 +153,8 @@ def _by_number(client: Client, names: Mapping[int, Sequence[str]]) -> dict[str, 
 def _measure(run: LoadedRun, client: Client, compared: Requests, pairs: Pairs | None, name: str) -> Measure:
     factor, counts, apart = scale(run), None, np.zeros(0)
     if name == "itl_s":
-        occurring = compared.gap_counts > 0
-        values, counts = compared.gaps_ns[occurring] / NS / factor, compared.gap_counts[occurring]
+        gaps_s, counts = compared.gaps_s
+        values = gaps_s / factor
     else:
         rows = run.times.done if pairs is None else pairs.rows
         values = run.requests[name].to_numpy(dtype=np.float64)[rows] / factor

@@ -185,7 +185,7 @@ def pairs(a: LoadedRun, b: LoadedRun) -> tuple[Ints, Ints]:
 def of_requests(a: LoadedRun, b: LoadedRun) -> Intervals:
     """Return the intervals of every latency and of ITL; a request's part in both runs is drawn together."""
     left, right = pairs(a, b)
-    size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_ns)))
+    size = max(len(left), *(len(gaps) for run in (a, b) for gaps in (run.table, run.times.gaps_s[0])))
     ours, theirs = (_of_requests(run, rows) for run, rows in ((a, left), (b, right)))
     return paired(ours, theirs, len(left), size)
 

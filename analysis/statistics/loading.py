@@ -94,7 +94,8 @@ class LoadedRun:
         """The requests whose latencies count: those that arrive in the window."""
         low, high = self.window_ns
         arrival = self.requests["arrival_ns"]
-        return self.requests[(arrival >= low) & (arrival < high)]
+        inside = (arrival >= low) & (arrival < high)
+        return self.requests if inside.all() else self.requests[inside]
 
 
 def read(paths: Sequence[Path]) -> list[LoadedRun]:
@@ -132,4 +133,4 @@ def request_frame(times: Requests) -> pd.DataFrame:
         column = np.full(len(rows), np.nan)
         column[done & (times.generated > 1) if name == "tpot_s" else done] = values
         columns[name] = column
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns, copy=False)

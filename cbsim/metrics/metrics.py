@@ -35,16 +35,23 @@ SAMPLES_NEEDED = {"p95": 72, "p99": 368}  # below, the percentile is marked: its
 def distribution(values: Floats, counts: Ints | None = None) -> dict[str, Any]:
     """Return n, mean, std, min, max and percentiles of `values`, each occurring `counts` times; {"n": 0} for none."""
     if counts is None:
-        values, upto = np.sort(values), None
+        values = np.sort(values)
     else:
         order = np.argsort(values, kind="stable")
-        values, counts = values[order], counts[order]
-        upto = np.cumsum(counts)
-    total = len(values) if upto is None else int(upto[-1:].sum())
+        values = values[order]  # one after the other, and nothing kept: a long run has millions of each
+        counts = counts[order]
+        del order
+    total = len(values) if counts is None else int(counts.sum())
     if not total:
         return {"n": 0}
-    mean = float(np.average(values, weights=counts))
-    spread = float(np.sqrt(np.average((values - mean) ** 2, weights=counts)))
+    mean = float((values if counts is None else values * counts).sum() / total)
+    apart = values - mean
+    apart *= apart
+    if counts is not None:
+        apart *= counts
+    spread = float(np.sqrt(apart.sum() / total))
+    del apart
+    upto = None if counts is None else np.cumsum(counts)
     result: dict[str, Any] = {"n": total, "mean": mean, "std": spread}
     result |= {"min": float(values[0]), "max": float(values[-1])}
     for q in QUANTILES:
@@ -89,7 +96,7 @@ def summarise(
     summary |= {"requests": request_count(table), "requests_by_status": by_status}
     summary |= _throughput(requests, steps, span_ns / NS)
     summary |= {name: distribution(values) for name, values in latencies(counted).items()}
-    summary["itl_s"] = distribution(counted.gaps_ns / NS, counted.gap_counts)
+    summary["itl_s"] = distribution(*counted.gaps_s)
     summary |= machine
     summary |= _waste(requests, steps)
     if slo:
@@ -264,6 +271,7 @@ def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int, float]
     there = sum(share for _, _, share in shapes)  # servers, a mean over the span
     parts = [*map(slice, [0, *(ends := steps.ends(servers))], ends)]
     phases = {name: int(steps.lane(name).sum()) / (span_ns * there) for name in PHASES}
+    averages = _held(steps, parts, span_ns, [blocks for blocks, _, _ in shapes], there)
     start, end, ran = steps["compute_start_ns"], steps["compute_end_ns"], steps["rows"] > 0
     compute = end - start
     return {
@@ -275,13 +283,8 @@ def _machine(steps: Steps, span_ns: int, shapes: Sequence[tuple[int, int, float]
         "step_time_s": distribution(compute[ran] / NS),
         "rows_per_step": float(steps["rows"].mean()),
         "tokens_per_step": float(steps["tokens"].mean()),
-        **_held(steps, parts, span_ns, [blocks for blocks, _, _ in shapes], there),
+        **averages,
     }
-
-
-def _lasted_ns(starts: Ints, ends: Ints) -> Ints:
-    lasted: Ints = np.minimum(np.append(starts[1:], ends[-1:]), ends) - starts
-    return lasted
 
 
 def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[int], there: float) -> dict[str, Any]:
@@ -289,7 +292,8 @@ def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[i
     and waiting requests of all.
     """
     starts, ends = steps["schedule_start_ns"], steps["update_end_ns"]
-    lasted = np.concatenate([_lasted_ns(starts[part], ends[part]) for part in parts])
+    until = np.concatenate([each for part in parts for each in (starts[part][1:], ends[part][-1:])])
+    lasted = np.minimum(until, ends, out=until) - starts
     total: Any = max(blocks[0], 1)
     if len(set(blocks)) > 1:
         total = np.repeat(blocks, [part.stop - part.start for part in parts])
@@ -304,11 +308,11 @@ def _idle_ns(start: Ints, end: Ints, ran: Mask) -> int:
     """Return the idle ns of the compute lane, busy so, from the first to the last step that `ran`; an empty step
     between is busy.
     """
-    at = np.flatnonzero(ran)
-    if not len(at):
+    if not ran.any():
         return 0
-    reach = np.ptp(np.append(end[at], start[at]))
-    return int(reach - (end - start)[at[0] : at[-1] + 1].sum())
+    inside = slice(int(ran.argmax()), len(ran) - int(ran[::-1].argmax()))
+    edges = [edge(each[ran]) for each in (start, end) for edge in (np.min, np.max)]
+    return int(np.ptp(edges) - (end - start)[inside].sum())
 
 
 def _waste(requests: Requests, steps: Steps) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class RunWriter:
         if len(steps) <= self.group:
             self.file(name, parquet.encoded(declared, step_columns(steps), self.group, **COUNTERS))
             return
-        parts = (steps.window(low, low + self.group) for low in range(0, len(steps), self.group))
+        parts = (steps.part(low, low + self.group) for low in range(0, len(steps), self.group))
         groups = (parquet.table(declared, step_columns(part)) for part in parts)
         self.file(name, partial(parquet.write_groups, columns=declared, groups=groups, **COUNTERS))
 

@@ -61,8 +61,8 @@ def encoded(columns: Sequence[Column], values: Mapping[str, Any], group: int = 1
     sink = pa.BufferOutputStream()
     made = table(columns, values)
     pq.write_table(made, sink, row_group_size=group, compression="zstd", write_page_checksum=True, **options)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    pa.default_memory_pool().release_unused()
+    return bytes(sink.getvalue())
 
 
 def write_groups(file: IO[bytes], columns: Sequence[Column], groups: Iterable[pa.Table], **options: Any) -> None:
@@ -125,12 +125,14 @@ class TableFiles:
             except BROKEN as error:
                 problem = " ".join(str(error).split())  # some of Arrow's have several lines
                 raise RunError(f"{path}: not a parquet table: {problem}", file=path) from error
+            finally:
+                pa.default_memory_pool().release_unused()  # by this thread alone: so it reads by itself
 
     def _column(self, table: pq.ParquetFile, name: str) -> pa.ChunkedArray:
         import pyarrow.compute as pc  # it loads slowly, and a run reads no table
 
         column, rows = self._columns[name], table.metadata.num_rows
-        values = _with_defaults(table.read(columns=[name]), rows, [column]).column(name)
+        values = _with_defaults(table.read(columns=[name], use_threads=False), rows, [column]).column(name)
         if len(values) != rows:
             raise TableError(f"column {name} has {len(values)} values, expected {rows}")
         if values.null_count and not column.nullable:
@@ -144,7 +146,7 @@ class TableFiles:
         sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
         ends = np.cumsum(sizes)
         groups = np.flatnonzero((ends > low) & (ends - sizes < high))
-        read = table.read_row_groups(groups.tolist(), columns=list(names))
+        read = table.read_row_groups(groups.tolist(), columns=list(names), use_threads=False)
         before = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
         part, asked = read.slice(low - before, high - low), [self._columns[name] for name in names]
         return _with_defaults(part, max(high - low, 0), asked)

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -251,18 +250,10 @@ class Requests:
         """The requests that ended with their last token, and whose tokens are known."""
         return self.rows.is_in(ENDED) & (self.generated > 0)
 
-    @cached_property
-    def gaps(self) -> tuple[Ints, Ints]:
-        """The gaps between two tokens of a request, ns, and their counts."""
-        return _gaps(self.rows, self.ended_ns)
-
     @property
-    def gaps_ns(self) -> Ints:
-        return self.gaps[0]
-
-    @property
-    def gap_counts(self) -> Ints:
-        return self.gaps[1]
+    def gaps_s(self) -> tuple[Floats, Ints]:
+        """The gaps between two tokens of a request, and their counts. They take much memory, and are not kept."""
+        return _gaps_s(self.rows, self.ended_ns)
 
 
 def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
@@ -287,20 +278,20 @@ def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
     return Requests(table, scheduled, first, last, generated, ended)
 
 
-def _gaps(table: RequestTable, ended: Ints) -> tuple[Ints, Ints]:
+def _gaps_s(table: RequestTable, ended: Ints) -> tuple[Floats, Ints]:
     """Return gaps between successive tokens and their counts: a gap a step within runs, single gaps between runs."""
     flat = table.runs.reshape(-1, 2)
     first, last = flat[:, 0], flat.sum(axis=1) - 1
     owner = np.repeat(np.arange(len(table)), table.lengths // 2)
-    change = np.zeros(len(ended) + 1, dtype=np.int64)
-    np.add.at(change, first + 1, 1)
-    np.add.at(change, last + 1, -1)
-    weight = np.cumsum(change)[: len(ended)]
-    inside = np.flatnonzero(weight)
+    weight = np.zeros(len(ended) + 1, dtype=np.int32)
+    np.add.at(weight, first + 1, 1)
+    np.add.at(weight, last + 1, -1)
+    weight = np.cumsum(weight, out=weight)[: len(ended)]
+    inside = weight > 0  # never at step 0
     same = np.flatnonzero(owner[1:] == owner[:-1])
     between = ended[first[same + 1]] - ended[last[same]]
-    gaps = np.concatenate([ended[inside] - ended[inside - 1], between])
-    return gaps, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int64)])
+    gaps_s = np.concatenate([np.diff(ended)[inside[1:]], between]) / columns.NS
+    return gaps_s, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int32)])
 
 
 LARGE = 1 << 19  # rows of a table, beyond which columns are read on access
@@ -316,8 +307,8 @@ class StepsOnDisk(Steps):
         self.server = files["server"].to_numpy() if "server" in files else None
 
     def part(self, low: int, high: int) -> Steps:
-        part = copy(self)
-        part._low, part._high = self._low + low, self._low + high
+        part, (low, high, _) = copy(self), slice(low, high).indices(len(self))
+        part._low, part._high = self._low + low, self._low + max(low, high)
         part.server = None if self.server is None else self.server[low:high]
         return part
 
@@ -340,14 +331,8 @@ class StepsOnDisk(Steps):
         return self._high - self._low
 
     def window(self, low: int, high: int) -> Steps:
-        low, high, _ = slice(low, high).indices(len(self))
-        server = None if self.server is None else self.server[low:high]
-        tables = list(self._files.rows(self._low + low, self._low + high))
-        parts = [np.stack([table[name].to_numpy() for name in STEP_COLUMNS], axis=1) for table in tables]
-        steps = np.concatenate([np.empty((0, len(STEP_COLUMNS)), dtype=np.int64), *parts])
-        if server is not None:
-            steps[:, STEP_COLUMNS.index("step")] = self._low + np.arange(low, high)
-        return Steps(steps, server)
+        part = self.part(low, high)
+        return Steps(part.table, part.server)
 
 
 def request_table(table: TableFiles | pa.Table, *, lazy: bool = False) -> RequestTable:

@@ -236,7 +236,7 @@ def _compare(
 def _recorded(run: Run) -> Iterator[tuple[int, ...]]:
     """Yield the compared columns of each step, in order, read in parts."""
     for low in range(0, len(run.steps), READ_TOGETHER):
-        steps = run.steps.window(low, low + READ_TOGETHER)
+        steps = run.steps.part(low, low + READ_TOGETHER)
         yield from zip(*(steps[name].tolist() for name in COMPARED), strict=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -96,8 +97,8 @@ def test_times_are_those_of_every_token(lengths: list[int], runs: list[list[int]
     assert requests.first_token_ns.tolist() == [t[0] for t in times]
     assert requests.last_token_ns.tolist() == [t[-1] for t in times]
     assert requests.generated.tolist() == [len(t) for t in times]
-    pooled = np.repeat(requests.gaps_ns, requests.gap_counts)
-    assert sorted(pooled.tolist()) == sorted(gap for t in times for gap in np.diff(t).tolist())
+    pooled = np.repeat(*requests.gaps_s)
+    assert sorted(pooled.tolist()) == sorted(gap / 1e9 for t in times for gap in np.diff(t).tolist())
 
 
 def test_a_request_of_one_token_has_no_tpot() -> None:
@@ -234,6 +235,25 @@ def test_waste_by_hand() -> None:
     expected = {"computed_tokens": 64, "padding_tokens": 14, "padding_share": 14 / 64, "recomputed_tokens": 8}
     expected |= {"wasted_rows": 2, "preemptions": 1, "prefix_hit_tokens": 30, "prefix_hit_rate": 0.75}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
+
+
+def test_metrics_of_a_long_run_take_few_columns_at_a_time() -> None:
+    """A request that decodes in every of 100,000 steps has as many gaps: besides the tables, never more than six
+    columns of steps are in memory."""
+    count = 100_000
+    start = np.cumsum(np.random.default_rng(1).integers(1, 9, count)) * MS
+    table = np.zeros((count, len(STEP_COLUMNS)), dtype=np.int64)
+    table[:, STEP_COLUMNS.index("rows")] = 1
+    for at, name in enumerate(STEP_COLUMNS):
+        if name.endswith("_ns"):
+            table[:, at] = start + name.endswith("_end_ns")
+    tracemalloc.start()
+    try:
+        summary_of([request(0, [0, count])], Steps(table))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 6 * start.nbytes
 
 
 # -- distributions ----------------------------------------------------------------------------------------------------
