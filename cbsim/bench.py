@@ -29,6 +29,7 @@ from cbsim.policy.value import running
 from cbsim.record import directory, timeline
 from cbsim.record.directory import Pieces
 from cbsim.record.tables import token_times
+from cbsim.runs.inbox import no_collections
 from cbsim.runs.running import counted, servers_of
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios
@@ -166,6 +167,7 @@ def printed(command: Sequence[str], what: str) -> str:
     return done.stdout
 
 
+@no_collections()
 def measure(name: str) -> dict[str, Any]:
     """Run one case in this process. Short ones are simulated REPEATS times, and their best time a step is taken."""
     fields = ALL[name]()

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 
 from cbsim.cost.table import MOST_TIME_S
 from cbsim.errors import ScenarioError
@@ -76,8 +74,8 @@ def kernels(path: Path, required: Mapping[str, object]) -> list[str]:
     table = read_table(path, state_of(path))
     if "kernel_source" not in table.column_names:
         return []
-    chosen = [pc.equal(table[name], wanted) for name, wanted in required.items()]
-    return sorted(pc.unique(table.filter(reduce(pc.and_, chosen))["kernel_source"]).to_pylist())
+    chosen = [pa.compute.equal(table[name], wanted) for name, wanted in required.items()]
+    return sorted(pa.compute.unique(table.filter(reduce(pa.compute.and_, chosen))["kernel_source"]).to_pylist())
 
 
 def select(path: Path, columns: Sequence[str], required: Mapping[str, object]) -> dict[tuple[float, ...], float]:
@@ -104,9 +102,9 @@ def rows(
         if name not in table.column_names:
             raise DamagedError(f"{path}: no column {name!r} (columns: {', '.join(table.column_names[:-1])})")
     for name, wanted in required.items():
-        chosen = table.filter(pc.equal(table[name], wanted))
+        chosen = table.filter(pa.compute.equal(table[name], wanted))
         if not chosen.num_rows:
-            known = ", ".join(str(each) for each in sorted(pc.unique(table[name]).to_pylist()))
+            known = ", ".join(str(each) for each in sorted(pa.compute.unique(table[name]).to_pylist()))
             before = [f"{each} = {of}" for each, of in required.items()][: list(required).index(name)]
             where = f" where {', '.join(before)}" if before else ""
             raise NoRowsError(f"{path}: no rows with {name} = {wanted} (found: {known}){where}")
@@ -142,6 +140,9 @@ def state_of(path: Path) -> State:
 @lru_cache(maxsize=64)
 def read_table(path: Path, state: State) -> pa.Table:
     """Read the table at `path`, once for each state."""
+    import pyarrow.compute  # pa.compute for all here: it loads slowly, and only tables need it
+    import pyarrow.csv
+
     try:
         table = pyarrow.csv.read_csv(path)
         return table.append_column(LINE, pa.array(np.arange(2, len(table) + 2)))

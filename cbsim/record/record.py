@@ -299,7 +299,11 @@ class Record:
     def _row(self, spec: RequestSpec) -> RequestRow:
         """Return a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""
         request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
-        runs, first_step = self._delivered(request), self._first_step.get(spec, -1)
+        runs, steps, first_step = list[int](), self.step_count, self._first_step.get(spec, -1)
+        for first, count in request.delivered() if request else ():
+            if first < steps:
+                runs.append(first)
+                runs.append(min(count, steps - first))
         return RequestRow(
             spec.index,
             spec.id,
@@ -310,14 +314,15 @@ class Record:
             spec.output_tokens,
             spec.max_tokens,
             spec.priority,
-            first_step if first_step < self.step_count else -1,
+            first_step if first_step < steps else -1,
             self._status(spec, request, whole=request is not None and sum(runs[1::2]) == request.seen),
             self.refusals.get(spec) or self.failures.get(spec, ""),
             self.cancels.get(spec, -1),
             request.preemptions if request else 0,
             (request.cached or 0) if request else 0,
             runs,
-            leg=PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE,
+            0,
+            PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE,
         )
 
     def _status(self, spec: RequestSpec, request: Request | None, *, whole: bool) -> str:
@@ -336,11 +341,6 @@ class Record:
         if finish and whole:
             return finish.value
         return "waiting" if finish is None and self._first_step.get(spec, -1) < 0 else "unfinished"
-
-    def _delivered(self, request: Request | None) -> list[int]:
-        delivered = request.delivered() if request else []
-        within = ((first, min(count, self.step_count - first)) for first, count in delivered)
-        return [number for first, count in within if count > 0 for number in (first, count)]
 
 
 class Part(Protocol):

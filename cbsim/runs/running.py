@@ -24,6 +24,7 @@ from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
 from cbsim.routers import registry as routers
 from cbsim.routers.scaling import HPA
+from cbsim.runs.inbox import no_collections
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
@@ -86,7 +87,8 @@ class Session:
             scenario = csv_requests.scenario_of(scenario)
         self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
-        workload = generators.build(self.scenario, terms.requests)
+        with no_collections():
+            workload = generators.build(self.scenario, terms.requests)
         self.requests, self.notices = workload.total, (*_notices(self.scenario), *workload.notices)
         self.server = serve(self.scenario, loop, workload)
         self.server.record.digests = terms.digests
@@ -139,6 +141,7 @@ class Session:
         self._terms = replace(self._terms, requests=requests)
         self._facts["workload_hash"] = generators.build(self.scenario, requests).fingerprint()
 
+    @no_collections()
     def result(self, incomplete: str | None = None) -> Result:
         """Return the result so far; `incomplete` is the reason if the run was cut short."""
         record = self.server.record

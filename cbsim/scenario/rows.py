@@ -81,7 +81,7 @@ class CsvTable:
     def rows(self, limit: int | None) -> Iterator[list[str]]:
         """Yield the selected cells of each row, for at most `limit` rows. Raises ScenarioError."""
         width, positions = len(self.header), self._positions
-        for row in islice((row for row in self._reader if row), limit):
+        for row in islice(filter(None, self._reader), limit):
             if len(row) != width:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
             yield [row[position] for position in positions]

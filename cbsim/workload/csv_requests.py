@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import isfinite
@@ -70,7 +69,8 @@ def workload(form: Csv) -> Workload:
     if gap_ns > LONG_GAP_NS:
         remedy = "if they are milliseconds, set workload.time_scale=0.001"
         notices.append(f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; {remedy}")
-    return replace(made, notices=tuple(f"{path}: {notice}" for notice in notices))
+    made.notices = tuple(f"{path}: {notice}" for notice in notices)
+    return made
 
 
 def plain(
