@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from support.calls import out, small  # noqa: F401 - fixtures
+from support.examples import cases
 from support.pictures import drawn, sketched  # noqa: F401 - fixtures
 from support.sweeping import sweep, trapped  # noqa: F401 - fixtures
 
@@ -33,7 +34,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=60,
+    max_examples=cases(45),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fixed")

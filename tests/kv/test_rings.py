@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, asks, check_ends
+from support.examples import examples
 from support.group_contents import GroupDrive, sliding
 from support.helpers import Ask
 
@@ -129,7 +130,7 @@ def test_rows_find_what_their_layers_see(version: str, depth: int) -> None:
     """Forks, cancels of anybody at any time, a host of a few blocks: contents, accounts and ends."""
 
     @given(case=cases(version))
-    @settings(max_examples=50)
+    @examples(50)
     def check(case: Case) -> None:
         build, workload = case
         drive = GroupDrive(build(), workload, depth)

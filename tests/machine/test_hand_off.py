@@ -11,8 +11,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.random_scenarios import any_document, any_log, checks_of
 
 import cbsim
@@ -406,14 +407,14 @@ def check_one(router: str, seed: int, folder: Path, kind: str = "vllm") -> None:
     assert replan.rederive(path).difference is None
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
 def test_every_request_ends_once_and_all_blocks_are_free_whatever_dies(router: str, seed: int) -> None:
     """Caches that are too small, prefix hits, clients that leave, leases that end, servers of either role that die."""
     check_one(router, seed, Path(mkdtemp()))
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(router=st.sampled_from([*ROUTERS]), seed=st.integers(0, 1 << 32))
 def test_sglangs_servers_end_every_request_too(router: str, seed: int) -> None:
     check_one(router, seed, Path(mkdtemp()), "sglang")

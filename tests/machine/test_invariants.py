@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.machines import COSTS, DEPTHS, LONGEST, NAMES, Fixed, check_tokens, load, run, server, spec
 
 from cbsim.cost.base import PHASES, Cost, CpuCost, PhaseCost
@@ -122,7 +123,7 @@ def test_invariants_hold_in_every_run(name: str, depth: int) -> None:
     traffic. Times are tens of ns so that arrivals and cancellations fall into every phase of a step."""
 
     @given(cost=costs(), graphs=graph_rules(), overlap=st.booleans(), workload=workloads())
-    @settings(max_examples=40)
+    @examples(40)
     def check(cost: Cost, graphs: Graphs, overlap: bool, workload: Workload) -> None:
         cancels = list(workload.cancels)
         machine = server(workload, cost, name=name, depth=depth, overlap=overlap, graphs=graphs)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import simpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
 
 from cbsim.machine.device import Device, OneGpu
@@ -253,7 +254,7 @@ def test_everybody_is_served_whenever_they_come(version: str, depth: int) -> Non
     options = replace(vllm_options(), version=version)
 
     @given(specs=requests(), cost=costs(), ranks=st.integers(1, 3), graphs=st.sampled_from([CAPTURED, EAGER]))
-    @settings(max_examples=100)
+    @examples(100)
     def check(specs: list[RequestSpec], cost: Waves, ranks: int, graphs: Graphs) -> None:
         machines = serve(specs, cost, ranks, depth=depth, options=options, graphs=graphs)
         check_served(machines, specs)

@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.helpers import step_plan
 from support.machines import load, run, spec, table
 
@@ -98,7 +99,7 @@ OVER = pytest.mark.parametrize("policy", POLICIES)
 
 
 @OVER
-@settings(max_examples=20)
+@examples(20)
 @given(stages=st.lists(st.integers(1, 1000), min_size=2, max_size=4), send=st.integers(0, 300))
 def test_rate_is_that_of_the_slowest_stage_or_of_the_way_through_all(policy: str, stages: list[int], send: int) -> None:
     """As many batches as stages go round: each needs its stages, the sends between them, and its tokens back at the

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, MOST_TOKENS, Case, Watch, check_ends, vllm_cases
 from support.contents import Contents, said
+from support.examples import examples
 from support.helpers import Ask, Drive
 
 from cbsim.policy.kind import SettingsError
@@ -95,7 +96,7 @@ def swapping_cases(draw: st.DrawFn) -> Case:
 
 @DEPTHS
 @given(case=swapping_cases())
-@settings(max_examples=50)
+@examples(50)
 def test_rows_read_their_own_tokens(depth: int, case: Case) -> None:
     """Whoever goes out, comes back, is cancelled outside or finds the host full: each row's context is exactly its own
     tokens, host places are accounted for after every step, every token comes from the row that sampled it, and in the

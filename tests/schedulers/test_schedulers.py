@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import DEPTHS, FAMILIES, MOST_TOKENS, Case, Watch, contiguous_cases, ran, table_of, vllm_cases
+from support.examples import examples
 from support.helpers import AnyScheduler, Ask, Drive, again
 
 from cbsim.policy.plan import Row, StepPlan
@@ -97,7 +98,7 @@ def history(build: Callable[[], AnyScheduler], workload: list[Ask], depth: int, 
 @FAMILIES
 @DEPTHS
 @given(data=st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], depth: int, data: st.DataObject) -> None:
     """Decoding requests advanced all at once, or each by the general rules: the same plans, blocks and tokens."""
     build, workload = data.draw(cases)
@@ -108,7 +109,7 @@ def test_the_decode_batch_changes_no_decision(cases: st.SearchStrategy[Case], de
 
 @FAMILIES
 @given(data=st.data())
-@settings(max_examples=12)
+@examples(12)
 def test_same_workload_same_run(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """A run is a function of scheduler options and workload: specs compare by identity, and no order depends on it."""
     build, workload = data.draw(cases)

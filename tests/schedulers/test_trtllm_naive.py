@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from support.cases import ran, trtllm_cases
+from support.examples import examples
 from support.helpers import Drive
 
 from cbsim.policy.plan import Row, StepPlan
@@ -148,7 +149,7 @@ def seen(scheduler: TrtllmScheduler, request: Request) -> One:
     [("GUARANTEED_NO_EVICT", False), ("MAX_UTILIZATION", False), ("MAX_UTILIZATION", True), ("STATIC_BATCH", False)],
 )
 @given(data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_every_step_is_the_model_s(policy: str, two_steps: bool, data: st.DataObject) -> None:
     given = {"capacity_scheduler_policy": policy, "two_step_lookahead": two_steps}
     build, workload = data.draw(trtllm_cases(**given))

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
@@ -196,7 +197,7 @@ def tiny_servers(draw: st.DrawFn) -> tuple[Scenario, str, Workload]:
 
 
 @given(case=tiny_servers())
-@settings(max_examples=150)
+@examples(150)
 def test_no_run_of_speculation_is_stuck(case: tuple[Scenario, str, Workload]) -> None:
     """A request whose drafts, or the blanks with which it joins, never fit the cache is refused; all others end."""
     made, loop, workload = case
