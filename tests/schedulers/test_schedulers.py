@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import DEPTHS, FAMILIES, MOST_TOKENS, Case, Watch, contiguous_cases, ran, table_of, vllm_cases
 from support.examples import examples
@@ -24,7 +24,7 @@ from cbsim.schedulers.vllm.settings import VllmOptions
 @FAMILIES
 @DEPTHS
 @given(data=st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_every_request_ends_once_and_nothing_is_left(
     cases: st.SearchStrategy[Case], depth: int, data: st.DataObject
 ) -> None:

@@ -36,6 +36,7 @@ from support.contents import Memory
 from support.helpers import AnyScheduler, Ask, Drive, token_steps
 
 MOST_TOKENS = 24  # longest request
+POLICIES, SPARED = ("fcfs", "priority"), (0.0, 0.0, 0.2)  # of vLLM
 Case = tuple[Callable[[], AnyScheduler], list[Ask]]
 OnStep = Callable[[StepPlan, list[Row]], Any]
 D = TypeVar("D", bound=Drive)
@@ -86,22 +87,27 @@ def _ask(draw: st.DrawFn, index: int, unit: int, keys: ChainedKeys, first: Ask |
 
 @st.composite
 def vllm_cases(draw: st.DrawFn) -> Case:
-    """A vLLM scheduler with any of its options, and a workload."""
-    size, chunked = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    """A vLLM scheduler with any of its options, and a workload. By priority, prompts are shared only where chunks are
+    not cut short and no blocks are spared: as in vLLM, a victim that has a row in the step loses it, but its blocks
+    keep the keys that planning gave them, and others would read what was never computed.
+    """
+    size, chunked, policy = draw(st.sampled_from([1, 2, 4])), draw(st.booleans()), draw(st.sampled_from(POLICIES))
+    threshold, watermark, adaptive = *(draw(st.sampled_from(of)) for of in ([0, 0, 3], SPARED)), draw(st.booleans())
+    loses = policy == "priority" and (threshold > 0 or adaptive or watermark > 0)
     options = VllmOptions(
         version=draw(st.sampled_from(["0.19", "0.33"])),
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=policy,
         block_size=size,
         num_blocks=1 + draw(st.integers(MOST_TOKENS // size, 3 * MOST_TOKENS // size)),
         max_model_len=draw(st.sampled_from([MOST_TOKENS, MOST_TOKENS, 16])),
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=draw(st.integers(1, 30)) if chunked else draw(st.integers(MOST_TOKENS, 40)),
         enable_chunked_prefill=chunked,
-        enable_prefix_caching=draw(st.booleans()),
-        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
-        adaptive_long_prefill_threshold=draw(st.booleans()),
+        enable_prefix_caching=not loses and draw(st.booleans()),
+        long_prefill_token_threshold=threshold,
+        adaptive_long_prefill_threshold=adaptive,
         scheduler_reserve_full_isl=draw(st.booleans()),
-        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        watermark=watermark,
         prefill_schedule_interval=draw(st.sampled_from([1, 1, 3])),
         preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
         host_blocks=draw(st.integers(0, 2 * MOST_TOKENS // size)),
