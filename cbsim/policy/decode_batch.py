@@ -33,7 +33,33 @@ class Stay:
         self.since: Final = since
 
 
-Calendar = dict[int, list[Stay]]  # by pace
+class Calendar:
+    """Stays by the pace at which something is due. `today` are those of the present pace."""
+
+    def __init__(self) -> None:
+        self.today: list[Stay] = []
+        self._pace = 0
+        self._later: dict[int, list[Stay]] = {}
+
+    def note(self, ahead: int, stays: list[Stay]) -> None:
+        """Add stays, in a list of their own, for which something is due at the pace `ahead` of the present one."""
+        pace = self._pace + ahead
+        if not ahead:
+            self.today += stays
+        elif pace in self._later:
+            self._later[pace] += stays
+        else:
+            self._later[pace] = stays
+
+    def turn(self) -> None:
+        """Begin the next pace."""
+        self._pace += 1
+        due = self._later.get(self._pace) if self._later else None
+        if due is not None:
+            self.today = due
+            del self._later[self._pace]
+        elif self.today:
+            self.today = []
 
 
 @value(init=False)
@@ -92,10 +118,7 @@ class DecodeBatch(Pace):
         self.held_blocks = 0  # blocks in the tables of the members
         self._members: dict[Request, None] = {}
         self._offset = 0  # sum over members of computed - pace
-        self._grow_at: Calendar = {}
-        self._fill_at: Calendar = {}
-        self._end_at: Calendar = {}
-        self._long_at: Calendar = {}
+        self._grow, self._fill, self._end, self._cross = Calendar(), Calendar(), Calendar(), Calendar()
         self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since they were planned
         self._due: list[Stay] = []  # of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
@@ -142,15 +165,15 @@ class DecodeBatch(Pace):
         heappush(self._heads, (since - computed, self._joins, request.since, request))
         self.held_blocks += blocks
         self.max_order = max(self.max_order, request.order)
-        self._grow_at.setdefault(since + blocks * size - computed, []).append(stay)
+        self._grow.note(blocks * size - computed, [stay])
         if fills:
-            self._fill_at.setdefault(since + size - 1 - computed % size, []).append(stay)
+            self._fill.note(size - 1 - computed % size, [stay])
         if self.long_tokens and computed >= self.long_tokens:
             self.long += 1
         elif self.long_tokens:
-            self._long_at.setdefault(since + self.long_tokens - computed, []).append(stay)
+            self._cross.note(self.long_tokens - computed, [stay])
         if request.last > request.scheduled:
-            self._end_at.setdefault(since + request.last - request.scheduled - 1, []).append(stay)
+            self._end.note(request.last - request.scheduled - 1, [stay])
 
     def leave(self, request: Request, blocks: int) -> None:
         """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
@@ -170,11 +193,11 @@ class DecodeBatch(Pace):
 
     def growing(self) -> list[Request]:
         """Return the members that need one more block in the step being planned, in admission order."""
-        self._due = self._current(self._grow_at.get(self.pace))
+        self._due = self._current(self._grow.today)
         due = [stay.request for stay in self._due]
         if self.block_size > 1:
             return due
-        self._grow_at.pop(self.pace, None)
+        self._grow.today = []
         for request in due:
             insort(self._always, request, key=by_order)
         return self._always
@@ -185,43 +208,44 @@ class DecodeBatch(Pace):
             self.held_blocks += len(self._always)
             return
         self.held_blocks += len(self._due)
-        self._grow_at.setdefault(self.pace + self.block_size, []).extend(self._due)
+        self._grow.note(self.block_size, self._due)
 
     def filling(self) -> list[Request]:
         """Return the members whose row in the step being planned fills a block, in admission order."""
-        if self.pace not in self._fill_at:
+        if not self._fill.today:
             return []
-        due = self._current(self._fill_at[self.pace])
-        self._fill_at.setdefault(self.pace + self.block_size, []).extend(due)
+        due = self._current(self._fill.today)
+        self._fill.note(self.block_size, due)
         return [stay.request for stay in due]
 
     def ending(self) -> list[Request]:
         """Return the members whose declared last token is sampled in the step being planned, in admission order."""
-        return [stay.request for stay in self._current(self._end_at[self.pace])] if self.pace in self._end_at else []
+        return [stay.request for stay in self._current(self._end.today)] if self._end.today else []
 
     def completion(self, step: int) -> list[Completion]:
         """Return the rows of `step` whose requests have left the decode batch since it was planned."""
-        return self._late.pop(step) if step in self._late else []
+        return self._late.pop(step) if self._late and step in self._late else []
 
     def commit(self, *, resting: bool = False) -> None:
         """Record that the step is planned."""
-        if not resting:
-            _forget(self._grow_at, self.pace)
-            _forget(self._fill_at, self.pace)
-            _forget(self._end_at, self.pace)
         self.advance(resting=resting)
-        if self._long_at:
-            self.long += len(self._current(self._long_at.get(self.pace)))
-            _forget(self._long_at, self.pace)
+        if not resting:
+            self._grow.turn()
+            self._fill.turn()
+            self._end.turn()
+            if self.long_tokens:
+                self._cross.turn()
+                self.long += len(self._current(self._cross.today))
 
-    def _current(self, noted: list[Stay] | None) -> list[Stay]:
+    def _current(self, noted: list[Stay]) -> list[Stay]:
         """Return those stays that have not ended since they were noted, in admission order."""
         current: list[Stay] = []
         newest, ordered = -1, True
-        for stay in noted or ():
-            if stay.request.batch is self and stay.request.since == stay.since:
-                ordered = ordered and stay.order > newest
-                newest = stay.order
+        for stay in noted:
+            request, order = stay.request, stay.order
+            if request.batch is self and request.since == stay.since:
+                ordered = ordered and order > newest
+                newest = order
                 current.append(stay)
         if not ordered:
             current.sort(key=by_order)
@@ -235,9 +259,3 @@ class DecodeBatch(Pace):
         assert self.longest == max((r.computed for r in self), default=0), self.longest
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.batch is self for r in self)
-
-
-def _forget(calendar: Calendar, pace: int) -> None:
-    """Forget what was noted for a pace that is over."""
-    if pace in calendar:
-        del calendar[pace]

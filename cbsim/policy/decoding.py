@@ -15,6 +15,7 @@ rows, blocks and tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from cbsim.kv.blocks import BlockPool, Replaced
 from cbsim.kv.keys import Keys
@@ -36,10 +37,11 @@ from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
 from cbsim.policy.value import replace
 
-NO_TRANSFERS: tuple[tuple[Transfer, ...], tuple[int, ...]] = ((), ())
-Scheduled = tuple[list[RequestSpec], list[RequestSpec], int, int, int]
+NO_TRANSFERS: Final[tuple[tuple[Transfer, ...], tuple[int, ...]]] = ((), ())
+Scheduled = tuple[tuple[Chunk, ...], list[RequestSpec], list[RequestSpec], int, int, int]
 """The listed rows of a step: requests that join or sample a declared last token, tokens, blocks, new blocks."""
-NOTHING: Scheduled = [], [], 0, 0, 0
+NOTHING: Final[Scheduled] = (), [], [], 0, 0, 0
+ALL: Final[dict[RequestSpec, int]] = {}  # guesses came true
 
 
 class Decoding:
@@ -75,7 +77,7 @@ class Decoding:
         self._keys = keys or Keys(pool)
         self._together, self._lookahead, self._wastes_chunks = together, lookahead, wastes_chunks
         self._by_arrival = by_arrival
-        self._observer = observer
+        self._observer, self._observed = observer, observer is not NULL_OBSERVER
         self._admissions = 0  # or arrivals, if they give the order
         self._growing: list[Request] | None = None  # members that need a block, once they have been looked up
         self._grown: list[RequestSpec] = []
@@ -227,12 +229,11 @@ class Decoding:
         resting = self._resting
         ending = [] if resting else members.ending()
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
-        joined, ends, tokens, table_blocks, new_blocks = listed
+        chunks, joined, ends, tokens, table_blocks, new_blocks = listed
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        listed_rows = tuple(rows.values()) if rows else ()
-        work = StepWork(listed_rows, lead, decodes, context, longest, tokens, fast_decode=fast_decode, drafts=drafts)
+        work = StepWork(chunks, lead, decodes, context, longest, tokens, fast_decode=fast_decode, drafts=drafts)
         table_blocks += 0 if resting else members.held_blocks
         if pool.groups:
             new_blocks = pool.fresh
@@ -240,15 +241,11 @@ class Decoding:
             new_blocks += arriving(transfers, [preempted.spec for preempted in self.preempted])
         new_blocks += len(self._grown)
         counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
-        plan = StepPlan(members.planned, work, self._changes(joined, ends), counts, transfers, awaited, tables=tables)
+        changes = self._take_changes(joined, ends)
+        plan = StepPlan(members.planned, work, changes, counts, transfers, awaited, tables=tables)
         members.commit(resting=resting)
         self._decodes, self._filling, self._resting = 0, [], False
-        if plan.changes is not UNDISTURBED:
-            self._grown, self.grown_blocks = [], []
-            self._left.clear()
-            self.ended.clear()
-            self.preempted.clear()
-            self._replaced.clear()
+        if joined or ending:
             self._move(joined, ending)
         return plan
 
@@ -259,21 +256,28 @@ class Decoding:
         self.transfers, self.awaited = [], []
         return taken
 
-    def _changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
+    def _take_changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
-        grown, left, ended, preempted, replaced = self._grown, self._left, self.ended, self.preempted, self._replaced
-        if not (grown or joined or left or ends or ended or preempted or replaced):
-            return UNDISTURBED
-        return StepChanges(
-            tuple(grown),
-            tuple(self.grown_blocks) if grown else (),
+        grown, blocks, left, ended = tuple(self._grown), tuple(self.grown_blocks), self._left, self.ended
+        if grown:
+            self._grown, self.grown_blocks = [], []
+        if not (joined or left or ends or ended or self.preempted or self._replaced):
+            return StepChanges(grown, blocks) if grown else UNDISTURBED
+        changes = StepChanges(
+            grown,
+            blocks,
             tuple(joined),
             tuple(left),
             tuple(ends),
             tuple(ended),
-            tuple(preempted),
-            replaced=tuple(replaced),
+            tuple(self.preempted),
+            replaced=tuple(self._replaced),
         )
+        left.clear()
+        ended.clear()
+        self.preempted.clear()
+        self._replaced.clear()
+        return changes
 
     def _schedule_rows(self, rows: dict[Request, Chunk], lead: int, ending: list[Request]) -> Scheduled:
         """Advance the requests of the listed rows; note the step's rows that do more than count on completion."""
@@ -282,9 +286,11 @@ class Decoding:
         joined: list[RequestSpec] = []
         ends = [request.spec for request in ending]
         noted: list[Completion] = []
+        chunks: list[Chunk] = []
         first = tokens = table_blocks = new_blocks = 0  # `first`: how many of the noted come before the members
         for position, (request, row) in enumerate(rows.items()):
             outputs, end = row.outputs, row.start + row.tokens
+            chunks.append(row)
             tokens += row.tokens
             table_blocks += pool.allocated(request)
             new_blocks += len(row.blocks) - pool.blocks_for(row.start if row.admitted else 0)
@@ -301,7 +307,7 @@ class Decoding:
         members = self._members_noted(ending)
         if noted or members:
             self._noted[self.batched.planned] = noted[:first], members, noted[first:]
-        return joined, ends, tokens, table_blocks, new_blocks
+        return tuple(chunks), joined, ends, tokens, table_blocks, new_blocks
 
     def _members_noted(self, ending: list[Request]) -> list[Completion]:
         if not (ending or self._filling):
@@ -322,11 +328,11 @@ class Decoding:
 
     def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """Apply the result of the oldest step in flight: deliver tokens, `end` finished requests in row order."""
-        step, completions = plan.step, self._collect(plan.step, result)
+        step, stopped = plan.step, [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        completions = self._collect(step, result, stopped)
         if not completions:
             return UNCHANGED
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
-        accepted = dict(result.accepted)
+        accepted = dict(result.accepted) if result.accepted else ALL
         received: list[RequestSpec] = []
         finished: list[tuple[RequestSpec, Finish]] = []
         wasted = 0
@@ -344,7 +350,7 @@ class Decoding:
                 finished += self._ends(request, end)
         return Outcome(tuple(received), tuple(finished), wasted)
 
-    def _collect(self, step: int, result: StepResult) -> list[Completion]:
+    def _collect(self, step: int, result: StepResult, stopped: list[Request]) -> list[Completion]:
         """Return the rows of the oldest step in flight that do more than count, in order."""
         members = self.batched
         assert step == members.updated, (step, members.updated)
@@ -355,7 +361,6 @@ class Decoding:
             self.pool.completed(step)
         if not (notes or late or result.stopped or result.accepted):
             return []
-        stopped = [self.requests[spec] for spec in result.stopped if spec in self.requests]
         completions = in_order(notes or ([], [], []), late, stopped)
         if result.accepted:
             listed = {completion.request.spec for completion in completions}
@@ -372,7 +377,7 @@ class Decoding:
             request.reconcile(completion.short)
         if replaced := self._keys.completed(completion, over):
             self._replaced += replaced
-        if self._observer is not NULL_OBSERVER:
+        if self._observed:
             self._observer.completed(completion, over)
         return over
 
