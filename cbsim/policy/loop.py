@@ -29,13 +29,16 @@ from cbsim.policy.request import Request, RequestSpec, Status
 from cbsim.policy.value import mypyc_attr, value
 
 
-@value(frozen=True)
+@value(init=False)
 class Polled:
     """The answer to `Poll`. `closed`: nothing will ever arrive any more."""
 
-    arrivals: Sequence[RequestSpec] = ()
-    cancels: Sequence[RequestSpec] = ()
-    closed: bool = False
+    def __init__(
+        self, arrivals: Sequence[RequestSpec] = (), cancels: Sequence[RequestSpec] = (), closed: bool = False
+    ) -> None:
+        self.arrivals: Final = arrivals
+        self.cancels: Final = cancels
+        self.closed: Final = closed
 
 
 @value(frozen=True)
@@ -66,12 +69,13 @@ class Await:
         self.cancels: Final = cancels
 
 
-@value(frozen=True)
+@value(init=False)
 class Completed:
     """The answer to `Await`."""
 
-    result: StepResult
-    cancels: Sequence[RequestSpec] = ()
+    def __init__(self, result: StepResult, cancels: Sequence[RequestSpec] = ()) -> None:
+        self.result: Final = result
+        self.cancels: Final = cancels
 
 
 @value(init=False)
@@ -92,6 +96,7 @@ Effect = Poll | Launch | Idle | Await | Applied | Refused
 POLL: Final = Poll()
 WAIT: Final = Poll(wait=True)
 IDLE: Final = Idle()
+NONE: Final[list[Refused]] = []
 
 
 class Limits(NamedTuple):
@@ -229,17 +234,21 @@ def _over(scheduler: object, stuck: str) -> DeadlockError:
 def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     """Run `scheduler` until its arrivals are closed and everything has ended. Raises DeadlockError."""
     in_flight: InFlight = deque()
-    standstill = Standstill()
-    stalled = False
-    while True:
-        polled: Polled = yield _poll(scheduler, in_flight, stalled)
-        if polled.arrivals or polled.cancels:
-            yield from _admit(scheduler, polled)
-        if polled.closed and _must_wait(scheduler, in_flight):
-            break
-        idle = scheduler.idle
+    standstill, awaits_when_idle = Standstill(), scheduler.awaits_when_idle
+    polls_before_update = scheduler.polls_before_update
+    stalled = closed = False
+    while in_flight or not closed:
+        idle = closed or scheduler.idle
+        if not closed:
+            waits = stalled or (idle and not (in_flight and awaits_when_idle))
+            polled: Polled = yield WAIT if waits else POLL
+            if polled.arrivals or polled.cancels:
+                yield from _admit(scheduler, polled)
+                idle = scheduler.idle
+            closed = polled.closed and idle and not (in_flight and awaits_when_idle)
         plan = None if idle else scheduler.schedule()
-        yield from _refusals(scheduler)
+        if refused := _refusals(scheduler):
+            yield from refused
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if _may_go_on(scheduler, in_flight, depth):
@@ -249,27 +258,15 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         stalled = not (in_flight or idle)
         if stalled and polled.closed:
             raise _over(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
-        if _must_await(scheduler, in_flight, idle):
+        if in_flight and (closed or not idle or awaits_when_idle):
             plan, ticket = in_flight.popleft()
-            yield from _complete(scheduler, plan, ticket, standstill)
-    while in_flight:
-        plan, ticket = in_flight.popleft()
-        yield from _complete(scheduler, plan, ticket, standstill)
+            completed: Completed = yield Await(plan, ticket, polls_before_update)
+            if completed.cancels:
+                _cancel(scheduler, completed.cancels)
+            outcome = scheduler.update(plan, completed.result)
+            yield Applied(plan, outcome)
+            standstill.applied(scheduler, plan, completed.result, outcome)
     _over(scheduler, "")
-
-
-def _must_wait(scheduler: Scheduler, in_flight: InFlight) -> bool:
-    """True if there is nothing to plan and nothing to await until something arrives."""
-    return scheduler.idle and not (in_flight and scheduler.awaits_when_idle)
-
-
-def _poll(scheduler: Scheduler, in_flight: InFlight, stalled: bool) -> Poll:
-    return WAIT if stalled or _must_wait(scheduler, in_flight) else POLL
-
-
-def _must_await(scheduler: Scheduler, in_flight: InFlight, idle: bool) -> bool:
-    """True if the oldest step in flight has to be awaited before the next poll."""
-    return bool(in_flight) and (not idle or scheduler.awaits_when_idle)
 
 
 def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
@@ -284,27 +281,20 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
             yield Refused(spec, reason)
         else:
             scheduler.add(spec)
-    for spec in polled.cancels:
-        scheduler.cancel(spec)
+    _cancel(scheduler, polled.cancels)
     yield from _refusals(scheduler)
 
 
-def _refusals(scheduler: Scheduler) -> Sequence[Refused]:
+def _cancel(scheduler: Scheduler, specs: Sequence[RequestSpec]) -> None:
+    for spec in specs:
+        scheduler.cancel(spec)
+
+
+def _refusals(scheduler: Scheduler) -> list[Refused]:
     """Take the requests that a scheduler has refused since they were added."""
     refused: list[tuple[RequestSpec, str]] | None = getattr(scheduler, "refused", None)  # it may do without
     if not refused:
-        return ()
+        return NONE
     taken = [Refused(*each) for each in refused]
     refused.clear()
     return taken
-
-
-def _complete(
-    scheduler: Scheduler, plan: StepPlan, ticket: Any, standstill: Standstill
-) -> Generator[Effect, Any, None]:
-    completed: Completed = yield Await(plan, ticket, scheduler.polls_before_update)
-    for spec in completed.cancels:
-        scheduler.cancel(spec)
-    outcome = scheduler.update(plan, completed.result)
-    yield Applied(plan, outcome)
-    standstill.applied(scheduler, plan, completed.result, outcome)

@@ -188,7 +188,8 @@ class StepChanges:
         self.replaced: Final = replaced
 
 
-NO_WORK, UNDISTURBED = StepWork(), StepChanges()
+NO_WORK: Final = StepWork()
+UNDISTURBED: Final = StepChanges()
 
 
 @value(init=False)
@@ -216,7 +217,7 @@ class StepCounts:
         self.cached_blocks: Final = cached_blocks
 
 
-NO_COUNTS = StepCounts()
+NO_COUNTS: Final = StepCounts()
 
 
 @value(init=False)
@@ -250,7 +251,7 @@ class StepPlan:
         self.tables: Final = tables
 
 
-@value(frozen=True)
+@value(init=False)
 class StepResult:
     """The result of a step. `stopped` are the requests that sampled a stop token. `moved` are the jobs of transfers
     that are over since the result before. `parents` are the texts of ranked groups that go on with another one's text,
@@ -261,15 +262,24 @@ class StepResult:
     tokens behind rows for which there are fewer than the plan proposes.
     """
 
-    stopped: tuple[RequestSpec, ...] = ()
-    moved: tuple[int, ...] = ()
-    parents: tuple[tuple[RequestSpec, RequestSpec], ...] = ()
-    broken: tuple[int, ...] = ()
-    accepted: tuple[tuple[RequestSpec, int], ...] = ()
-    drafted: tuple[tuple[RequestSpec, int], ...] = ()
+    def __init__(
+        self,
+        stopped: tuple[RequestSpec, ...] = (),
+        moved: tuple[int, ...] = (),
+        parents: tuple[tuple[RequestSpec, RequestSpec], ...] = (),
+        broken: tuple[int, ...] = (),
+        accepted: tuple[tuple[RequestSpec, int], ...] = (),
+        drafted: tuple[tuple[RequestSpec, int], ...] = (),
+    ) -> None:
+        self.stopped: Final = stopped
+        self.moved: Final = moved
+        self.parents: Final = parents
+        self.broken: Final = broken
+        self.accepted: Final = accepted
+        self.drafted: Final = drafted
 
 
-NOTHING_STOPPED = StepResult()
+NOTHING_STOPPED: Final = StepResult()
 
 
 @value(init=False)
@@ -284,7 +294,7 @@ class Outcome:
         self.wasted_rows: Final = wasted_rows
 
 
-UNCHANGED = Outcome((), (), 0)
+UNCHANGED: Final = Outcome((), (), 0)
 
 
 class Row(NamedTuple):
