@@ -60,12 +60,12 @@ class CpuCost:
 
     def __init__(self, phases: Mapping[str, PhaseCost]) -> None:
         self._coefficients = [phases.get(name, PhaseCost()) for name in PHASES]
-        schedule, prepare, launch, update = [round(c.base) for c in self._coefficients]
-        self._base = schedule, prepare, launch, update
+        self._base = tuple([round(c.base) for c in self._coefficients])
         self._by_rows = not any(any(c[2:]) for c in self._coefficients)
-        self._known: dict[int, tuple[int, int, int, int]] = {}  # by rows, if nothing else matters
+        self._known: dict[int, tuple[int, ...]] = {}  # by rows, if nothing else matters
 
-    def __call__(self, plan: StepPlan | None) -> tuple[int, int, int, int]:
+    def __call__(self, plan: StepPlan | None) -> tuple[int, ...]:
+        """Return the nanoseconds of the four phases."""
         if plan is None:
             return self._base
         work = plan.work
@@ -81,8 +81,8 @@ class CpuCost:
 
     def _evaluate(
         self, rows: int, tokens: int = 0, blocks: int = 0, chunks: int = 0, changes: int = 0, drafts: int = 0
-    ) -> tuple[int, int, int, int]:
-        schedule, prepare, launch, update = [
+    ) -> tuple[int, ...]:
+        phases = [
             round(
                 c.base
                 + c.per_request * rows
@@ -94,7 +94,7 @@ class CpuCost:
             )
             for c in self._coefficients
         ]
-        return schedule, prepare, launch, update
+        return tuple(phases)
 
 
 def nanoseconds(settings: object, *terms: str) -> list[float]:

@@ -8,7 +8,7 @@ find them, and afterwards only the owner can.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cbsim.kv.free_lists import CachedLast, FreeList, FreeQueue
 from cbsim.policy.groups import LayerGroup, TableChange
@@ -41,7 +41,7 @@ class Lookup:
         self.idle = idle
 
 
-NEVER_ASKED = Lookup(None, 0, [], set(), 0)
+NEVER_ASKED: Final = Lookup(None, 0, [], set(), 0)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -58,7 +58,7 @@ class BlockPool:
         self.groups: tuple[LayerGroup, ...] = ()  # of layers with tables of their own; those that rows do not list
         self.fresh = 0  # with groups: blocks that the newest plan hands out
         self._free = free
-        self._observer = observer
+        self._observer, self._observed = observer, observer is not NULL_OBSERVER
         self._index: dict[int, int | dict[int, None]] = {}  # key -> block, or the blocks that have it, oldest first
         self._key_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}  # of blocks with a key, or several owners; any other block in use has one owner
@@ -146,28 +146,29 @@ class BlockPool:
 
     def grow(self, request: Request, count: int) -> list[int]:
         """Add `count` fresh blocks to a table; their former content is evicted."""
-        observer = self._observer
-        if observer is not NULL_OBSERVER:
-            observer.growing(request, count)
+        if self._observed:
+            self._observer.growing(request, count)
         blocks = self._free.take(count)
         if self._key_of:
             for block in blocks:
                 self._forget(block)
-        self.tables.setdefault(request, []).extend(blocks)
-        if observer is not NULL_OBSERVER:
-            observer.grew(request, blocks)
+        table = self.tables.setdefault(request, [])
+        table += blocks
+        if self._observed:
+            self._observer.grew(request, blocks)
         return blocks
 
     def grow_each(self, requests: list[Request]) -> list[int]:
         """Add a fresh block to the table of each of `requests`, in order; each has a table."""
-        if self._observer is not NULL_OBSERVER:
+        if self._observed:
             return [self.grow(request, 1)[0] for request in requests]
         blocks = self._free.take(len(requests))
         tables = self.tables
         for i in range(len(blocks)):
             tables[requests[i]].append(blocks[i])
-            if self._key_of:
-                self._forget(blocks[i])
+        if self._key_of:
+            for block in blocks:
+                self._forget(block)
         return blocks
 
     def find(self, request: Request) -> list[int]:

@@ -56,17 +56,17 @@ class FreeQueue:
 
     def _next(self, count: int) -> list[int]:
         """Return the next entries, dead or alive; fewer if there are no more."""
-        top = self._top
+        top, first = self._top, self._head
         self._top = least = max(0, top - count)
-        entries = self._stack[least:top]
-        entries.reverse()
-        if len(entries) < count:
-            queue, first = self._queue, self._head
-            self._head = first + count - len(entries)
-            entries += queue[first : self._head]
-            if self._head > len(queue) // 2:
-                del queue[: self._head]
-                self._head = 0
+        self._head = end = first + count - (top - least)
+        entries = self._queue[first:end]
+        if top:
+            front = self._stack[least:top]
+            front.reverse()
+            entries = front + entries if end > first else front
+        if end > len(self._queue) // 2:
+            del self._queue[:end]
+            self._head = 0
         return entries
 
     def _bury(self, block: int) -> bool:
@@ -81,8 +81,9 @@ class FreeQueue:
         if self._unhashed_first:
             self._stack[self._top :] = blocks[hashed:]
             self._top = len(self._stack)
-            blocks = blocks[:hashed]
-        self._queue.extend(reversed(blocks))
+            self._queue += blocks[hashed - 1 :: -1] if hashed else ()
+        else:
+            self._queue += blocks[::-1]
 
     def pick(self, block: int) -> None:
         self.free -= 1

@@ -10,7 +10,7 @@ compute; awaiting blocks the CPU until that copy has ended, and for the time it 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import simpy
 
@@ -27,8 +27,8 @@ from cbsim.workload import requests
 from cbsim.workload.acceptance import Acceptance
 from cbsim.workload.requests import Parents
 
-LONGEST_NS = 1 << 61  # 73 years: later times would not fit their columns
-NO_NEWS = Completed(NOTHING_STOPPED)
+LONGEST_NS: Final = 1 << 61  # 73 years: later times would not fit their columns
+NO_NEWS: Final = Completed(NOTHING_STOPPED)
 
 
 class Machine:

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
+from typing import Final
 
 from librt.strings import BytesWriter, read_i64_le, write_i64_le
 
 from cbsim.policy.plan import StepPlan
 
-MANY = 64  # numbers from which on it is faster to write them together
-_EMPTY = blake2b(digest_size=8)
+MANY: Final = 64  # numbers from which on it is faster to write them together
+_EMPTY: Final = blake2b(digest_size=8)
 
 
 def digest(plan: StepPlan) -> int:
@@ -88,9 +89,8 @@ def _write_items(out: BytesWriter, plan: StepPlan) -> None:
         numbers = [0] * (2 * len(changes.grown))
         numbers[::2], numbers[1::2] = [spec.index for spec in changes.grown], changes.blocks
         out.write(pack(f"<{len(numbers)}q", *numbers))
-    for group in (changes.joined, changes.left, changes.ends, changes.ended):
-        for spec in group:
-            write_i64_le(out, spec.index)
+    for spec in changes.joined + changes.left + changes.ends + changes.ended:
+        write_i64_le(out, spec.index)
     for spec, lost_tokens, count in changes.preempted:
         write_i64_le(out, spec.index)
         write_i64_le(out, lost_tokens)

@@ -10,7 +10,7 @@ from bisect import insort_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from cbsim.policy.loop import Polled, Scheduler
 from cbsim.policy.plan import StepPlan
@@ -18,7 +18,7 @@ from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import IN_ORDER
 from cbsim.record.record import Record
 
-NEVER_NS = (1 << 62) - 1  # later than any time, and quick to compare: a compiled integer of one word
+NEVER_NS: Final = (1 << 62) - 1  # later than any time, and quick to compare: a compiled integer of one word
 
 
 class Client(Protocol):
@@ -128,7 +128,8 @@ class Inbox(Arrivals):
             self.put(follower)
 
 
-OPEN, CLOSED = Polled(), Polled(closed=True)
+OPEN: Final = Polled()
+CLOSED: Final = Polled(closed=True)
 
 
 def note_admissions(record: Record, scheduler: Scheduler, plan: StepPlan) -> None:

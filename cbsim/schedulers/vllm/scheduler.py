@@ -56,6 +56,8 @@ class VllmScheduler(SchedulerBase):
         if o.preemption_mode == "swap":
             self.waiting = self.swapping = Swapping(self.decoding, self.waiting, o.host_blocks)
         self._caches = o.enable_prefix_caching
+        self._seats, self._tokens = o.max_num_seqs, o.max_num_batched_tokens
+        self._long_prefill, self._interval = o.long_prefill_token_threshold, o.prefill_schedule_interval
         self._longest_row = min(o.max_num_batched_tokens, o.long_prefill_token_threshold or o.max_num_batched_tokens)
         self._redoes = o.hands_on  # rows in flight of a victim are not delivered, but computed once more
         self._watermark = int(o.watermark * o.num_blocks)
@@ -110,8 +112,7 @@ class VllmScheduler(SchedulerBase):
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
-        budget = self.options.max_num_batched_tokens - self._slots
-        step = Step(budget, self._threshold(), self._defers_prefill())
+        step = Step(self._tokens - self._slots, self._threshold(), self._defers_prefill())
         decoding, transfers = self.decoding, self.transfers
         self.pool.begin()
         if self._undisturbed(step):
@@ -144,8 +145,7 @@ class VllmScheduler(SchedulerBase):
 
     def _threshold(self) -> int:
         """Return the most tokens that a request may prefill in this step, 0 for no limit."""
-        o = self.options
-        threshold = o.long_prefill_token_threshold
+        o, threshold = self.options, self._long_prefill
         if not threshold or not self._new:
             return threshold
         present = self._present()
@@ -154,10 +154,9 @@ class VllmScheduler(SchedulerBase):
         return max(threshold, o.max_num_batched_tokens // present) if o.adaptive_long_prefill_threshold else threshold
 
     def _defers_prefill(self) -> bool:
-        interval = self.options.prefill_schedule_interval
-        due = self._executed + 1 - self._last_prefill >= interval
+        due = self._executed + 1 - self._last_prefill >= self._interval
         if self.waves is not None:
-            due = self.waves.next % interval == 0  # so that all prefill in the same step
+            due = self.waves.next % self._interval == 0  # so that all prefill in the same step
         if due or self._capacity_bound:
             return False
         return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
@@ -247,7 +246,7 @@ class VllmScheduler(SchedulerBase):
         and have a row in flight.
         """
         passed_over: list[Request] = []
-        while self.waiting and step.budget > 0 and len(self.running) < self.options.max_num_seqs:
+        while self.waiting and step.budget > 0 and len(self.running) < self._seats:
             request = self.waiting.head()
             if self._rows.get(request, -1) >= self.decoding.batched.updated:
                 passed_over.append(self.waiting.pop())
