@@ -127,7 +127,7 @@ class KeysWhenCompleted(Keys):
         return max(0, (row.start + row.tokens) // self.pool.block_size - request.hashed)
 
     def completed(self, completion: Completion, over: bool) -> list[Replaced]:
-        return self.merge(completion.request, completion.reach // self.pool.block_size) if completion.fills else []
+        return self.merge(completion.request, completion.end // self.pool.block_size) if completion.fills else []
 
     def merge(self, request: Request, blocks: int) -> list[Replaced]:
         """Give the first `blocks` blocks of a request their keys."""

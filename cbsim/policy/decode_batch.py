@@ -67,19 +67,12 @@ class Completion:
     """A row in flight that will change more than a count when it comes back."""
 
     def __init__(
-        self,
-        request: Request,
-        epoch: int,
-        outputs: int,
-        reach: int = 0,
-        fills: int = 0,
-        short: int = 0,
-        order: int = -1,
+        self, request: Request, epoch: int, outputs: int, end: int = 0, fills: int = 0, short: int = 0, order: int = -1
     ) -> None:
         self.request: Final = request
         self.epoch: Final = epoch  # the request's epoch when the row was planned
         self.outputs: Final = outputs  # output tokens that it may yield
-        self.reach: Final = reach  # tokens computed once it has completed
+        self.end: Final = end  # tokens computed once it has completed
         self.fills: Final = fills  # blocks it fills, if it yields them all
         self.short: Final = short  # outputs that it did not yield
         self.order: Final = request.order if order < 0 else order  # in the admission order, when it was noted

@@ -259,19 +259,13 @@ class Decoding:
     def _take_changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
         grown, blocks, left, ended = tuple(self._grown), tuple(self.grown_blocks), self._left, self.ended
+        preempted, replaced = tuple(self.preempted), tuple(self._replaced)
         if grown:
             self._grown, self.grown_blocks = [], []
-        if not (joined or left or ends or ended or self.preempted or self._replaced):
+        if not (joined or left or ends or ended or preempted or replaced):
             return StepChanges(grown, blocks) if grown else UNDISTURBED
         changes = StepChanges(
-            grown,
-            blocks,
-            tuple(joined),
-            tuple(left),
-            tuple(ends),
-            tuple(ended),
-            tuple(self.preempted),
-            replaced=tuple(self._replaced),
+            grown, blocks, tuple(joined), tuple(left), tuple(ends), tuple(ended), preempted, replaced=replaced
         )
         left.clear()
         ended.clear()
@@ -414,7 +408,7 @@ class Decoding:
         tokens = min(1 + true, request.last - request.seen)
         request.receive(step, tokens)
         short = outputs - tokens
-        return replace(completion, short=short, reach=completion.reach - short) if short else completion
+        return replace(completion, short=short, end=completion.end - short) if short else completion
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free or owned and the members' sums equal a recount."""

@@ -238,35 +238,45 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     polls_before_update = scheduler.polls_before_update
     stalled = closed = False
     while in_flight or not closed:
-        idle = closed or scheduler.idle
         if not closed:
-            waits = stalled or (idle and not (in_flight and awaits_when_idle))
-            polled: Polled = yield WAIT if waits else POLL
+            idle = scheduler.idle
+            polled: Polled = yield WAIT if stalled or _must_wait(in_flight, idle, awaits_when_idle) else POLL
             if polled.arrivals or polled.cancels:
                 yield from _admit(scheduler, polled)
                 idle = scheduler.idle
-            closed = polled.closed and idle and not (in_flight and awaits_when_idle)
+            closed = polled.closed and _must_wait(in_flight, idle, awaits_when_idle)
+            awaits_when_idle |= closed
         plan = None if idle else scheduler.schedule()
-        if refused := _refusals(scheduler):
-            yield from refused
+        yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             if _may_go_on(scheduler, in_flight, depth):
                 continue
         elif not idle:
             yield IDLE
-        stalled = not (in_flight or idle)
-        if stalled and polled.closed:
-            raise _over(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
-        if in_flight and (closed or not idle or awaits_when_idle):
+        stalled = _stalls(scheduler, in_flight, idle, polled.closed)
+        if in_flight and not _must_wait(in_flight, idle, awaits_when_idle):
             plan, ticket = in_flight.popleft()
             completed: Completed = yield Await(plan, ticket, polls_before_update)
-            if completed.cancels:
-                _cancel(scheduler, completed.cancels)
+            _cancel(scheduler, completed.cancels)
             outcome = scheduler.update(plan, completed.result)
             yield Applied(plan, outcome)
             standstill.applied(scheduler, plan, completed.result, outcome)
     _over(scheduler, "")
+
+
+def _must_wait(in_flight: InFlight, idle: bool, awaits_when_idle: bool) -> bool:
+    """True if there is nothing to plan and nothing to await until something arrives."""
+    return idle and not (in_flight and awaits_when_idle)
+
+
+def _stalls(scheduler: Scheduler, in_flight: InFlight, idle: bool, closed: bool) -> bool:
+    """True if requests are left for which no step can be planned. Raises DeadlockError if no others will arrive."""
+    if in_flight or idle:
+        return False
+    if closed:
+        raise _over(scheduler, f"no step can be planned for the requests that are left: {_held(scheduler)}")
+    return True
 
 
 def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
