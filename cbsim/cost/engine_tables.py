@@ -79,16 +79,7 @@ from cbsim.cost.engine_files import (
     select,
     state_of,
 )
-from cbsim.cost.table import (
-    HEAD_DIM,
-    LAUNCHES,
-    Curve,
-    Exchange,
-    KernelTimes,
-    Ladder,
-    Measured,
-    neighbours,
-)
+from cbsim.cost.table import HEAD_DIM, LAUNCHES, Curve, Exchange, KernelTimes, Ladder, Measured, neighbours
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.value import value

@@ -111,12 +111,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        servers: Sequence[Scenario],
-        client: Workload,
-        *,
-        together: bool = True,
-        cost: Cost | None = None,
+        self, servers: Sequence[Scenario], client: Workload, *, together: bool = True, cost: Cost | None = None
     ) -> None:
         self.env, scenario = simpy.Environment(), servers[0]
         cost = cost or (cost_model(scenario) if together else None)

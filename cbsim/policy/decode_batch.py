@@ -42,14 +42,9 @@ class Calendar:
         self._later: dict[int, list[Stay]] = {}
 
     def note(self, ahead: int, stays: list[Stay]) -> None:
-        """Add stays, in a list of their own, for which something is due at the pace `ahead` of the present one."""
-        pace = self._pace + ahead
-        if not ahead:
-            self.today += stays
-        elif pace in self._later:
-            self._later[pace] += stays
-        else:
-            self._later[pace] = stays
+        """Add stays for which something is due at the pace `ahead` of the present one."""
+        due = self._later.setdefault(self._pace + ahead, []) if ahead else self.today
+        due += stays
 
     def turn(self) -> None:
         """Begin the next pace."""

@@ -378,7 +378,9 @@ class Underway:
             self.jobs.pop(job, None)
 
     def _check(self, plan: StepPlan) -> None:
-        read, written = self._blocks()
+        transfers = [transfer for group in self.jobs.values() for transfer in group]
+        read = {at for one in transfers for at in one.read}
+        written = {at for one in transfers for at in one.written}
         targets = {(DEVICE, block) for block in plan.changes.blocks}
         needed: set[Place] = set()
         for chunk in plan.work.chunks:
@@ -392,8 +394,3 @@ class Underway:
             raise AssertionError((plan.step, "handed out under a transfer", taken))
         if early := needed & written:
             raise AssertionError((plan.step, "read before a transfer has written them", early))
-
-    def _blocks(self) -> tuple[set[Place], set[Place]]:
-        """Return the places that the transfers under way read, and those that they write."""
-        transfers = [transfer for group in self.jobs.values() for transfer in group]
-        return {at for one in transfers for at in one.read}, {at for one in transfers for at in one.written}

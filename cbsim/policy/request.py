@@ -9,11 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from enum import Enum
 from operator import itemgetter
-from typing import Final
 
 from cbsim.policy.value import replace, value
 
-EVERY_BLOCK: Final = 1 << 60
+EVERY_BLOCK = 1 << 60
 MOST_STRETCHES = 4096  # of steps, from which on it is worth while to forget some
 first_step = itemgetter(0)
 
@@ -156,7 +155,7 @@ class Pace:
         """Return [first step, steps] in which rows have come back from step `since` on."""
         first = bisect_right(self._went, since, key=first_step) if self._went else 0
         result = self._went[first:]
-        if first and (end := _end(self._went[first - 1])) > since:
+        if first and (end := sum(self._went[first - 1])) > since:
             result.insert(0, [since, end - since])
         if self.updated > (start := max(since, self._since)):
             result.append([start, self.updated - start])
@@ -297,7 +296,7 @@ class Request:
             raise self._broken(f"gets a token of step {step} of its own, and decodes with others")
         self._seen += tokens
         self._scheduled = max(self._scheduled, self._seen)
-        if tokens and self.runs and _end(self.runs[-1]) == step:
+        if tokens and self.runs and self.runs[-1][0] + self.runs[-1][1] == step:
             self.runs[-1][1] += 1
             tokens -= 1
         self.runs += [[step, 1] for _ in range(tokens)]
@@ -370,13 +369,8 @@ class Request:
         self.status, self.finish, self.keeps_blocks = Status.FINISHED, reason, keeps_blocks
 
 
-def _end(run: list[int]) -> int:
-    """Return the first step behind [first step, steps]."""
-    return run[0] + run[1]
-
-
 def joined(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
     """Return [first step, steps] of both, which follow each other."""
-    if runs and more and _end(runs[-1]) == more[0][0]:
+    if runs and more and runs[-1][0] + runs[-1][1] == more[0][0]:
         return [*runs[:-1], [runs[-1][0], runs[-1][1] + more[0][1]], *more[1:]]
     return [*runs, *more]
