@@ -5,7 +5,7 @@ import sys
 
 from cbsim.errors import entry
 
-gc.set_threshold(50_000)  # most objects of a start stay, and would be searched time and again
+gc.set_threshold(500_000)  # a start leaves hundreds of thousands of objects, which would be searched time and again
 status = entry("cbsim.cli.parser")
 gc.freeze()  # at exit Python searches all objects for cycles, which takes a tenth of a second
 sys.exit(status)

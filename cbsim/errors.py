@@ -77,6 +77,10 @@ class ServerError(UserError):
     exit_status = ERROR
 
 
+class PolicyError(RunError):
+    """An error of a scheduler that is not ours. The message has its name, the step and the reason."""
+
+
 class DeadlockError(RunError):
     """An error of a scheduler whose requests get no further, for ever. The message says which, and what they lack."""
 

@@ -17,10 +17,10 @@ import pandas as pd
 from analysis.statistics import labels
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import flat
+from cbsim.record.environment import SIMULATED
 from cbsim.record.record import HANDED_OFF, STEP_COLUMNS, RequestRow
 from cbsim.record.tables import RUNS, TEXTS, Requests, RequestTable, Steps, token_times
 from cbsim.runs import reading
-from cbsim.runs.reading import SIMULATED
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queue_s", "prefill_s", "decode_s")
 VERDICT = "replay.json"

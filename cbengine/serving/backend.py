@@ -23,13 +23,12 @@ from cbengine.sampling import MASK, Sampling, request_seed
 from cbengine.sequence import Ids, Sequence
 from cbengine.serving.fleet import Fleet, PostWithPipe, adapted
 from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Reporter
-from cbsim.errors import DeadlockError, ServerError
+from cbsim.errors import DeadlockError, PolicyError, ServerError
 from cbsim.http import listen
 from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream
 from cbsim.http.listen import ServeOptions
 from cbsim.http.tokenizer import Tokenizer, open_tokenizer
 from cbsim.policy.request import RequestSpec
-from cbsim.runs.guard import PolicyError
 from cbsim.runs.running import Maker
 from cbsim.runs.served import Contents, session_of
 from cbsim.scenario.scenario import Scenario

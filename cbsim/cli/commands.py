@@ -16,7 +16,7 @@ from cbsim.cli.sessions import options_of
 from cbsim.errors import ERROR, OK, RunError, ScenarioError
 from cbsim.files import access
 from cbsim.machine.simulate import Simulation
-from cbsim.runs import reading, run_command
+from cbsim.runs import run_command
 from cbsim.scenario import scenario
 
 
@@ -47,7 +47,7 @@ def conformance(arguments: argparse.Namespace) -> int:
 
 def replan(arguments: argparse.Namespace) -> int:
     """Derive recorded plans again; returns 1 if one differs."""
-    from cbsim.runs import replan, routing
+    from cbsim.runs import reading, replan, routing
 
     status = OK
     for path in arguments.runs:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cbsim.draw.chart import Area, Bars, Cells, Chart, Edge, Level, Line, Mark, Panel, Points, Spans, Whiskers
 from cbsim.errors import RunError
@@ -19,9 +20,10 @@ from cbsim.record.directory import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL.Image import Image
 
 WIDTH_IN, DPI = 10.0, 110
-COLOURS = 128  # of a PNG: few enough for a third of the size, enough for smooth edges
+COLOURS = 256  # of a PNG: a third of the size
 OPTIONS: dict[str, Any] = {  # nothing that differs from run to run
     "png": {"dpi": DPI, "metadata": {"Software": None}},
     "svg": {"metadata": {"Date": None, "Creator": None}},
@@ -61,18 +63,32 @@ def images(chart: Chart, *kinds: str) -> list[bytes]:
 
 def _saved(chart: Chart, drawn: Figure, kind: str) -> bytes:
     """Save a figure; a PNG in a palette unless it has cells, whose many colours would leave none for other marks."""
-    from PIL import Image
-
     buffer = io.BytesIO()
     if kind == "png" and not any(isinstance(mark, Cells) for panel in chart.panels for mark in panel.marks):
         canvas: Any = drawn.canvas
         canvas.draw()
-        whole = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-        small = whole.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-        small.save(buffer, "png", optimize=True)
+        _in_palette(np.asarray(canvas.buffer_rgba())).save(buffer, "png", compress_level=7)
     else:
         drawn.savefig(buffer, format=kind, **OPTIONS[kind])
     return buffer.getvalue()
+
+
+def _in_palette(pixels: npt.NDArray[np.uint8]) -> Image:
+    """Return RGBA pixels as an image of the COLOURS that most of them have; others, of edges, get the nearest one. Each
+    run of equal pixels is looked at once: a tenth of the time that a median cut takes.
+    """
+    from PIL import Image
+
+    codes = pixels.view(np.uint32).ravel()
+    starts = np.flatnonzero(np.diff(codes, prepend=~codes[:1]))
+    lengths = np.diff(starts, append=len(codes))
+    distinct, colour = np.unique(codes[starts], return_inverse=True)
+    rgb = distinct.view(np.uint8).reshape(-1, 4)[:, :3].astype(np.int64)
+    palette = rgb[np.argsort(-np.bincount(colour, lengths), kind="stable")[:COLOURS]]
+    nearest = ((rgb[:, None] - palette) ** 2).sum(axis=2).argmin(axis=1).astype(np.uint8)
+    image = Image.fromarray(np.repeat(nearest[colour], lengths).reshape(pixels.shape[:2]))
+    image.putpalette(palette.astype(np.uint8).tobytes())
+    return image
 
 
 def figure(chart: Chart) -> Figure:

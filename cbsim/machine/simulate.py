@@ -23,10 +23,10 @@ from cbsim.policy.captures import CAPTURED, captured_sizes, multiples, vllm_size
 from cbsim.policy.loop import Limits, Scheduler, Waves
 from cbsim.policy.plan import StepPlan
 from cbsim.record.columns import NS
+from cbsim.record.environment import SIMULATED
 from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import acceptance, copies, cost_model, router, scheduler
 from cbsim.runs.inbox import Inbox, no_collections
-from cbsim.runs.reading import SIMULATED
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.scenario.speculation import row_tokens
 from cbsim.workload.requests import Workload

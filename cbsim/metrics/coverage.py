@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbsim.cost import curves
-from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
 from cbsim.scenario.costs import (
@@ -27,6 +25,9 @@ from cbsim.scenario.costs import (
     TableSettings,
 )
 from cbsim.scenario.scenario import Scenario
+
+if TYPE_CHECKING:
+    from cbsim.cost.curves import Source
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
 
@@ -54,6 +55,8 @@ def basis(scenario: Scenario, steps: Steps | None = None) -> str:
 
 
 def _roofline(cost: RooflineSettings, scenario: Scenario, steps: Steps | None) -> str:
+    from cbsim.cost import curves
+
     gpu = scenario.hardware
     if cost.calibrated and cost.calibrated.own:
         return f"data sheet of {gpu.name} and terms {cost.terms}, {_own(cost.calibrated.own)}"
@@ -86,6 +89,8 @@ UNKNOWN = "their error is not known"
 
 def _servers(kind: str) -> str:
     """Return how far off servers of cards that were measured are, predicted by less than is known of them."""
+    from cbsim.cost import curves
+
     cards, of = curves.servers(kind)
     if not cards:
         return UNKNOWN
@@ -93,7 +98,10 @@ def _servers(kind: str) -> str:
     return f"servers of {', '.join(cards)}, predicted so, were off by {tpot} in mean TPOT and {ttft} in mean TTFT"
 
 
-def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | None) -> str:
+def _curves(known: Sequence[Source], scenario: Scenario, steps: Steps | None) -> str:
+    from cbsim.cost import curves
+    from cbsim.cost.table import HEAD_DIM
+
     model, gpu = scenario.model, scenario.hardware
     bounds, cards = curves.errors(known, gpu.name, scenario.gpus), [each.curves["hardware"]["name"] for each in known]
     whose, of, alone = f"efficiency curves of {cards[0]}", "of its kernel tables", ""

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,19 @@ from cbsim.policy.value import running
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "CBSIM_COMMIT"
+SIMULATED = "simulated"  # the device of a run that was not measured
 PACKAGES = (
     *("simpy", "pydantic", "ruamel.yaml", "librt", "numpy", "pyarrow", "matplotlib"),
     *("torch", "triton", "transformers"),
 )
 
 
-def environment(
-    command: str, workload_hash: str, seed: int, process: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the contents of env.json. `process` is the result of `of_process`, if it is known already."""
+def environment(command: str, workload_hash: str, seed: int) -> dict[str, Any]:
+    """Return the contents of env.json."""
     return {
         "command": command,
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        **(of_process() if process is None else process),
+        **of_process(),
         "device": None,
         "driver": None,
         "workload_hash": workload_hash,
@@ -38,8 +38,9 @@ def environment(
     }
 
 
-def of_process() -> dict[str, Any]:
-    """Return the facts of a process: code, interpreter, libraries. It calls git, which takes as long as a run."""
+@cache
+def of_process() -> Mapping[str, Any]:
+    """Return the facts of a process, as they are at its first run: code, interpreter, libraries. It calls git."""
     return {
         "git": git_state(),
         "python": platform.python_version(),

@@ -19,7 +19,6 @@ from cbsim.routers import base
 from cbsim.routers import registry as routers
 from cbsim.routers.base import Router
 from cbsim.routers.scaling import GuardedRule, Rule
-from cbsim.runs.guard import Guarded
 from cbsim.scenario.costs import STAGE_LATENCY_S, LinkSettings
 from cbsim.scenario.fleet import Autoscale
 from cbsim.scenario.scenario import Scenario
@@ -35,6 +34,8 @@ def scheduler(scenario: Scenario, loop: str) -> Scheduler:
     kind, options, name = scenario.kind, scenario.options(loop), scenario.scheduler.name
     if name in registry.OURS:
         return kind.make(options)
+    from cbsim.runs.guard import Guarded
+
     return cast("Scheduler", Guarded(lambda: kind.make(options), name))
 
 

@@ -14,7 +14,7 @@ from functools import wraps
 from types import NoneType
 from typing import Any, TypeVar, cast
 
-from cbsim.errors import RunError
+from cbsim.errors import PolicyError
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.kind import CHECK_POLICY
 from cbsim.policy.loop import Limits, Scheduler, Watched
@@ -26,10 +26,6 @@ FLAGS = dict.fromkeys(("polls_before_update", "awaits_when_idle", "idle"), bool)
 PROMISED = FLAGS | {"pool": BlockPool, "limits": Limits, "requests": Mapping, "waiting": Sized, "running": Sized}
 F = TypeVar("F", bound=Callable[..., Any])
 V = TypeVar("V")
-
-
-class PolicyError(RunError):
-    """An error of a scheduler that is not ours. The message has its name, the step and the reason."""
 
 
 def _named(act: F) -> F:

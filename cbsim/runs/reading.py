@@ -22,13 +22,12 @@ from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, SINGLE, quantities
 from cbsim.metrics.terminal import lookup
 from cbsim.record import directory, invariants, optional_tables, parquet, tables
 from cbsim.record.directory import MARKER, SCHEMA_VERSION, TERMS
+from cbsim.record.environment import SIMULATED
 from cbsim.record.optional_tables import HAND_OFFS, TRANSFERS, Files
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import RequestTable, Steps
 from cbsim.scenario import documents
 from cbsim.scenario.fields import LARGEST_REAL, LARGEST_WHOLE, Form, shown
-
-SIMULATED = "simulated"  # the device of a run that was not measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 
-from cbsim.draw.lane_chart import lanes, of_servers
-from cbsim.draw.render import Picture
 from cbsim.errors import RunError
 from cbsim.files import access
 from cbsim.metrics import catalogue, checks, coverage, metrics
@@ -25,15 +23,17 @@ from cbsim.policy.request import Finish
 from cbsim.policy.transfers import Direction
 from cbsim.record import directory, optional_tables, parquet, timeline
 from cbsim.record.directory import RunWriter
+from cbsim.record.environment import SIMULATED
 from cbsim.record.record import FAILED
 from cbsim.record.tables import Floats, Ints, Mask, Requests, RequestTable, Steps, token_times
-from cbsim.runs import occupancy, reading
-from cbsim.runs.occupancy import Occupancy
-from cbsim.runs.reading import SIMULATED
 from cbsim.scenario import demand
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario, solved_lines
-from cbsim.workload import csv_requests, generators
+from cbsim.workload import generators
+
+if TYPE_CHECKING:
+    from cbsim.draw.render import Picture
+    from cbsim.runs.occupancy import Occupancy
 
 TIMELINE = (0, 2000)  # steps
 BOTH = "figures/sync_above_async.png"
@@ -180,6 +180,8 @@ class Result(Printed):
     @cached_property
     def occupancy(self) -> Occupancy:
         """The use of the KV cache by step; the plans are derived again for it. Raises RunError, ScenarioError."""
+        from cbsim.runs import occupancy, reading
+
         path, files = self.path, None
         if path is None:
             path, files = Path(f"{self.summary['name']} {self.loop}"), self.files
@@ -193,6 +195,8 @@ class Result(Printed):
 
     @property
     def _requests_handed_over(self) -> bytes | None:
+        from cbsim.workload import csv_requests
+
         return self.files.get(csv_requests.file_of(self.scenario))
 
     def check(self, condition: str) -> Verdict:
@@ -327,6 +331,8 @@ class Comparison(Printed):
 
 def read(path: Path | str) -> Result:
     """Read the result of a run directory. Raises RunError, ScenarioError."""
+    from cbsim.runs import reading
+
     run = reading.load(Path(path))
     scenario = scenarios.load(run.path / "scenario.resolved.yaml")
     reading.check_run(run, scenario.loop.mode, fleet=scenario.fleet is not None)
@@ -346,6 +352,9 @@ def figure(results: Sequence[Result]) -> Picture:
     """Draw the lanes of one run, of its first servers at one time; or of several runs on one time axis, of the first
     server each. Raises RunError if one ran no step.
     """
+    from cbsim.draw.lane_chart import lanes, of_servers
+    from cbsim.draw.render import Picture
+
     for result in results:
         if not len(result.step_numbers):
             raise RunError(f"{result.summary['name']}: {result.loop}: no step ran: there is nothing to draw")

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from cbsim.draw import folder
-from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, RunError, ServerError
+from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, PolicyError, RunError, ServerError
 from cbsim.metrics import checks
 from cbsim.record import directory, timeline
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import FAILED, HANDED_OFF, RETRIED
 from cbsim.runs import running
-from cbsim.runs.guard import PolicyError
 from cbsim.runs.progress import Progress
 from cbsim.runs.result import BOTH, LOST, Result, Results
 from cbsim.runs.running import Maker, OnStep, Session, Terms

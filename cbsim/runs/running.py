@@ -28,7 +28,7 @@ from cbsim.runs.inbox import no_collections
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_requests, generators
+from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
 OnStep = Callable[[int], None]
@@ -68,14 +68,13 @@ class Terms:
     """The terms of a run besides its scenario.
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
-    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `process` is the result of
-    environment.of_process, if it is known already. `digests`: whether steps have those of their plans.
+    of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `digests`: whether steps have those of
+    their plans.
     """
 
     command: str
     window_s: tuple[float, float] | None = None
     requests: str | None = None
-    process: Mapping[str, Any] | None = None
     digests: bool = True
 
 
@@ -84,6 +83,8 @@ class Session:
 
     def __init__(self, scenario: Scenario, loop: str, serve: Maker, terms: Terms) -> None:
         if terms.requests is not None:
+            from cbsim.workload import csv_requests
+
             scenario = csv_requests.scenario_of(scenario)
         self.scenario = scenario.model_copy(update={"loop": scenario.loop.model_copy(update={"mode": loop})})
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
@@ -96,7 +97,7 @@ class Session:
             _check_drafts(self.scenario, workload)
         self._terms = terms
         self._pieces: Pieces | None = None
-        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed, terms.process)
+        self._facts = environment.environment(terms.command, workload.fingerprint(), scenario.seed)
         self._facts |= self.server.facts
 
     @property
@@ -148,9 +149,11 @@ class Session:
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
         numbers = metrics.summarise(rows, steps, **self._counted)
         numbers |= self._optional(numbers, rows)
-        requests = self._terms.requests
-        files = {} if requests is None else {csv_requests.file_of(self.scenario): requests.encode()}
-        files |= {**optional_tables.files_of(record), **self.server.files()}
+        files = {**optional_tables.files_of(record), **self.server.files()}
+        if (requests := self._terms.requests) is not None:
+            from cbsim.workload import csv_requests
+
+            files = {csv_requests.file_of(self.scenario): requests.encode()} | files
         environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
         basis = coverage.basis(self.scenario.servers[0], steps)
         environment["step_times"] = "measured" if self.server.measured else basis
@@ -283,7 +286,11 @@ def answer(
     scenario: Scenario, serve: Maker, command: str, requests: Any, window_s: tuple[float, float] | None
 ) -> Result | Results:
     """What the front doors give: the Result of one loop, or the Results of both. `requests`: a table or None."""
-    terms = Terms(command, window_s, None if requests is None else csv_requests.table_text(requests))
+    if requests is not None:
+        from cbsim.workload import csv_requests
+
+        requests = csv_requests.table_text(requests)
+    terms = Terms(command, window_s, requests)
     results = Results(one_loop(scenario, loop, serve, terms) for loop in scenarios.loops(scenario))
     return results if len(results) > 1 else next(iter(results.values()))
 

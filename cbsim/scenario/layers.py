@@ -11,6 +11,8 @@ from pydantic import Field
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario.fields import Frozen, Number, Whole
 
+MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
+
 
 class Matrix(NamedTuple):
     """The weights of a product [tokens, inputs] x [inputs, outputs] on one GPU, and their type."""

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, Field, model_validator
 from cbsim.files import read_json
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import LARGEST_WHOLE, By, Form, Many, complaint, shown
+from cbsim.scenario.layers import MOST_LAYERS
 
 MOST_BYTES = 1_000_000
-MOST_LAYERS = 10_000  # of a model each of whose layers is looked at by itself
 WHOLE, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 DTYPES = ("bfloat16", "float16", "float32")
 

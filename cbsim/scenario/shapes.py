@@ -18,11 +18,10 @@ from cbsim.errors import ScenarioError
 from cbsim.files import until_changed
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.policy.kind import Role, Speculation
-from cbsim.scenario import catalog, documents, pretrained
+from cbsim.scenario import catalog, documents
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Frozen, Many, Number, PerSecond, Real, Text, Whole, complaint, shown
-from cbsim.scenario.layers import FeedForward, Heads, Latent, Layer, Linear, Matrix
-from cbsim.scenario.pretrained import MOST_LAYERS
+from cbsim.scenario.layers import MOST_LAYERS, FeedForward, Heads, Latent, Layer, Linear, Matrix
 
 Shape = TypeVar("Shape", bound=BaseModel)
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_block": 1}
@@ -367,8 +366,11 @@ class Hardware(Frozen):
 def model(name: str, base: Path | None = None) -> ModelShape:
     """Load the model of that name or path. Raises ScenarioError."""
     path = catalog.shape("models", name, base)
-    config = path.suffix == ".json"
-    return Document(str(path), None, pretrained.shape(path)).checked(ModelShape) if config else _named(path, ModelShape)
+    if path.suffix != ".json":
+        return _named(path, ModelShape)
+    from cbsim.scenario import pretrained
+
+    return Document(str(path), None, pretrained.shape(path)).checked(ModelShape)
 
 
 def hardware(name: str, base: Path | None = None) -> Hardware:

@@ -18,21 +18,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.errors import UserError
+from cbsim.errors import PolicyError, UserError
 from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
 from cbsim.metrics import metrics
-from cbsim.record import environment
 from cbsim.record.columns import NS
 from cbsim.runs import progress, running
-from cbsim.runs.guard import PolicyError
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
 from cbsim.scenario import demand
@@ -134,7 +132,7 @@ def work(task: Task) -> Made:
     try:
         scenario = task.scenario
         serve = partial(Repriced, others=task.others) if task.others else Simulation
-        terms = Terms(COMMAND, process=_process(), digests=task.keep != "summary")
+        terms = Terms(COMMAND, digests=task.keep != "summary")
         result = running.one_loop(scenario, scenario.loop.mode, serve, terms)
         if task.warmup:
             result = without(result, task.warmup, COMMAND)
@@ -143,9 +141,6 @@ def work(task: Task) -> Made:
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
     return Made(task.key, files, None, time.perf_counter() - begun)
-
-
-_process = cache(environment.of_process)
 
 
 def _files(result: Result, keep: Keep) -> dict[str, bytes]:

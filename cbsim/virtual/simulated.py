@@ -19,13 +19,12 @@ from itertools import islice
 import numpy as np
 import simpy
 
-from cbsim.errors import DeadlockError, ScenarioError
+from cbsim.errors import DeadlockError, PolicyError, ScenarioError
 from cbsim.http.backend import ERROR, NS, Backend, Generation, Load, Stream, Timing
 from cbsim.http.tokenizer import Tokenizer
 from cbsim.machine.simulate import Simulation
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, RequestSpec
-from cbsim.runs.guard import PolicyError
 from cbsim.runs.served import Contents, session_of, with_one_loop
 from cbsim.scenario.scenario import Scenario
 from cbsim.virtual.clocks import Clock, resolve

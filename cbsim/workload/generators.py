@@ -6,7 +6,7 @@ scheduler, or only in their arrivals, share all other random numbers exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from io import StringIO
@@ -22,7 +22,6 @@ from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.rows import check_memory
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
 from cbsim.workload.requests import Drawn, Ints, Streams, Users, Workload
 
 FILE_FIELDS = ("path", "recorded")  # of a scenario
@@ -35,16 +34,14 @@ def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     of a session's log. Raises ScenarioError if a trace is missing or has a bad row.
     """
     form = scenario.workload
-    if supplied is not None and isinstance(form, demand.Served):
-        return served.parse(Path(served.FILE), supplied.splitlines())
     if supplied is not None:
-        return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
+        return _parsed(form, supplied)
     streams = Streams.of(scenario.seed)
     if (texts := scenario.kind.samples(scenario.scheduler)) > 1:  # of equal length, for beam search
         if not isinstance(form, demand.Synthetic) or form.samples > 1:
             raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
         return _synthetic(form, streams, texts)
-    return BUILDERS[type(form)](form, streams)
+    return _synthetic(form, streams) if isinstance(form, demand.Synthetic) else _read(form, streams)
 
 
 def still(scenario: Scenario) -> bool:
@@ -108,6 +105,8 @@ def draw(length: object, count: int, rng: np.random.Generator, name: str = "work
 
 @until_changed
 def _column(path: Path, name: str) -> Ints:
+    from cbsim.workload import csv_requests
+
     return np.array(csv_requests.lengths(path, columns=(name,)), dtype=np.int64)[:, 0]
 
 
@@ -187,23 +186,36 @@ def _arriving(specs: Sequence[RequestSpec], arrivals: object, rng: np.random.Gen
     return Workload(users, len(specs), follow=follow, terms=terms)
 
 
-def _lengths(form: demand.Lengths, streams: Streams) -> Workload:
-    rows = csv_requests.lengths(catalog.data(form.path), form.limit)
-    times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
-    specs = [traces.spec_of(i, traces.Arrival(times[i], prompt, output)) for i, (prompt, output) in enumerate(rows)]
-    return _arriving(specs, form.arrivals, streams.users)
+def _parsed(form: object, supplied: str) -> Workload:
+    from cbsim.workload import csv_requests, served, traces
+
+    if isinstance(form, demand.Served):
+        return served.parse(Path(served.FILE), supplied.splitlines())
+    return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
 
 
-BUILDERS: dict[type, Callable[[Any, Streams], Workload]] = {
-    demand.Synthetic: _synthetic,
-    demand.Lengths: _lengths,
-    demand.Mooncake: traces.mooncake_workload,
-    demand.Azure: lambda form, _: traces.timed(
-        csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale
-    ),
-    demand.Csv: lambda form, _: csv_requests.workload(form),
-    demand.Golden: lambda form, _: scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit),
-    demand.Agentic: lambda form, _: traces.agentic_workload(form),
-    demand.VllmBench: lambda form, _: vllm_bench.workload(form),
-    demand.Served: lambda form, _: served.read(catalog.data(form.path), form.limit),
-}
+def _read(form: object, streams: Streams) -> Workload:
+    """Read requests that are not drawn. Those that are need none of the readers, which take long to import."""
+    from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
+
+    match form:
+        case demand.Lengths():
+            rows = csv_requests.lengths(catalog.data(form.path), form.limit)
+            times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
+            arrivals = [traces.Arrival(at, prompt, output) for at, (prompt, output) in zip(times, rows, strict=True)]
+            return _arriving(list(map(traces.spec_of, range(len(rows)), arrivals)), form.arrivals, streams.users)
+        case demand.Mooncake():
+            return traces.mooncake_workload(form, streams)
+        case demand.Azure():
+            return traces.timed(csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale)
+        case demand.Csv():
+            return csv_requests.workload(form)
+        case demand.Golden():
+            return scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit)
+        case demand.Agentic():
+            return traces.agentic_workload(form)
+        case demand.VllmBench():
+            return vllm_bench.workload(form)
+        case _:
+            assert isinstance(form, demand.Served), form
+            return served.read(catalog.data(form.path), form.limit)

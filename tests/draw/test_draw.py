@@ -34,6 +34,15 @@ def test_equal_charts_give_equal_bytes() -> None:
     assert render.images(ALL, "png", "svg") == [*render.images(ALL, "png"), *render.images(ALL, "svg")]
 
 
+def test_a_png_has_the_colours_of_most_pixels_and_for_others_the_nearest() -> None:
+    """Areas, lines and letters are exact; of more colours than a palette holds, those of the fewest pixels are not."""
+    shades, rare = [(i, 255 - i, 255, 255) for i in range(render.COLOURS)], [(9, 246, 254, 255), (200, 55, 253, 255)]
+    pixels = np.array([shades, shades, [*rare, *shades[2:]]], np.uint8)
+    drawn = np.asarray(render._in_palette(pixels).convert("RGB"))
+    assert (drawn[:2] == pixels[:2, :, :3]).all()
+    assert drawn[2].tolist() == [list(shades[9][:3]), list(shades[200][:3]), *(list(one[:3]) for one in shades[2:])]
+
+
 def test_the_texts_are_texts() -> None:
     """An SVG can be searched: title, axes, panels, rows, categories and legend are in it as text."""
     text = render.images(ALL, "svg")[0].decode()

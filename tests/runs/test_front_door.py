@@ -52,7 +52,7 @@ def test_importing_loads_nothing_heavy(package: str) -> None:
 
 def test_a_run_needs_no_pandas() -> None:
     """Nor does writing its tables or that of a sweep, as Arrow would by itself: it takes half a second. Asking for a
-    picture may. Arrow's functions take a tenth of a second, and only kernel tables and files that are read need them.
+    picture may, and imports what draws it. Arrow's functions take a tenth of a second, and only kernel tables and files that are read need them.
     """
     program = """
 import cbsim, pathlib, tempfile
@@ -62,7 +62,7 @@ cbsim.sweep({"scenario": "worked_example", "axes": {"seed": [1], "workload.reque
 with RunWriter.at(pathlib.Path(tempfile.mkdtemp())).writing(result.step_numbers, lambda: result._times):
     pass
 """
-    assert not {"pandas", "pyarrow.compute"} & loaded(program)
+    assert not {"pandas", "pyarrow.compute", "matplotlib", "cbsim.draw.chart"} & loaded(program)
 
 
 def test_python_collects_no_garbage_while_a_run_makes_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ pytest.importorskip("uvicorn", reason="clients are served")
 from support.endpoint_calls import listening
 from support.engine import folders
 from support.engine.served import LOOPS
-from support.engine.talking import placed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cbengine.build import Setup
@@ -41,8 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def backend(loop: str, weights: Path | None = None) -> EngineBackend:
     requested = with_one_loop(scenario.load("tiny_cpu", [f"loop.mode={loop}", "model.layers=1", "model.hidden=64"]))
-    with placed():
-        return opened(requested, Setup(device="inline", weights=weights), "python -m cbengine serve tiny_cpu")
+    return opened(requested, Setup(device="inline", weights=weights), "python -m cbengine serve tiny_cpu")
 
 
 @contextlib.asynccontextmanager

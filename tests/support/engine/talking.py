@@ -5,28 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from cbengine.build import Setup, adapted
 from cbengine.serving.backend import EngineBackend
 from cbsim.http.backend import Generation, Stream
-from cbsim.record import environment
 from cbsim.runs import replan
 from cbsim.runs.reading import Run, load
 from cbsim.runs.served import SessionDirectory
 from cbsim.scenario.scenario import Scenario
 from support.engine.served import INLINE, VOCAB
 from support.scripted import next_tokens
-
-PROCESS = cache(environment.of_process)
-
-
-def placed() -> Any:
-    """Inside, git is called once."""
-    return mock.patch.object(environment, "of_process", PROCESS)
 
 
 class Numbers:
@@ -52,8 +42,7 @@ class Server:
     def __init__(
         self, scenario: Scenario, loop: str, ends: frozenset[int] = frozenset(), setup: Setup = INLINE
     ) -> None:
-        with placed():
-            self.backend = EngineBackend(adapted(scenario, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
+        self.backend = EngineBackend(adapted(scenario, setup), loop, setup, Numbers(ends))  # type: ignore[arg-type]
         self.answers: list[Answer] = []
         self.read: Run | None = None
 
