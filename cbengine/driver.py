@@ -18,12 +18,13 @@ from cbengine.device.base import Clock, EngineDevice
 from cbengine.device.drafts import BLANK
 from cbengine.device.layout import Ints, Ranked
 from cbengine.sequence import Prompts, Sequence
+from cbsim.collector import no_collections
 from cbsim.policy.loop import Applied, Await, Completed, Effect, Idle, Launch, Poll, Polled, Refused, Scheduler, serve
 from cbsim.policy.plan import NOTHING_STOPPED, StepPlan, StepResult
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
 from cbsim.record.record import Record, StepTimes
-from cbsim.runs.inbox import CLOSED, OPEN, Client, Inbox, no_collections, note_admissions
+from cbsim.runs.inbox import CLOSED, OPEN, Client, Inbox, note_admissions
 from cbsim.workload.requests import Parents
 
 OnStep = Callable[[int], None]

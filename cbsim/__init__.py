@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbsim.collector import no_collections
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ HOMES = {
 COMMAND = "python -m cbsim run scenario.resolved.yaml"  # in the run directory
 
 
+@no_collections()
 def load(source: str | Path | Mapping[str, Any] | Scenario, *changes: Mapping[str, Any] | str) -> Scenario:
     """Return a scenario by name, from a file or from fields, with changes of its fields: `{"loop.mode": "async"}`, or
     texts as of `--set`. Raises ScenarioError.
@@ -52,6 +55,7 @@ def load(source: str | Path | Mapping[str, Any] | Scenario, *changes: Mapping[st
     return scenario_of(source, changes)
 
 
+@no_collections()
 def run(
     scenario: str | Path | Mapping[str, Any] | Scenario,
     changes: Changes = (),

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,19 @@ SETTINGS: Any = {
 LEGEND_LETTERS = 150  # letters that fit into a line of the legend
 CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; colours below its middle are dark
 WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
+
+
+def without_help() -> None:
+    """Import matplotlib without the help texts that it writes for its classes meanwhile, which take a quarter of that
+    time: for a process that ends when its pictures are drawn.
+    """
+    artist: Any = import_module("matplotlib.artist")
+    described, artist.kwdoc = artist.kwdoc, lambda _: ""
+    try:
+        import_module("matplotlib.backends.backend_agg")
+        import_module("matplotlib.figure")
+    finally:
+        artist.kwdoc = described
 
 
 def images(chart: Chart, *kinds: str) -> list[bytes]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import simpy
 
+from cbsim.collector import no_collections
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Alarm, Choice, Front, at
 from cbsim.policy.request import RequestSpec
@@ -26,7 +27,6 @@ from cbsim.record.record import RETRIED, Records
 from cbsim.routers.base import Router
 from cbsim.routers.scaling import Rule
 from cbsim.runs.assemble import rule
-from cbsim.runs.inbox import no_collections
 from cbsim.scenario.fleet import Autoscale
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import simpy
 
+from cbsim.collector import no_collections
 from cbsim.cost.base import Cost, StagedCost
 from cbsim.errors import ScenarioError
 from cbsim.machine.adaptive import Adaptive
@@ -26,7 +27,7 @@ from cbsim.record.columns import NS
 from cbsim.record.environment import SIMULATED
 from cbsim.record.record import Record, Records
 from cbsim.runs.assemble import acceptance, copies, cost_model, router, scheduler
-from cbsim.runs.inbox import Inbox, no_collections
+from cbsim.runs.inbox import Inbox
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.scenario.speculation import row_tokens
 from cbsim.workload.requests import Workload

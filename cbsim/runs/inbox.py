@@ -5,10 +5,8 @@ Every driver takes its polls from here, so arrivals follow one rule on simulated
 
 from __future__ import annotations
 
-import gc
 from bisect import insort_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any, Final, Protocol
 
@@ -142,15 +140,3 @@ def note_admissions(record: Record, scheduler: Scheduler, plan: StepPlan) -> Non
     for transfer in plan.transfers:
         if transfer.job != IN_ORDER and transfer.spec is not None and transfer.spec in scheduler.requests:
             record.fetching(scheduler.requests[transfer.spec], plan.step)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Disable the garbage collector: a run makes no cycles, and the search for them would take a sixth of its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

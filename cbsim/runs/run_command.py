@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cbsim.draw import folder
+from cbsim.draw import folder, render
 from cbsim.errors import CHECK_FAILED, ERROR, OK, DeadlockError, Interrupted, PolicyError, RunError, ServerError
 from cbsim.metrics import checks
 from cbsim.record import directory, timeline
@@ -121,6 +121,7 @@ class _Recorder:
 
     def write(self, result: Result) -> Result:
         assert self._writer is not None
+        render.without_help()
         return result.write(self._writer, self._options.window)
 
     def note(self, reason: str) -> None:

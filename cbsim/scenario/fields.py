@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -115,13 +115,14 @@ class Frozen(BaseModel):
     """A part of a scenario: no unknown fields, no silent conversions, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+    described: ClassVar[type | None] = None  # what has the fields' texts, if it is another class
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Add the fields' docstrings. If pydantic read them itself, every start would take a tenth of a second more."""
         made = handler(schema)
         fields = handler.resolve_ref_schema(made).get("properties", {})
-        texts = documented(cls)
+        texts = documented(cls.described or cls)
         for name, field in fields.items():
             if name in texts or "const" in field:
                 field.setdefault("description", texts.get(name) or str(field["const"]))

@@ -19,7 +19,7 @@ from cbsim.errors import in_line
 from cbsim.policy.kind import Settings, SettingsError
 from cbsim.policy.marks import AsText, AtLeast, Below
 from cbsim.routers import registry as routers
-from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, documented, near, shown
+from cbsim.scenario.fields import By, Frozen, Real, Whole, complaint, near, shown
 from cbsim.schedulers import registry as schedulers
 from cbsim.schedulers.registry import KindError, Registry
 
@@ -120,17 +120,16 @@ def plain(value: Settings) -> dict[str, Any]:
 
 @cache
 def _model(kind_settings: Any, names: tuple[str, ...]) -> type[Frozen]:
-    hints, texts = get_type_hints(kind_settings, include_extras=True), documented(kind_settings)
+    hints = get_type_hints(kind_settings, include_extras=True)
     name: Any = Literal[names] if names else str  # a user's own kind has the name by which it was found
     parts: dict[str, Any] = {"name": (name, Field(description=" or ".join(names)))}
     for field in fields(kind_settings):
         if field.name != "name":
             default = field.default if field.default is not MISSING else ...
-            parts[field.name] = (
-                checked_type(hints[field.name]),
-                Field(default, description=texts.get(field.name), validate_default=True),
-            )
-    return create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
+            parts[field.name] = checked_type(hints[field.name]), Field(default, validate_default=True)
+    made = create_model(kind_settings.__name__, __base__=Frozen, __doc__=kind_settings.__doc__, **parts)
+    made.described = kind_settings
+    return made
 
 
 def checked_type(hint: Any) -> Any:

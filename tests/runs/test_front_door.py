@@ -81,6 +81,15 @@ def test_python_collects_no_garbage_while_a_run_makes_its_tables(monkeypatch: py
     assert gc.isenabled()
 
 
+def test_a_run_searches_for_no_cycles(scenario: cbsim.Scenario) -> None:
+    """Nor does what it imports, and the collector is on again afterwards."""
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    cbsim.run(scenario)
+    assert gc.get_stats()[0]["collections"] <= before + 1, "the one that was due when the run was over"
+    assert gc.isenabled()
+
+
 def test_every_name_of_the_front_door_is_there() -> None:
     assert set(cbsim.__all__) <= set(dir(cbsim))
     assert all(getattr(cbsim, name).__name__ == name for name in cbsim.__all__)
