@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from cbsim.errors import ERROR, INTERRUPTED, OK, USAGE, Interrupted, RunError, UserError
 from cbsim.files import PATH_BOUND, too_long
-from cbsim.policy.kind import CHECK_POLICY
 
 if TYPE_CHECKING:
     from cbsim.draw.report import Report
@@ -84,6 +83,8 @@ def run_verb(
     module, _, function = (chosen.act or f":{chosen.name.replace('-', '_')}").partition(":")
     _prepare_process()
     if checks := getattr(arguments, "check_policy", False):
+        from cbsim.policy.kind import CHECK_POLICY
+
         os.environ[CHECK_POLICY] = "1"  # which processes that make runs inherit
     try:
         found = getattr(import_module(module or chosen.arguments.__module__), function, None)

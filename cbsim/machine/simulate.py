@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import simpy
 
@@ -16,10 +16,7 @@ from cbsim.machine.device import Device, Mover, OneGpu, Pipeline
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, VllmBuckets, engine_bucket, transformers_bucket, unpadded
-from cbsim.machine.handoff import Apart, Side
 from cbsim.machine.lockstep import Balance, Gate, Lockstep, Rank, WaveCost
-from cbsim.machine.scaling import Scaled
-from cbsim.machine.separate import Separate
 from cbsim.policy.captures import CAPTURED, captured_sizes, multiples, vllm_sizes
 from cbsim.policy.loop import Limits, Scheduler, Waves
 from cbsim.policy.plan import StepPlan
@@ -31,6 +28,10 @@ from cbsim.runs.inbox import Inbox
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.scenario.speculation import row_tokens
 from cbsim.workload.requests import Workload
+
+if TYPE_CHECKING:
+    from cbsim.machine.scaling import Scaled
+    from cbsim.machine.separate import Separate
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
 LATENCIES = {"gap_ns": "gap_s", "early_ns": "launch_overlap_s", "wake_ns": "wake_s"}  # of a device: fields of its cost
@@ -49,7 +50,9 @@ def machine(
         assert isinstance(cost, StagedCost), cost
         device = Pipeline(cost, record.stages, **latencies)
     elif device is None:
-        kind = Side if scenario.role else Mover
+        kind: Callable[..., Mover] = Mover
+        if scenario.role:
+            from cbsim.machine.handoff import Side as kind  # noqa: N813
         mover = partial(kind, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
         device = OneGpu(cost, mover=mover, **latencies)
     share = scenario.cost.contention
@@ -183,11 +186,17 @@ def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Sep
     prefills, decodes = fleet.slots("prefill"), fleet.slots("decode")
     made, blind = router(fleet.router, len(prefills), scenario.seed)
     if fleet.hand_off is not None:
+        from cbsim.machine.handoff import Apart
+
         decoding, _ = router(fleet.hand_off.router, len(decodes), scenario.seed)
         return Apart(scenario, workload, partial(alone, costs={}), made, decoding)
     if fleet.changes:
+        from cbsim.machine.scaling import Scaled
+
         return Scaled(scenario, workload, partial(alone, costs={}), made)
     if blind and workload.follow is None:
+        from cbsim.machine.separate import Separate
+
         return Separate(servers, workload, Blind(made, len(servers)), alone, run, jobs)
     several = Fleet(servers, workload, together=False)
     Choice(made, several.front, several.machines, fleet.signals)
@@ -220,8 +229,9 @@ class Simulation:
     @property
     def machine(self) -> Machine:
         """The server, or the first of several on one clock."""
-        if isinstance(self._fleet, Fleet | Scaled):
-            return self._fleet.machines[0]
+        machines: Sequence[Machine] = getattr(self._fleet, "machines", ())
+        if machines:
+            return machines[0]
         assert self._machine is not None
         return self._machine
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def packages() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            its = distribution(name)  # whose `version` is found by parsing its whole description
+            line = re.search(r"^Version: (\S+)$", its.read_text("METADATA") or "", re.MULTILINE)
+            found[name] = line[1] if line else its.version
     return found
 
 
