@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,6 @@ class Separate:
         return self._servers[number], [*map(_fields, part.arriving())], cancels, self._build, self._run
 
     def _run_in_processes(self, on_step: Callable[[int], None] | None) -> None:
-        from concurrent.futures import FIRST_COMPLETED, wait
-
         pool = progress.worker_pool(min(self._jobs, len(self._servers)))
         try:
             left = {

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cbsim.cost import curves
+from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
 from cbsim.scenario import terms
 from cbsim.scenario.costs import (
@@ -25,9 +27,6 @@ from cbsim.scenario.costs import (
     TableSettings,
 )
 from cbsim.scenario.scenario import Scenario
-
-if TYPE_CHECKING:
-    from cbsim.cost.curves import Source
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
 
@@ -55,8 +54,6 @@ def basis(scenario: Scenario, steps: Steps | None = None) -> str:
 
 
 def _roofline(cost: RooflineSettings, scenario: Scenario, steps: Steps | None) -> str:
-    from cbsim.cost import curves
-
     gpu = scenario.hardware
     if cost.calibrated and cost.calibrated.own:
         return f"data sheet of {gpu.name} and terms {cost.terms}, {_own(cost.calibrated.own)}"
@@ -89,8 +86,6 @@ UNKNOWN = "their error is not known"
 
 def _servers(kind: str) -> str:
     """Return how far off servers of cards that were measured are, predicted by less than is known of them."""
-    from cbsim.cost import curves
-
     cards, of = curves.servers(kind)
     if not cards:
         return UNKNOWN
@@ -98,10 +93,7 @@ def _servers(kind: str) -> str:
     return f"servers of {', '.join(cards)}, predicted so, were off by {tpot} in mean TPOT and {ttft} in mean TTFT"
 
 
-def _curves(known: Sequence[Source], scenario: Scenario, steps: Steps | None) -> str:
-    from cbsim.cost import curves
-    from cbsim.cost.table import HEAD_DIM
-
+def _curves(known: Sequence[curves.Source], scenario: Scenario, steps: Steps | None) -> str:
     model, gpu = scenario.model, scenario.hardware
     bounds, cards = curves.errors(known, gpu.name, scenario.gpus), [each.curves["hardware"]["name"] for each in known]
     whose, of, alone = f"efficiency curves of {cards[0]}", "of its kernel tables", ""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import wait
+from typing import Any
 
 from cbsim.runs.running import Session
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ProcessPoolExecutor
 
 MANAGER_ENDS_S = 10.0  # it has no more to do than to join terminated processes
 SOON_S = 1.0  # earlier, an estimate of the time left is noise
@@ -105,10 +105,7 @@ def roughly(seconds: float) -> str:
 
 def worker_pool(jobs: int) -> ProcessPoolExecutor:
     """Return a pool of so many processes, which start with the first task and exit when the parent does."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin_worker)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
 
 def submitted(to: ProcessPoolExecutor, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -135,10 +132,7 @@ def end_pool(of: ProcessPoolExecutor) -> None:
 
 def _begin_worker() -> None:
     """Initialise a worker process: it ignores SIGINT, and exits when the parent exits."""
-    from multiprocessing import parent_process
-    from multiprocessing.connection import wait
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
+    parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

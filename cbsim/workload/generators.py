@@ -6,7 +6,7 @@ scheduler, or only in their arrivals, share all other random numbers exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from io import StringIO
@@ -194,28 +194,22 @@ def _parsed(form: object, supplied: str) -> Workload:
     return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
 
 
-def _read(form: object, streams: Streams) -> Workload:
+def _read(form: Any, streams: Streams) -> Workload:
     """Read requests that are not drawn. Those that are need none of the readers, which take long to import."""
     from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
 
-    match form:
-        case demand.Lengths():
-            rows = csv_requests.lengths(catalog.data(form.path), form.limit)
-            times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
-            arrivals = [traces.Arrival(at, prompt, output) for at, (prompt, output) in zip(times, rows, strict=True)]
-            return _arriving(list(map(traces.spec_of, range(len(rows)), arrivals)), form.arrivals, streams.users)
-        case demand.Mooncake():
-            return traces.mooncake_workload(form, streams)
-        case demand.Azure():
-            return traces.timed(csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale)
-        case demand.Csv():
-            return csv_requests.workload(form)
-        case demand.Golden():
-            return scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit)
-        case demand.Agentic():
-            return traces.agentic_workload(form)
-        case demand.VllmBench():
-            return vllm_bench.workload(form)
-        case _:
-            assert isinstance(form, demand.Served), form
-            return served.read(catalog.data(form.path), form.limit)
+    if isinstance(form, demand.Lengths):
+        rows = csv_requests.lengths(catalog.data(form.path), form.limit)
+        times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
+        arrivals = [traces.Arrival(at, prompt, output) for at, (prompt, output) in zip(times, rows, strict=True)]
+        return _arriving(list(map(traces.spec_of, range(len(rows)), arrivals)), form.arrivals, streams.users)
+    readers: dict[type, Callable[[], Workload]] = {
+        demand.Mooncake: lambda: traces.mooncake_workload(form, streams),
+        demand.Azure: lambda: traces.timed(csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale),
+        demand.Csv: lambda: csv_requests.workload(form),
+        demand.Golden: lambda: scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit),
+        demand.Agentic: lambda: traces.agentic_workload(form),
+        demand.VllmBench: lambda: vllm_bench.workload(form),
+        demand.Served: lambda: served.read(catalog.data(form.path), form.limit),
+    }
+    return readers[type(form)]()

@@ -55,11 +55,25 @@ THEIRS = {"pydantic_core", "typing_extensions", "typing_inspection", "annotated_
 THEIRS |= {"cycler", "dateutil", "fontTools", "kiwisolver", "packaging", "pyparsing", "six", "google"}
 THEIRS |= {"cython_runtime", "_cyutility", "sitecustomize", "usercustomize", "mypy_extensions"}
 SLOW = {"asyncio", "sqlite3", "pyarrow.compute", "pyarrow.dataset", "pandas", "matplotlib.pyplot", "torch", "ray"}
-ROOMS = {"cli", "cost", "draw", "errors", "files", "kv", "live", "machine", "metrics", "policy", "record", "routers"}
+ROOMS = {
+    "cli",
+    "collector",
+    "cost",
+    "draw",
+    "errors",
+    "files",
+    "kv",
+    "live",
+    "machine",
+    "metrics",
+    "policy",
+    "record",
+    "routers",
+}
 ROOMS |= {"runs", "scenario", "schedulers", "workload"}
 ELSEWHERE = {
     *("cbsim.workload.csv_requests", "cbsim.workload.traces", "cbsim.workload.served", "cbsim.scenario.pretrained"),
-    *("cbsim.runs.guard", "cbsim.runs.reading", "cbsim.runs.replan", "cbsim.cost.curves", "multiprocessing"),
+    *("cbsim.runs.guard", "cbsim.runs.reading", "cbsim.runs.replan", "cbsim.machine.handoff"),
     "cbsim.schedulers.vllm.scheduler",
 }
 FAMILIES = {"base", "registry", "transformers", "vllm", "simple", "scaling"}  # vllm and simple: settings of defaults
