@@ -125,7 +125,7 @@ class Acceptance(Frozen):
             while steps and (total < 0 or steps[-1][0] * count < total * steps[-1][1]):
                 total, count = total + steps[-1][0], count + steps.pop()[1]
             steps.append((total, count))
-        return [total / count for total, count in steps for _ in range(count)]
+        return [max(total / count, 0.0) for total, count in steps for _ in range(count)]
 
 
 class Drafter(Frozen):

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.machines import table
@@ -111,6 +111,7 @@ def test_tokens_a_verification(acceptance: dict[str, Any], survival: list[float]
     assert length == pytest.approx(expected, abs=SURE * spread / sqrt(len(numbers)) + 0.01)
 
 
+@example([0.43, 0.39, 0.88, 0.0])  # the sum of the differences is less than 0 by rounding
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_a_noisy_curve_keeps_its_means(steps: list[float]) -> None:
     """Whatever a measured curve looks like, its mean holds for each number of drafts, by probabilities that fall."""
