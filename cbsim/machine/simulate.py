@@ -52,7 +52,9 @@ def machine(
     elif device is None:
         kind: Callable[..., Mover] = Mover
         if scenario.role:
-            from cbsim.machine.handoff import Side as kind  # noqa: N813
+            from cbsim.machine.handoff import Side
+
+            kind = Side
         mover = partial(kind, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
         device = OneGpu(cost, mover=mover, **latencies)
     share = scenario.cost.contention
