@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cbsim.collector import no_collections
 from cbsim.errors import OK, RunError, ScenarioError
 from cbsim.machine import simulate
 from cbsim.metrics import metrics
@@ -29,7 +30,6 @@ from cbsim.policy.value import running
 from cbsim.record import directory, timeline
 from cbsim.record.directory import Pieces
 from cbsim.record.tables import token_times
-from cbsim.runs.inbox import no_collections
 from cbsim.runs.running import counted, servers_of
 from cbsim.scenario import catalog
 from cbsim.scenario import scenario as scenarios

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from cbsim.collector import no_collections
 from cbsim.metrics import coverage, metrics
 from cbsim.policy.request import Finish
 from cbsim.record import directory, environment, optional_tables
@@ -24,7 +25,6 @@ from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
 from cbsim.routers import registry as routers
 from cbsim.routers.scaling import HPA
-from cbsim.runs.inbox import no_collections
 from cbsim.runs.result import Result, Results
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario

@@ -52,7 +52,8 @@ def test_importing_loads_nothing_heavy(package: str) -> None:
 
 def test_a_run_needs_no_pandas() -> None:
     """Nor does writing its tables or that of a sweep, as Arrow would by itself: it takes half a second. Asking for a
-    picture may, and imports what draws it. Arrow's functions take a tenth of a second, and only kernel tables and files that are read need them.
+    picture may, and imports what draws it. Arrow's functions take a tenth of a second, and only kernel tables and files
+    that are read need them.
     """
     program = """
 import cbsim, pathlib, tempfile
