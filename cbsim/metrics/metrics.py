@@ -298,8 +298,10 @@ def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[i
     if len(set(blocks)) > 1:
         total = np.repeat(blocks, [part.stop - part.start for part in parts])
     used = steps["used_blocks"] / total
+    most = float(used.max())
+    used *= lasted  # summed in numpy's order: that of a product of vectors depends on the number of threads
     return {
-        "kv_utilisation": {"mean": float(used @ lasted) / (span_ns * there), "max": float(used.max())},
+        "kv_utilisation": {"mean": float(used.sum()) / (span_ns * there), "max": most},
         "waiting": {"mean": int(steps["waiting"] @ lasted) / span_ns},
     }
 

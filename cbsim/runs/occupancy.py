@@ -62,7 +62,8 @@ class Occupancy(NamedTuple):
         """Return the shares over the chosen steps, or all; zeros if they lasted no time."""
         lasted = self.lasted_ns if chosen is None else self.lasted_ns * chosen
         whole = float(lasted.sum()) * self.tokens
-        return Shares(*(float(column @ lasted) / whole if whole else 0.0 for column in self.table.T.astype(np.float64)))
+        columns = self.table.T.astype(float) * lasted
+        return Shares(*(float(column.sum()) / whole if whole else 0.0 for column in columns))
 
     def saved_share(self, chosen: Mask | None = None) -> float:
         """Return the share saved by sharing: blocks that tables have in common over blocks if each table had its own
