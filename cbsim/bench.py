@@ -98,9 +98,12 @@ def fleet(case: str, servers: int, requests: int, seed: int = 0) -> dict[str, An
 
 Cases = dict[str, Callable[[], dict[str, Any]]]
 LONG, LIKE, SHORT, SPEC = "million", "splitwise_like", "splitwise_conv", f"decode_{LARGE}_spec"
+OTHER, PAGES = "splitwise_sglang", {"block_size": 1, "num_blocks": 29696 * 16}
 DRAFTS = {"method": "eagle", "k": 3, "acceptance": {"rate": 0.7}}
 CASES: Cases = {SHORT: chat, f"decode_{SMALL}": lambda: decode(SMALL), f"decode_{LARGE}": lambda: decode(LARGE)}
+SGLANG = {"name": "sglang", "chunked_prefill_size": 512, "max_running_requests": 512}
 EXTRA: Cases = {  # rows that verify drafts; as SHORT where its trace is not available; 43 hours of arrivals likewise
+    OTHER: lambda: {**chat(), "name": OTHER, "kv_cache": PAGES, "scheduler": SGLANG},  # with its pages of one token
     SPEC: lambda: {**decode(LARGE), "name": SPEC, "speculation": DRAFTS},
     LIKE: lambda: {**chat(), "name": LIKE, "workload": chat_like()},
     LONG: lambda: {**chat(), "name": LONG, "workload": chat_like(1_000_000)},
@@ -121,7 +124,8 @@ def bench(arguments: argparse.Namespace) -> int:
             raise ScenarioError(f"unknown case {name!r}{near(name, known)} (known: {', '.join(known)})")
     results = {}
     chosen = [case for name in names for case in (ROUTERS if name == FLEET else [name])] or CASES
-    for name in dict.fromkeys((SHORT, LIKE, *chosen) if LONG in chosen else chosen):
+    before = [SHORT, LIKE] if LONG in chosen else [SHORT] if OTHER in chosen else []  # what these are compared with
+    for name in dict.fromkeys((*before, *chosen)):
         results[name] = _in_fresh_process(name)
         if not arguments.json:
             print(_line(name, results[name]), flush=True)
@@ -139,6 +143,9 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
     if {SPEC, f"decode_{LARGE}"} <= results.keys():
         drafted, plain = (results[name]["us_per_step"] for name in (SPEC, f"decode_{LARGE}"))
         print(f"a step of {LARGE} rows with drafts, each planned by itself, costs {drafted / plain:.0f}x one without")
+    if OTHER in results:
+        whole, step = (results[OTHER][of] / results[SHORT][of] for of in ("cpu_seconds", "us_per_step"))
+        print(f"SGLang's rules take {whole:.2f} times the CPU time of {SHORT}, {step:.2f} times a step")
     if LONG in results:
         like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
         took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"

@@ -19,7 +19,7 @@ from cbsim.kv.radix_pool import RadixPool
 from cbsim.policy.decode_batch import Completion
 from cbsim.policy.loop import Applied, Await, Completed, Idle, Launch, Poll, Polled
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Row, StepPlan, StepResult
+from cbsim.policy.plan import Row, StepPlan, StepResult, unpacked
 from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.schedulers.sglang.queue import Entry, Finishing, Prefill
 from cbsim.schedulers.sglang.scheduler import SglangScheduler
@@ -93,11 +93,11 @@ class WatchedPool(RadixPool):
         self.heard.placed(request)
         self.placed.append((request, node.end))
 
-    def make_room(self, tokens: int) -> list[list[int]]:
+    def make_room(self, tokens: int) -> list[bytes]:
         short = self._shares and self.ready * self.block_size < tokens
         evicted = super().make_room(tokens)
         if short:
-            self.evictions.append(evicted)
+            self.evictions.append([[*unpacked(pages)] for pages in evicted])
         return evicted
 
 
@@ -359,7 +359,8 @@ class SglangReplay(Replay):
     def _memory(self) -> Line:
         pool = self.scheduler.pool
         size, tree = pool.block_size, pool.tree
-        totals = {"evictable": tree.evictable * size, "protected": tree.protected * size}
+        protected = sum([node.end - node.start for node in tree.nodes() if node.lock])
+        totals = {"evictable": tree.evictable * size, "protected": protected * size}
         if (states := self.scheduler.options.max_mamba_cache_size) is not None:
             totals["states"] = states - len(self.scheduler.running)
         return {"avail": pool.ready * size, **totals}

@@ -17,7 +17,7 @@ from cbsim.policy.request import Request, RequestSpec
 from cbsim.policy.value import mypyc_attr
 
 if TYPE_CHECKING:
-    from cbsim.policy.plan import Chunk
+    from cbsim.policy.plan import Chunk, Listed
 
 
 __all__ = ["BlockPool", "CachedLast", "FreeList", "FreeQueue", "Replaced"]
@@ -102,6 +102,10 @@ class BlockPool:
         """Return all blocks of a request, as far as rows list them."""
         return self.tables.get(request, [])
 
+    def listed(self, request: Request) -> Listed:
+        """Return a request's blocks for its first row."""
+        return tuple(self.table(request))
+
     def tables_of(self, request: Request) -> list[list[int]]:
         """Return the tables of a request, one for each group of layers; a cache without groups has one."""
         return [self.table(request)]
@@ -158,10 +162,10 @@ class BlockPool:
             self._observer.grew(request, blocks)
         return blocks
 
-    def grow_each(self, requests: list[Request]) -> list[int]:
+    def grow_each(self, requests: list[Request]) -> Listed:
         """Add a fresh block to the table of each of `requests`, in order; each has a table."""
         if self._observed:
-            return [self.grow(request, 1)[0] for request in requests]
+            return tuple([self.grow(request, 1)[0] for request in requests])
         blocks = self._free.take(len(requests))
         tables = self.tables
         for i in range(len(blocks)):
@@ -169,7 +173,7 @@ class BlockPool:
         if self._key_of:
             for block in blocks:
                 self._forget(block)
-        return blocks
+        return tuple(blocks)
 
     def find(self, request: Request) -> list[int]:
         """Return the cached blocks for a waiting request; its last known token is computed in any case."""

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+from cbsim.policy.plan import PACKED, packed, unpacked
+
 
 class FreeList(Protocol):
     """A free list, which determines the block that is handed out next."""
@@ -105,48 +107,46 @@ class FreeQueue:
 
 class PageQueue:
     """A free list as SGLang's: pages are taken from the front; freed ones are appended, or with `in_front` put there,
-    head first. Lists of freed pages stay as they are until they are handed out, and no other code changes them.
+    head first. They are packed, in pieces that stay as they are until they are handed out.
     """
 
     def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
-        self._pieces = deque([list(pages)])
-        self._begun = deque([0])  # pages of each piece that have been handed out
-        self.free = len(self._pieces[0])
+        self._pieces = deque([(packed([*pages]), 0)])  # with the bytes of each that have been handed out
+        self.free = len(self._pieces[0][0]) // PACKED
         self._in_front = in_front
 
     def take(self, count: int) -> list[int]:
+        return [*unpacked(self.cut(count))]
+
+    def cut(self, count: int) -> bytes:
+        """Hand out `count` pages, packed."""
         assert count <= self.free, ("no room was made", count, self.free)
         self.free -= count
-        taken: list[int] = []
-        while count > 0:
-            piece, first = self._pieces[0], self._begun[0]
-            pages = piece[first : first + count]
-            count -= len(pages)
-            taken = taken + pages if taken else pages
-            if first + len(pages) < len(piece):
-                self._begun[0] = first + len(pages)
-            else:
-                self._pieces.popleft()
-                self._begun.popleft()
+        taken, left = b"", PACKED * count
+        while left > 0:
+            piece, at = self._pieces.popleft()
+            taken += piece[at : at + left]
+            if at + left < len(piece):
+                self._pieces.appendleft((piece, at + left))
+            left -= len(piece) - at
         return taken
 
     def give(self, blocks: list[int], hashed: int) -> None:
-        self.free += len(blocks)
-        if self._in_front:
-            self._pieces.appendleft(blocks)
-            self._begun.appendleft(0)
-        else:
-            self._pieces.append(blocks)
-            self._begun.append(0)
+        self.put(packed(blocks))
+
+    def put(self, pages: bytes) -> None:
+        """Take back packed pages, in order."""
+        self.free += len(pages) // PACKED
+        (self._pieces.appendleft if self._in_front else self._pieces.append)((pages, 0))
 
     def pick(self, block: int) -> None:
         pages = self.order()
         pages.remove(block)
         self.free -= 1
-        self._pieces, self._begun = deque([pages]), deque([0])
+        self._pieces = deque([(packed(pages), 0)])
 
     def order(self) -> list[int]:
-        return [page for piece, first in zip(self._pieces, self._begun, strict=True) for page in piece[first:]]
+        return [page for piece, at in self._pieces for page in unpacked(piece[at:])]
 
 
 class CachedLast:

@@ -2,7 +2,8 @@
 tokens, how many requests read them, and which are evicted when room is needed.
 
 A clock counts uses: every use has a time of its own, and the ancestors of a node that was matched are a hundred
-thousandth older each. Everything is in whole pages; with pages of one token that is every token.
+thousandth older each. Everything is in whole pages; with pages of one token that is every token. Their
+numbers are packed.
 
 A `RadixKey` stands for the tokens of a request, prompt and outputs, whose content no workload states. Every token has a
 number, and equal numbers at one position mean equal tokens up to and including it: a declared block has its chained id,
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
+from cbsim.policy.plan import PACKED
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.value import mypyc_attr
 
@@ -24,12 +25,12 @@ TICK = 100_000  # of the clock; an ancestor is 1 older
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
-    """A tree of keys by their pages. `evictable` pages lie in nodes without readers, `protected` ones in all others."""
+    """A tree of keys by their pages. `evictable` pages lie in nodes without readers."""
 
     def __init__(self, page_size: int, strategy: str) -> None:
         self.page_size = page_size
-        self.root = Node(None, RadixKey(RequestSpec(0, "root", 0, 1, 1, 1)), 0, [])
-        self.evictable = self.protected = 0
+        self.root = Node(None, RadixKey(RequestSpec(0, "root", 0, 1, 1, 1)), 0, b"")
+        self.evictable = 0
         self.on_cache: Callable[[Node, bool], None] | None = None  # called with nodes that are new, or evicted
         self._clock = 0
         self._leaves = Leaves(strategy)
@@ -55,7 +56,7 @@ class RadixTree:
 
     def split(self, node: Node, at: int) -> Node:
         """Cut a node in front of page `at` of its key; return the new node for the part before it."""
-        parent, size, head = node.parent, self.page_size, at - node.start
+        parent, size, head = node.parent, self.page_size, PACKED * (at - node.start)
         assert parent is not None
         assert node.start < at < node.end, (node.start, at, node.end)
         upper = self._new(parent, node.key, node.start, node.pages[:head])
@@ -66,85 +67,82 @@ class RadixTree:
         self._used(node, self._tick())
         return upper
 
-    def insert(self, key: RadixKey, own: list[int], *, first: int, priority: int, counted: int) -> Inserted:
+    def insert(
+        self, key: RadixKey, own: bytes, *, first: int, priority: int, counted: int
+    ) -> tuple[Node, list[bytes], bytes]:
         """Insert a key up to the end of `own`, whose first page is its page number `first`; those before it are in the
-        tree. The tree takes the list over. Nodes that end within `counted` pages have counted this key.
+        tree. Nodes that end within `counted` pages have counted this key. Return the node at the end of the key, which
+        the caller locks, those of the pages that were in the tree already, a piece for each node, and the tree's pages
+        in their stead.
         """
-        node, size, pages = self.root, self.page_size, first + len(own)
-        duplicates: list[list[int]] = []
-        shared: list[int] = []
+        node, size, pages = self.root, self.page_size, first + len(own) // PACKED
+        duplicates: list[bytes] = []
+        shared = b""
         while (child := self._next(node, key, pages)) is not None:
             self._used(child, self._tick())
             end = key.common(child.key, size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
             node.priority = max(node.priority, priority)
             if first < end:
-                known = first + len(shared)
-                duplicates.append(own[known - first : end - first])
-                shared += node.pages[known - node.start :]
+                known = first * PACKED + len(shared)
+                duplicates.append(own[len(shared) : PACKED * (end - first)])
+                shared += node.pages[known - PACKED * node.start :]
             node.hits += end > counted
         matched = node.end
         if matched < pages:
-            leaf = self._new(node, key, matched, own[matched - first :] if matched > first else own)
+            leaf = self._new(node, key, matched, own[PACKED * (matched - first) :] if matched > first else own)
             leaf.priority, leaf.hits = priority, 1
             node.children[key.page(matched, size)] = node = leaf
             self.evictable += pages - matched
-            self._leaves.add(leaf)
             if self.on_cache is not None:
                 self.on_cache(leaf, True)
-        return Inserted(node, duplicates, shared)
+        return node, duplicates, shared
 
-    def path(self, node: Node) -> list[int]:
+    def path(self, node: Node) -> bytes:
         """Return the pages from the root to the end of a node."""
-        parts: list[list[int]] = []
+        parts: list[bytes] = []
         while node.parent is not None:
             parts.append(node.pages)
             node = node.parent
-        pages: list[int] = []
-        for part in reversed(parts):
-            pages += part
-        return pages
+        parts.reverse()
+        return b"".join(parts)
 
     def lock(self, node: Node) -> None:
         """Add a reader to a node and its ancestors."""
         while node.parent is not None:
-            count = len(node.pages)
             if not node.lock:
-                self.evictable -= count
-                self.protected += count
+                self.evictable -= node.end - node.start
             node.lock += 1
             node = node.parent
 
     def unlock(self, node: Node) -> None:
         """Remove a reader from a node and its ancestors."""
         while node.parent is not None:
-            count = len(node.pages)
             assert node.lock > 0, "a node without readers"
             node.lock -= 1
             if not node.lock:
-                self.evictable += count
-                self.protected -= count
+                self.evictable += node.end - node.start
                 if not node.children:
                     self._leaves.add(node)
             node = node.parent
 
-    def evict(self) -> list[int]:
+    def evict(self) -> bytes:
         """Evict the evictable leaf of least rank; return its pages, none if there is no such leaf."""
         node = self._leaves.pop()
         if node is None:
-            return []
+            return b""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key.page(node.start, self.page_size)]
         node.parent = None
-        self.evictable -= len(node.pages)
+        self.evictable -= node.end - node.start
         if parent.evictable:
             self._leaves.add(parent)
         if self.on_cache is not None:
             self.on_cache(node, False)
         return node.pages
 
-    def _new(self, parent: Node, key: RadixKey, start: int, pages: list[int]) -> Node:
+    def _new(self, parent: Node, key: RadixKey, start: int, pages: bytes) -> Node:
         node = Node(parent, key, start, pages)
         node.time, node.born = self._tick(), self._tick()
         return node
@@ -174,15 +172,14 @@ class RadixTree:
         for node in (self.root, *nodes):
             for number, child in node.children.items():
                 self._check_child(node, number, child)
-        protected = sum(len(node.pages) for node in nodes if node.lock)
-        evictable = sum(len(node.pages) for node in nodes) - protected
-        assert (self.evictable, self.protected) == (evictable, protected), ("pages evictable, protected", self)
+        evictable = sum(node.end - node.start for node in nodes if not node.lock)
+        assert self.evictable == evictable, ("pages evictable", self.evictable, evictable)
         self._leaves.check([node for node in nodes if node.evictable])
 
     def _check_child(self, node: Node, number: int, child: Node) -> None:
         assert child.parent is node, "a child of another"
         assert child.start == node.end, ("a gap in a key", node.end, child.start)
-        assert child.start < child.end == child.start + len(child.pages), "an empty node"
+        assert child.start < child.end == child.start + len(child.pages) // PACKED, "an empty node"
         assert number == child.key.page(child.start, self.page_size), "a child under a wrong key"
         below = child.key.common(node.key, self.page_size, 0, node.end)
         assert below == node.end, ("a child of another key", below, node.end)
@@ -236,11 +233,11 @@ class Node:
     `queued`: its rank among the leaves, if it is listed there. `parent` is None for the root and for evicted nodes.
     """
 
-    def __init__(self, parent: Node | None, key: RadixKey, start: int, pages: list[int]) -> None:
+    def __init__(self, parent: Node | None, key: RadixKey, start: int, pages: bytes) -> None:
         self.parent = parent
         self.key = key
         self.start = start
-        self.end = start + len(pages)
+        self.end = start + len(pages) // PACKED
         self.pages = pages
         self.children: dict[int, Node] = {}  # by the number of their first page, in the order in which they came
         self.lock = self.hits = self.born = self.time = self.priority = 0
@@ -250,16 +247,6 @@ class Node:
     def evictable(self) -> bool:
         """Whether it is a leaf without readers."""
         return not self.lock and not self.children and self.parent is not None
-
-
-class Inserted(NamedTuple):
-    """The result of an insertion. `node` ends where the inserted key ends. Of the pages that came with it, `duplicates`
-    were in the tree already, a list for each node; `shared` are the tree's pages in their stead.
-    """
-
-    node: Node
-    duplicates: list[list[int]]
-    shared: list[int]
 
 
 RANKS: dict[str, Callable[[Node], Rank]] = {

@@ -8,30 +8,40 @@ from __future__ import annotations
 
 from functools import partial
 
+from librt.strings import BytesWriter, read_i64_le, write_i64_le
+
 from cbsim.kv.blocks import BlockPool, OnCache
 from cbsim.kv.free_lists import PageQueue
 from cbsim.kv.radix import Node, RadixKey, RadixTree
 from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import PACKED, unpacked
 from cbsim.policy.request import Request
 from cbsim.policy.value import mypyc_attr
 
 
 class Position:
     """The position of a request in the tree: it reads all up to `node`, the first pages of its table. Nodes within
-    `counted` pages have counted its key.
+    `counted` pages have counted its key. `own` are the packed pages behind, which the request owns.
     """
 
     def __init__(self, key: RadixKey, node: Node) -> None:
         self.key = key
         self.node = node
         self.counted = 0
+        self.own = BytesWriter()
+
+    def cut(self, pages: int) -> bytes:
+        """Remove the first `pages` pages that the request owns."""
+        own = self.own.getvalue()
+        self.own.truncate(0)
+        self.own.write(own[PACKED * pages :])
+        return own[: PACKED * pages]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixPool(BlockPool):
-    """The owner of every page. `cached` are the tree's evictable ones. `tables` hold the pages that a request owns,
-    those behind its position in the tree; lists of pages go from there into the tree, and from the tree to the free
-    ones, as they are. With `shares` off nothing is cached.
+    """The owner of every page. `cached` are the tree's evictable ones. Packed pages go from a request into the
+    tree, and from there to the free ones; `tables` are empty. With `shares` off nothing is cached.
     """
 
     def __init__(
@@ -43,16 +53,17 @@ class RadixPool(BlockPool):
         shares: bool = True,
         observer: Observer = NULL_OBSERVER,
     ) -> None:
-        super().__init__(block_size, num_blocks, PageQueue(range(num_blocks), in_front=block_size > 1), observer)
+        self._pages = PageQueue(range(num_blocks), in_front=block_size > 1)
+        super().__init__(block_size, num_blocks, self._pages, observer)
         self.tree = RadixTree(block_size, strategy)
         self.positions: dict[Request, Position] = {}
         self._shares = shares
-        self._collected: list[int] | None = None
+        self._collected: bytes | None = None
 
     @property
     def free(self) -> int:
         """The blocks that can be handed out, some of them only after an eviction."""
-        return self._free.free + self.tree.evictable
+        return self._pages.free + self.tree.evictable
 
     def match(self, key: RadixKey, tokens: int) -> Node:
         """Return the node that ends the cached prefix of a text's first `tokens` tokens, `node.end` blocks long."""
@@ -76,16 +87,34 @@ class RadixPool(BlockPool):
 
     def allocated(self, request: Request) -> int:
         position = self.positions.get(request)
-        return 0 if position is None else position.node.end + len(self.tables[request])
+        return 0 if position is None else position.node.end + len(position.own) // PACKED
 
     def table(self, request: Request) -> list[int]:
-        position = self.positions.get(request)
-        return [] if position is None else self.tree.path(position.node) + self.tables[request]
+        return [*unpacked(self.listed(request))]
 
-    def make_room(self, tokens: int) -> list[list[int]]:
-        """Evict leaves until `tokens` tokens are available, or no leaf is left; return the blocks of each."""
-        evicted: list[list[int]] = []
-        while self._free.free * self.block_size < tokens:
+    def listed(self, request: Request) -> bytes:
+        position = self.positions.get(request)
+        return b"" if position is None else self.tree.path(position.node) + position.own.getvalue()
+
+    def extend(self, request: Request, tokens: int) -> bytes:
+        """Add the blocks that a request lacks for its first `tokens` tokens; return them packed."""
+        pages = self._pages.cut(self.missing(request, tokens))
+        self.positions[request].own.write(pages)
+        return pages
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        return [*unpacked(self.extend(request, (self.allocated(request) + count) * self.block_size))]
+
+    def grow_each(self, requests: list[Request]) -> bytes:
+        pages, positions = self._pages.cut(len(requests)), self.positions
+        for i, request in enumerate(requests):
+            write_i64_le(positions[request].own, read_i64_le(pages, PACKED * i))
+        return pages
+
+    def make_room(self, tokens: int) -> list[bytes]:
+        """Evict leaves until `tokens` tokens are available, or no leaf is left; return the blocks of each, packed."""
+        evicted: list[bytes] = []
+        while self._pages.free * self.block_size < tokens:
             pages = self.tree.evict()
             if not pages:
                 break
@@ -100,23 +129,21 @@ class RadixPool(BlockPool):
         """
         if not self._shares:
             return []
-        position, own, tree, priority = self.positions[request], self.tables[request], self.tree, request.spec.priority
+        position, tree, priority = self.positions[request], self.tree, request.spec.priority
         key, first, prompt = position.key, position.node.end, position.key.prompt_tokens // self.block_size
-        full = blocks - first
-        assert 0 <= full <= len(own), (request.spec.id, first, blocks, len(own))
-        self.tables[request] = own[full:]
-        del own[full:]
-        inserted = tree.insert(key, own, first=first, priority=priority, counted=position.counted)
-        for piece in inserted.duplicates:
+        assert first <= blocks <= self.allocated(request), (request.spec.id, first, blocks, self.allocated(request))
+        own, counted = position.cut(blocks - first), position.counted
+        node, duplicates, shared = tree.insert(key, own, first=first, priority=priority, counted=counted)
+        for piece in duplicates:
             self._give(piece)
         if 0 < prompt < blocks:
-            tree.insert(key, [], first=prompt, priority=priority + 1, counted=prompt)
-        tree.lock(inserted.node)
+            tree.insert(key, b"", first=prompt, priority=priority + 1, counted=prompt)
+        tree.lock(node)
         tree.unlock(position.node)
-        position.node, position.counted = inserted.node, max(position.counted, blocks)
+        position.node, position.counted = node, max(counted, blocks)
         request.hash_to(blocks)
         self._count()
-        return list(enumerate(inserted.shared, first))
+        return list(enumerate(unpacked(shared), first)) if shared else []
 
     def release(self, request: Request, *, returns: bool = False) -> int:
         """Insert what is computed into the tree; if the request `returns`, free its own blocks instead."""
@@ -126,10 +153,10 @@ class RadixPool(BlockPool):
         if not returns:
             self.merge(request, kv_tokens // self.block_size)
         count, table = self.allocated(request), self.table(request) if self._observer is not NULL_OBSERVER else []
-        position, own = self.positions.pop(request), self.tables.pop(request)
-        written = max(0, self.blocks_for(kv_tokens) - position.node.end)
-        self._give(own[:written])
-        self._give(own[written:])
+        position = self.positions.pop(request)
+        del self.tables[request]
+        self._give(position.cut(max(0, self.blocks_for(kv_tokens) - position.node.end)))
+        self._give(position.own.getvalue())
         self.unlock(position.node)
         self._observer.released(request, table)
         return count
@@ -148,19 +175,19 @@ class RadixPool(BlockPool):
     def collect(self) -> None:
         """Collect freed blocks until `put_back`, while a result is processed."""
         assert self._collected is None
-        self._collected = []
+        self._collected = b""
 
     def put_back(self) -> None:
-        """Free the collected blocks, as one list, when the result has been processed."""
+        """Free the collected blocks, as one piece, when the result has been processed."""
         assert self._collected is not None
         collected, self._collected = self._collected, None
         self._give(collected)
 
-    def _give(self, blocks: list[int]) -> None:
+    def _give(self, blocks: bytes) -> None:
         if self._collected is not None:
             self._collected += blocks
         elif blocks:
-            self._free.give(blocks, 0)
+            self._pages.put(blocks)
 
     def _count(self) -> None:
         self.cached = self.tree.evictable
@@ -169,11 +196,11 @@ class RadixPool(BlockPool):
         """Raise AssertionError unless every block is free, a request's or the tree's, once, and locks are a recount."""
         self.tree.check()
         nodes = self.tree.nodes()
-        owners = [*self._free.order(), *(self._collected or ()), *(page for node in nodes for page in node.pages)]
+        owners = [*self._free.order(), *unpacked(b"".join([self._collected or b"", *[node.pages for node in nodes]]))]
         assert self.tables.keys() == self.positions.keys(), "tables and positions"
         locks = dict.fromkeys(nodes, 0)
-        for request, position in self.positions.items():
-            owners += self.tables[request]
+        for position in self.positions.values():
+            owners += unpacked(position.own.getvalue())
             node = position.node
             while node.parent is not None:
                 locks[node] += 1

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from cbsim.kv.blocks import BlockPool
 from cbsim.policy.observer import NULL_OBSERVER, Observer
+from cbsim.policy.plan import Listed
 from cbsim.policy.request import Request
 from cbsim.policy.value import mypyc_attr
 
@@ -177,10 +178,10 @@ class SectorPool(BlockPool):
             self._observer.evicted(blocks)
         return bool(blocks)
 
-    def grow_each(self, requests: list[Request]) -> list[int]:
+    def grow_each(self, requests: list[Request]) -> Listed:
         if self.sectors.per == 1:
             return super().grow_each(requests)
-        return [self.grow(request, 1)[0] for request in requests]  # several taken at once come in another order
+        return tuple([self.grow(request, 1)[0] for request in requests])  # several taken at once come in another order
 
     def share(self, request: Request, sample: Request, blocks: int) -> None:
         """Make the first `blocks` blocks of a request the head of the table of another of the same text, whether they

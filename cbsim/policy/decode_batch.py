@@ -172,8 +172,8 @@ class DecodeBatch(Pace):
         if self.long_tokens:
             self.long -= request.computed >= self.long_tokens
         self.held_blocks -= blocks
-        if self._always and request in self._always:
-            self._always.remove(request)
+        if self._always:
+            self._always = [member for member in self._always if member is not request]
         del self._members[request]
         request.leave()
         if not self._members:

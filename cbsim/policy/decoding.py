@@ -25,6 +25,7 @@ from cbsim.policy.plan import (
     UNCHANGED,
     UNDISTURBED,
     Chunk,
+    Listed,
     Outcome,
     Preempted,
     StepChanges,
@@ -32,6 +33,7 @@ from cbsim.policy.plan import (
     StepPlan,
     StepResult,
     StepWork,
+    length,
 )
 from cbsim.policy.request import Finish, Request, RequestSpec, Status
 from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
@@ -72,7 +74,7 @@ class Decoding:
         self.preempted: list[Preempted] = []
         self.transfers: list[Transfer] = []  # of KV, for the next plan
         self.awaited: list[int] = []  # jobs of transfers that the next plan's rows wait for
-        self.grown_blocks: list[int] = []  # blocks that members get in the step being planned
+        self.grown_blocks: Listed = ()  # blocks that members get in the step being planned
         self.abort_pending: dict[Request, None] = {}  # cancelled requests that end with their next token
         self._keys = keys or Keys(pool)
         self._together, self._lookahead, self._wastes_chunks = together, lookahead, wastes_chunks
@@ -105,7 +107,7 @@ class Decoding:
         return self._admissions - 1
 
     def row(self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0) -> Chunk:
-        """Return a row of the next `tokens` tokens, for which `blocks` have been added to the request's table.
+        """Return a row of the next `tokens` tokens, for which `blocks`, perhaps packed, have been added to the table.
 
         If the row reaches the request's target, it yields an output token. The last `guesses` of the tokens lie behind
         the target; each may yield one more.
@@ -119,7 +121,7 @@ class Decoding:
             request.order,
             start,
             tokens,
-            tuple(self.pool.table(request) if first else blocks),
+            self.pool.listed(request) if first else blocks if isinstance(blocks, bytes) else tuple(blocks),
             outputs,
             admitted=first,
             resumed=first and request.preemptions > 0,
@@ -258,10 +260,10 @@ class Decoding:
 
     def _take_changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
-        grown, blocks, left, ended = tuple(self._grown), tuple(self.grown_blocks), self._left, self.ended
+        grown, blocks, left, ended = tuple(self._grown), self.grown_blocks, self._left, self.ended
         preempted, replaced = tuple(self.preempted), tuple(self._replaced)
         if grown:
-            self._grown, self.grown_blocks = [], []
+            self._grown, self.grown_blocks = [], ()
         if not (joined or left or ends or ended or preempted or replaced):
             return StepChanges(grown, blocks) if grown else UNDISTURBED
         changes = StepChanges(
@@ -287,7 +289,7 @@ class Decoding:
             chunks.append(row)
             tokens += row.tokens
             table_blocks += pool.allocated(request)
-            new_blocks += len(row.blocks) - pool.blocks_for(row.start if row.admitted else 0)
+            new_blocks += length(row.listed) - pool.blocks_for(row.start if row.admitted else 0)
             request.advance(row.tokens, outputs)
             if outputs:
                 scheduled = request.scheduled

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from struct import pack
 from typing import Final
 
 from librt.strings import BytesWriter, read_i64_le, write_i64_le
 
-from cbsim.policy.plan import StepPlan
+from cbsim.policy.plan import PACKED, StepPlan, length, packed
 
 MANY: Final = 64  # numbers from which on it is faster to write them together
 _EMPTY: Final = blake2b(digest_size=8)
@@ -63,7 +62,6 @@ def _write_head(out: BytesWriter, plan: StepPlan) -> None:
 def _write_items(out: BytesWriter, plan: StepPlan) -> None:
     """Write the items of a plan's lists, in the declared order."""
     for chunk in plan.work.chunks:
-        blocks = chunk.blocks
         write_i64_le(out, chunk.spec.index)
         write_i64_le(out, chunk.order)
         write_i64_le(out, chunk.start)
@@ -74,21 +72,27 @@ def _write_items(out: BytesWriter, plan: StepPlan) -> None:
         write_i64_le(out, chunk.cached)
         write_i64_le(out, chunk.recomputed)
         write_i64_le(out, chunk.padding)
-        write_i64_le(out, len(blocks))
-        if len(blocks) < MANY:
-            for block in blocks:
-                write_i64_le(out, block)
+        listed = chunk.listed
+        write_i64_le(out, length(listed))
+        if isinstance(listed, bytes) or len(listed) >= MANY:
+            out.write(listed if isinstance(listed, bytes) else packed(listed))
         else:
-            out.write(pack(f"<{len(blocks)}q", *blocks))
+            for block in listed:
+                write_i64_le(out, block)
     changes = plan.changes
-    if len(changes.grown) < MANY:
+    listed = changes.listed
+    if isinstance(listed, bytes):
         for i, spec in enumerate(changes.grown):
             write_i64_le(out, spec.index)
-            write_i64_le(out, changes.blocks[i])
+            write_i64_le(out, read_i64_le(listed, PACKED * i))
+    elif len(changes.grown) < MANY:
+        for i, spec in enumerate(changes.grown):
+            write_i64_le(out, spec.index)
+            write_i64_le(out, listed[i])
     else:
         numbers = [0] * (2 * len(changes.grown))
-        numbers[::2], numbers[1::2] = [spec.index for spec in changes.grown], changes.blocks
-        out.write(pack(f"<{len(numbers)}q", *numbers))
+        numbers[::2], numbers[1::2] = [spec.index for spec in changes.grown], listed
+        out.write(packed(numbers))
     for spec in changes.joined + changes.left + changes.ends + changes.ended:
         write_i64_le(out, spec.index)
     for spec, lost_tokens, count in changes.preempted:

@@ -6,7 +6,9 @@ from plan to plan, and is what an executor or a check uses when it wants every r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
+from struct import pack, unpack
 from typing import Final, NamedTuple
 
 from cbsim.policy.groups import TableChange
@@ -14,12 +16,27 @@ from cbsim.policy.request import Finish, RequestSpec
 from cbsim.policy.transfers import DEVICE, IN_ORDER, Place, Transfer
 from cbsim.policy.value import value
 
+Listed = tuple[int, ...] | bytes  # block ids, or these packed
+PACKED: Final = 8  # bytes of a packed number, little-endian as in the digest
+
+
+def packed(blocks: Sequence[int]) -> bytes:
+    return pack(f"<{len(blocks)}q", *blocks)
+
+
+def unpacked(listed: Listed) -> tuple[int, ...]:
+    return unpack(f"<{len(listed) // PACKED}q", listed) if isinstance(listed, bytes) else listed
+
+
+def length(listed: Listed) -> int:
+    return len(listed) // PACKED if isinstance(listed, bytes) else len(listed)
+
 
 @value(init=False)
 class Chunk:
     """A row listed by itself: `tokens` query tokens of a request, behind `start` tokens already in the cache.
 
-    `blocks` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue). The
+    `listed` are the block ids added to its table, or the whole table when `admitted` (first chunk after the queue). The
     row may yield up to `outputs` output tokens, which are scheduled until its result is there: 0 for a part of a
     prompt, 1 for a decoding row, more where query tokens are guesses. Of the tokens before an admitted row, `cached`
     were found in the prefix cache; the KV of others has been kept elsewhere, and transfers of the plan bring it.
@@ -33,7 +50,7 @@ class Chunk:
         order: int,
         start: int,
         tokens: int,
-        blocks: tuple[int, ...],
+        listed: Listed,
         outputs: int,
         *,
         admitted: bool = False,
@@ -46,13 +63,17 @@ class Chunk:
         self.order: Final = order
         self.start: Final = start
         self.tokens: Final = tokens
-        self.blocks: Final = blocks
+        self.listed: Final = listed
         self.outputs: Final = outputs
         self.admitted: Final = admitted
         self.resumed: Final = resumed
         self.cached: Final = cached
         self.recomputed: Final = recomputed
         self.padding: Final = padding
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return unpacked(self.listed)
 
     @property
     def drafts(self) -> int:
@@ -159,7 +180,7 @@ class StepWork:
 class StepChanges:
     """The changes since the plan before, for an executor that keeps requests and their tables.
 
-    `grown` are the decoding rows that got a block each, and `blocks` these; `joined` decode without being listed from
+    `grown` are the decoding rows that got a block each, and `listed` these; `joined` decode without being listed from
     the next step on; `left` had been decoding and are no longer, as of this step. `ends` are the requests whose
     declared last token this step samples, if its rows yield all that they may; `ended` those that have ended: an
     executor forgets them. `replaced` gives (request, index in its table, block): that entry became another block of
@@ -169,7 +190,7 @@ class StepChanges:
     def __init__(
         self,
         grown: tuple[RequestSpec, ...] = (),
-        blocks: tuple[int, ...] = (),
+        listed: Listed = (),
         joined: tuple[RequestSpec, ...] = (),
         left: tuple[RequestSpec, ...] = (),
         ends: tuple[RequestSpec, ...] = (),
@@ -179,13 +200,17 @@ class StepChanges:
         replaced: tuple[tuple[RequestSpec, int, int], ...] = (),
     ) -> None:
         self.grown: Final = grown
-        self.blocks: Final = blocks
+        self.listed: Final = listed
         self.joined: Final = joined
         self.left: Final = left
         self.ends: Final = ends
         self.ended: Final = ended
         self.preempted: Final = preempted
         self.replaced: Final = replaced
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return unpacked(self.listed)
 
 
 NO_WORK: Final = StepWork()

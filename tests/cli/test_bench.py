@@ -92,6 +92,23 @@ def test_the_long_case_comes_by_its_name_only(
     assert like == bench.chat_like() and long == like | {"requests": 1_000_000}
 
 
+def test_sglang_is_measured_beside_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests under other rules, in the same sitting, with the ratio: here of made-up measurements."""
+    made_up = {"seconds": 2.0, "steps": 10, "requests": 5, "steps_per_s": 5.0, "requests_per_s": 2.5, "core": "python"}
+    cost = {"splitwise_conv": 1.0, "splitwise_sglang": 1.5}
+    monkeypatch.setattr(
+        bench,
+        "_in_fresh_process",
+        lambda name: made_up | {"peak_mb": 1.0, "cpu_seconds": cost[name], "us_per_step": cost[name] ** 2},
+    )
+    assert main(["bench", "splitwise_sglang"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(cost)
+    assert "1.50 times the CPU time of splitwise_conv, 2.25 times a step" in last
+    theirs, ours = (bench.ALL[name]() for name in cost)
+    assert theirs["workload"] == ours["workload"] and ours["kv_cache"]["block_size"] == 1
+
+
 def test_a_fleet_is_measured_behind_both_kinds_of_router(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

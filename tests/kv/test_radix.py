@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from librt.strings import write_i64_le
 from support.naive_radix import NaiveRadix, Words, specs, written
 
 from cbsim.kv.radix import RANKS, Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.plan import unpacked
 from cbsim.policy.request import Request, RequestSpec
 
 SIZES = (1, 2, 16)
@@ -58,7 +60,7 @@ class Radix(RuleBasedStateMachine):
         self.pool.lock(node)
         self.naive.readers.append(reads)
         if missing <= self.pool.free:
-            assert self.pool.make_room(missing * self.size) == self.naive.make_room(missing * self.size)
+            assert self._room(missing) == self.naive.make_room(missing * self.size)
             self._enter(spec, key, node, reads, missing)
         else:
             self.naive.readers.remove(reads)
@@ -85,9 +87,9 @@ class Radix(RuleBasedStateMachine):
         if request.seen == request.limit or (full and not self.pool.free):
             return
         if full:
-            assert self.pool.make_room(self.size) == self.naive.make_room(self.size)
+            assert self._room(1) == self.naive.make_room(self.size)
             new = self.naive.take(1)
-            assert self.pool.grow_each([request]) == new
+            assert [*unpacked(self.pool.grow_each([request]))] == new
             self.live[request].table += new
         request.advance(1, 1)
         request.receive(1)
@@ -144,7 +146,10 @@ class Radix(RuleBasedStateMachine):
     @rule(pages=st.integers(0, PAGES))
     def room(self, pages: int) -> None:
         """Leaves go by rank until there is room, and nobody's who reads."""
-        assert self.pool.make_room(pages * self.size) == self.naive.make_room(pages * self.size)
+        assert self._room(pages) == self.naive.make_room(pages * self.size)
+
+    def _room(self, pages: int) -> list[list[int]]:
+        return [[*unpacked(evicted)] for evicted in self.pool.make_room(pages * self.size)]
 
     @invariant()
     def agree(self) -> None:
@@ -159,7 +164,7 @@ class Radix(RuleBasedStateMachine):
             assert nodes[end].lock == sum(key[: len(end)] == end for key in self.naive.readers)
         by_time = sorted(nodes, key=lambda end: nodes[end].time)
         assert by_time == sorted(nodes, key=lambda end: self.naive.ends[end].time)
-        paths = [self.pool.tree.path(node) for node in nodes.values()]
+        paths = [unpacked(self.pool.tree.path(node)) for node in nodes.values()]
         size = self.size
         assert {
             end[: (i + 1) * size]: p for end, path in zip(nodes, paths, strict=True) for i, p in enumerate(path)
@@ -185,13 +190,13 @@ TestRadix.settings = settings(max_examples=150, stateful_step_count=40)
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda pool, request, node: pool.tables[request].pop(), "blocks"),
-        (lambda pool, request, node: pool.tables[request].__setitem__(0, 7), "blocks"),
+        (lambda pool, request, node: pool.positions[request].cut(1), "blocks"),
+        (lambda pool, request, node: write_i64_le(pool.positions[request].own, 7), "blocks"),
         (lambda pool, request, node: pool.tree.lock(node), "locks"),
         (lambda pool, request, node: setattr(node, "lock", 0), "pages evictable"),
         (lambda pool, request, node: setattr(pool.tree, "evictable", 5), "pages evictable"),
         (lambda pool, request, node: node.parent.children.update({99: node}), "wrong key"),
-        (lambda pool, request, node: setattr(node, "pages", []), "empty node"),
+        (lambda pool, request, node: setattr(node, "pages", b""), "empty node"),
         (lambda pool, request, node: setattr(pool, "cached", 1), "cached blocks"),
     ],
 )
@@ -226,7 +231,7 @@ def test_without_sharing_nothing_is_kept() -> None:
     request, _ = admitted(pool, RequestSpec(0, "r0", 0, 3, 2, 2, 0, (1, 2, 3), 1, 3))
     assert pool.release(request) == 3
     assert pool.free_order() == [3, 4, 5, 6, 7, 0, 1, 2]
-    assert pool.tree.evictable == pool.tree.protected == 0
+    assert pool.tree.evictable == 0 and not pool.tree.nodes()
     pool.check()
 
 

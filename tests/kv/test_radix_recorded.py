@@ -12,6 +12,7 @@ import pytest
 
 from cbsim.kv.radix import RANKS, RadixKey
 from cbsim.kv.radix_pool import RadixPool
+from cbsim.policy.plan import unpacked
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.workload.scheduler_tests import ChainedKeys
 
@@ -59,7 +60,7 @@ class Replay:
         said: Line = {"hit": hit}
         if fits:
             request = self.requests[spec.index] = Request(spec, spec.max_tokens, self.size)
-            said["evicted"] = pool.make_room(missing * self.size)
+            said["evicted"] = self.evicted(missing * self.size)
             request.admit(0, hit)
             pool.admit(request, key, node)
             said["pages"] = pool.grow(request, missing)
@@ -76,7 +77,7 @@ class Replay:
         request = self.requests[line["id"]]
         said: Line = {}
         if request.computed % self.size == 0:
-            said = {"evicted": self.pool.make_room(self.size), "pages": self.pool.grow(request, 1)}
+            said = {"evicted": self.evicted(self.size), "pages": self.pool.grow(request, 1)}
         request.advance(1, 1)
         request.receive(1)
         return said
@@ -96,14 +97,20 @@ class Replay:
         return {}
 
     def room(self, line: Line) -> Line:
-        return {"evicted": self.pool.make_room(line["tokens"])}
+        return {"evicted": self.evicted(line["tokens"])}
+
+    def evicted(self, tokens: int) -> list[list[int]]:
+        return [[*unpacked(pages)] for pages in self.pool.make_room(tokens)]
 
     def state(self) -> Line:
         nodes = self.pool.tree.nodes()
         places = {node: i for i, node in enumerate(nodes)}
         return {
             "free": self.pool.free_order(),
-            "nodes": [[places.get(node.parent, -1), node.pages, node.lock, node.hits, node.priority] for node in nodes],
+            "nodes": [
+                [places.get(node.parent, -1), [*unpacked(node.pages)], node.lock, node.hits, node.priority]
+                for node in nodes
+            ],
             "used": sorted(range(len(nodes)), key=lambda i: nodes[i].time),
         }
 

@@ -110,7 +110,7 @@ FAULTS = {
     "a table gets a block that a store reads": (Direction.OUT, plan(1, work=rows(row(B, 9, 1)))),
     "a member grows into a block that a load writes": (
         Direction.IN,
-        StepPlan(1, changes=StepChanges(grown=(A,), blocks=(3,))),
+        StepPlan(1, changes=StepChanges(grown=(A,), listed=(3,))),
     ),
     "a row finds content that a load still writes": (
         Direction.IN,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cbsim.policy.digest import MANY, digest
-from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepCounts, StepPlan, StepWork
+from cbsim.policy.plan import Chunk, Preempted, StepChanges, StepCounts, StepPlan, StepWork, packed
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.transfers import Direction, Transfer
 
@@ -19,8 +19,8 @@ FULL = StepPlan(
     7,
     StepWork(
         chunks=(
-            Chunk(A, order=4, start=16, tokens=20, blocks=(8, 9), outputs=0, admitted=True, cached=16, recomputed=2),
-            Chunk(B, order=2, start=50, tokens=4, blocks=(), outputs=4, resumed=True, padding=3),
+            Chunk(A, order=4, start=16, tokens=20, listed=(8, 9), outputs=0, admitted=True, cached=16, recomputed=2),
+            Chunk(B, order=2, start=50, tokens=4, listed=(), outputs=4, resumed=True, padding=3),
         ),
         lead=1,
         decodes=12,
@@ -33,7 +33,7 @@ FULL = StepPlan(
     ),
     StepChanges(
         grown=(C, B),
-        blocks=(17, 18),
+        listed=(17, 18),
         joined=(A,),
         left=(B, C),
         ends=(C,),
@@ -108,7 +108,7 @@ def altered(value: Any) -> Iterator[Any]:
         yield replace(value, index=value.index + 1)
     elif isinstance(value, StepChanges):
         for pairs in altered(tuple(zip(value.grown, value.blocks, strict=True))):
-            yield replace(value, grown=tuple(spec for spec, _ in pairs), blocks=tuple(block for _, block in pairs))
+            yield replace(value, grown=tuple(spec for spec, _ in pairs), listed=tuple(block for _, block in pairs))
         for name in ("joined", "left", "ends", "ended", "preempted", "replaced"):
             yield from (replace(value, **{name: other}) for other in altered(getattr(value, name)))
     elif is_dataclass(value) and not isinstance(value, type):
@@ -135,10 +135,13 @@ def test_the_digest_is_that_of_the_documented_bytes(plan: StepPlan) -> None:
 @pytest.mark.parametrize("count", [MANY - 1, MANY, 3 * MANY])
 def test_long_lists_of_blocks_are_said_as_short_ones(count: int) -> None:
     """Numbers that are written together and those written one by one are the same bytes."""
-    chunk, blocks = replace(FULL.work.chunks[0], blocks=tuple(range(count))), tuple(range(count, 2 * count))
-    changes = replace(FULL.changes, grown=(A, B, C) * count, blocks=blocks * 3)
+    chunk, blocks = replace(FULL.work.chunks[0], listed=tuple(range(count))), tuple(range(count, 2 * count))
+    changes = replace(FULL.changes, grown=(A, B, C) * count, listed=blocks * 3)
     plan = replace(FULL, work=replace(FULL.work, chunks=(chunk,)), changes=changes)
     assert digest(plan) == by_the_book(plan)
+    chunk, changes = (replace(each, listed=packed(each.blocks)) for each in (chunk, changes))
+    same = replace(FULL, work=replace(FULL.work, chunks=(chunk,)), changes=changes)
+    assert digest(same) == digest(plan) and same.changes.blocks == plan.changes.blocks
 
 
 def test_known_digests() -> None:

@@ -484,7 +484,7 @@ class SglangScheduler(SchedulerBase):
         self.pool.make_room(RETRACT_STEPS * remaining)
 
     def _row(self, request: Request, tokens: int) -> Chunk:
-        return self.decoding.row(request, tokens, self.pool.fill(request, request.computed + tokens))
+        return self.decoding.row(request, tokens, self.pool.extend(request, request.computed + tokens))
 
     def _plan(self, rows: dict[Request, Chunk]) -> StepPlan:
         waiting = len(self.waiting)

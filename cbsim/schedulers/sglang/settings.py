@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from cbsim.policy.groups import Sight
@@ -19,7 +20,7 @@ MANY = 32  # requests that may run, of a decode server that has no more slots th
 TENSORS = 8  # caches on the host, more than requests that once fitted in one are likely to take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: it remembers what follows from the settings
 class SglangSettings(Settings):
     """SGLang 0.5.23. Names and defaults are those of its server's arguments."""
 
@@ -89,12 +90,12 @@ class SglangSettings(Settings):
         require(policy != "shortest-prefill-first" or not self.disable_radix_cache, "schedule_policy", message)
         require(chunk != 0, "chunked_prefill_size", "got 0, must be >= 1, or -1 for prompts that are not cut")
 
-    @property
+    @cached_property
     def preempts(self) -> bool:
         return self.enable_priority_scheduling and not self.disable_priority_preemption
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SglangOptions(SglangSettings):
     """The settings with all sizes solved. A block is a page; every one of `num_blocks` can be used."""
 
@@ -109,11 +110,11 @@ class SglangOptions(SglangSettings):
     def __post_init__(self) -> None:
         """Skip the checks of the settings: recorded schedulers have settings of their own."""
 
-    @property
+    @cached_property
     def pool_tokens(self) -> int:
         return self.block_size * self.num_blocks
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The tokens of a sequence, the last one not counted."""
         return min(self.context_length, self.pool_tokens) - 1
@@ -127,21 +128,21 @@ class SglangOptions(SglangSettings):
         most = max(0, min(max_tokens, self.longest - prompt_tokens - 1))
         return max(0, min(most, self.pool_tokens - paged - page - 1))
 
-    @property
+    @cached_property
     def prefills(self) -> bool:
         """Whether others decode what it prefills."""
         return self.disaggregation_mode == "prefill"
 
-    @property
+    @cached_property
     def decodes(self) -> bool:
         """Whether others prefill what it decodes."""
         return self.disaggregation_mode == "decode"
 
-    @property
+    @cached_property
     def chunks(self) -> bool:
         return self.chunked_prefill_size > 0
 
-    @property
+    @cached_property
     def mixes(self) -> bool:
         return self.chunks and self.enable_mixed_chunk
 

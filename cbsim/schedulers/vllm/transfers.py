@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from cbsim.policy.decoding import Decoding
 from cbsim.policy.observer import Observer
-from cbsim.policy.plan import Chunk, StepPlan, StepResult
+from cbsim.policy.plan import Chunk, StepPlan, StepResult, unpacked
 from cbsim.policy.queues import Queue
 from cbsim.policy.request import Finish, Request, Status
 from cbsim.schedulers.vllm.settings import VllmOptions
@@ -219,7 +219,7 @@ class Transfers:
         decoding = self._decoding
         before: Rows = []
         admitted: Rows = []
-        grown = list(decoding.grown_blocks)
+        grown = [*unpacked(decoding.grown_blocks)]
         for request in running:
             row = rows.get(request)
             if row is None:
