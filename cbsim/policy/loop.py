@@ -238,7 +238,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     polls_before_update = scheduler.polls_before_update
     stalled = closed = False
     while in_flight or not closed:
-        if not closed:
+        if not closed:  # else it stays idle, and what is in flight is awaited
             idle = scheduler.idle
             polled: Polled = yield WAIT if stalled or _must_wait(in_flight, idle, awaits_when_idle) else POLL
             if polled.arrivals or polled.cancels:
@@ -250,6 +250,7 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
         yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
+            stalled = False
             if _may_go_on(scheduler, in_flight, depth):
                 continue
         elif not idle:

@@ -154,7 +154,9 @@ def test_arrivals_come_before_cancellations_of_the_same_poll() -> None:
 def test_a_stall_waits_for_arrivals() -> None:
     """With nothing in flight and nothing to plan the loop blocks, for only an arrival can help."""
     polls = [Polled([spec(0)]), Polled([spec(1)], closed=True), CLOSED]
-    assert effects(Scripted(1, stalls=1), 1, polls)[:4] == ["wait", "idle", "wait", "launch 0"]
+    assert effects(Scripted(1, stalls=1), 1, list(polls))[:4] == ["wait", "idle", "wait", "launch 0"]
+    ahead = ["wait", "idle", "wait", "launch 0", "poll", "launch 1", "await 0"]
+    assert effects(Scripted(1, stalls=1), 2, polls)[:7] == ahead, "the stall is over once a step is in flight"
 
 
 def test_a_stall_with_a_step_in_flight_takes_its_result() -> None:
