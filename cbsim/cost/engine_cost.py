@@ -225,11 +225,11 @@ def roofline(scenario: Scenario, settings: RooflineSettings, *, whole: bool = Tr
     launch = {"launch_s_per_layer": settings.launch_s_per_layer, "cpu": settings.cpu}
     added = TableSettings.model_construct(kind="table", tensor_parallel=tensor, **terms | launch)
     bytes_ns, copied_ns = gpu.memory_bandwidth_bytes_s / NS, NS / gpu.pcie_bytes_s
-    kernels = _curve_times(engine, gpu, model, tensor, settings.data_parallel)
+    kernels = curve_times(engine, gpu, model, tensor, settings.data_parallel)
     graphs = captured(scenario)
     return EngineCost(kernels, added, model, bytes_ns=bytes_ns, captured=graphs, copied_ns=copied_ns, whole=whole)
 
 
 @lru_cache(maxsize=16)
-def _curve_times(engine: str, gpu: Hardware, model: ModelShape, tensor: int, ranks: int) -> CurveTimes:
+def curve_times(engine: str, gpu: Hardware, model: ModelShape, tensor: int, ranks: int) -> CurveTimes:
     return CurveTimes(sources(gpu), engine, gpu, model, tensor, ranks)

@@ -34,7 +34,7 @@ def test_cpu_pays_for_what_is_new_in_a_step() -> None:
     """A row that is listed, and decoding requests that get a block, leave or end, two of each kind here: 20 + 6 x 3."""
     cpu = CpuCost({"schedule": PhaseCost(per_chunk=20, per_change=3)})
     two = (SPEC, SPEC)
-    step = plan(2, 90, ((0, 10),), grown=two, blocks=(7, 7), left=two, ended=two)
+    step = plan(2, 90, ((0, 10),), grown=two, listed=(7, 7), left=two, ended=two)
     assert cpu(step) == (38, 0, 0, 0)
     assert cpu(plan(2, 90)) == (0, 0, 0, 0)
 

@@ -73,7 +73,8 @@ def by_others(points: Sequence[Point], *, generation: bool) -> list[tuple[Point,
         kin = next(names for names in (HOPPER, BLACKWELL) if own.startswith(names))
         cards = [each["hardware"]["name"] for each in curves.every()]
         left_out = tuple(name for name in cards if (name.startswith(kin) if generation else name == own))
-        with mock.patch.object(engine_cost, "sources", partial(curves.sources, without=left_out)):
+        others, times = partial(curves.sources, without=left_out), engine_cost.curve_times.__wrapped__
+        with mock.patch.multiple(engine_cost, sources=others, curve_times=times):  # curve_times knows one set alone
             found += predicted([point for point in points if point.system == system])
     return found
 
