@@ -206,11 +206,8 @@ class Search:
     def impossible(self) -> bool:
         """Return whether one request alone breaks the conditions. Only latencies and attainment are best there."""
         alone = self._prober.alone(self._over.alone)
-        if (
-            alone is None
-            or alone.holds is not False
-            or not SINKING.issuperset(c.metric for c in self._terms.conditions)
-        ):
+        sinking = SINKING.issuperset(check.metric for check in self._terms.conditions)
+        if alone is None or alone.holds is not False or not sinking:
             return False
         self._add(alone)
         self.ends, self.above, self.reason = (None, 0.0), alone, str(alone.reason)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ class Outcome:
     @property
     def left(self) -> list[int]:
         """The candidates that were not dropped: one of them is the best, with the confidence of the goal."""
-        return [i for i, trial in enumerate(self.trials) if trial.verdict == IN]
+        return _left(self.trials)
 
     @property
     def won(self) -> bool:
@@ -138,13 +139,10 @@ def with_draws(fitted: Outcome, draws: Sequence[Outcome]) -> Outcome:
 def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
     trials = [Trial() for _ in range(candidates)]
     confidence = goal.each(candidates)
-    done = 0
     leader = None
-    for upto in goal.rounds:
-        left = [i for i, trial in enumerate(trials) if trial.verdict == IN]
-        for i, runs in measure(left, range(done, upto)).items():
+    for done, upto in pairwise((0, *goal.rounds)):
+        for i, runs in measure(_left(trials), range(done, upto)).items():
             trials[i].add(runs, goal.metric.name)
-        done = upto
         leader = _drop(trials, goal, confidence)
         if _decided(trials, leader, goal, confidence):
             break
@@ -152,11 +150,14 @@ def search(candidates: int, measure: Measure, goal: Goal) -> Outcome:
         return Outcome(goal, trials, leader, True, confidence)
     likely = [
         i
-        for i, trial in enumerate(trials)
-        if trial.verdict == IN
-        and all(OPERATORS[check.compare](trial.mean(check.metric), check.bound) for check in goal.slo)
+        for i in _left(trials)
+        if all(OPERATORS[check.compare](trials[i].mean(check.metric), check.bound) for check in goal.slo)
     ]
     return Outcome(goal, trials, _best(trials, likely, goal.metric), False, confidence)
+
+
+def _left(trials: Sequence[Trial]) -> list[int]:
+    return [i for i, trial in enumerate(trials) if trial.verdict == IN]
 
 
 def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
@@ -164,9 +165,8 @@ def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
     to keep all conditions.
     """
     sure = []
-    for i, trial in enumerate(trials):
-        if trial.verdict != IN:
-            continue
+    for i in _left(trials):
+        trial = trials[i]
         answers: dict[str, bool | None] = {}
         for check in goal.slo:  # None if unsure; False if a run lacks the metric
             values = trial.values(check.metric)
@@ -177,20 +177,20 @@ def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
         elif None not in answers.values():
             sure.append(i)
     leader = _best(trials, sure, goal.metric)
-    for i, trial in enumerate(trials):
-        if leader is not None and trial.verdict == IN and i != leader:
-            ahead = difference(trials[leader], trial, goal.metric.name, confidence)
+    for i in _left(trials):
+        if leader is not None and i != leader:
+            ahead = difference(trials[leader], trials[i], goal.metric.name, confidence)
             if ahead.sign == goal.metric.sign:
-                trial.drop(WORSE)
+                trials[i].drop(WORSE)
     return leader
 
 
 def _decided(trials: Sequence[Trial], leader: int | None, goal: Goal, confidence: float) -> bool:
     """True if every remaining candidate is the leader or equals it in every replicate."""
-    left = [i for i, trial in enumerate(trials) if trial.verdict == IN]
+    rest = [i for i in _left(trials) if i != leader]
     if leader is None:
-        return not left
-    return all(difference(trials[leader], trials[i], goal.metric.name, confidence).none for i in left if i != leader)
+        return not rest
+    return all(difference(trials[leader], trials[i], goal.metric.name, confidence).none for i in rest)
 
 
 def _best(trials: Sequence[Trial], among: Sequence[int], metric: Metric) -> int | None:

@@ -213,7 +213,6 @@ class Search:
                 return
 
     def needed(self, at: int, look: int | None) -> list[Scenario]:
-        """Return the scenarios of the runs of a probe."""
         count = min(PILOTS, self.terms.looks[-1]) if look is None else self.terms.looks[look]
         return [self.candidate.scenario(at, seed) for seed in range(count)]
 
@@ -269,7 +268,6 @@ class Search:
 
     @property
     def runs(self) -> Sequence[Run]:
-        """The runs of the answer."""
         return self.prober.known[self.at] if self.answered else ()
 
     def interval(self, name: str) -> Interval | None:
@@ -329,8 +327,8 @@ def candidates(
     """
     _check_fields(sizing, knobs)
     knobs = knobs or _usual_knobs(sizing)
-    kinds = 1 + len(SPLITS) * bool(sizing.hand_off)
-    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values())) * kinds) > MOST:
+    splits = SPLITS if sizing.hand_off else ()
+    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values())) * (1 + len(splits))) > MOST:
         raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
     servers = [
@@ -339,7 +337,6 @@ def candidates(
     ]
     ranks = (False, True) if shapes.model(str(sizing.document.data["model"]), sizing.folder).experts else (False,)
     made = [Candidate(sizing, server, ranks=each) for server in servers for each in ranks]
-    splits = SPLITS if sizing.hand_off else ()
     made = [*(Candidate(sizing, server, prefills=share) for server in servers for share in splits), *made]
     if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
         return fit

@@ -71,7 +71,6 @@ class Tuned:
         return f"<Tuned {self.scenario}: {self.best} of {len(self.candidates)} candidates>"
 
     def called(self, candidate: int) -> str:
-        """Return the label of a candidate: the settings of its knobs."""
         return label(self.settings(candidate)) if self.fields else "as it is"
 
     def settings(self, candidate: int) -> Mapping[str, Any]:
@@ -297,10 +296,8 @@ def _behind(tuned: Tuned, i: int) -> tuple[str, str, str]:
 def _note(tuned: Tuned, i: int) -> str:
     outcome = tuned.outcome
     trial = outcome.trials[i]
-    if trial.verdict in (BREAKS, FAILED):
-        return f"{trial.verdict}: {trial.why}"
-    if trial.verdict == WORSE:
-        return "worse"
+    if trial.verdict != IN:
+        return f"{trial.verdict}: {trial.why}" if trial.why else trial.verdict
     if i == outcome.best:
         return "best" if outcome.won else "best mean"
     if outcome.best is not None and outcome.against(i).none:
