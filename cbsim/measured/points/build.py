@@ -169,16 +169,11 @@ def tables_of(system: str) -> Path | None:
 def model_of(point: Point) -> ModelShape:
     """Return the model whose name is a prefix of the point's, in the point's data types. Raises CannotBuildError."""
     name = bare(point.model_name)
-    known = _model_named(name)
-    if known is None:
-        raise CannotBuildError(f"no model file of {point.model_name}: scenarios/models describes none of that name")
-    return known.model_copy(update=_types(point, known))
-
-
-@lru_cache(maxsize=64)
-def _model_named(name: str) -> ModelShape | None:
     known = [each for each in catalog.names("models") if name.startswith(bare(each))]
-    return shapes.model(max(known, key=len)) if known else None
+    if not known:
+        raise CannotBuildError(f"no model file of {point.model_name}: scenarios/models describes none of that name")
+    model = shapes.model(max(known, key=len))
+    return model.model_copy(update=_types(point, model))
 
 
 def _types(point: Point, model: ModelShape) -> dict[str, Any]:
@@ -196,19 +191,13 @@ def _types(point: Point, model: ModelShape) -> dict[str, Any]:
     return {"weights_dtype": {"int4": "int4", "bf16": None}.get(stated, model.weights_dtype)}
 
 
-@lru_cache(maxsize=64)
-def _card(system: str) -> Hardware | None:
-    known = {bare(each): each for each in catalog.names("hardware")}
-    name = known.get(bare(system)) or known.get(bare(system.partition("_")[0]))
-    return shapes.hardware(name) if name else None
-
-
 def _hardware(point: Point) -> Hardware:
     """Return the card named like the system or like the first part of its name. Raises CannotBuildError."""
-    card = _card(point.system)
-    if card is None:
+    known = {bare(each): each for each in catalog.names("hardware")}
+    name = known.get(bare(point.system)) or known.get(bare(point.system.partition("_")[0]))
+    if name is None:
         raise CannotBuildError(f"no hardware file of {point.system}")
-    return card
+    return shapes.hardware(name)
 
 
 def _expert_groups(point: Point, model: ModelShape) -> int:
