@@ -135,7 +135,7 @@ def work(task: Task) -> Made:
         terms = Terms(COMMAND, digests=task.keep != "summary")
         result = running.one_loop(scenario, scenario.loop.mode, serve, terms)
         if task.warmup:
-            result = without(result, task.warmup, COMMAND)
+            result = without(result, task.warmup)
         files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})
         files |= {REPRICED: result.files[REPRICED]} if task.others else {}
     except Exception as error:
@@ -174,10 +174,9 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"
 
 
-def without(result: Result, share: float, command: str) -> Result:
+def without(result: Result, share: float) -> Result:
     """Return the run with latencies and SLO of only those requests that arrive after the first `share` of all, and
-    after the first of every user of a closed loop, who all begin at once. `command` is the one that made the run
-    without this window.
+    after the first of every user of a closed loop, who all begin at once.
     """
     arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
     if not len(arrivals_ns):
@@ -190,7 +189,7 @@ def without(result: Result, share: float, command: str) -> Result:
     counted = running.counted(result.scenario, result.summary["total_blocks"], window_s, servers)
     counted["price_usd_hour"] = price  # of fleets that change, that of the servers that there were
     summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
-    environment = {**result.environment, "command": f"{command} --window {window_s[0]!r}:"}
+    environment = {**result.environment, "command": f"{COMMAND} --window {window_s[0]!r}:"}
     return replace(result, summary=summary, environment=environment)
 
 
@@ -242,7 +241,6 @@ class Processes(Executor):
             return key, Gone.PROCESS
 
     def close(self) -> None:
-        """Terminate the processes without waiting for their tasks."""
         pool, self._pool = self._pool, None
         if pool is not None:
             progress.end_pool(pool)

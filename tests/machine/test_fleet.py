@@ -360,7 +360,7 @@ def test_what_came_of_the_drafts_of_each_server() -> None:
     drafts = {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}
     pools = [{"count": 2}, {"server": {"speculation": None}}]
     result = run(of({"pools": pools, "router": {"name": "round_robin"}}, speculation=drafts))
-    for summary in (result.summary, without(result, 0.1, "").summary):
+    for summary in (result.summary, without(result, 0.1).summary):
         each = [server.get("drafts") for server in summary["per_server"]]
         assert each[2] is None
         for name in ("verified_tokens", "accepted_tokens", "rejected_tokens", "verifications"):
