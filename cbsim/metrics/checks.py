@@ -85,9 +85,7 @@ class Check:
         return Verdict(holds, line)
 
     def doubt(self, value: float) -> str:
-        """Return a hint if a bound without a unit, which is seconds, is so far above the value that it may be meant in
-        milliseconds; else nothing.
-        """
+        """Return a hint if a bound without a unit is so far above the value that milliseconds may be meant, else ""."""
         plain = metric(self.metric).unit == "s" and self.rule.rstrip()[-1:] in "0123456789."
         if not plain or self.bound < IMPLAUSIBLE * value or not self.bound:
             return ""
@@ -109,9 +107,9 @@ def parse_all(conditions: Iterable[str], option: str = "--check", *, sweep: bool
 
 
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:
-    """Parse a condition; messages begin with the `option` that has it. Raises CheckError. Names of durations need no
-    `_s`, and values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite: else a condition
-    would hold for every run, or for none. `sweep`: metrics that only the table of a sweep has are known, too.
+    """Parse a condition; messages begin with the `option` that has it. Raises CheckError. Names are as in `named`.
+    Values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite: else a condition would hold for
+    every run, or for none.
     """
     match, source = FORM.fullmatch(condition), f"{option} {condition!r}"
     if not match:

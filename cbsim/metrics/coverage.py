@@ -198,9 +198,7 @@ def _own(own: terms.Own) -> str:
 
 
 def _unlike(scenario: Mapping[str, Any]) -> list[str]:
-    """Return the differences of the server from those that the terms were calibrated on. Nothing is validated: a run of
-    other code may have more fields.
-    """
+    """Return how a server differs from those of its terms; unvalidated, as runs of other code have other fields."""
     cost, model, own = scenario["cost"], scenario["model"], scenario["cost"]["calibrated"].get("own")
     known = {**cost["calibrated"], "own": own and terms.Own.model_construct(**own)}
     calibrated = CalibratedTerms.model_construct(**known)

@@ -203,9 +203,7 @@ def request_count(rows: RequestTable) -> int:
 
 
 def attainment(requests: Requests, slo: Mapping[str, float], span_s: float) -> dict[str, Any]:
-    """Return goodput (requests a second within all bounds) and attainment (their share, None of no requests). TPOT of
-    one token is 0.
-    """
+    """Return goodput (requests/s within all bounds) and attainment (their share, or None). TPOT of one token is 0."""
     values = latencies(requests)
     values["tpot_s"] = values["decode_s"] / np.maximum(requests.generated[requests.done] - 1, 1)
     met = np.ones(int(requests.done.sum()), dtype=bool)
@@ -307,9 +305,7 @@ def _held(steps: Steps, parts: Sequence[slice], span_ns: int, blocks: Sequence[i
 
 
 def _idle_ns(start: Ints, end: Ints, ran: Mask) -> int:
-    """Return the idle ns of the compute lane, busy so, from the first to the last step that `ran`; an empty step
-    between is busy.
-    """
+    """Return the idle ns of the compute lane, from the first to the last step that `ran`; empty steps are busy."""
     if not ran.any():
         return 0
     inside = slice(int(ran.argmax()), len(ran) - int(ran[::-1].argmax()))

@@ -23,9 +23,7 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def shown(value: Any, unit: str) -> str:
-    """Return a number in the format of its unit: `s`, `share`, `fine share`, `count` (a mean need not be whole) or
-    `number`; "-" for None.
-    """
+    """Return a number as its unit has it: s, share, fine share, count (also of a mean), number; "-" for None."""
     if value is None:
         return "-"
     if unit.endswith("share"):

@@ -322,17 +322,14 @@ class Search:
 
 
 def _crossing(low: Probe, high: Probe, least: float) -> float:
-    """Return the part of the way from one load to the other where their excess over the bounds is expected to be 0; at
-    `least` this, and as far from the other.
-    """
+    """Return the part of the way between two loads where the excess should be 0, at least `least` from both."""
     rise = high.excess - low.excess
     return min(max(-low.excess / rise if 0 < rise < math.inf else 0.5, least), 1 - least)
 
 
 def search(scenario: Scenario, field: str, terms: Terms, runs: Runs, hear: Hear = lambda _: None) -> Capacity:
     """Return the capacity of a scenario of one loop; draws of its terms are searched, too. `hear` is called with each
-    probe of its own. Raises ScenarioError, CheckError if the field or a condition is unfit for a search, RunError
-    if a run fails.
+    probe of its own. Raises ScenarioError or CheckError for an unfit field or condition, RunError if a run fails.
     """
     over = Over(scenario, field)
     draws = drawn(scenario, terms.draws)

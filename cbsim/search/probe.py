@@ -79,8 +79,7 @@ def terms(
     scenario: Scenario, slo: Sequence[str], goodput: str | None, option: str = "--check", /, **precision: Any
 ) -> Terms:
     """Return the terms for a scenario of one loop: `slo` are conditions on metrics that `option` has, `goodput` the
-    share of requests that must keep the scenario's `slo`, `precision` other fields of Terms. Raises CheckError,
-    ScenarioError.
+    share of requests that must keep its `slo`, `precision` fields of Terms. Raises CheckError, ScenarioError.
     """
     if isinstance(slo, str):
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
@@ -190,9 +189,7 @@ class Over:
         return 1 / value if self.falls else value
 
     def times(self, value: Value, factor: float) -> Value:
-        """Return the value with `factor` times the load, a whole one at least that far off. Raises ScenarioError if
-        there is none that a scenario can have.
-        """
+        """Return the value of `factor` times the load, whole ones rounded outwards. Raises ScenarioError for none."""
         exact = value / factor if self.falls else value * factor
         scaled = self.rounded(exact, (math.ceil if exact > value else math.floor) if self.whole else round)
         if scaled <= 0 or scaled == value:
@@ -381,9 +378,7 @@ def _values(check: Check, runs: Sequence[Run]) -> list[float]:
 
 
 def _interval(check: Check, values: Sequence[float], requests: int, tail: float) -> Interval:
-    """Return the interval of a metric's mean over replicates, within what the metric can be; that of a single value is
-    the value itself.
-    """
+    """Return the interval of a metric's mean, within what it can be; that of a single value is the value itself."""
     if check.metric == SHARE and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         sure = intervals.of_all(requests, tail)
         return sure if values[0] else Interval(0.0, 0.0, 1 - sure.low)

@@ -32,9 +32,7 @@ Measure = Callable[[Sequence[int], range], Mapping[int, Sequence[Numbers | str]]
 
 
 class Goal(NamedTuple):
-    """The objective, the conditions, the confidence of the answer, the largest number of replicates (2 or more), and
-    the number of draws of calibrated terms.
-    """
+    """The objective, the conditions, the answer's confidence, the most replicates (2 or more), and draws of terms."""
 
     metric: Metric
     slo: Sequence[Check]
@@ -161,9 +159,7 @@ def _left(trials: Sequence[Trial]) -> list[int]:
 
 
 def _drop(trials: Sequence[Trial], goal: Goal, confidence: float) -> int | None:
-    """Drop candidates that break a condition or are worse than the leader; return the leader, or None if none is sure
-    to keep all conditions.
-    """
+    """Drop candidates that break a condition or are worse than the leader; return the leader, None if none is sure."""
     sure = []
     for i in _left(trials):
         trial = trials[i]

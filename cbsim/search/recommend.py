@@ -477,9 +477,7 @@ def _leave(searches: Sequence[Search], answers: Sequence[Search]) -> None:
 
 
 def mixes(searches: Sequence[Search]) -> list[Candidate]:
-    """Return candidates of two cards, of the cheapest kind of each: those that would be cheapest if capacities were in
-    proportion.
-    """
+    """Return candidates of two cards, each of its cheapest kind: the cheapest if capacities are in proportion."""
     best, chosen = dict[str, Search](), list[Candidate]()
     for each in sorted(searches, key=lambda each: each.usd_hour):
         if not each.candidate.ranks and not each.candidate.prefills:
@@ -495,9 +493,7 @@ def mixes(searches: Sequence[Search]) -> list[Candidate]:
 
 
 def search(of: Sequence[Candidate], terms: Terms, runs: Runs) -> list[Search]:
-    """Return the searches of all candidates, ranked. Raises a ScenarioError with the nearest thing if nothing keeps the
-    conditions; CheckError.
-    """
+    """Return all searches, ranked. Raises CheckError, or ScenarioError with the nearest if nothing holds."""
     searches = [Search(each, terms, runs) for each in of]
     _race(searches, [], runs)
     answers = [each for each in searches if each.answered]

@@ -269,9 +269,7 @@ class SweepFile(Frozen):
 
 
 def read(path: Path, changes: Changes = ()) -> tuple[SweepFile, Path]:
-    """Read a sweep file, with changes of its scenario; return it and the folder to which its paths are relative. Raises
-    ScenarioError.
-    """
+    """Return a sweep file, with changes of its scenario, and the folder of its paths. Raises ScenarioError."""
     document = documents.read(path)
     _change(document.data, changes)
     document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")

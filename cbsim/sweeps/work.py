@@ -206,9 +206,7 @@ class Here(Executor):
 
 
 class Processes(Executor):
-    """A pool of `jobs` processes, each a fresh interpreter. When one dies, the whole pool is lost, and every task under
-    way is returned as not completed.
-    """
+    """A pool of `jobs` processes, each a fresh interpreter. When one dies, all tasks under way are not completed."""
 
     def __init__(self, jobs: int) -> None:
         self.about = f"{jobs} processes"

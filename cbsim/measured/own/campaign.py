@@ -319,9 +319,7 @@ class Campaign:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Measure a server once its user has agreed to the plan; print what is known of it and what was measured. Raises
-    ScenarioError, RunError, Interrupted.
-    """
+    """Measure a server once its user has agreed to the plan. Raises ScenarioError, RunError, Interrupted."""
     out, url, seed = arguments.out, address(arguments.url), secrets.randbits(62)  # its cache may have earlier prompts
     folder.check(out)
     key, budget, progress = next(iter(plain_keys(arguments.api_key_file)), "none"), arguments.budget, ProgressLine(5.0)

@@ -117,9 +117,7 @@ def distribution(values: Floats, counts: Ints | None = None) -> Distribution:
 
 
 def client(path: Path, where: Mapping[str, str] = MappingProxyType({})) -> Client:
-    """Read a client's file; `where` chooses rows of a CSV file by its columns. Raises RunError naming file, field,
-    value and what is allowed.
-    """
+    """Read a client's file; `where` chooses rows of a CSV file by its columns. Raises RunError."""
     tabled = path.suffix in (".csv", ".gz")
     if where and not tabled:
         raise RunError(f"--where: chooses rows of CSV files; {path} is none", file=path)
@@ -246,9 +244,7 @@ def checked(form: type[F], value: Any, path: Path, where: str = "") -> F:
 
 
 def _at(*paths: str, default: Any = math.nan) -> Any:
-    """Declare a field of a form: what an object has at the first of these paths, such as `info.times.0`; `...` as the
-    default: it must have one.
-    """
+    """Declare what an object has at the first of these paths, such as `info.times.0`; `...`: it must have one."""
     parts = [[int(name) if name.lstrip("-").isdecimal() else name for name in path.split(".")] for path in paths]
     return Field(default, validation_alias=AliasChoices(*(AliasPath(str(first), *rest) for first, *rest in parts)))
 
@@ -504,9 +500,7 @@ FAILED, NOT_FAILED = ("failed", "error"), ("", "0", "false")
 
 
 def _csv(path: Path, where: Mapping[str, str]) -> Client:
-    """Return the requests in the rows of a CSV file that `where` chooses, in order of start. Raises ScenarioError or
-    RunError.
-    """
+    """Return the requests of the rows that `where` chooses, in order of start. Raises ScenarioError or RunError."""
     with open_text(path) as file:
         table = CsvTable(path, file)
         columns = _columns(path, table.header)
@@ -529,9 +523,7 @@ def _csv(path: Path, where: Mapping[str, str]) -> Client:
 
 
 def _columns(path: Path, header: Sequence[str]) -> dict[str, tuple[str, float]]:
-    """Return the columns that are read: the field that each is, and what its numbers are multiplied by. Raises
-    RunError.
-    """
+    """Return the field that each column is, and what its numbers are multiplied by. Raises RunError."""
     columns: dict[str, tuple[str, float]] = {}
     for name in header:
         role, scale = COLUMNS.get(name, ("", 0))

@@ -87,9 +87,7 @@ class Played(NamedTuple):
 
 
 def play(scenario: Scenario, load: Load, front_s: float, priced: Sequence[Scenario] = ()) -> Played:
-    """Serve a load, each of its repeats by an idle server, which gets a request `front_s` after the client sent it.
-    Raises ScenarioError.
-    """
+    """Serve a load, each repeat by an idle server, which gets requests `front_s` late. Raises ScenarioError."""
     times, moved, largest = np.full((2, len(load)), np.nan), np.zeros((len(priced), 2)), Largest()
     for number in np.unique(load.repeat[~load.failed]):
         at = np.flatnonzero((load.repeat == number) & ~load.failed)
@@ -105,9 +103,7 @@ def play(scenario: Scenario, load: Load, front_s: float, priced: Sequence[Scenar
 
 
 def _workload(start_s: Floats, prompts: Ints, outputs: Ints, users: int | None, front_s: float) -> Workload:
-    """Return requests that arrive as they were sent, or in a closed loop one after the other, each user's first one as
-    it was sent.
-    """
+    """Return requests that arrive as sent; in a closed loop one after the other, after each user's first."""
     arrivals = np.rint((start_s + front_s) * NS).astype(int).tolist()
     rows = enumerate(zip(arrivals, prompts.tolist(), outputs.tolist(), strict=True))
     specs = [RequestSpec(at, str(at), ns, prompt, output, output) for at, (ns, prompt, output) in rows]
@@ -141,9 +137,7 @@ Predict = Callable[[Load, Mapping[str, float], bool], Played]
 
 
 def priors(scenario: Scenario) -> dict[str, Prior]:
-    """Return the terms of a scenario's cost, with priors: its own values, and widths as in the project's calibrations.
-    Raises ScenarioError.
-    """
+    """Return priors of a cost's terms: its values, with widths of the project's calibrations. Raises ScenarioError."""
     cost = scenario.cost
     if scenario.stages > 1:
         bound = "must be 1: terms are fitted to servers of one stage"

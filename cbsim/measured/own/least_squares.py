@@ -22,9 +22,7 @@ TRUST = 0.03  # the error in a point's TPOT that weighs as much as a term one wi
 
 
 class Prior(NamedTuple):
-    """The expected value of a term, plus or minus `width`; a derivative is taken over `step`; the term is never below
-    `least`.
-    """
+    """The expected value of a term, plus or minus `width`, never below `least`; derivatives are taken over `step`."""
 
     value: float
     width: float

@@ -62,8 +62,7 @@ class Load:
 
     `users` is the concurrency of a closed loop, None if requests arrived as `start_s` says. Each `repeat`, from 0, is
     the same workload again, with other prompts, on a server that was idle. A failed request has NaN for the times that
-    it lacks. Tokens are -1 where they are not known. `left_out` is why the load must not be used,
-    "" if it may be.
+    it lacks. Tokens are -1 where they are not known. `left_out` is why the load must not be used, "" if it may be.
     """
 
     name: str
@@ -129,9 +128,7 @@ class _File(Form):
 
 
 def read(path: Path, where: Mapping[str, str] = MappingProxyType({})) -> Measurement:
-    """Read a directory that `cbsim measure` wrote, or the files of another client; `where` chooses rows of a CSV file.
-    Raises ScenarioError or RunError.
-    """
+    """Read a directory of `cbsim measure`, or files of another client. Raises ScenarioError or RunError."""
     name = path / MEASUREMENT
     if not name.is_file():
         return _written(path, where)

@@ -201,9 +201,7 @@ def _hardware(point: Point) -> Hardware:
 
 
 def _expert_groups(point: Point, model: ModelShape) -> int:
-    """Return the groups of GPUs that experts are spread over. If an expert's shard would not be a multiple of BLOCK,
-    vLLM has to spread whole experts.
-    """
+    """Return the groups of GPUs that experts are spread over: whole ones where shards are no multiple of BLOCK."""
     gpus = point.all_gpus
     if not model.experts:
         return 1

@@ -31,9 +31,7 @@ Pair = tuple[float, float]
 def study(
     predicted: Sequence[Predicted], refused: Sequence[Refused], points: int, doubts: Sequence[str] = ()
 ) -> Report:
-    """Return the report of all chosen points: the predictions, all reasons why the other points have none, and `doubts`
-    about the sizes of caches.
-    """
+    """Return the report: predictions, all reasons why other points have none, and `doubts` about sizes of caches."""
     judged, groups = score.classes(predicted), score.strata(predicted)
     files = [load(name) for name in sorted({each.terms for each in predicted})]
     return Report(

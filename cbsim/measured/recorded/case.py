@@ -190,9 +190,7 @@ def _bad(path: Path, field: str, value: object, expected: str) -> ScenarioError:
 
 
 def read(folder: Path, pack: Path | None = None, hardware: str | None = None, overrides: Sequence[str] = ()) -> Case:
-    """Read the case in `folder`; its pack is two folders above by default. `overrides` change its scenario in every
-    replay. Raises ScenarioError.
-    """
+    """Read a case; its pack is two folders above by default. `overrides` hold in every replay. Raises ScenarioError."""
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: no such folder, expected one with config.json, meta.json, requests.jsonl")
     cluster_file, meta_file = folder / "config.json", folder / "meta.json"

@@ -39,12 +39,10 @@ class Served:
 
     @property
     def queue_s(self) -> Floats:
-        """The times from queueing to the first step with the request, in seconds."""
         return self.scheduled_s - self.queued_s
 
     @property
     def prefill_s(self) -> Floats:
-        """The times from the first step with the request to its first token, in seconds."""
         return self.first_token_s - self.scheduled_s
 
     @property
@@ -183,9 +181,7 @@ def scores(simulated: Served, measured: Served) -> list[MetricScore]:
 
 
 def latencies(simulated: Served, measured: Served, metrics: Sequence[str]) -> list[MetricScore]:
-    """Score latencies, such as the PARTS of TTFT: under load nearly all of it is the queue, which hides the prefills'
-    errors.
-    """
+    """Score latencies, such as the PARTS of TTFT, in which under load the queue hides the prefills' errors."""
     both = {metric: [getattr(served, f"{metric}_s") for served in (simulated, measured)] for metric in metrics}
     return [
         MetricScore(metric, name, *(float(statistic(each)) for each in values))
