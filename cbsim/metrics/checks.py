@@ -61,12 +61,10 @@ class Check:
         return f"{metric(self.metric).label} {word} {self.shown(self.bound)}"
 
     def shown(self, value: float) -> str:
-        """Return a value of the metric with its unit."""
         return metric(self.metric).shown(value)
 
     @property
     def spelled(self) -> str:
-        """The metric's name as in a condition."""
         return metric(self.metric).spelled
 
     def value(self, summary: Mapping[str, Any]) -> float | None:

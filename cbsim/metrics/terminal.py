@@ -42,10 +42,10 @@ def change(values: Sequence[Any], unit: str) -> str:
     before, after = values
     if before is None or after is None:
         return ""
-    if unit.endswith("share"):
-        return f"{(after - before) * 100:+.1f} pt" if before != after else "="
     if before == after:
         return "="
+    if unit.endswith("share"):
+        return f"{(after - before) * 100:+.1f} pt"
     return f"{after / before - 1:+.1%}" if before else ""
 
 

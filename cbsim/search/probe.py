@@ -136,6 +136,7 @@ class Over:
         if value <= 0:
             raise ScenarioError(f"--over {field}: got {value:g}, must be > 0", field=field, value=value, bound="> 0")
         self.start: Value = value
+        self.whole = isinstance(value, int)
 
     def _rate(self) -> float:
         """Return the requests (or sessions) a second of a trace, from its first to its last arrival."""
@@ -151,10 +152,6 @@ class Over:
         """What is counted, such as requests/s; the field's name if that is no rate."""
         sessions = self._trace and isinstance(self._base.workload, demand.Agentic)
         return "sessions/s" if sessions else UNITS.get(self.field, self.field.rpartition(".")[2])
-
-    @property
-    def whole(self) -> bool:
-        return isinstance(self.start, int)
 
     @cached_property
     def still(self) -> bool:

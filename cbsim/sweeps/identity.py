@@ -68,7 +68,6 @@ def _content(field: str, path: str) -> str:
 
 @until_changed
 def _hashed(file: Path) -> bytes:
-    """Return the SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 

@@ -187,7 +187,6 @@ class Simulated:
     priors: Mapping[str, Prior]
 
     def server(self, terms: Mapping[str, float]) -> Scenario:
-        """Return the scenario with these terms."""
         assert isinstance(self.scenario.cost, RooflineSettings | TableSettings)
         return self.scenario.model_copy(update={"cost": with_terms(self.scenario.cost, natural(terms))})
 

@@ -115,7 +115,6 @@ class Measurement:
 
     @property
     def usable(self) -> tuple[Load, ...]:
-        """The loads that are not left out and have a request that succeeded."""
         return tuple(load for load in self.loads if not load.left_out and not load.failed.all())
 
 

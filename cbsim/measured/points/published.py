@@ -143,7 +143,6 @@ class Point(Sizes):
 
     @property
     def all_gpus(self) -> int:
-        """GPUs of all ranks."""
         return self.gpus * self.ranks
 
     @property

@@ -119,15 +119,12 @@ def run_fleet(fleet: simulate.Fleet) -> Replayed:
     records = [server.record for server in fleet.machines]
     for spec, reason in (each for record in records for each in record.refusals.items()):
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
-    tables, served = [Steps.of(record) for record in records], list[tuple[Any, ...]]()
-    cached = 0
+    tables, served, cached = [Steps.of(record) for record in records], list[tuple[Any, ...]](), 0
     for record, table in zip(records, tables, strict=True):
-        rows = record.requests()
-        cached += sum(row.cached_tokens for row in rows)
-        columns = token_times(rows, table)
-        marks = (columns.queued_ns, columns.scheduled_ns, columns.first_token_ns, columns.last_token_ns)
-        parts = (part.tolist() for part in (*marks, columns.generated))
-        served += zip([row.index for row in rows], *parts, strict=True)
+        of = token_times(record.requests(), table)
+        cached += int(of.rows.numbers("cached_tokens").sum())
+        marks = (of.queued_ns, of.scheduled_ns, of.first_token_ns, of.last_token_ns, of.generated)
+        served += zip(*(part.tolist() for part in (of.rows.numbers("index"), *marks)), strict=True)
     _, *times, generated = (np.array(part) for part in zip(*sorted(served), strict=True))
     queued, scheduled, first, last = ((part - times[0].min()) / NS for part in times)
     return Replayed(Served(queued, scheduled, first, last, generated), tables, records[0].total_blocks, cached)

@@ -150,14 +150,12 @@ def _worst(scores: Sequence[MetricScore]) -> MetricScore:
 def _basis(validation: Validation) -> str:
     """Return a sentence on the sources of the replay's times, and on the fields changed by the user."""
     cost, workload = validation.scenario.cost, validation.scenario.workload
-    times = f"the cost model {cost.kind}'s"
+    times, added = f"the cost model {cost.kind}'s", ""
     if isinstance(cost, TableSettings):
-        times = f"those of {'/'.join(Path(cost.path).parts[-4:])}"
+        times, added = f"those of {'/'.join(Path(cost.path).parts[-4:])}", f" {ADDED.format(row_us=cost.row_s * 1e6)}"
     taken = ["when its engine took each request in"] if getattr(workload, "recorded", None) else []
     taken += ["the number of cache blocks"] if validation.source == "recorded" else []
-    basis = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}."
-    if isinstance(cost, TableSettings):
-        basis += f" {ADDED.format(row_us=cost.row_s * 1e6)}"
+    basis = f"Kernel times are {times}. Of the run itself: {' and '.join(taken) or 'nothing'}.{added}"
     changed = ", ".join(validation.case.overrides)
     return f"{basis} Changed: {changed}." if changed else basis
 
