@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,11 +81,7 @@ MARKED = (50, 95, 99)
 MOST_POINTS = 1000
 
 
-class LatencySample(NamedTuple):
-    """A sample of values in seconds, each occurring `counts` times (None: once)."""
-
-    values: Floats
-    counts: Ints | None = None
+Sample = tuple[Floats, Ints | None]  # values in seconds, and how often each occurs (None: once)
 
 
 def latency(
@@ -100,11 +96,11 @@ def latency(
         label: series(index)._replace(dash="solid" if measured[label] else "dashed") if mixed else series(index)
         for index, label in enumerate(requests)
     }
-    samples: dict[str, dict[str, LatencySample]] = {}
+    samples: dict[str, dict[str, Sample]] = {}
     for key, _ in QUANTITIES:
         samples[key] = {label: _sample(frame, times[label], key) for label, frame in requests.items()}
     panels = [_distributions(name, samples[key], styles, limits.get(key)) for key, name in QUANTITIES]
-    counts = {label: len(sample.values) for label, sample in samples["e2e_s"].items()}
+    counts = {label: len(values) for label, (values, _) in samples["e2e_s"].items()}
     counted = "; ".join(f"{label} {count:,}" for label, count in counts.items())
     if len(counts) > 1 == len(set(counts.values())):
         counted = f"{next(iter(counts.values())):,} of each run"
@@ -113,32 +109,30 @@ def latency(
     caption += " Marks: p50, p95, p99 of all values, where there are enough."
     caption += " Solid: measured; dashed: simulated." if mixed else ""
     caption += " Black, dashed: the service level (SLO)." if limits else ""
-    if any(len(sample.values) > MOST_POINTS for sample in chain.from_iterable(map(dict.values, samples.values()))):
+    if any(len(values) > MOST_POINTS for values, _ in chain.from_iterable(map(dict.values, samples.values()))):
         caption += f" Thinned for drawing to {MOST_POINTS:,} points, each of them exact."
     return Chart("latency", "Latency distributions", caption, panels, columns=2)
 
 
-def _distributions(
-    name: str, samples: Mapping[str, LatencySample], styles: Mapping[str, Style], limit: float | None
-) -> Panel:
+def _distributions(name: str, samples: Mapping[str, Sample], styles: Mapping[str, Style], limit: float | None) -> Panel:
     """Return the panel of a latency with every run that has values."""
-    known = {label: sample for label, sample in samples.items() if len(sample.values)}
-    most = max((float(sample.values.max()) for sample in known.values()), default=0.0)
+    known = {label: sample for label, sample in samples.items() if len(sample[0])}
+    most = max((float(values.max()) for values, _ in known.values()), default=0.0)
     scale = unit(most)
     marks = [mark for label, sample in known.items() for mark in _curve(label, name, sample, scale, styles[label])]
-    log = spread(sample.values for sample in known.values())
+    log = spread(values for values, _ in known.values())
     panel = Panel(marks, scale.name, "share", title=name, x_log=log, y_range=(0.0, 1.03))
     return axis.with_slo(panel, limit, most, scale.size)
 
 
-def _sample(requests: Any, times: Requests, key: str) -> LatencySample:
+def _sample(requests: Any, times: Requests, key: str) -> Sample:
     if key == "itl_s":
-        return LatencySample(*times.gaps_s)
+        return times.gaps_s
     values = column(requests, key)
-    return LatencySample(values[np.isfinite(values)])
+    return values[np.isfinite(values)], None
 
 
-def _curve(label: str, name: str, sample: LatencySample, scale: Unit, style: Style) -> list[Mark]:
+def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> list[Mark]:
     """Return the distribution function, from 0 at the least value, and its percentiles."""
     x, share = cdf(*sample, most=MOST_POINTS)
     x, share = np.append(x[:1], x), np.append(0.0, share)
