@@ -34,7 +34,9 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
     """Draw output tokens/s, GPU active, and TTFT and TPOT from their p50 to their p99. Static batching comes first,
     both loops of a configuration are adjacent. Numbers that are equal in all runs are left out, except the tokens.
     """
-    ordered = _ordered(runs)
+    order = list(dict.fromkeys(map(configuration, runs)))
+    ordered = sorted(runs, key=lambda run: (order.index(configuration(run)), LOOPS.index(run.loop)))
+    ordered.sort(key=lambda run: lookup(run.scenario, "scheduler.name") != "static")
     rows = [run.label for run in ordered]
     limits = axis.slo_limits([run.scenario for run in runs])
     panels = []
@@ -49,12 +51,6 @@ def side_by_side(runs: Sequence[LoadedRun]) -> Chart:
     caption = "A row a run. Latencies reach from p50, with a mark, to p99, or to the last percentile that the requests"
     caption += " are enough for." + (" Black, dashed: the service level (SLO)." if limits else "")
     return Chart("landscape", "Runs side by side", caption, panels, columns=2)
-
-
-def _ordered(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    order = list(dict.fromkeys(map(configuration, runs)))
-    ordered = sorted(runs, key=lambda run: (order.index(configuration(run)), LOOPS.index(run.loop)))
-    return sorted(ordered, key=lambda run: lookup(run.scenario, "scheduler.name") != "static")
 
 
 def _differ(values: Sequence[float]) -> bool:
@@ -330,7 +326,7 @@ def findings(runs: Sequence[LoadedRun]) -> list[str]:
     """Return sentences on the runs: which is best, what async gains, where the SLO holds; none on a single run."""
     if len(runs) < 2:
         return []
-    sentences = [_most(runs), *(_least(runs, name, key) for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))]
+    sentences = [_most(runs), *(_least(runs, name, key) for name, key in LATENCIES)]
     gains = sorted(_gains(runs).values())
     if gains:
         reach = " to ".join(dict.fromkeys(f"{gain * 100:+.1f}" for gain in (gains[0], gains[-1])))
