@@ -211,15 +211,19 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
         marks: list[Mark] = []
         total = totals.get(label)
         near = not total or not len(frame) or int(frame["used_blocks"].max()) >= SEEN * total
+        shown = total if near else None
         if len(frame):
-            parts = _block_parts(frame, time, total if near else None)
+            columns = [chart.column(frame, name) for name in ("used_blocks", "cached_blocks")]
+            used, cached = over_time(*valid(frame), columns, time)
+            parts = [("used", USED, used), ("cached", CACHED, cached)]
+            if shown:
+                parts.append(("empty", EMPTY, used._replace(mean=np.maximum(shown - used.mean - cached.mean, 0.0))))
             marks += stack(parts)
-            drawn.append(used := parts[0][2])
+            drawn.append(used)
             if not used.exact:
                 marks.append(Line("most used", used.x, used.high, Style(chart.BLACK, "dotted"), step=True))
             most = int(frame["used_blocks"].max())
             peaks.append(f"{label}: {most:,}" + (f" of {total:,} ({most / total:.1%})" if total else ""))
-        shown = total if near else None
         marks += [Level("total", shown, Style(chart.BLACK, "dashed"))] if shown else []
         panels.append(Panel(marks, time.name, "blocks", title=label, y_range=(0.0, 1.05 * shown) if shown else None))
     caption = "KV blocks in use, free but still holding content (cached), and empty; of a run that never uses a quarter"
@@ -227,15 +231,6 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
     caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + chart.without(steps)
     caption += thinned(drawn, "the dotted line is the most used in a bin")
     return Chart("blocks", "KV blocks", caption, panels, share_x=True)
-
-
-def _block_parts(steps: Columns, time: Unit, total: int | None) -> list[tuple[str, Style, Binned]]:
-    used, cached = chart.column(steps, "used_blocks"), chart.column(steps, "cached_blocks")
-    low, middle = over_time(*valid(steps), (used, cached), time)
-    parts = [("used", USED, low), ("cached", CACHED, middle)]
-    if total:
-        parts.append(("empty", EMPTY, low._replace(mean=np.maximum(total - low.mean - middle.mean, 0.0))))
-    return parts
 
 
 def replicas(summaries: Mapping[str, Mapping[str, Any]]) -> Chart:

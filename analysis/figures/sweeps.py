@@ -226,9 +226,10 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     scales = [scale_of(what.unit, most) for what, most in zip((across, up), greatest, strict=True)]
     coloured = sweep_table.split([axis for axis in places.axes if axis.numbers is None])[0]
     marks: list[Mark] = [Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))]
-    for index, (name, own) in enumerate(_groups(places, coloured)):
-        style = series(index)
-        marks += _markers(compared, places, name or table.name, own & compared.known, scales, style, coloured)
+    _, first, of = np.unique(places.codes[:, places.columns(coloured)], axis=0, return_index=True, return_inverse=True)
+    for index, at in enumerate(first.tolist()):
+        own, name = (of.reshape(-1) == index) & compared.known, places.label(at, coloured) or table.name
+        marks += _markers(compared, places, name, own, scales, series(index), coloured)
     out = compared.known & ~compared.met
     if out.any():
         marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
@@ -253,12 +254,6 @@ def _better(across: Metric, up: Metric) -> str:
 
 def _named(what: Metric, scale: Unit) -> str:
     return f"{what.label} ({scale.name})" if scale.name else what.label
-
-
-def _groups(places: Places, axes: Sequence[Axis]) -> list[tuple[str, Mask]]:
-    """Group the places by their values on these axes."""
-    keys, first, of = np.unique(places.codes[:, places.columns(axes)], axis=0, return_index=True, return_inverse=True)
-    return [(places.label(int(first[i]), axes), of.reshape(-1) == i) for i in range(len(keys))]
 
 
 def _at(compared: TradeOff, chosen: Mask | Ints, scales: Sequence[Unit]) -> tuple[Floats, Floats]:
