@@ -129,18 +129,13 @@ def read(path: Path) -> SweepTable:
         raise RunError(f"{path}: none of its {len(status):,} points is done{first}")
     every = [_axis(name, table.column(name)) for name in fields]
     constants = {axis.name: axis.labels[0] for axis in every if len(axis) == 1}
-    axes = _named_short(_together([axis for axis in every if len(axis) > 1]))
+    axes = _together([axis for axis in every if len(axis) > 1])
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
     about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
-
-
-def _named_short(axes: Sequence[Axis]) -> list[Axis]:
-    firsts = {axis.fields[0] for axis in axes}
-    return [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in axes]
 
 
 def _metadata(table: pa.Table) -> dict[str, str]:
@@ -190,7 +185,9 @@ def _label(value: Any) -> str:
 
 
 def _together(axes: Sequence[Axis]) -> list[Axis]:
-    """Join fields that advance together into one axis: each value of one goes with one value of the other."""
+    """Join fields that advance together into one axis, where each value of one goes with one value of the other; and
+    give the axes their short names.
+    """
     made: list[Axis] = []
     for axis in axes:
         pairs = (np.unique(np.stack([other.codes, axis.codes]), axis=1) for other in made)
@@ -202,7 +199,8 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
             own = axis.codes[np.unique(first.codes, return_index=True)[1]]
             labels = [f"{label}, {axis.labels[code]}" for label, code in zip(first.labels, own, strict=True)]
             made[at] = Axis((*first.fields, *axis.fields), labels, first.numbers, first.codes)
-    return made
+    firsts = {axis.fields[0] for axis in made}
+    return [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in made]
 
 
 CONFIDENCE = 0.95
