@@ -86,17 +86,15 @@ def charts(cases: Sequence[ValidationCase]) -> list[Chart]:
     """Draw errors, the curves of speed-up if there are any, requests, and the lanes of one case."""
     curves = speed_ups(cases)
     whole = [case for case in cases if case.whole]
-
-    def known(case: ValidationCase) -> tuple[bool, bool]:  # the lanes are of a well-known case, or of one on a curve
-        return case.name != DRAWN_IF_THERE, case.curve is None
-
+    # The lanes are of a well-known case, or of one on a curve.
+    shown = min(whole, key=lambda case: (case.name != DRAWN_IF_THERE, case.curve is None), default=None)
     pairs = {loop: [case.loops[loop] for case in whole if loop in case.loops] for loop in LOOPS}
     requests = {loop: [matched(p.middle.counted, p.simulated.counted) for p in own] for loop, own in pairs.items()}
     return [
         errors({case.name: case.scores for case in cases}),
         *([speed_up(curves)] if curves else []),
         scatter(requests),
-        *([case_lanes(min(whole, key=known))] if whole else []),
+        *([case_lanes(shown)] if shown else []),
     ]
 
 
@@ -330,8 +328,7 @@ def requirement(bar: Bar) -> str:
 
 def tables(cases: Sequence[ValidationCase]) -> list[Table]:
     """Return all tables, in the order in which they are read."""
-    accuracy = [bar_table(cases), error_table(cases), *repeat_table(cases), *cause_table(cases)]
-    return [*accuracy, case_table(cases)]
+    return [bar_table(cases), error_table(cases), *repeat_table(cases), *cause_table(cases), case_table(cases)]
 
 
 def bar_table(cases: Sequence[ValidationCase]) -> Table:
