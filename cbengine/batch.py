@@ -356,7 +356,6 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, specs: Collection[RequestSpec]) -> Self:
-        """Return the load of these requests."""
         return cls(
             len(specs),
             max((spec.prompt_tokens for spec in specs), default=1),

@@ -67,7 +67,6 @@ class Setup:
     spin: bool = False  # on a GPU: keep the CPU busy while it waits for a step
 
     def sampling_of(self, spec: RequestSpec) -> Sampling:
-        """Return the sampling settings of this request."""
         return self.requests.of(spec, self.sampling)
 
 
@@ -307,7 +306,6 @@ class ExecutorPlan:
         return self.rank.part(self.architecture)
 
     def of(self, rank: Rank) -> ExecutorPlan:
-        """Return the plan of this rank."""
         return replace(self, rank=rank, drafter=self.drafter and replace(self.drafter, rank=rank))
 
     def sharing(self) -> ExecutorPlan:
@@ -500,14 +498,13 @@ def engine(
     setup: Setup,
     *,
     clock: Clock | None = None,
-    prompts: Prompts | None = None,
     on_plan: Callable[[StepPlan], None] | None = None,
 ) -> tuple[Engine, EngineDevice]:
     """Return a run's engine and device. Raises what `device` does, ScenarioError, UsageError for an unknown request."""
     specs = workload.specs()
     setup.requests.check(specs)
     plan = executor_plan(scenario, loop, specs, setup)
-    texts = prompts or Prompts(scenario.seed, plan.architecture.vocab)
+    texts = Prompts(scenario.seed, plan.architecture.vocab)
     ends = frozenset(plan.architecture.end_tokens if setup.end_tokens else ())
 
     def begin(spec: RequestSpec) -> Sequence:
