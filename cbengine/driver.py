@@ -230,13 +230,12 @@ class Engine:
 
     def _cancels(self, effect: Await) -> list[RequestSpec]:
         """Return what was cancelled until now, if the scheduler takes it between a result and its application."""
-        cancels: list[RequestSpec] = []
-        if effect.cancels:
-            self.record.polls += 1
-            if self._feed:
-                self._feed(self._inbox)
-            cancels = self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
-        return cancels
+        if not effect.cancels:
+            return []
+        self.record.polls += 1
+        if self._feed:
+            self._feed(self._inbox)
+        return self._given_up(self._cpu_ns) if self._inbox.quits or self._failed else []
 
     def _moved(self, plan: StepPlan) -> tuple[int, ...]:
         """Return the jobs that have ended, each once. A step without rows waits for one of them, or for a request."""

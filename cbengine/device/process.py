@@ -122,14 +122,12 @@ class Process(EngineDevice):
                 step = f"step {self._compared} of this run, by their digests {answer.digest}, {answers[0].digest}"
                 raise DeviceError(f"rank {rank} has not received and computed what rank 0 has in {step}")
         self._compared += 1
-        moved = self._ended(answers)
-        times = answers[0].times
+        moved, times = self._ended(answers), answers[0].times
+        self._moved += moved
         if len(times) > 2:
-            self._moved += moved
             return self._results[slot][:count].copy(), Lanes(*times)
         start, end = times
         if moved:  # all of them before this step's rows, outside its lanes' times
-            self._moved += moved
             self._idle_ns = max(self._idle_ns, moved[-1].end_ns)
         arrived = time.perf_counter_ns() if begun_ns < end else end  # a result that lay waiting took no time to arrive
         d2h_start = max(end, self._arrived_ns)
