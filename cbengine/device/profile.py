@@ -51,16 +51,12 @@ class Profile:
         done = self._record.step_count
         if self._profiler is None:
             if done >= SKIPPED:
-                self._start(done)
+                torch.cuda.synchronize()
+                self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+                self._profiler.start()
+                self._first = done + self._ahead  # a step in flight ends meanwhile: it is not profiled
         elif not self._stopped and done >= self._first + self._count - self._ahead:
             self.stop()
-
-    def _start(self, done: int) -> None:
-        """Start the profiler. A step in flight ends meanwhile, so the first one profiled is the one after it."""
-        torch.cuda.synchronize()
-        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
-        self._profiler.start()
-        self._first = done + self._ahead
 
     def stop(self) -> None:
         """Stop at the end of the run, or after `count` steps; a step in flight is the last one."""
