@@ -243,12 +243,11 @@ class Session:
                 if len(_complete(out, loop, ready)) > turn:
                     continue
                 self.progress(f"  measuring {loop}")
-                base = suite.base(self.device)
-                sets = (part for override in (*case.overrides, *self.overrides) for part in ("--set", override))
+                base, overrides = suite.base(self.device), (*case.overrides, *self.overrides)
+                sets = (part for override in overrides for part in ("--set", override))
                 injected = ("--inject", f"prepare={case.injected_ms:g}") if case.injected_ms else ()
                 words = ("python", "-m", "cbengine", "replay", base, *sets, "--device", self.device, *injected)
-                overrides, line = (*case.overrides, *self.overrides), shlex.join(words)
-                options = RunOptions(base, overrides, out, window=(0, 1), quiet=True, line=line)
+                options = RunOptions(base, overrides, out, window=(0, 1), quiet=True, line=shlex.join(words))
                 _trim(run_command.one_loop(ready, loop, options, servers.maker(setup)).folder)
 
 
