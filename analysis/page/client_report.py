@@ -19,7 +19,7 @@ import numpy as np
 
 from analysis.figures.axis import cdf, spread
 from analysis.page import report as reports
-from analysis.statistics.compare import Incomparable
+from analysis.statistics.compare import Incomparable, signed
 from analysis.statistics.labels import is_number
 from analysis.statistics.loading import LoadedRun
 from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, Unit, series, unit
@@ -301,7 +301,7 @@ def _count(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return "0" if abs(value) < NOTHING_S else ("-" if value < 0 else "+") + shown(abs(value), "s")
+    return "0" if abs(value) < NOTHING_S else signed(value, "s")
 
 
 def _paired(compared: Beside) -> str:

@@ -128,7 +128,7 @@ class KvCache:
         cache = f"kv_cache.num_blocks: got {self.scratch:,}, which takes {self.bytes:,} bytes on {device}"
         if free is None:
             return f"{cache}: more than it gives"
-        fit = max(free // (self.bytes // (self.scratch + 1)) - 1, 0)  # less the scratch block
+        fit = max(free // self.block_bytes - 1, 0)  # less the scratch block
         return f"{cache}, where {free:,} bytes are free: {fit:,} blocks would fit"
 
 
