@@ -69,9 +69,12 @@ def _panel(
     most = float(known.max(initial=0.0))
     scale = scale_of(metric.unit, most)
     marks: list[Mark] = []
+    positions: Floats = np.zeros(len(places))
+    if view.x is not None:  # its numbers, or 0, 1, ... for names
+        codes = places.codes[:, places.axes.index(view.x)]
+        positions = codes.astype(np.float64) if view.x.numbers is None else view.x.numbers[codes]
     for index, (name, rows) in enumerate(series_rows.items()):
-        x = _positions(places, view.x)[rows]
-        y, style = means.mean[rows] / scale.size, series(index)
+        x, y, style = positions[rows], means.mean[rows] / scale.size, series(index)
         sure = np.isfinite(means.half[rows])
         low, high = (ends[rows][sure] / scale.size for ends in (means.low, means.high))
         line = [] if view.x and view.x.numbers is None else [Line(name, x, y, style)]  # there is no way between names
@@ -83,14 +86,6 @@ def _panel(
     elif view.x is not None:
         panel = replace(panel, x=view.x.name, categories=view.x.labels)
     return axis.with_slo(panel, limit, most, scale.size, level=True)
-
-
-def _positions(places: Places, x: Axis | None) -> Floats:
-    """Return the positions of places on an axis: its numbers, or 0, 1, ... for names."""
-    if x is None:
-        return np.zeros(len(places))
-    codes = places.codes[:, places.axes.index(x)]
-    return codes.astype(np.float64) if x.numbers is None else x.numbers[codes]
 
 
 MOST_PANELS, MOST_WRITTEN = 4, 14  # panels of a figure; columns whose cells have their number written in
