@@ -363,7 +363,22 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
     """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
     by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
     """
-    return _between(path, _by_heads(path, required, span), query, dict(required))
+    by_heads: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
+    sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
+    columns = ("num_heads", "batch_size", "isl", "step")
+    for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
+        if MODULE in path.name:
+            at: tuple[float, ...] = (batch * new, cached + (new + 1) / 2)
+        elif not path.name.startswith(PROMPTS):
+            at = (batch, min(new + cached, span or MOST))
+        elif (batch, cached) == (1, 0):
+            at = (sees.pairs(0, int(new)),)
+        else:
+            continue
+        by_heads[heads][at], most = min(ms, by_heads[heads].get(at, ms)), max(most, new + cached)
+    if most < span:
+        raise NoRowsError(f"{path}: no rows of {span} tokens with window_size = {span} (found: up to {most:g})")
+    return _between(path, by_heads, query, dict(required))
 
 
 def _between(
@@ -386,26 +401,6 @@ def _between(
         return low(*at) + weight * (high(*at) - low(*at))
 
     return between
-
-
-def _by_heads(path: Path, required: Required, span: int) -> dict[float, dict[tuple[float, ...], float]]:
-    """Return the milliseconds of attention by numbers of heads, and by work in a window of `span` tokens; 0: none."""
-    found: dict[float, dict[tuple[float, ...], float]] = defaultdict(dict)
-    sees, most = Attention(Sight.SLIDING, span) if span else FULL, 0.0
-    columns = ("num_heads", "batch_size", "isl", "step")
-    for (heads, batch, new, cached), ms in _believed(path, columns, dict(required)).items():
-        if MODULE in path.name:
-            at: tuple[float, ...] = (batch * new, cached + (new + 1) / 2)
-        elif not path.name.startswith(PROMPTS):
-            at = (batch, min(new + cached, span or MOST))
-        elif (batch, cached) == (1, 0):
-            at = (sees.pairs(0, int(new)),)
-        else:
-            continue
-        found[heads][at], most = min(ms, found[heads].get(at, ms)), max(most, new + cached)
-    if most < span:
-        raise NoRowsError(f"{path}: no rows of {span} tokens with window_size = {span} (found: up to {most:g})")
-    return found
 
 
 class Products:

@@ -205,16 +205,6 @@ class Attended(NamedTuple):
         return self.unit_ns * alone
 
 
-class Stateful(NamedTuple):
-    """The layers that keep states: functions to units of which each is `unit_ns` ns in those layers; `decode` by rows,
-    `prompt` by sequences and the tokens of each.
-    """
-
-    unit_ns: float
-    decode: Measured
-    prompt: Measured
-
-
 def counts(
     model: ModelShape, tensor: int, *, modules: bool
 ) -> tuple[Mapping[Matrix, int], Mapping[tuple[Heads, bool], int]]:
@@ -268,7 +258,7 @@ class KernelTimes:
             for (each, whole), count in heads.items()
             if each.state is None
         ]
-        self._states = [Stateful(unit_ns * count, *attention(each)) for (each, _), count in heads.items() if each.state]
+        self._states = [(unit_ns * count, *attention(each)) for (each, _), count in heads.items() if each.state]
         self.modules = modules
         self._head = product(Matrix(model.vocab / tensor, model.hidden, model.dtype)) if model.vocab else None
         self._reduce, self._gather, self._unit_ns = reduce, gather, unit_ns
@@ -286,9 +276,9 @@ class KernelTimes:
         prompts = [tokens for tokens in lengths if tokens > 1]
         rows = work.decodes + work.padding_rows + len(lengths) - len(prompts)
         time = 0.0
-        for of in self._states:
-            time += of.unit_ns * of.decode(rows) if rows else 0.0
-            time += of.unit_ns * of.prompt(len(prompts), sum(prompts) / len(prompts)) if prompts else 0.0
+        for unit_ns, decode, prompt in self._states:
+            time += unit_ns * decode(rows) if rows else 0.0
+            time += unit_ns * prompt(len(prompts), sum(prompts) / len(prompts)) if prompts else 0.0
         return time
 
     def experts_ns(self, tokens: int) -> float:
