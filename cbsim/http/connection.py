@@ -46,8 +46,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.lingers:
-            self._drop(len(data))
+        if self._to_drop is not None:
+            self._to_drop -= len(data)
+            if self._to_drop < 0:
+                self.shut()
             return
         if self._deadline is None and self._answering is None:
             self._await_head()
@@ -142,12 +144,6 @@ class Connection(HttpToolsProtocol):
     @property
     def lingers(self) -> bool:
         return self._to_drop is not None
-
-    def _drop(self, size: int) -> None:
-        assert self._to_drop is not None
-        self._to_drop -= size
-        if self._to_drop < 0:
-            self.shut()
 
     @property
     def _too_large(self) -> ApiError:
