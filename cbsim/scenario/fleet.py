@@ -159,16 +159,12 @@ class Fleet(Frozen):
     """How often the client sends a request of a dead server again before it fails. One of several samples fails."""
 
     @model_validator(mode="after")
-    def _pools_differ(self) -> Self:
+    def _pools_agree(self) -> Self:
         if len(set(self.labels)) < len(self.labels):
             bound = "must differ (a pool without a name has its number, from 0)"
             raise complaint(f"got the names {', '.join(self.labels)}, {bound}", "pools")
         if self.room > MOST_SERVERS:
             raise complaint(f"got {self.room:,} servers, must be <= {MOST_SERVERS:,} in all", "pools")
-        return self
-
-    @model_validator(mode="after")
-    def _failures_are_of_servers(self) -> Self:
         rooms = [pool for pool in self.pools for _ in range(pool.room)]
         for at, each in enumerate(self.failures):
             if each.server >= len(rooms):

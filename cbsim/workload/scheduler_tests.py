@@ -281,15 +281,11 @@ class Transformers(Form):
     cancels: list[Cancel] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _ids_are_known(self) -> Self:
+    def _requests_are_possible(self) -> Self:
         known = _distinct([request.id for request in self.requests])
         for position, cancel in enumerate(self.cancels):
             if cancel.id not in known:
                 raise complaint(f"got {shown(cancel.id)}, expected the id of a request", f"cancels.{position}.id")
-        return self
-
-    @model_validator(mode="after")
-    def _not_too_many_tokens(self) -> Self:
         total = sum(
             min(r.eos_after or r.max_new_tokens, r.max_new_tokens) * (1 + (r.num_children or 0)) for r in self.requests
         )
