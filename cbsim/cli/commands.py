@@ -107,12 +107,10 @@ def catalogue(_: argparse.Namespace) -> int:
         kinds = of.kinds().items()
         _section(title, {n: broken.format(k) if isinstance(k, KindError) else k.about for n, k in kinds})
     _section("cost models", costs.models())
-    for folder, title in (("hardware", "hardware"), ("models", "models"), ("lengths", "lengths")):
-        _section(title, {name: _about(folder, name) for name in catalog.names(folder)})
-    questions = {}
-    for name in catalog.names():
-        questions[name] = str(documents.read(catalog.scenario(name)).data.get("question", ""))
-    _section("scenarios", questions)
+    for folder in ("hardware", "models", "lengths"):
+        _section(folder, {name: _about(folder, name) for name in catalog.names(folder)})
+    fields = {name: documents.read(catalog.scenario(name)).data for name in catalog.names()}
+    _section("scenarios", {name: str(of.get("question", "")) for name, of in fields.items()})
     return OK
 
 

@@ -393,11 +393,9 @@ class Variants:
             raise _placed(self._changed(overrides), error) from None
 
     def _changed(self, overrides: Sequence[str]) -> Document:
-        return (
-            apply(self._document, overrides, Scenario, lambda: self._defaults, self._base)
-            if overrides
-            else self._document
-        )
+        if not overrides:
+            return self._document
+        return apply(self._document, overrides, Scenario, lambda: self._defaults, self._base)
 
     @cached_property
     def _defaults(self) -> dict[str, Any]:

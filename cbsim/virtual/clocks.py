@@ -186,11 +186,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def clocks(loop: VirtualLoop) -> Iterator[None]:
     """Make the functions of the module `time` return the loop's time. Names imported from it before stay real."""
     zero = {"time": EPOCH_S, "monotonic": 0, "perf_counter": 0}
-    patched: dict[str, Callable[..., Any]] = {}
+    patched: dict[str, Callable[..., Any]] = {"sleep": loop.stray_sleep}
     for name, start in zero.items():
         patched[name] = lambda start=start: start + loop.time()
         patched[f"{name}_ns"] = lambda start=start: start * NS + round(loop.time() * NS)
-    patched["sleep"] = loop.stray_sleep
     for name, function in patched.items():
         setattr(time, name, function)
     try:
