@@ -293,8 +293,7 @@ class Record:
 
     def requests(self) -> list[RequestRow]:
         """Return a row for every request that was queued or rejected and is not dropped, in order of index."""
-        rows = [self._row(spec) for spec in self._queued]
-        return sorted(rows)
+        return sorted([self._row(spec) for spec in self._queued])
 
     def _row(self, spec: RequestSpec) -> RequestRow:
         """Return a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""

@@ -252,8 +252,21 @@ class Requests:
 
     @property
     def gaps_s(self) -> tuple[Floats, Ints]:
-        """The gaps between two tokens of a request, and their counts. They take much memory, and are not kept."""
-        return _gaps_s(self.rows, self.ended_ns)
+        """The gaps between successive tokens of a request, and their counts: a gap a step within runs, single gaps
+        between runs. They take much memory, and are not kept.
+        """
+        flat, ended = self.rows.runs.reshape(-1, 2), self.ended_ns
+        first, last = flat[:, 0], flat.sum(axis=1) - 1
+        owner = np.repeat(np.arange(len(self.rows)), self.rows.lengths // 2)
+        weight = np.zeros(len(ended) + 1, dtype=np.int32)
+        np.add.at(weight, first + 1, 1)
+        np.add.at(weight, last + 1, -1)
+        weight = np.cumsum(weight, out=weight)[: len(ended)]
+        inside = weight > 0  # never at step 0
+        same = np.flatnonzero(owner[1:] == owner[:-1])
+        between = ended[first[same + 1]] - ended[last[same]]
+        gaps_s = np.concatenate([np.diff(ended)[inside[1:]], between]) / columns.NS
+        return gaps_s, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int32)])
 
 
 def token_times(rows: Sequence[RequestRow], steps: Steps) -> Requests:
@@ -276,22 +289,6 @@ def times(table: RequestTable, started: Ints, ended: Ints) -> Requests:
     owner = np.repeat(np.arange(len(table)), lengths)
     generated = np.bincount(owner, weights=flat[:, 1], minlength=len(table)).astype(np.int64)
     return Requests(table, scheduled, first, last, generated, ended)
-
-
-def _gaps_s(table: RequestTable, ended: Ints) -> tuple[Floats, Ints]:
-    """Return gaps between successive tokens and their counts: a gap a step within runs, single gaps between runs."""
-    flat = table.runs.reshape(-1, 2)
-    first, last = flat[:, 0], flat.sum(axis=1) - 1
-    owner = np.repeat(np.arange(len(table)), table.lengths // 2)
-    weight = np.zeros(len(ended) + 1, dtype=np.int32)
-    np.add.at(weight, first + 1, 1)
-    np.add.at(weight, last + 1, -1)
-    weight = np.cumsum(weight, out=weight)[: len(ended)]
-    inside = weight > 0  # never at step 0
-    same = np.flatnonzero(owner[1:] == owner[:-1])
-    between = ended[first[same + 1]] - ended[last[same]]
-    gaps_s = np.concatenate([np.diff(ended)[inside[1:]], between]) / columns.NS
-    return gaps_s, np.concatenate([weight[inside], np.ones(len(between), dtype=np.int32)])
 
 
 LARGE = 1 << 19  # rows of a table, beyond which columns are read on access
