@@ -158,11 +158,7 @@ class TableCost:
         return 0, self.lockstep_ns([plan], [tokens]), 0
 
     def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
-        """Return the ns of kernels of a step that data-parallel GPUs take together, computing so many query tokens
-        each; the first of them have the work of `plans`, the others none.
-
-        Every layer ends with an exchange, so all take as long as the slowest.
-        """
+        """Every layer ends with an exchange, so all GPUs take as long as the slowest (machine.lockstep.WaveCost)."""
         own = max((self._own_ns(*at) for at in zip(plans, tokens, strict=False) if at[0].work.rows), default=-1.0)
         if own < 0:
             return 0

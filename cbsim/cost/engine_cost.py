@@ -121,11 +121,7 @@ class EngineCost:
         return h2d_ns, round(own_ns), d2h_ns
 
     def lockstep_ns(self, plans: Sequence[StepPlan], tokens: Sequence[int]) -> int:
-        """Return the ns of kernels of a step that ranks take together, computing so many query tokens each; the first
-        of them have the work of `plans`, the others none.
-
-        All take as long as the slowest of those that run; experts compute the tokens of all.
-        """
+        """All ranks take as long as the slowest of those that run; experts compute the tokens of all (WaveCost)."""
         graph = all(self._captured.holds(plan, count) for plan, count in zip(plans, tokens, strict=False))
         own = [self._own_ns(*at, sum(tokens), graph=graph) for at in zip(plans, tokens, strict=False)]
         decode = all(alike(plan) for plan in plans)
