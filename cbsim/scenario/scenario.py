@@ -358,10 +358,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def parse(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Scenario:
-    """Return the scenario that plain values describe; `where` is their name in messages. Overrides as for `load`.
-
-    Raises ScenarioError.
-    """
+    """Return the scenario of plain values, which messages call `where`; overrides and errors as for `load`."""
     return Variants(Document(where, None, data), Path())(overrides)  # there is no file with lines
 
 
@@ -376,10 +373,11 @@ class Variants:
         document = self._changed(overrides)
         scenario = document.checked(Scenario, self._base)
         for loop in loops(scenario):
-            try:
-                _solve(scenario, loop)
-            except ScenarioError as error:
-                raise _placed(document, error) from None
+            for within, server in scenario.pools:
+                try:
+                    server.options(loop if server.loop.mode == "both" else server.loop.mode)
+                except ScenarioError as error:
+                    raise _placed(document, f"{within}{error}") from None
         return scenario
 
     @contextmanager
@@ -390,7 +388,7 @@ class Variants:
         except ScenarioError as error:
             if error.field is None or error.file is not None or not str(error).startswith(f"{error.field}: "):
                 raise
-            raise _placed(self._changed(overrides), error) from None
+            raise _placed(self._changed(overrides), str(error)) from None
 
     def _changed(self, overrides: Sequence[str]) -> Document:
         if not overrides:
@@ -408,22 +406,13 @@ class Variants:
             return defaults | {name: plain(part) for name, part in parts.items() if isinstance(part, Settings)}
 
 
-def _placed(document: Document, error: ScenarioError) -> UserError:
-    """Return an error, whose text begins with a field, as one of what set the field in a document."""
-    field, _, reason = str(error).partition(": ")
+def _placed(document: Document, message: str) -> UserError:
+    """Return a message that begins with a field as the error of what set the field in a document."""
+    field, _, reason = message.partition(": ")
     path = documents.split(field)
     where, given = document.where(path), ", ".join(f"--set {cut(override)}" for _, override in document.overrides)
     by = f" with {given}" if given and not where.startswith("--set ") else ""
-    return document.error(f"{where}{by}: {error}", path, reason)
-
-
-def _solve(scenario: Scenario, loop: str) -> None:
-    """Solve the sizes of all servers for a loop, or for that of their pool. Raises ScenarioError."""
-    for within, server in scenario.pools:
-        try:
-            server.options(loop if server.loop.mode == "both" else server.loop.mode)
-        except ScenarioError as error:
-            raise ScenarioError(f"{within}{error}") from None
+    return document.error(f"{where}{by}: {message}", path, reason)
 
 
 def variants(path_or_name: str | Path) -> Variants:
@@ -515,20 +504,18 @@ def notices(scenario: Scenario) -> tuple[str, ...]:
     """Return what results should be read with, a line each: layers whose caches differ in size, which count
     by their mean; and a likely mistake that no rule forbids, a cache beyond the memory.
     """
-    sizes = {layer.attention.cached(scenario.gpus) for layer, _ in scenario.model.kinds if not layer.attention.state}
-    mean = "layers cache tokens of several sizes; a block counts by their mean, where servers make its pages equal"
-    return (*((f"model: {mean}",) if len(sizes) > 1 else ()), *_beyond_memory(scenario))
-
-
-def _beyond_memory(scenario: Scenario) -> tuple[str, ...]:
     blocks, model, gpu, gpus = scenario.kv_cache.num_blocks, scenario.model, scenario.hardware, scenario.gpus
+    lines = []
+    if len({layer.attention.cached(gpus) for layer, _ in model.kinds if not layer.attention.state}) > 1:
+        mean = "layers cache tokens of several sizes; a block counts by their mean, where servers make its pages equal"
+        lines.append(f"model: {mean}")
     tokens, parts = (blocks or 0) * scenario.block_size * model.sees_all, model.stages(scenario.stages)
     most = max([part.shard_bytes(gpus, scenario.ranks) + tokens * part.kv_token_bytes(gpus) for part in parts])
-    if blocks is None or most <= gpu.memory_bytes:
-        return ()
-    needed, memory = (f"{size / 1e9:.2f} GB" for size in (most, gpu.memory_bytes))
-    reason = f"got {blocks:,}, which need {needed} with the weights; {gpu.name} has {memory}"
-    return (f"kv_cache.num_blocks: {reason}: it is taken as given",)
+    if blocks is not None and most > gpu.memory_bytes:
+        needed, memory = (f"{size / 1e9:.2f} GB" for size in (most, gpu.memory_bytes))
+        reason = f"got {blocks:,}, which need {needed} with the weights; {gpu.name} has {memory}"
+        lines.append(f"kv_cache.num_blocks: {reason}: it is taken as given")
+    return tuple(lines)
 
 
 def json_schema(part: type[Frozen] = Scenario) -> dict[str, Any]:
