@@ -70,7 +70,6 @@ BLOCKS = ("hybrid_override_pattern", "layers_block_type")
 BLOCK = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # what letters of the pattern stand for
 MAMBA2 = {"key_heads": "n_groups", "value_heads": "mamba_num_heads", "key_dim": "ssm_state_size"}
 MAMBA2 |= {"value_dim": "mamba_head_dim", "conv": "conv_kernel"}
-SHARED_MOE = "moe_shared_expert_intermediate_size"
 FAMILIES = {
     "deepseek_v2": DEEPSEEK._replace(absent={SHARED: 2, FIRST: 0}),
     "deepseek_v3": DEEPSEEK,
@@ -99,7 +98,7 @@ FAMILIES = {
     "nemotron_h": Family(
         {"head_dim": 128, "conv_kernel": 4, "n_groups": 8, "ssm_state_size": 128, "mamba_ssm_cache_dtype": "float32"},
         (*BLOCKS, *MAMBA2.values(), "mamba_ssm_cache_dtype", "mamba_hidden_act", ROUTED, SHARED),
-        MOE, ROUTED, beside=(SHARED, SHARED_MOE), linear="mamba2",
+        MOE, ROUTED, beside=(SHARED, "moe_shared_expert_intermediate_size"), linear="mamba2",
     ),
     "olmoe": Family({}, (EXPERTS,), experts=EXPERTS, qk_norm=True),
     "phi3": Family({}, window=WINDOW),

@@ -87,7 +87,7 @@ class ByName(By):
     def _usable(self, name: str) -> tuple[Any, type[Frozen]]:
         kind = self._registry.find(name)
         try:
-            return kind, self.model_of(kind)
+            return kind, _model(kind.settings, (kind.name,) if self._is_ours(kind) else ())
         except Exception as error:  # no dataclass, an annotation that pydantic does not know or that does not exist
             problem = f"{name!r} has settings that cannot be checked: {in_line(error)}"
             raise KindError(problem) from error
@@ -104,10 +104,6 @@ class ByName(By):
             raise complaint(f"is required: one of {', '.join(known)}", "name")
         allowed = f"one of {', '.join(known)}, or module:KIND of your own"
         raise complaint(f"got {shown(name)}, expected {allowed}{near(name, known)}", "name")
-
-    def model_of(self, kind: Any) -> type[Frozen]:
-        """Return the pydantic model that checks the settings of a kind."""
-        return _model(kind.settings, (kind.name,) if self._is_ours(kind) else ())
 
     def _is_ours(self, kind: Any) -> bool:
         return self._ours.get(kind.name) is kind

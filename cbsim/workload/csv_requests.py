@@ -175,7 +175,10 @@ def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[st
     named = chosen.model_dump(exclude_none=True)
     columns: dict[str, str] = {}
     for role in NAMES:
-        column = _named(path, header, role, named[role]) if role in named else _known(path, header, role)
+        if (column := named.get(role)) is None:
+            column = _known(path, header, role)
+        elif column not in header:
+            raise _wrong(path, header, f"no column {column!r}{near(column, header)}", role)
         if column is None:
             continue
         for other, name in columns.items():
@@ -183,12 +186,6 @@ def columns_of(path: Path, header: Sequence[str], chosen: CsvColumns) -> dict[st
                 raise _wrong(path, header, f"column {column!r} cannot be both {other} and {role}", role)
         columns[role] = column
     return columns
-
-
-def _named(path: Path, header: Sequence[str], role: str, column: str) -> str:
-    if column not in header:
-        raise _wrong(path, header, f"no column {column!r}{near(column, header)}", role)
-    return column
 
 
 def _known(path: Path, header: Sequence[str], role: str) -> str | None:
