@@ -365,7 +365,7 @@ class Part(Protocol):
 
 class Records:
     """The records of several servers, each with its own steps, which are joined when the run is over: the steps of each
-    follow those of the one before, and are numbered so. `total_blocks` is the size of the largest cache.
+    follow those of the one before, and are numbered so in all tables. `total_blocks` is the size of the largest cache.
     """
 
     def __init__(self, records: Sequence[Part]) -> None:
@@ -421,24 +421,20 @@ class Records:
 
     @property
     def transfers(self) -> TransferLog:
-        """The transfers of all, with their steps as joined."""
         log, width = TransferLog(), len(columns.MOVES)
         log.rows = self._joined([record.transfers.rows for record in self.records], width, (0, width - 1))
         return log
 
     @property
     def parents(self) -> array[int]:
-        """The beams of all, with their steps as joined."""
         return self._joined([record.parents for record in self.records], len(columns.PARENTS), (0,))
 
     @property
     def drafts(self) -> array[int]:
-        """The verified drafts of all, with their steps as joined."""
         return self._joined([record.drafts for record in self.records], len(columns.DRAFTS), (0,))
 
     @property
     def stages(self) -> array[int]:
-        """The times on the stages of all, with their steps as joined."""
         return self._joined([record.stages for record in self.records], len(columns.STAGES), (0,))
 
     def _joined(self, tables: Sequence[array[int]], width: int, steps_at: Sequence[int]) -> array[int]:
