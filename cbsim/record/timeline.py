@@ -52,12 +52,9 @@ def _server_events(pid: int, steps: Steps, title: str, transfers: Mapping[str, I
         columns = (steps[key][busy].tolist() for key in (f"{name}_start_ns", f"{name}_end_ns", *keys))
         for start, end, *numbers in zip(*columns, strict=True):
             yield event % (start / 1000, (end - start) / 1000, *numbers)
-    if transfers and len(steps):
-        yield from _transfer_events(pid, transfers, int(steps["step"][0]), int(steps["step"][-1]))
-
-
-def _transfer_events(pid: int, transfers: Mapping[str, Ints], first: int, last: int) -> Iterator[str]:
-    inside = np.flatnonzero((transfers["step"] >= first) & (transfers["step"] <= last))
+    if not transfers or not len(steps):
+        return
+    inside = np.flatnonzero((transfers["step"] >= steps["step"][0]) & (transfers["step"] <= steps["step"][-1]))
     columns = (transfers[name][inside].tolist() for name in ("way", "start_ns", "end_ns", *TRANSFER_DETAILS))
     events = [_template(pid, tid, name, TRANSFER_DETAILS) for tid, name in enumerate(TRANSFER_LANES, 1 + len(LANES))]
     for lane, start, end, *numbers in zip(*columns, strict=True):
