@@ -263,7 +263,23 @@ def drive(
             loop.run_until_complete(end())
     finally:
         loop.close()
-    return _close(loop, backend, directory, failure, quiet)
+    wrong = _wrong(loop, backend, failure)
+    result = directory.write(backend.timing.facts, wrong)
+    for stray in dict.fromkeys(loop.strays):
+        print(f"warning: {stray}", file=sys.stderr)
+    if not quiet and result.summary["requests"]:
+        print(result)
+    print(f"run       {result.path}" if not quiet else result.path)
+    if not backend.timing.faithful:
+        print(backend.timing.unfaithful("the client kept the loop from its steps"), file=sys.stderr)
+    if wrong is None:
+        return OK
+    where = ""
+    if failure is not None and not isinstance(failure, VirtualTimeError):
+        (directory.path / FAILED).write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+        where = f"; see {directory.path / FAILED}"
+    print(f"cbsim: {wrong}{where}", file=sys.stderr)
+    return ERROR
 
 
 async def _together(backend: SimulatedBackend, client: Client) -> None:
@@ -285,33 +301,6 @@ async def _together(backend: SimulatedBackend, client: Client) -> None:
         stop.request()
         backend.abandon()
         await door
-
-
-def _close(
-    loop: VirtualLoop,
-    backend: SimulatedBackend,
-    directory: SessionDirectory,
-    failure: BaseException | None,
-    quiet: bool,
-) -> int:
-    """Write the run; print its result and any error; return the exit status."""
-    wrong = _wrong(loop, backend, failure)
-    result = directory.write(backend.timing.facts, wrong)
-    for stray in dict.fromkeys(loop.strays):
-        print(f"warning: {stray}", file=sys.stderr)
-    if not quiet and result.summary["requests"]:
-        print(result)
-    print(f"run       {result.path}" if not quiet else result.path)
-    if not backend.timing.faithful:
-        print(backend.timing.unfaithful("the client kept the loop from its steps"), file=sys.stderr)
-    if wrong is None:
-        return OK
-    where = ""
-    if failure is not None and not isinstance(failure, VirtualTimeError):
-        (directory.path / FAILED).write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
-        where = f"; see {directory.path / FAILED}"
-    print(f"cbsim: {wrong}{where}", file=sys.stderr)
-    return ERROR
 
 
 def _wrong(loop: VirtualLoop, backend: SimulatedBackend, failure: BaseException | None) -> str | None:
