@@ -241,7 +241,11 @@ class BoundedComposer(Composer):
         values, levels = self._anchored.get(anchor, (0, 0)) if is_alias else (1 + len(scalar) // 100, 0)
         self._level += 1
         self._values, self._deepest = before + values, self._level + levels
-        self._check(event.start_mark)
+        if self._values > MOST_VALUES:
+            reason = f"holds too many values, must be <= {MOST_VALUES:,}, aliases written out"
+            raise ComposerError(None, None, reason, event.start_mark)
+        if self._deepest > MOST_DEPTH:
+            raise ComposerError(None, None, f"nested too deeply, must be <= {MOST_DEPTH} levels", event.start_mark)
         if anchor is not None and not is_alias:
             self._anchored.pop(anchor, None)  # a name may be given again
         node = super().compose_node(parent, index)
@@ -249,13 +253,6 @@ class BoundedComposer(Composer):
             self._anchored[anchor] = (self._values - before, self._deepest - self._level)
         self._level, self._deepest = self._level - 1, max(deepest, self._deepest)
         return node
-
-    def _check(self, mark: Any) -> None:
-        if self._values > MOST_VALUES:
-            reason = f"holds too many values, must be <= {MOST_VALUES:,}, aliases written out"
-            raise ComposerError(None, None, reason, mark)
-        if self._deepest > MOST_DEPTH:
-            raise ComposerError(None, None, f"nested too deeply, must be <= {MOST_DEPTH} levels", mark)
 
 
 class PlainConstructor(SafeConstructor):
