@@ -14,7 +14,6 @@ from dataclasses import fields
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -537,7 +536,7 @@ def _standard(node: Any) -> Any:
     return known
 
 
-def write_schemas(folder: Path, further: Mapping[str, type[Frozen]] = MappingProxyType({})) -> list[Path]:
+def write_schemas(folder: Path, further: Mapping[str, type[Frozen]]) -> list[Path]:
     """Write the schemas of scenario, model, hardware and coefficient files, and further ones; returns the files."""
     ours: dict[str, type[Frozen]] = {"scenario": Scenario, "model": ModelShape, "hardware": Hardware}
     parts = ours | {"coefficients": Coefficients, **further}
