@@ -65,18 +65,19 @@ def read_json(path: Path, error: type[UserError] = ScenarioError, most_bytes: in
 
 
 def until_changed(read: Reader) -> Reader:
-    """Let a reader of a file return the same object again until the file is written anew, which its modification time
-    and size tell. Further arguments are hashable, and nobody changes the object. Raises OSError if there is no file.
+    """Let a reader of a file return the same object again until the file is another one or written anew, which its
+    inode, its times and its size tell. Further arguments are hashable, and nobody changes the object. Raises OSError if
+    there is no file.
     """
 
     @lru_cache(maxsize=4096)
-    def known(_changed_ns: int, _size: int, *arguments: Any) -> Any:
+    def known(_state: tuple[int, ...], *arguments: Any) -> Any:
         return read(*arguments)
 
     @wraps(read)
     def current(path: Path, *further: Any) -> Any:
         state = path.stat()
-        return known(state.st_mtime_ns, state.st_size, path, *further)
+        return known((state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size), path, *further)
 
     return cast("Reader", current)
 

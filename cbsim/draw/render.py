@@ -229,7 +229,7 @@ def _limits(axis: Axes, panel: Panel) -> None:
     elif not panel.y_log:
         low, high = axis.get_ylim()
         below = bool(axis.dataLim.y0 < 0 and np.isfinite(axis.dataLim.y0))
-        axis.set_ylim(low if below else 0.0, high if high > 0 else 1.0)
+        axis.set_ylim(low if below else 0.0, max(high, 1.03 * axis.dataLim.y1) if high > 0 else 1.0)
 
 
 def _spans(axis: Axes, mark: Spans, label: Any) -> None:

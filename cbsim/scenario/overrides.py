@@ -94,7 +94,8 @@ def _models(hint: Any, part: type[BaseModel]) -> list[type[BaseModel]]:
 def written(changes: Changes) -> list[str]:
     """Return changes in the form of `--set`. Raises ScenarioError for a value that a YAML file cannot hold."""
     if isinstance(changes, Mapping):
-        texts = ((name, json.dumps(value, default=partial(_plain, name))) for name, value in changes.items())
+        dumps = partial(json.dumps, ensure_ascii=False)  # YAML knows no pairs of surrogates
+        texts = ((name, dumps(value, default=partial(_plain, name))) for name, value in changes.items())
         return [f"{name}={NOT_FINITE.get(text, text)}" for name, text in texts]
     if isinstance(changes, Sequence) and not isinstance(changes, str):
         parts = [[part] if isinstance(part, str) else written(part) for part in changes]

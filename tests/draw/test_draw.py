@@ -115,10 +115,12 @@ def test_nothing_to_draw(log: bool) -> None:
     assert render.images(chart, "png")[0].startswith(b"\x89PNG")
 
 
-def test_a_linear_axis_starts_at_zero() -> None:
+def test_a_linear_axis_starts_at_zero_and_has_room_above_what_hardly_varies() -> None:
     """A difference looks as large as it is; only a fixed range or a log axis leaves zero out."""
     axes = render.figure(Chart("k", "t", "s", [Panel([Line("l", X, X + 100, SERIES[0])], "x")])).axes[0]
     assert axes.get_ylim()[0] == 0.0
+    axes = render.figure(Chart("k", "t", "s", [Panel([Points("p", X, 32 + X * 1e-6, SERIES[0])], "x")])).axes[0]
+    assert axes.get_ylim() == (0.0, pytest.approx(32 * 1.03, rel=1e-3))
 
 
 def test_dollars_are_not_mathematics() -> None:

@@ -1,6 +1,7 @@
 """Scenario files: defaults, overrides, round trips, errors that a user can act on, and calibrated terms."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,17 @@ def test_a_model_is_read_again_once_its_file_is_written_anew(small: Path, tmp_pa
     assert scenario.load(small, [f"model={mine}"]).model is first
     mine.write_text(f"{text}weights_dtype: fp8\n")
     assert scenario.load(small, [f"model={mine}"]).model != first
+    before, other = mine.stat(), tmp_path / "other.yaml"
+    other.write_text(f"{text}weights_dtype: int4\n"[:-1])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert other.stat().st_size == before.st_size
+    other.replace(mine)
+    assert scenario.load(small, [f"model={mine}"]).model.weights_dtype == "int4", "another file of that size and time"
+
+
+def test_changes_hold_any_character(small: Path) -> None:
+    """JSON writes those beyond the first 65,536 as two, which YAML knows not."""
+    assert scenario.scenario_of(small, {"question": "Is it 😀?"}).question == "Is it 😀?"
 
 
 def test_what_one_load_changes_in_an_override_no_other_load_sees(small: Path) -> None:
