@@ -115,6 +115,7 @@ class Reporter:
         self._planned: deque[Planned] = deque()
         self._landed: list[RequestSpec] = []
         self._ended: list[RequestSpec] = []
+        self._texts: list[RequestSpec] = []  # that have ended: a scheduler may go on with a cancelled one for a while
         self._steps = 0
 
     def serve(self, engine: Engine) -> None:
@@ -129,8 +130,8 @@ class Reporter:
     def feed(self, inbox: Inbox) -> None:
         """Put arrivals, and cancellations of requests that have not ended, into the inbox. Raises ServerError."""
         self.load = Load.of(self._engine.scheduler)
-        if self._ended:
-            self._report(Happened(self._engine.now_ns, [], [], self._ends()))
+        if ended := self._ends():
+            self._report(Happened(self._engine.now_ns, [], [], ended))
         if self._post.stopped:
             raise ServerError("interrupted")
         closed = self._post.closed  # read before the messages are taken: all of them have arrived by then
@@ -178,14 +179,17 @@ class Reporter:
         return outputs[first : self._emitted[spec]]
 
     def _ends(self) -> list[Ended]:
-        ended, self._ended = [self._end(spec) for spec in self._ended], []
+        ended, requests = [self._end(spec) for spec in self._ended], self._engine.scheduler.requests
+        self._texts, self._ended = self._texts + self._ended, []
+        for spec in [spec for spec in self._texts if spec not in requests]:
+            self._texts.remove(spec)
+            self._engine.sequences[spec].forget()
         return ended
 
     def _end(self, spec: RequestSpec) -> Ended:
-        """Return how a request ended, and drop its text."""
-        record, sequence = self._engine.record, self._engine.sequences[spec]
+        """Return how a request ended."""
+        record = self._engine.record
         del self._emitted[spec]
-        sequence.forget()
         for problems in (record.refusals, record.failures):
             if spec in problems:
                 return Ended(spec, ERROR, problems[spec])
