@@ -2,8 +2,8 @@
 tokens, how many requests read them, and which are evicted when room is needed.
 
 A clock counts uses: every use has a time of its own, and the ancestors of a node that was matched are a hundred
-thousandth older each. Everything is in whole pages; with pages of one token that is every token. Their
-numbers are packed.
+thousandth older each. Everything is in whole pages; with pages of one token that is every token. Page numbers are
+packed (policy.plan.packed).
 
 A `RadixKey` stands for the tokens of a request, prompt and outputs, whose content no workload states. Every token has a
 number, and equal numbers at one position mean equal tokens up to and including it: a declared block has its chained id,

@@ -201,7 +201,7 @@ def _hardware(point: Point) -> Hardware:
 
 
 def _expert_groups(point: Point, model: ModelShape) -> int:
-    """Return the groups of GPUs that experts are spread over: whole ones where shards are no multiple of BLOCK."""
+    """Return the groups of GPUs that experts are spread over; whole experts if BLOCK does not divide shards."""
     gpus = point.all_gpus
     if not model.experts:
         return 1
