@@ -145,9 +145,7 @@ def _compare(results: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"a step of {LARGE} rows with drafts, each planned by itself, costs {drafted / plain:.0f}x one without")
     if OTHER in results:
         whole, step = (results[OTHER][of] / results[SHORT][of] for of in ("cpu_seconds", "us_per_step"))
-        print(
-            f"SGLang's rules take {whole:.2f} times the CPU time of {SHORT}, a step simulated {step:.2f} times as long"
-        )
+        print(f"SGLang's rules take {whole:.2f} times the CPU time of {SHORT}, a step {step:.2f} times as long")
     if LONG in results:
         like, short = (results[LONG]["seconds"] / results[name]["seconds"] for name in (LIKE, SHORT))
         took = f"{short:.1f} times as long as {SHORT} (goal {MOST_TIMES}), {like:.1f} times as long as {LIKE}"
