@@ -50,7 +50,7 @@ class RayCluster(Executor):
     def give(self, task: Task) -> None:
         """Send a task to the driver process. Raises RunError if the connection is lost."""
         try:
-            self._join().send((task.key, pickle.dumps(task)))
+            self._join().send((task.key, pickle.dumps(task._replace(store=None))))
         except OSError as error:
             raise RunError(f"--ray {self._address}: {LOST}") from error
 

@@ -63,32 +63,33 @@ class Store:
         return all((self.run(key) / name).is_file() for name in (*files, SEAL))
 
     def keep(self, made: Made) -> None:
-        """Store the outcome of a task: its run, or the reason why it failed."""
-        with access(self.path, RunError, "written"):
-            if made.reason is None:
-                self._put(made.key, made.files)
-            else:
+        """Store what is not stored yet of the outcome of a task: its run, or the reason why it failed."""
+        if made.files:
+            self.put(made.key, made.files)
+        if made.reason is not None:
+            with access(self.path, RunError, "written"):
                 write_whole(self._failed / f"{made.key}.json", (json.dumps({"reason": made.reason}) + "\n").encode())
 
-    def _put(self, key: str, files: Mapping[str, bytes]) -> None:
+    def put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Store a run. A stored one of the same key is equal, so only one that lacks some of the files is replaced."""
-        part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
-        seal = {name: _digest(key, name, content) for name, content in files.items()}
-        for name, content in {**files, SEAL: json.dumps(seal).encode()}.items():
-            (part / name).parent.mkdir(exist_ok=True)
-            (part / name).write_bytes(content)
-        part.chmod(0o755)
-        old = part.with_name(f"{part.name}-old")
-        if self.run(key).exists() and not self.holds(key, tuple(files)):
-            self.run(key).replace(old)
-        try:
-            part.replace(self.run(key))
-        except OSError:
-            if not self.run(key).is_dir():
-                raise
-            shutil.rmtree(part)  # another sweep stored this run first
-        shutil.rmtree(old, ignore_errors=True)
-        (self._failed / f"{key}.json").unlink(missing_ok=True)
+        with access(self.path, RunError, "written"):
+            part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
+            seal = {name: _digest(key, name, content) for name, content in files.items()}
+            for name, content in {**files, SEAL: json.dumps(seal).encode()}.items():
+                (part / name).parent.mkdir(exist_ok=True)
+                (part / name).write_bytes(content)
+            part.chmod(0o755)
+            old = part.with_name(f"{part.name}-old")
+            if self.run(key).exists() and not self.holds(key, tuple(files)):
+                self.run(key).replace(old)
+            try:
+                part.replace(self.run(key))
+            except OSError:
+                if not self.run(key).is_dir():
+                    raise
+                shutil.rmtree(part)  # another sweep stored this run first
+            shutil.rmtree(old, ignore_errors=True)
+            (self._failed / f"{key}.json").unlink(missing_ok=True)
 
     def reason(self, key: str) -> str | None:
         with suppress(OSError, ValueError, KeyError):
@@ -176,7 +177,7 @@ class Runs:
         lacking = {task.key: task for task in tasks if not self.store.holds(task.key, files)}
         self._progress.begin(len(lacking))
         try:
-            for made in self.executor.each(lacking.values()):
+            for made in self.executor.each(task._replace(store=self.store.put) for task in lacking.values()):
                 self.store.keep(made)
                 self.made += 1
                 self._progress(made)

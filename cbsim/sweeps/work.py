@@ -13,7 +13,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -55,10 +55,11 @@ class Task(NamedTuple):
     warmup: float = 0.0  # the share of requests, in order of arrival, whose latencies do not count
     limits: bool = False  # whether to keep also what limits the run, as a list of sentences
     others: tuple[Scenario, ...] = ()  # whose costs price the steps of the run again; REPRICED is kept, too
+    store: Callable[[str, Mapping[str, bytes]], object] | None = None  # takes key and files, where the run is made
 
 
 class Made(NamedTuple):
-    """The outcome of a task: the files of its run directory by name, or the reason why there are none."""
+    """The outcome of a task: the files of its run directory by name if nothing has stored them; or why it failed."""
 
     key: str
     files: Mapping[str, bytes]
@@ -140,7 +141,9 @@ def work(task: Task) -> Made:
         files |= {REPRICED: result.files[REPRICED]} if task.others else {}
     except Exception as error:
         return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
-    return Made(task.key, files, None, time.perf_counter() - begun)
+    if task.store:
+        task.store(task.key, files)
+    return Made(task.key, {} if task.store else files, None, time.perf_counter() - begun)
 
 
 def _files(result: Result, keep: Keep) -> dict[str, bytes]:

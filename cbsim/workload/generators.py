@@ -6,7 +6,7 @@ scheduler, or only in their arrivals, share all other random numbers exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from io import StringIO
@@ -55,12 +55,12 @@ def still(scenario: Scenario) -> bool:
     return build(scenario).fingerprint() == build(other).fingerprint()
 
 
-def files(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+def files(value: Mapping[str, Any], field: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted field, path) for every file or folder that a scenario, or a part of it at `field`, names."""
-    for name, part in value.items() if isinstance(value, dict) else ():
+    for name, part in value.items():
         if name in FILE_FIELDS and isinstance(part, str):
             yield f"{field}{name}", part
-        else:
+        elif isinstance(part, dict):
             yield from files(part, f"{field}{name}.")
 
 

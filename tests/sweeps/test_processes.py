@@ -17,7 +17,7 @@ from support.sweeping import seats
 
 from cbsim.sweeps import sweep_file
 from cbsim.sweeps.sweep import Sweep, Swept
-from cbsim.sweeps.work import DIED, Here, Processes
+from cbsim.sweeps.work import DIED, Here, Made, Processes
 
 
 def swept(path: Path, store: Path) -> Swept:
@@ -28,6 +28,14 @@ def test_processes_make_what_this_one_makes(sweep: Path, tmp_path: Path) -> None
     """In whatever order: the same table, to the last bit."""
     here = Sweep(*sweep_file.read(sweep), tmp_path / "here").run(Here())
     assert swept(sweep, tmp_path / "there").table.equals(here.table)
+
+
+def test_a_run_is_stored_by_the_process_that_made_it(sweep: Path, tmp_path: Path) -> None:
+    """So the one that hands out the points gets no files, and reads nothing until it makes the table."""
+    points, heard = Sweep(*sweep_file.read(sweep), tmp_path), list[Made]()
+    assert points.run(Processes(2), heard.append).count("done") == len(points.points) == len(heard)
+    assert not any(made.files for made in heard)
+    assert all(points.store.holds(made.key, ("summary.json", "env.json")) for made in heard)
 
 
 def test_who_kills_his_process_fails_and_nobody_else_does(trapped: Path, tmp_path: Path) -> None:

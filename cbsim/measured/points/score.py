@@ -23,7 +23,7 @@ from cbsim.scenario.scenario import Scenario
 from cbsim.scenario.terms import FRONT, Interval, Like, TermsFile
 from cbsim.sweeps import identity
 from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
-from cbsim.sweeps.work import Executor, Made, Task
+from cbsim.sweeps.work import Executor, Task
 
 Value = Callable[[Means, Point], float]
 RATE = "throughput"
@@ -184,17 +184,12 @@ def predict(
     """Return each scenario's means, or why its run failed; `store` keeps runs, and those in it are not repeated."""
     keys = [identity.key(each) for each in scenarios]
     tasks = {key: Task(key, each, "summary") for key, each in zip(keys, scenarios, strict=True)}
-    means: dict[str, Means | str] = {}
-
-    def hear(made: Made) -> None:
-        means[made.key] = made.reason or means_of(json.loads(made.files[SUMMARY]))
-
     if store:
-        Runs(store, executor, progress).make(tasks.values(), hear=hear)
-        means |= {key: means_of(store.summary(key)) for key in tasks if key not in means}
+        Runs(store, executor, progress).make(tasks.values())
+        means = {key: store.reason(key) or means_of(store.summary(key)) for key in tasks}
     else:
-        for made in executor.each(tasks.values()):
-            hear(made)
+        outcomes = executor.each(tasks.values())
+        means = {made.key: made.reason or means_of(json.loads(made.files[SUMMARY])) for made in outcomes}
     return [means[key] for key in keys]
 
 
