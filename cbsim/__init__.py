@@ -162,13 +162,14 @@ def tune(
     from cbsim.scenario.fields import check_strings
     from cbsim.search import tune as tuning
     from cbsim.search.racing import Goal
+    from cbsim.sweeps.store import Runs, Store
     from cbsim.sweeps.sweep import executor
 
     check_strings("slo", slo)
     conditions = checks.parse_all(slo, "slo", sweep=True)
     goal = Goal(checks.objective(metric, f"metric {metric!r}"), conditions, confidence, replicates, draws)
     candidates = tuning.candidates(scenario, changes, knobs, goal)
-    return tuning.tune(candidates, goal, Path(store), executor(jobs, ray))
+    return tuning.tune(candidates, goal, Runs(Store(Path(store)), executor(jobs, ray)))
 
 
 def recommend(
@@ -204,8 +205,8 @@ def recommend(
     check_strings("cards", cards)
     sizing = searching.sizing(model, load, changes, most_gpus, apart_gb_s)
     of = searching.candidates(sizing, cards, tensor, knobs or {})
-    runs = Runs(Store(Path(store)), executor(jobs, ray))
-    return recommended.recommend(of, slo, runs, confidence=confidence, replicates=replicates)
+    terms = searching.terms(of, slo, confidence=confidence, replicates=replicates)
+    return recommended.recommend(of, terms, Runs(Store(Path(store)), executor(jobs, ray)))
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,10 @@ def replan(arguments: argparse.Namespace) -> int:
         routed = (path / routing.FILE).exists()
         verdict = (routing if routed else replan).rederive(path)
         incomplete = reading.incomplete(path) if routed else reading.load(path, whole=False).incomplete
-        line = f"{path}: {verdict.matched} of {verdict.steps} {'choices' if routed else 'plans'} identical"
+        kind = "choice" if routed else "plan"
+        line = f"{path}: there was no {kind} to compare"
+        if verdict.steps:
+            line = f"{path}: {verdict.matched} of {verdict.steps} {kind}s identical"
         if verdict.difference is not None:
             line, status = f"{line}, then {verdict.difference}", ERROR
         print(f"{line}; the run is incomplete: {incomplete}" if incomplete else line)

@@ -225,7 +225,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from cbsim.metrics import checks
     from cbsim.search import tune as tuning
     from cbsim.search.racing import FAILED, Goal
-    from cbsim.sweeps.store import Progress
+    from cbsim.sweeps.store import Progress, Runs, Store
 
     check_out(arguments.out)
     metric, option, sign = arguments.maximise, "--maximise", 1
@@ -235,12 +235,11 @@ def tune(arguments: argparse.Namespace) -> int:
     objective = checks.objective(metric, f"{option} {metric}", sign)
     goal = Goal(objective, slo, arguments.confidence, arguments.replicates, draws(arguments))
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)
-    workers = executor(arguments)
+    runs = Runs(Store(arguments.store), executor(arguments), Progress(silent=arguments.json))
     if not arguments.json:
         about = f"{len(candidates)} candidates, in {len(goal.rounds)} rounds of at most {goal.most} replicates each"
-        print(f"{about}; {workers.about}", file=sys.stderr)
-    progress = Progress(silent=arguments.json)
-    tuned = tuning.tune(candidates, goal, arguments.store, workers, progress)
+        print(f"{about}; {runs.executor.about}", file=sys.stderr)
+    tuned = tuning.tune(candidates, goal, runs)
     answer(tuning.study(tuned), arguments, "simulated")
     if tuned.outcome.best is not None:
         return OK
@@ -256,12 +255,11 @@ def recommend(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
     sizing = searching.sizing(arguments.model, arguments.load, arguments.set, arguments.most, arguments.apart)
     of = searching.candidates(sizing, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
-    workers = executor(arguments)
+    terms = searching.terms(of, arguments.slo, confidence=arguments.confidence, replicates=arguments.replicates)
+    runs = Runs(Store(arguments.store), executor(arguments), Progress(silent=arguments.json, brief=True))
     if not arguments.json:
-        print(f"{len(of)} candidates; {workers.about}", file=sys.stderr)
-    runs = Runs(Store(arguments.store), workers, Progress(silent=arguments.json, brief=True))
-    precision = {"confidence": arguments.confidence, "replicates": arguments.replicates}
-    made = recommended.recommend(of, arguments.slo, runs, **precision)
+        print(f"{len(of)} candidates; {runs.executor.about}", file=sys.stderr)
+    made = recommended.recommend(of, terms, runs)
     answer(recommended.study(made, arguments.out), arguments, "simulated")
     recommended.write(made, arguments.out, arguments.line)
     if not arguments.json:

@@ -28,7 +28,7 @@ NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # with its unit
 LISTED = "; docs/metrics.md has all names"
 IMPLAUSIBLE = 100  # a bound of so many times the value may be one in milliseconds
 DIRECTIONS = {"max:": 1, "min:": -1}
-FORM = re.compile(rf"{METRIC}([+-]?){NUMBER}")
+FORM = re.compile(rf"{METRIC}\+?{NUMBER}")
 
 
 class Verdict(NamedTuple):
@@ -106,17 +106,17 @@ def parse_all(conditions: Iterable[str], option: str = "--check", *, sweep: bool
 
 def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Check:
     """Parse a condition; messages begin with the `option` that has it. Raises CheckError. Names are as in `named`.
-    Values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite: else a condition would hold for
-    every run, or for none.
+    Values without a unit are seconds; `%` is a hundredth of a share. Bounds are finite, and no metric is below 0: else
+    a condition would hold for every run, or for none.
     """
     match, source = FORM.fullmatch(condition), f"{option} {condition!r}"
     if not match:
-        expected = "expected METRIC<VALUE[UNIT], for example ttft.p99<500ms"
+        expected = "expected METRIC<VALUE[UNIT] with VALUE >= 0, for example ttft.p99<500ms"
         raise CheckError(f"{source}: {expected}", value=condition, bound=expected)
-    name, compare, sign, number, unit = match.groups()
+    name, compare, number, unit = match.groups()
     name = named(name, source, sweep=sweep)
     allowed = UNITS.get(metric(name).unit, {"": 1.0})
-    return Check(condition, name, compare, bounded(name, f"{sign}{number}", unit, allowed, source), option)
+    return Check(condition, name, compare, bounded(name, number, unit, allowed, source), option)
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:

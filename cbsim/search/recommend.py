@@ -379,13 +379,14 @@ def _cards(names: Sequence[str]) -> Iterator[tuple[str, Hardware]]:
     """Yield GPUs by name, with `=` and a price or with that of their file; a name may leave out what follows a dash if
     that is the only such one. Raises ScenarioError.
     """
-    known, priced = catalog.names("hardware"), dict[str, str]()
-    for name, _, price in dict.fromkeys(each.partition("=") for each in names):
+    known, named = catalog.names("hardware"), set[str]()
+    for name, _, price in (each.partition("=") for each in names):
         longer = [each for each in known if each.startswith(f"{name}-")]
         whole = longer[0] if len(longer) == 1 and name not in known else name
-        if not name or priced.setdefault(whole, price) != price:
-            bound = f"{whole} has two prices, expected one" if name else "expected names such as h100,l40s"
+        if not name or whole in named:
+            bound = f"{whole} is named twice, expected once" if name else "expected names such as h100,l40s"
             raise ScenarioError(f"--cards {','.join(names)!r}: {bound}", field="cards", bound=bound)
+        named.add(whole)
         card = shapes.hardware(whole)
         try:
             usd = float(price or card.price_usd_hour or 0)

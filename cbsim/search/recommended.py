@@ -19,6 +19,7 @@ from cbsim.metrics import catalogue, coverage
 from cbsim.metrics.catalogue import COST
 from cbsim.scenario import scenario as scenarios
 from cbsim.search import recommend as searching
+from cbsim.search.probe import Terms
 from cbsim.search.recommend import Candidate, Search
 from cbsim.stats.intervals import COVERS, STILL
 from cbsim.sweeps.store import Runs
@@ -52,12 +53,12 @@ class Recommended:
         return f"<Recommended {self.best.label} of {len(self.searches)} candidates>"
 
 
-def recommend(of: Sequence[Candidate], slo: Sequence[str], runs: Runs, **precision: float) -> Recommended:
-    """Search the least number of servers of each candidate, and rank them; `precision` are fields of Terms. Raises
-    ScenarioError, CheckError, RunError, Interrupted.
+def recommend(of: Sequence[Candidate], terms: Terms, runs: Runs) -> Recommended:
+    """Search the least number of servers of each candidate, and rank them. Raises ScenarioError, CheckError, RunError,
+    Interrupted.
     """
     with closing(runs.executor):
-        return Recommended(searching.search(of, searching.terms(of, slo, **precision), runs))
+        return Recommended(searching.search(of, terms, runs))
 
 
 def study(answer: Recommended, out: Path = Path()) -> Report:

@@ -27,10 +27,10 @@ from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Number
 from cbsim.stats.intervals import COVERS, COVERS_TERMS, STILL
 from cbsim.stats.replicated import label
 from cbsim.sweeps import identity, sweep, sweep_file
-from cbsim.sweeps.store import SUMMARY, Progress, Runs, Store
+from cbsim.sweeps.store import SUMMARY, Runs
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
-from cbsim.sweeps.work import Executor, Task
+from cbsim.sweeps.work import Task
 from cbsim.workload import generators
 
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
@@ -169,13 +169,12 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
     return measured
 
 
-def tune(of: Sequence[Point], goal: Goal, store: Path, executor: Executor, progress: Progress | None = None) -> Tuned:
-    """Search for the best of the points. `progress` shows the runs of each round. Raises RunError, Interrupted."""
+def tune(of: Sequence[Point], goal: Goal, runs: Runs) -> Tuned:
+    """Search for the best of the points, round by round. Raises RunError, Interrupted."""
     servers = zip(*(drawn(point.scenario, goal.draws) for point in of), strict=True)  # of each draw
     pairs = [zip(of, row, strict=True) for row in servers]
     draws = [[replace(point, scenario=each, key=identity.key(each)) for point, each in row] for row in pairs]
-    with closing(executor):
-        runs = Runs(Store(store), executor, progress)
+    with closing(runs.executor):
         outcome, *made = [search(len(of), measure(each, runs), goal) for each in (of, *draws)]
     loops = ["loop.mode"] if len({point.loop for point in of}) > 1 else []
     fields = dict.fromkeys([*(name for point in of for name in point.settings), *loops])

@@ -125,6 +125,13 @@ def test_untouched(run: Path) -> None:
     assert replayed(run) == (0, f"{run}: {steps} of {steps} plans identical\n", "")
 
 
+def test_a_run_without_a_plan(tmp_path: Path) -> None:
+    """If every request was refused there is nothing to derive: that is said, not that none of none is identical."""
+    run = cbsim.run("rates", {"loop.mode": "sync", "workload.requests": 5, "scheduler.max_model_len": 16})
+    path = run.save(tmp_path / "run")
+    assert replayed(path) == (0, f"{path}: there was no plan to compare\n", "")
+
+
 @pytest.mark.parametrize("name", replan.COMPARED)
 def test_an_altered_step(run: Path, name: str) -> None:
     """One number of step 17 altered: 17 plans are identical, and the difference names step, column and both values."""

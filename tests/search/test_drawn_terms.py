@@ -28,7 +28,7 @@ from cbsim.search import capacity, probe, racing, tune
 from cbsim.search.probe import RATE, Over
 from cbsim.search.racing import Goal
 from cbsim.stats import intervals
-from cbsim.sweeps.store import Run, Runs
+from cbsim.sweeps.store import Run, Runs, Store
 from cbsim.sweeps.work import Here
 
 Z80, SPREAD = NormalDist().inv_cdf(0.9), math.log(1.25)
@@ -234,7 +234,7 @@ def test_tune_with_terms_says_which_settings_draws_choose(tmp_path: Path) -> Non
     )
     goal = Goal(objective("min:ttft.mean", ""), (), 0.95, 2, 3)
     points = tune.candidates(of, [], {"scheduler.max_num_seqs": [1, 4]}, goal)
-    made = tune.tune(points, goal, store, Here())
+    made = tune.tune(points, goal, Runs(Store(store), Here()))
     assert len([*(store / "runs").glob("*/*")]) == 2 * (1 + 3)
     assert made.best == {"scheduler.max_num_seqs": 4}
     said = tune.study(made)

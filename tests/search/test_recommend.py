@@ -321,8 +321,9 @@ class Counted(Here):
 def test_a_second_search_makes_no_run(tmp_path: Path) -> None:
     """Runs are in the store, so a search that was interrupted goes on, and another goal uses what is there."""
     sizing = searching.sizing("llama-3.1-8b", LOAD, (), 8)
-    runs = [Runs(Store(tmp_path), Counted()) for _ in range(2)]
-    texts = [str(recommended.recommend([only(sizing)], ["ttft.p99<=2s"], each, replicates=4)) for each in runs]
+    runs, of = [Runs(Store(tmp_path), Counted()) for _ in range(2)], [only(sizing)]
+    terms = searching.terms(of, ["ttft.p99<=2s"], replicates=4)
+    texts = [str(recommended.recommend(of, terms, each)) for each in runs]
     assert Counted.tasks == runs[0].made > runs[1].made == 0 and texts[0] == texts[1]
 
 
@@ -493,7 +494,8 @@ WRONG = [
     (["--slo", "slo.attainment>=0.9"], "such as --set slo.ttft_s=2"),
     (["--cards", ""], "--cards '': expected names such as h100,l40s"),
     (["--cards", "h100,"], "--cards 'h100,': expected names such as h100,l40s"),
-    (["--cards", "h100=1,h100-sxm=2"], "h100-sxm has two prices, expected one"),
+    (["--cards", "h100,l40s,h100"], "--cards 'h100,l40s,h100': h100-sxm is named twice, expected once"),
+    (["--cards", "h100=1,h100-sxm=2"], "h100-sxm is named twice, expected once"),
     (["--cards", "h101"], "unknown hardware 'h101' (known: a100-40gb"),
     (["--cards", "h100=0"], "expected h100=USD, above 0"),
     (["--cards", "h100=-2"], "expected h100=USD, above 0"),
@@ -543,7 +545,9 @@ FILES = {"LOAD": LOAD["workload"], "LIST": [1], "KIND": {"kind": "bursty"}, "PAR
 def test_a_wrong_command_line_is_one_line(
     words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the mistake and the nearest thing that would do; no run is made, and the status is 2."""
+    """It has the mistake and the nearest thing that would do; the search is not announced, no run is made, and the
+    status is 2.
+    """
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         (tmp_path / name).with_suffix(".yaml").write_text(json.dumps(content))
@@ -554,6 +558,7 @@ def test_a_wrong_command_line_is_one_line(
     status, out, err = call("recommend", model, *(word for pair in usual.items() for word in pair))
     lines = [line for line in err.splitlines() if line.startswith(("cbsim: ", "python -m cbsim"))]
     assert (status, out, len(lines)) == (2, "", 1) and says in lines[0], err
+    assert "candidates; " not in err
     assert ("the least that would" in err) == ("the least that would" in says)  # of memory only
     assert not list(tmp_path.glob("sweeps/runs/*/*"))
 

@@ -15,7 +15,7 @@ from cbsim.metrics.checks import objective, parse
 from cbsim.search import tune
 from cbsim.search.racing import Goal
 from cbsim.search.tune import Tuned
-from cbsim.sweeps.store import Progress
+from cbsim.sweeps.store import Progress, Runs, Store
 from cbsim.sweeps.work import Here
 
 # -- knobs ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def constant(tmp_path: Path) -> Path:
 
 
 def tuned(scenario: Path, store: Path, knob: str, goal: Goal) -> Tuned:
-    return tune.tune(tune.candidates(scenario, [], tune.parse_knobs([knob]), goal), goal, store, Here())
+    return tune.tune(tune.candidates(scenario, [], tune.parse_knobs([knob]), goal), goal, Runs(Store(store), Here()))
 
 
 def goal(name: str = "throughput", *conditions: str, most: int = 5) -> Goal:
@@ -153,7 +153,7 @@ def test_a_fleet_is_tuned_by_servers_and_router(constant: Path, tmp_path: Path) 
     constant.write_text(f"{CONSTANT}fleet: {{pools: [{{name: a}}, {{}}], router: {{name: session_hash}}}}\n")
     knobs, most = tune.parse_knobs(["fleet.pools.0.count=1,3", "fleet.router.name=session_hash,round_robin"]), goal()
     of = tune.candidates(constant, ["scheduler.max_num_seqs=1"], knobs, most)
-    found = tune.tune(of, most, tmp_path / "store", Here())
+    found = tune.tune(of, most, Runs(Store(tmp_path / "store"), Here()))
     assert found.best == {"fleet.pools.0.count": 3, "fleet.router.name": "round_robin"}
     knobs = tune.parse_knobs(["fleet.router.virtual_nodes=1,160"])
     assert len(tune.candidates(constant, [], knobs, most)) == 2
@@ -165,7 +165,7 @@ def test_a_fleet_is_tuned_by_servers_and_router(constant: Path, tmp_path: Path) 
 def test_loops_are_candidates(constant: Path, tmp_path: Path) -> None:
     """A scenario with both loops is tuned over them; where the CPU costs nothing they are the same."""
     of = tune.candidates(constant, ["loop.mode=both"], tune.parse_knobs(["scheduler.max_num_seqs=12"]), goal())
-    found = tune.tune(of, goal("requests_per_s"), tmp_path / "store", Here())
+    found = tune.tune(of, goal("requests_per_s"), Runs(Store(tmp_path / "store"), Here()))
     assert [found.called(i) for i in range(2)] == ["max_num_seqs=12, loop=sync", "max_num_seqs=12, loop=async"]
 
 
@@ -179,7 +179,8 @@ def test_a_search_goes_on_where_it_stopped(constant: Path, tmp_path: Path) -> No
             super().begin(total)
 
     of = tune.candidates(constant, [], tune.parse_knobs(["scheduler.max_num_seqs=4,6"]), goal())
-    results = [tune.tune(of, goal(most=most), tmp_path / "store", Here(), Begun(silent=True)) for most in (3, 3, 5)]
+    runs = Runs(Store(tmp_path / "store"), Here(), Begun(silent=True))
+    results = [tune.tune(of, goal(most=most), runs) for most in (3, 3, 5)]
     assert begun == [6, 0, 4]
     assert results[0].outcome.trials == results[1].outcome.trials
     assert results[2].outcome.trials[0].runs[:3] == results[0].outcome.trials[0].runs
@@ -234,6 +235,12 @@ def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, 
     assert said.status == 2 and not said.out and "Traceback" not in said.err
     assert [word for word in says if word not in said.err] == []
     assert not (tmp_path / "store").exists()
+
+
+def test_nothing_is_announced_before_a_refusal(small: Path, tmp_path: Path) -> None:  # noqa: F811
+    """How many candidates there are says nothing where their runs cannot be stored."""
+    words = ("--knob", "scheduler.max_num_seqs=1..4", "--maximise", "throughput", "--store", small)
+    refused(call("tune", small, *words), 2, f"--store {small}: cannot be written")
 
 
 def test_metrics_that_no_run_will_have_are_refused(small: Path, tmp_path: Path) -> None:  # noqa: F811
