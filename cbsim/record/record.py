@@ -315,7 +315,7 @@ class Record:
             spec.priority,
             first_step if first_step < steps else -1,
             self._status(spec, request, whole=request is not None and sum(runs[1::2]) == request.seen),
-            self.refusals.get(spec) or self.failures.get(spec, ""),
+            self.failures.get(spec) or self.refusals.get(spec, ""),
             self.cancels.get(spec, -1),
             request.preemptions if request else 0,
             (request.cached or 0) if request else 0,
@@ -331,10 +331,10 @@ class Record:
             return self._elsewhere[spec]
         if spec.fetched_later and finish is Finish.LENGTH:
             return HANDED_OFF
-        if spec in self.refusals:
-            return Finish.REFUSED.value
         if spec in self.failures:
             return FAILED
+        if spec in self.refusals:
+            return Finish.REFUSED.value
         if spec in self.cancels:
             return Finish.ABORTED.value
         if finish and whole:

@@ -270,6 +270,18 @@ def test_without_a_server_that_prefills_prompts_are_computed_where_they_decode(t
     assert not servers.rules.requests
 
 
+@pytest.mark.parametrize("at_s", [0, 0.003])
+def test_without_a_server_that_prefills_sglangs_requests_fail(at_s: float) -> None:
+    """A server that decodes cannot compute their prompts, and refuses those that it gets. No prompt is wrong, though:
+    as where no server is left at all, the request has failed, which is the status of the command, too.
+    """
+    dies = {"failures": [{"server": 0, "at_s": at_s}], "most_retries": 0}
+    load = {**FIVE, "arrivals": {"kind": "poisson", "rate_per_s": 1000}}
+    result, _ = run(of({"transfer": "push"}, workload=load, fleet=dies, scheduler={"name": "sglang"}))
+    assert ends(result, 5) == {"failed": 5}
+    assert {row.reason for row in result.request_rows} <= {"no server is left", "server 0 died"}
+
+
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 def test_a_run_does_not_go_on_for_a_lease_that_nobody_waits_for(transfer: str) -> None:
     """Requests for which no server will come fail when that is known, not after 30 s."""
