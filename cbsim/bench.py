@@ -40,8 +40,8 @@ TRACE = "traces/speed/splitwise_conv_q6.45_n19366.csv"
 DECODE_STEPS = 2000
 LARGE, SMALL = 1024, 64
 REPEATS = 7
-PROGRAM = "import gc, json; gc.set_threshold(500_000); from cbsim.bench import measure; "  # as cbsim/__main__.py
-PROGRAM += "print(json.dumps(measure({case!r}))); gc.freeze()"
+PROGRAM = "import gc, json, os; gc.set_threshold(500_000); os.environ.setdefault('OPENBLAS_NUM_THREADS', '1'); "
+PROGRAM += "from cbsim.bench import measure; print(json.dumps(measure({case!r}))); gc.freeze()"  # as cbsim/__main__.py
 
 SERVER: dict[str, Any] = {
     "model": "llama-3.1-8b",
