@@ -7,11 +7,14 @@ A workload must fit the memory of this machine: checked before it is taken; for 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cbsim.errors import ScenarioError, UserError
 from cbsim.files import lines_of, parsed_json
@@ -19,6 +22,7 @@ from cbsim.scenario.documents import Document
 
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
 """Most characters of a line, and of a file that is one document: a small gzipped file may not fit the memory."""
+AT_ONCE = 1 << 13  # rows of a CSV file that are read as columns
 LOOK_ROWS = 50_000  # rows between two checks that they still fit the memory
 
 
@@ -44,6 +48,11 @@ def bounded(path: Path, file: IO[str]) -> Iterator[str]:
         yield line
 
 
+def check_not_empty(path: Path, rows: Sized, noun: str = "requests") -> None:
+    if not rows:
+        raise ScenarioError(f"{path}: holds no {noun}")
+
+
 def document(path: Path, file: IO[str]) -> str:
     """Return the content of a file that is not read line by line. Raises ScenarioError if it is too large."""
     content = file.read(MOST_DOCUMENT + 1)
@@ -56,14 +65,19 @@ class CsvTable:
     """A CSV file with a header, by columns: those in `columns`, or picked once the header is known."""
 
     def __init__(self, path: Path, file: IO[str], columns: Sequence[str] = ()) -> None:
-        self.path = path
-        self._reader = csv.reader(bounded(path, file))
-        self.header = [name.strip() for name in next(self._reader, [])]
+        self.path, self._file = path, file
+        self.rewind()
         for column in columns:
             if column not in self.header:
                 header = ", ".join(self.header) or "nothing"
                 raise ScenarioError(f"{path}:1: no column {column}; expected {', '.join(columns)}, found {header}")
         self.pick(columns)
+
+    def rewind(self) -> None:
+        """Go back to the first row."""
+        self._file.seek(0)
+        self._reader = csv.reader(bounded(self.path, self._file))
+        self.header = [name.strip() for name in next(self._reader, [])]
 
     def pick(self, columns: Iterable[str]) -> None:
         """Select the cells that `rows` yields. All are columns of the header."""
@@ -85,6 +99,17 @@ class CsvTable:
             if len(row) != width:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
             yield [row[position] for position in positions]
+
+    def parts(self, limit: int | None) -> Iterator[list[tuple[str, ...]]]:
+        """Yield the selected columns of AT_ONCE rows at a time, for at most `limit` rows. Raises ValueError if a row
+        has too few or too many cells: `rows` says which.
+        """
+        rows = islice(filter(None, self._reader), limit)
+        while part := list(islice(rows, AT_ONCE)):
+            columns = list(zip(*part, strict=True))
+            if len(columns) != len(self.header):
+                raise ValueError
+            yield [columns[position] for position in self._positions]
 
     def bad(self, column: int, value: object, expected: str) -> UserError:
         field = self.columns[column]
@@ -113,6 +138,19 @@ class CsvTable:
         if not 0 <= value < float("inf"):
             raise self.bad(column, cell, "a number >= 0")
         return value
+
+
+def whole_numbers(cells: Sequence[str], least: int = 1) -> NDArray[np.int64]:
+    """Return cells that are whole numbers of at most 12 characters and at least `least`, without anything around them.
+    Raises ValueError otherwise.
+    """
+    letters = "".join(cells)
+    if not letters.isascii() or not letters.replace("-", "").isdecimal() or max(map(len, cells)) > 12:
+        raise ValueError
+    values = np.array([*map(int, cells)], dtype=np.int64)
+    if values.min() < least:
+        raise ValueError
+    return values
 
 
 def lines(path: Path, file: IO[str]) -> Iterator[Document]:

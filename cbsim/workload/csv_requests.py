@@ -11,22 +11,22 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
 from cbsim.scenario.demand import Csv, CsvColumns, Served
 from cbsim.scenario.fields import bare, either, near, shown
-from cbsim.scenario.rows import CsvTable, open_text
+from cbsim.scenario.rows import CsvTable, check_not_empty, open_text, whole_numbers
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import served
-from cbsim.workload.requests import Workload
-from cbsim.workload.traces import Arrival, check_not_empty, timed
+from cbsim.workload.requests import Drawn, Ints, Workload
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,29 +60,64 @@ WORDS = {"prompt": ("prompt", "input"), "output": ("output", "completion", "resp
 def workload(form: Csv) -> Workload:
     path = catalog.data(form.path)
     with open_text(path) as file:
-        rows, columns = plain(path, file, form.limit, form.columns)
-    made = timed(rows, form.time_scale)
+        drawn, columns = plain(path, file, form.limit, form.columns)
+    drawn = drawn.scaled(form.time_scale)
     notices = []
     if any(column != NAMES[role][0] for role, column in columns.items()):
         notices.append(", ".join(f"{role} from {column!r}" for role, column in columns.items()))
-    gap_ns = float(np.median(np.diff([spec.arrival_ns for spec in made.open]))) if len(rows) > 1 else 0.0
+    gap_ns = float(np.median(np.diff(drawn.arrival_ns))) if len(drawn) > 1 else 0.0
     if gap_ns > LONG_GAP_NS:
         remedy = "if they are milliseconds, set workload.time_scale=0.001"
         notices.append(f"the median gap of arrivals is {gap_ns / 1e9:.6g} s; {remedy}")
-    made.notices = tuple(f"{path}: {notice}" for notice in notices)
-    return made
+    return Workload(drawn, len(drawn), notices=tuple(f"{path}: {notice}" for notice in notices))
 
 
 def plain(
     path: Path, file: IO[str], limit: int | None = None, chosen: CsvColumns = UNNAMED
-) -> tuple[list[Arrival], dict[str, str]]:
-    """Return the rows of an open CSV file, and the columns that were read, by the field that they hold. Arrivals count
-    from the start of the run; `path` is the file's name in messages.
+) -> tuple[Drawn, dict[str, str]]:
+    """Return the requests of an open CSV file, and the columns that were read, by the field that they hold. Arrivals
+    count from the start of the run; `path` is the file's name in messages.
     """
     table = CsvTable(path, file)
     columns = columns_of(path, table.header, chosen)
     table.pick(columns.values())
-    return _arrivals(table, list(columns), limit), columns
+    try:
+        return _by_columns(table, list(columns), limit), columns
+    except (ValueError, csv.Error):  # something is wrong, which rows say, or not written plainly
+        table.rewind()
+        return _by_rows(table, list(columns), limit), columns
+
+
+def _times(cells: Sequence[str]) -> Ints:
+    seconds = np.array([*map(float, cells)])
+    if not ((seconds >= 0) & (seconds < MOST_NS / 1e9)).all():
+        raise ValueError
+    return np.rint(seconds * 1e9).astype(np.int64)
+
+
+CONVERTED: dict[str, Callable[[Sequence[str]], Sequence[Any] | NDArray[Any]]] = {
+    "arrival": _times,
+    **dict.fromkeys(("prompt", "output", "max_tokens"), whole_numbers),
+    "priority": partial(whole_numbers, least=1 - 10**12),
+    "id": list,
+}
+
+
+def _by_columns(table: CsvTable, roles: Sequence[str], limit: int | None) -> Drawn:
+    """Return what `_by_rows` returns, in a fifth of the time, if every cell is written plainly and nothing is wrong.
+    Raises ValueError otherwise.
+    """
+    parts: dict[str, list[Any]] = {role: [] for role in roles}
+    for part in table.parts(limit):
+        for role, cells in zip(roles, part, strict=True):
+            parts[role].append(CONVERTED[role](cells))
+    names = [name for part in parts.pop("id") for name in part] if "id" in parts else None
+    of = {role: np.concatenate(each) for role, each in parts.items()}
+    times, output, most = of["arrival"], of["output"], of.get("max_tokens", of["output"])
+    named = names is None or (len({*names} - {""}) == len(names) and "".join(names).isprintable())
+    if not named or (np.diff(times) < 0).any() or (most < output).any():
+        raise ValueError
+    return Drawn(times, of["prompt"], output, most, of.get("priority", 0 * output), names=names)
 
 
 OPTIONAL: dict[str, Callable[[CsvTable, int, str], Any]] = {
@@ -92,30 +127,30 @@ OPTIONAL: dict[str, Callable[[CsvTable, int, str], Any]] = {
 }
 
 
-def _arrivals(table: CsvTable, roles: Sequence[str], limit: int | None) -> list[Arrival]:
-    """Return the rows of a table; `roles` are the fields that its columns hold, the three required ones first."""
-    rows: list[Arrival] = []
-    ids: set[str] = set()
+def _by_rows(table: CsvTable, roles: Sequence[str], limit: int | None) -> Drawn:
+    """Return the requests of a table; `roles` are the fields that its columns hold, the three required ones first."""
+    rows: list[tuple[int, ...]] = []
+    names: dict[str, None] = {}
     start_ns: int | None = None  # of the first row, if it has a time of day
     for cells in table.rows(limit):
         arrival, prompt, output = cells[:3]
         start_ns = start_ns if rows else _stamp_ns(arrival)
-        needed = _arrival_ns(table, arrival, start_ns), table.count(1, prompt), table.count(2, output)
+        at_ns, tokens, least = _arrival_ns(table, arrival, start_ns), table.count(1, prompt), table.count(2, output)
         further = {role: OPTIONAL[role](table, at, cells[at]) for at, role in enumerate(roles[3:], 3)}
-        row = Arrival(*needed, **further)
-        if rows and row.arrival_ns < rows[-1].arrival_ns:
-            above = f"seconds not before those of the row above ({rows[-1].arrival_ns / 1e9})"
+        if rows and at_ns < rows[-1][0]:
+            above = f"seconds not before those of the row above ({rows[-1][0] / 1e9})"
             raise table.bad(0, arrival, above if start_ns is None else "a time not before the row above")
-        if row.max_tokens is not None and row.max_tokens < row.output_tokens:
-            column = roles.index("max_tokens")
-            raise table.bad(column, cells[column], f"at least {table.columns[2]} ({row.output_tokens})")
-        if "id" in further and (row.id in ids or not row.id.isprintable() or not row.id):
-            bound = "an id that no row above has" if row.id in ids else "an id, a text that can be printed"
-            raise table.bad(len(roles) - 1, row.id, bound)
-        ids.add(row.id)
-        rows.append(row)
+        if (most := further.get("max_tokens", least)) < least:
+            raise table.bad(3, cells[3], f"at least {table.columns[2]} ({least})")
+        if "id" in further:
+            if (name := further["id"]) in names or not name.isprintable() or not name:
+                bound = "an id that no row above has" if name in names else "an id, a text that can be printed"
+                raise table.bad(len(roles) - 1, name, bound)
+            names[name] = None
+        rows.append((at_ns, tokens, least, most, further.get("priority", 0)))
     check_not_empty(table.path, rows)
-    return rows
+    at, prompts, outputs, limits, priorities = np.array(rows, dtype=np.int64).T
+    return Drawn(at, prompts, outputs, limits, priorities, names=[*names] or None)
 
 
 def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
@@ -155,10 +190,10 @@ def _second(stamp: str) -> int:
     return int(datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp())
 
 
-def azure(path: Path, limit: int | None = None) -> list[Arrival]:
+def azure(path: Path, limit: int | None = None) -> Drawn:
     """Read an LLM inference trace of Azure, 2023; arrivals count from the first one, exact to the file's 100 ns."""
     with open_text(path) as file:
-        return _arrivals(CsvTable(path, file, AZURE_COLUMNS), NEEDED, limit)
+        return _by_rows(CsvTable(path, file, AZURE_COLUMNS), NEEDED, limit)
 
 
 def lengths(path: Path, limit: int | None = None, columns: Sequence[str] = LENGTH_COLUMNS) -> list[list[int]]:

@@ -22,11 +22,9 @@ from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.rows import check_memory
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.requests import Drawn, Ints, Streams, Users, Workload
+from cbsim.workload.requests import LATEST_NS, Drawn, Ints, Streams, Users, Workload
 
 FILE_FIELDS = ("path", "recorded")  # of a scenario
-LATEST_S = 4.6e9
-"""The latest arrival, seconds. No run gets there: the machine's clock ends before."""
 
 
 def build(scenario: Scenario, supplied: str | None = None) -> Workload:
@@ -140,7 +138,7 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Int
         times = np.cumsum(rng.gamma(arrivals.burstiness, scale, count))
     else:
         return np.zeros(count, dtype=np.int64)
-    return np.rint(np.minimum(times, LATEST_S) * 1e9).astype(np.int64)
+    return np.rint(np.minimum(times * 1e9, LATEST_NS)).astype(np.int64)
 
 
 def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:
@@ -187,29 +185,37 @@ def _arriving(specs: Sequence[RequestSpec], arrivals: object, rng: np.random.Gen
 
 
 def _parsed(form: object, supplied: str) -> Workload:
-    from cbsim.workload import csv_requests, served, traces
+    from cbsim.workload import csv_requests, served
 
     if isinstance(form, demand.Served):
         return served.parse(Path(served.FILE), supplied.splitlines())
-    return traces.timed(csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))[0])
+    drawn, _ = csv_requests.plain(Path("requests"), StringIO(supplied, newline=""))
+    return Workload(drawn, len(drawn))
 
 
 def _read(form: Any, streams: Streams) -> Workload:
-    """Read requests that are not drawn. Those that are need none of the readers, which take long to import."""
-    from cbsim.workload import csv_requests, scheduler_tests, served, traces, vllm_bench
+    """Read requests that are not drawn. Each reader takes long to import, and is for its own kind alone."""
+    if isinstance(form, demand.Lengths | demand.Azure | demand.Csv):
+        from cbsim.workload import csv_requests
 
-    if isinstance(form, demand.Lengths):
-        rows = csv_requests.lengths(catalog.data(form.path), form.limit)
-        times = arrival_times(form.arrivals, len(rows), streams.arrivals).tolist()
-        arrivals = [traces.Arrival(at, prompt, output) for at, (prompt, output) in zip(times, rows, strict=True)]
-        return _arriving(list(map(traces.spec_of, range(len(rows)), arrivals)), form.arrivals, streams.users)
+        if isinstance(form, demand.Csv):
+            return csv_requests.workload(form)
+        if isinstance(form, demand.Azure):
+            recorded = csv_requests.azure(catalog.data(form.path), form.limit).scaled(form.time_scale)
+            return Workload(recorded, len(recorded))
+        prompts, outputs = np.array(csv_requests.lengths(catalog.data(form.path), form.limit)).T
+        times = arrival_times(form.arrivals, len(prompts), streams.arrivals)
+        return _arriving(Drawn(times, prompts, outputs, outputs, 0 * outputs), form.arrivals, streams.users)
+    if isinstance(form, demand.Served):
+        from cbsim.workload import served
+
+        return served.read(catalog.data(form.path), form.limit)
+    from cbsim.workload import scheduler_tests, traces, vllm_bench
+
     readers: dict[type, Callable[[], Workload]] = {
         demand.Mooncake: lambda: traces.mooncake_workload(form, streams),
-        demand.Azure: lambda: traces.timed(csv_requests.azure(catalog.data(form.path), form.limit), form.time_scale),
-        demand.Csv: lambda: csv_requests.workload(form),
         demand.Golden: lambda: scheduler_tests.golden(catalog.data(form.path), form.step_s, form.limit),
         demand.Agentic: lambda: traces.agentic_workload(form),
         demand.VllmBench: lambda: vllm_bench.workload(form),
-        demand.Served: lambda: served.read(catalog.data(form.path), form.limit),
     }
     return readers[type(form)]()

@@ -19,6 +19,8 @@ from cbsim.policy.request import RequestSpec
 
 Ints = NDArray[np.int64]
 AT_ONCE = 1 << 12  # requests made together
+LATEST_NS = 4.6e18
+"""The latest arrival. No run gets there: the machine's clock ends before."""
 
 
 class Streams(NamedTuple):
@@ -122,13 +124,20 @@ class Drawn(Sequence[RequestSpec]):
     output_tokens: Ints
     max_tokens: Ints
     priority: Ints
-    shared_tokens: int  # the prefix that prompts have in common
-    prefix: Ints  # its id: 0 if there is one, else more than there are requests
+    shared_tokens: int = 0  # the prefix that prompts have in common
+    prefix: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Its id for each request: 0 if there is one, else more than there are requests."""
     samples: int = 1  # consecutive requests with the same prompt
+    names: Sequence[str] | None = None  # by index, where a file has them
     numbers: Ints | None = None  # the index of each request, of a part of such a sequence
 
     def __post_init__(self) -> None:
         assert (np.diff(self.arrival_ns) >= 0).all()
+
+    def scaled(self, scale: float) -> Drawn:
+        """Return the requests with their times multiplied by `scale`."""
+        times = np.rint(np.minimum(self.arrival_ns * scale, LATEST_NS)).astype(np.int64)
+        return self if scale == 1 else replace(self, arrival_ns=times)
 
     def part(self, at: Ints) -> Drawn:
         """Return the requests at these positions, all samples of each or none, for `once` and nothing else."""
@@ -144,11 +153,11 @@ class Drawn(Sequence[RequestSpec]):
         columns = (numbers, self.arrival_ns, self.prompt_tokens, self.output_tokens, self.max_tokens, self.priority)
         first: RequestSpec | None = None
         for low in range(0, len(self), AT_ONCE):
-            parts = (column[low : low + AT_ONCE].tolist() for column in columns)
+            parts = [column[low : low + AT_ONCE].tolist() for column in columns]
+            if self.samples == 1:
+                yield from map(self._made, *parts)
+                continue
             for index, *values in zip(*parts, strict=True):
-                if self.samples == 1:
-                    yield self._made(index, *values)
-                    continue
                 spec = self._sample(index, first if index % self.samples else None, *values)
                 first = spec.sample_of or spec
                 yield spec
@@ -163,9 +172,10 @@ class Drawn(Sequence[RequestSpec]):
         return self._sample(index, self.one(first) if index > first else None, *numbers)
 
     def _made(self, index: int, at_ns: int, prompt: int, output: int, most: int, priority: int) -> RequestSpec:
+        name = str(index) if self.names is None else self.names[index]
         if not (shared := self.shared_tokens):
-            return RequestSpec(index, str(index), at_ns, prompt, output, most, priority)
-        ids, name = (int(self.prefix[index]),), str(index)
+            return RequestSpec(index, name, at_ns, prompt, output, most, priority)
+        ids = (int(self.prefix[index]),)
         return RequestSpec(index, name, at_ns, prompt, output, most, priority, ids, shared, min(shared, prompt))
 
     def _sample(

@@ -6,7 +6,7 @@ traces that we know have no such request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -15,11 +15,10 @@ from typing import NamedTuple, Self
 import numpy as np
 from pydantic import model_validator
 
-from cbsim.errors import ScenarioError
 from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.fields import Count, Form, Milliseconds, Natural, complaint
-from cbsim.scenario.rows import lines, open_text
+from cbsim.scenario.rows import check_not_empty, lines, open_text
 from cbsim.workload.requests import Sessions, Streams, Workload
 
 BLOCK_TOKENS = 512
@@ -35,14 +34,7 @@ class Arrival(NamedTuple):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     id: str = ""
-    max_tokens: int | None = None  # None: output_tokens
-    priority: int = 0
     block_tokens: int = 1
-
-
-def check_not_empty(path: Path, rows: Sized, noun: str = "requests") -> None:
-    if not rows:
-        raise ScenarioError(f"{path}: holds no {noun}")
 
 
 class Hashed(Form):
@@ -150,8 +142,7 @@ def spec_of(index: int, row: Arrival) -> RequestSpec:
         arrival_ns=row.arrival_ns,
         prompt_tokens=row.prompt_tokens,
         output_tokens=row.output_tokens,
-        max_tokens=row.output_tokens if row.max_tokens is None else row.max_tokens,
-        priority=row.priority,
+        max_tokens=row.output_tokens,
         prefix=row.hash_ids,
         prefix_block_tokens=row.block_tokens,
         prefix_tokens=min(row.prompt_tokens, len(row.hash_ids) * row.block_tokens),

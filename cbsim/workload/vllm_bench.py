@@ -20,9 +20,9 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Count, Form, Pair, complaint
-from cbsim.scenario.rows import CsvTable, lines, open_text
+from cbsim.scenario.rows import CsvTable, check_not_empty, lines, open_text
 from cbsim.workload.requests import Workload
-from cbsim.workload.traces import Arrival, check_not_empty, timed
+from cbsim.workload.traces import Arrival, timed
 
 BLOCK_TOKENS = 16
 TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")

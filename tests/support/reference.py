@@ -19,7 +19,7 @@ from cbsim.scenario.demand import CsvColumns
 from cbsim.scenario.rows import open_text
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import csv_requests, generators
-from cbsim.workload.traces import Arrival
+from cbsim.workload.requests import Drawn
 
 
 class Ran(NamedTuple):
@@ -58,7 +58,7 @@ def data(path: str) -> Path:
         pytest.skip(str(missing))
 
 
-def plain(path: Path, **columns: str) -> list[Arrival]:
+def plain(path: Path, **columns: str) -> Drawn:
     """The requests of a CSV file."""
     with open_text(path) as file:
         return csv_requests.plain(path, file, None, CsvColumns(**columns))[0]

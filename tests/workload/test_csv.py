@@ -1,7 +1,10 @@
 """CSV files of requests: which column is read as what, what is refused, and the example of docs/scenarios.md."""
 
 import re
+from io import StringIO
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.reference import plain
@@ -10,14 +13,21 @@ import cbsim
 from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
 from cbsim.workload import csv_requests
-from cbsim.workload.traces import Arrival
+from cbsim.workload.requests import Drawn
 
 ROWS = "0.5,7,3\n"
 
 
-def read(path: Path, content: str, **columns: str) -> list[Arrival]:
+def read(path: Path, content: str, **columns: str) -> Drawn:
     path.write_text(content)
     return plain(path, **columns)
+
+
+def values(drawn: Drawn) -> list[tuple[str, int, int, int, int, int]]:
+    return [
+        (spec.id, spec.arrival_ns, spec.prompt_tokens, spec.output_tokens, spec.max_tokens, spec.priority)
+        for spec in drawn
+    ]
 
 
 @pytest.fixture
@@ -43,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 )
 def test_common_names_need_no_mapping(file: Path, header: str) -> None:
     row = ROWS if header.count(",") == 2 else "0.5,why?,7,so,3\n"
-    assert read(file, f"{header}\n{row}") == [Arrival(500_000_000, 7, 3)]
+    assert values(read(file, f"{header}\n{row}")) == [("0", 500_000_000, 7, 3, 3, 0)]
 
 
 @pytest.mark.parametrize("role", csv_requests.NEEDED)
@@ -59,7 +69,7 @@ def test_every_known_name_is_found_and_documented(file: Path, role: str) -> None
 def test_a_mapping_names_any_column_in_any_order(file: Path) -> None:
     content = "out,who,in,tier,t,most\n3,a,7,-2,0.5,9\n"
     columns = {"arrival": "t", "prompt": "in", "output": "out", "max_tokens": "most", "priority": "tier", "id": "who"}
-    assert read(file, content, **columns) == [Arrival(500_000_000, 7, 3, id="a", max_tokens=9, priority=-2)]
+    assert values(read(file, content, **columns)) == [("a", 500_000_000, 7, 3, 9, -2)]
 
 
 def test_our_own_name_wins_over_others(file: Path) -> None:
@@ -104,6 +114,68 @@ def test_what_cannot_be_told_is_refused_in_one_line(
     assert reported.startswith(f"{file}:1: workload.columns.") and message in reported and "\n" not in reported
 
 
+# -- a column at a time -----------------------------------------------------------------------------------------------
+
+HEADER = ("arrival_s", "prefill_tokens", "decode_tokens", "max_tokens", "priority", "id")
+ODD = (
+    "",
+    " 5",
+    "+5",
+    "0",
+    "1",
+    "6",
+    "-1",
+    "--5",
+    "5-",
+    "00000000000005",
+    "1000000000000",
+    "-999999999999",
+    "5_0",
+    "4.5",
+)
+ODD += (
+    "nan",
+    "inf",
+    "1e9",
+    "1e300",
+    "999999999.9",
+    "2023-11-16 18:17:03",
+    "\u0665",
+    "\u00b2",
+    "\u200b",
+    "\x00",
+    '"a\nb"',
+    "5,5",
+    "r0",
+)
+
+
+@pytest.mark.parametrize("column", HEADER)
+def test_a_column_at_a_time_reads_what_rows_read(column: str) -> None:
+    """The same requests, or the same error, which names the first row that is wrong: whatever is odd in a cell."""
+    at, sound = HEADER.index(column), [["0.5", "7", "3", "9", "-2", "r0"], ["2", "7", "5", "9", "0", "r1"]]
+    for columns, cell, limit, (where, at_once) in product(range(max(3, at + 1), 7), ODD, (None, 1), ((0, 1), (1, 2))):
+        rows = [[*row] for row in (*sound, ["999999999", "8", "2", "2", "1", "r3"])]
+        rows[where][at] = cell
+        text = "\n".join([",".join(row[:columns]) for row in (HEADER, *rows)])
+        with patch("cbsim.scenario.rows.AT_ONCE", at_once):
+            known = outcome(text, limit)
+        with patch.object(csv_requests, "_by_columns", side_effect=ValueError):
+            assert outcome(text, limit) == known, text
+
+
+def outcome(text: str, limit: int | None) -> object:
+    try:
+        return values(csv_requests.plain(Path("f"), StringIO(text, newline=""), limit)[0])
+    except ScenarioError as error:
+        return str(error)
+
+
+def test_a_plain_file_is_read_a_column_at_a_time(file: Path) -> None:
+    with patch.object(csv_requests, "_by_rows", side_effect=AssertionError):
+        assert len(read(file, "id,arrival_s,prefill_tokens,decode_tokens,priority\n" + "a,0.5,7,3,-1\n")) == 1
+
+
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +183,14 @@ def test_what_cannot_be_told_is_refused_in_one_line(
 def test_times_of_day_count_from_the_first(file: Path, stamp: str) -> None:
     content = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp.format(8)},7,3\n{stamp.format(9)},7,3\n"
     assert [row.arrival_ns for row in read(file, content)] == [0, 10**9]
+
+
+def test_times_scaled_beyond_every_run_end_it_in_one_line(file: Path) -> None:
+    """They were once more than a table's column holds."""
+    file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n4,7,3\n")
+    workload = {"kind": "csv", "path": str(file), "time_scale": 1e20}
+    with pytest.raises(OverflowError, match=r"simulated time came to 4\.6e\+09 s"):
+        cbsim.run(scenario(file) | {"workload": workload})
 
 
 # -- what a user sees -------------------------------------------------------------------------------------------------
