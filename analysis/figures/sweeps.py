@@ -69,22 +69,19 @@ def _panel(
     most = float(known.max(initial=0.0))
     scale = scale_of(metric.unit, most)
     marks: list[Mark] = []
-    positions: Floats = np.zeros(len(places))
-    if view.x is not None:  # its numbers, or 0, 1, ... for names
-        codes = places.codes[:, places.axes.index(view.x)]
-        positions = codes.astype(np.float64) if view.x.numbers is None else view.x.numbers[codes]
+    numbers = view.x.numbers if view.x else None
+    codes = places.codes[:, places.axes.index(view.x)] if view.x else np.arange(len(places))
+    positions: Floats = codes.astype(np.float64) if numbers is None else numbers[codes]
     for index, (name, rows) in enumerate(series_rows.items()):
         x, y, style = positions[rows], means.mean[rows] / scale.size, series(index)
         sure = np.isfinite(means.half[rows])
         low, high = (ends[rows][sure] / scale.size for ends in (means.low, means.high))
-        line = [] if view.x and view.x.numbers is None else [Line(name, x, y, style)]  # there is no way between names
+        line = [] if numbers is None else [Line(name, x, y, style)]  # there is no way between names
         marks += [Whiskers("", x[sure], low, high, style), *line, Points(name, x, y, style)]
-    panel = Panel(marks, "", scale.name, title=metric.label, y_log=spread([known]))
-    if view.x is not None and view.x.numbers is not None:
-        numbers = view.x.numbers
-        panel = replace(panel, x=view.x.name, x_log=log_spaced(numbers), x_ticks=ticks(numbers))
-    elif view.x is not None:
-        panel = replace(panel, x=view.x.name, categories=view.x.labels)
+    x_name, labels = (view.x.name, view.x.labels) if view.x else ("", [""] * len(places))
+    panel = Panel(marks, x_name, scale.name, title=metric.label, y_log=spread([known]), categories=labels)
+    if numbers is not None:
+        panel = replace(panel, x_log=log_spaced(numbers), x_ticks=ticks(numbers), categories=())
     return axis.with_slo(panel, limit, most, scale.size, level=True)
 
 
@@ -98,8 +95,8 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
 
     Cells that miss the limit have a cross.
     """
-    pair = sweep_table.longest_two(places.axes)
-    if not pair:
+    pair = sweep_table.ranked(places.axes)[:2]
+    if len(pair) < 2:
         return None
     rest = [axis for axis in places.axes if axis not in pair]
     facet = next((axis for axis in rest[::-1] if len(axis) <= MOST_PANELS), None)

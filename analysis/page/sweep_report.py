@@ -249,7 +249,7 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
     names = {axis.name: at for at, axis in enumerate(table.axes)}
     start: dict[str, Any] = {"metric": shown.metrics[0], "x": names[shown.view.x.name] if shown.view.x else None}
     start |= {"series": [names[axis.name] for axis in shown.view.series], "pareto": shown.pareto}
-    start |= {"cells": [names[axis.name] for axis in sweep_table.longest_two(table.axes)]}
+    start |= {"cells": [names[axis.name] for axis in sweep_table.ranked(table.axes)[:2]]}
     metrics = map(catalogue.metric, table.metrics)
     return {
         "rows": len(table),
@@ -268,13 +268,9 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     made = {"name": axis.name, "short": axis.short, "labels": axis.labels, "middle": sweep_table.middle(axis)}
-    if axis.numbers is None:
+    if (numbers := axis.numbers) is None:
         return made | {"numbers": None, "log": False, "ticks": []}
-    return made | {
-        "numbers": axis.numbers.tolist(),
-        "log": sweeps.log_spaced(axis.numbers),
-        "ticks": sweeps.ticks(axis.numbers),
-    }
+    return made | {"numbers": numbers.tolist(), "log": sweeps.log_spaced(numbers), "ticks": sweeps.ticks(numbers)}
 
 
 def _listed(table: SweepTable) -> str:

@@ -32,6 +32,8 @@ from cbsim.stats.intervals import t_quantile
 
 METADATA = (coverage.STEP_TIMES, b"subject", b"scenario", b"command")
 MOST_LETTERS = 60  # characters of a value
+UNSET = "not set"
+POINT, MOST_POINTS = "point", 24  # that are named
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,14 +135,10 @@ def read(path: Path) -> SweepTable:
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    about = _metadata(table)
+    metadata = (table.schema.metadata or {}).items()
+    about = {key.decode(): text.decode(errors="replace") for key, text in metadata if key in METADATA}
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
-
-
-def _metadata(table: pa.Table) -> dict[str, str]:
-    metadata = table.schema.metadata or {}
-    return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
@@ -176,7 +174,7 @@ def _labels(name: str, values: Sequence[Any]) -> list[str]:
 
 def _label(value: Any) -> str:
     if value is None:
-        return "not set"
+        return UNSET
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -185,13 +183,12 @@ def _label(value: Any) -> str:
 
 
 def _together(axes: Sequence[Axis]) -> list[Axis]:
-    """Join fields that advance together into one axis, where each value of one goes with one value of the other; and
-    give the axes their short names.
+    """Join fields that advance together into one axis, where each value of one goes with one value of the other, and
+    those of a few explicit points; and give the axes their short names.
     """
     made: list[Axis] = []
     for axis in axes:
-        pairs = (np.unique(np.stack([other.codes, axis.codes]), axis=1) for other in made)
-        at = next((i for i, pair in enumerate(pairs) if pair.shape[1] == len(axis) == len(made[i])), None)
+        at = next((i for i, other in enumerate(made) if _combinations([other, axis]) == len(axis) == len(other)), None)
         if at is None:
             made.append(axis)
         else:
@@ -200,7 +197,24 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
             labels = [f"{label}, {axis.labels[code]}" for label, code in zip(first.labels, own, strict=True)]
             made[at] = Axis((*first.fields, *axis.fields), labels, first.numbers, first.codes)
     firsts = {axis.fields[0] for axis in made}
-    return [replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in made]
+    return _points([replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in made])
+
+
+def _combinations(axes: Sequence[Axis]) -> int:
+    return len({*zip(*(axis.codes.tolist() for axis in axes), strict=True)}) if axes else 1
+
+
+def _points(axes: list[Axis]) -> list[Axis]:
+    """Join axes that are no grid with the others, as of explicit points: a value names the fields that it sets."""
+    whole = _combinations(axes)
+    loose = [axis for axis in axes if whole < len(axis) * _combinations([each for each in axes if each is not axis])]
+    if not loose or _combinations(loose) > MOST_POINTS:
+        return axes
+    named = [["" if label == UNSET else f"{axis.short} = {label}" for label in axis.labels] for axis in loose]
+    rows = zip(*(np.array(names)[axis.codes].tolist() for names, axis in zip(named, loose, strict=True)), strict=True)
+    joined = _axis(POINT, pa.chunked_array([[", ".join(filter(None, row)) or "as it is" for row in rows]]))
+    fields = tuple(name for axis in loose for name in axis.fields)
+    return [replace(joined, fields=fields, short=POINT), *(axis for axis in axes if axis not in loose)]
 
 
 CONFIDENCE = 0.95
@@ -291,7 +305,7 @@ MOST_SERIES = 8  # lines of a figure
 class View:
     """A table's view: an axis on x, those whose values make a series each, the one value of each other axis by name.
 
-    Without an axis there is one place, and `x` is None.
+    Without an axis there is one place, and `x` is None; so it is with explicit points alone, a series each.
     """
 
     x: Axis | None
@@ -324,23 +338,15 @@ def fixed_values(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
 
 def view(table: SweepTable, x: str | None) -> View:
     """Put `x` or the longest numeric axis on x; as many others as make few series, those of few values first."""
-    if not table.axes:
-        return View(None, (), {})
-    first = longest(table.axes) if x is None else table.axis(x)
+    first = next(iter(ranked(table.axes)), None) if x is None else table.axis(x)
+    if first is None or (x is None and first.short == POINT):
+        return View(None, table.axes, {})
     return View(first, *split([axis for axis in table.axes if axis is not first]))
 
 
-def longest(axes: Sequence[Axis]) -> Axis:
-    """Return the axis of most values, of numbers if there is one."""
-    return max(axes, key=lambda axis: (axis.numbers is not None, len(axis)))
-
-
-def longest_two(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return the longest axis and the longest of the rest; none if there are no two."""
-    if len(axes) < 2:
-        return ()
-    first = longest(axes)
-    return first, longest([axis for axis in axes if axis is not first])
+def ranked(axes: Sequence[Axis]) -> list[Axis]:
+    """Return the axes of numbers, then the others, those of most values first."""
+    return sorted(axes, key=lambda axis: (axis.numbers is not None, len(axis)), reverse=True)
 
 
 def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:

@@ -55,9 +55,8 @@ def replan(arguments: argparse.Namespace) -> int:
         verdict = (routing if routed else replan).rederive(path)
         incomplete = reading.incomplete(path) if routed else reading.load(path, whole=False).incomplete
         kind = "choice" if routed else "plan"
-        line = f"{path}: there was no {kind} to compare"
-        if verdict.steps:
-            line = f"{path}: {verdict.matched} of {verdict.steps} {kind}s identical"
+        same = f"{verdict.matched} of {verdict.steps} {kind}s identical"
+        line = f"{path}: {same if verdict.steps else f'there was no {kind} to compare'}"
         if verdict.difference is not None:
             line, status = f"{line}, then {verdict.difference}", ERROR
         print(f"{line}; the run is incomplete: {incomplete}" if incomplete else line)

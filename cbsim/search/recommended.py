@@ -54,9 +54,7 @@ class Recommended:
 
 
 def recommend(of: Sequence[Candidate], terms: Terms, runs: Runs) -> Recommended:
-    """Search the least number of servers of each candidate, and rank them. Raises ScenarioError, CheckError, RunError,
-    Interrupted.
-    """
+    """Search the least number of servers of each candidate, and rank them. Raises UserError, Interrupted."""
     with closing(runs.executor):
         return Recommended(searching.search(of, terms, runs))
 

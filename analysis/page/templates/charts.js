@@ -65,8 +65,8 @@ const CHARTS = (() => {
     const traces = group(found, series.length).map((own, index) => {
       const [colour, dash, marker] = data.styles[index % data.styles.length], of = own.map((place) => place.of[0]);
       return {
-        type: "scatter", mode: x !== null && !data.axes[x].numbers ? "markers" : "lines+markers", name: escaped(series.map((at, i) => said(at, own[0].codes[i])).join(", ") || metric.label),
-        x: own.map((place) => (x === null ? 0 : position(x, place.codes[series.length]))), y: of.map(({ mean }) => mean / size.size),
+        type: "scatter", mode: x === null || !data.axes[x].numbers ? "markers" : "lines+markers", name: escaped(series.map((at, i) => said(at, own[0].codes[i])).join(", ") || metric.label),
+        x: own.map((place) => (x === null ? index : position(x, place.codes[series.length]))), y: of.map(({ mean }) => mean / size.size),
         error_y: errors(of, size.size, colour), line: { color: colour, dash: DASHES[dash], width: 1.7 },
         marker: { color: colour, symbol: MARKERS[marker], size: 8 },
         hovertext: own.map((place) => hover(place, kept, rest, [name])), hovertemplate: "%{hovertext}<extra></extra>",

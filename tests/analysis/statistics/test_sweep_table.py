@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from support.sweep_tables import RATE, rates, row, written
 
 import cbsim
+from analysis.figures import sweeps
 from analysis.statistics import sweep_table
+from cbsim.draw.chart import Line, Points
 from cbsim.errors import RunError, ScenarioError, UserError
 
 
@@ -35,12 +38,12 @@ def test_what_cbsim_sweep_writes_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_numbers_rise_names_stand_as_they_come_and_one_value_is_no_axis(tmp_path: Path) -> None:
-    given = [("b", 4, None), ("a", 2, "x"), ("b", 10, "x")]
+    given = product(("b", "a"), (4, 2, 10), (None, "x"))
     rows = [row({"scheduler.name": s, "n": n, "y": y, "z": 1}, preemptions=1.0) for s, n, y in given]
     table = sweep_table.read(written(tmp_path / "t.parquet", rows))
     axes = {axis.name: axis for axis in table.axes}
     assert axes["scheduler.name"].labels == ["b", "a"] and axes["scheduler.name"].numbers is None
-    assert axes["n"].labels == ["2", "4", "10"] and axes["n"].codes.tolist() == [1, 0, 2]
+    assert axes["n"].labels == ["2", "4", "10"] and axes["n"].codes.tolist() == [1, 1, 0, 0, 2, 2] * 2
     assert axes["y"].labels == ["not set", "x"]
     assert table.constants == {"z": "1", "loop": "sync"}
 
@@ -62,6 +65,37 @@ def test_fields_that_advance_together_are_one_axis(tmp_path: Path) -> None:
     assert [axis.fields for axis in table.axes] == [("model", "gpus"), ("n",)]
     assert table.axes[0].labels == ["1b, 1", "8b, 2", "70b, 4"]
     assert table.axis("gpus") is table.axes[0]
+
+
+def test_explicit_points_are_one_axis_that_names_what_each_sets(tmp_path: Path) -> None:
+    """They are no grid: apart, their fields are mostly "not set", and a curve along one of them has a point or two."""
+    points = [{}, {"a.size": 4096}, {"b.slots": 16}, {"a.size": 512, "b.slots": 16}]
+    rows = [row({"a.size": None, "b.slots": None, **each, "n": n}, preemptions=1.0) for each in points for n in (1, 2)]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    assert [axis.fields for axis in table.axes] == [("a.size", "b.slots"), ("n",)]
+    assert table.axes[0].labels == ["as it is", "size = 4,096", "slots = 16", "size = 512, slots = 16"]
+    view = sweep_table.view(table, None)
+    assert view.x is table.axes[1] and view.series == [table.axes[0]]
+
+
+def test_points_alone_are_a_series_each_under_no_axis(tmp_path: Path) -> None:
+    """Their names are too long to stand along one; of numbers that are no grid, too."""
+    points = [(1, 1), (1, 2), (2, 5), (3, 9)]
+    rows = [row({"x": x, "y": y}, preemptions=1.0) for x, y in points]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    places, view = sweep_table.places(table), sweep_table.view(table, None)
+    assert view.x is None and [places.label(int(rows[0])) for rows in view.rows(places)] == table.axes[0].labels
+    (panel,) = sweeps.curves(table, places, view, ["preemptions"], {}).panels
+    assert [mark.x.tolist() for mark in panel.marks if isinstance(mark, Points)] == [[0], [1], [2], [3]]
+    assert not any(isinstance(mark, Line) for mark in panel.marks)
+
+
+def test_many_points_keep_their_axes(tmp_path: Path) -> None:
+    """A legend of so many names would be none."""
+    many = [row({"x": at, "y": at * at % 31}, preemptions=1.0) for at in range(sweep_table.MOST_POINTS + 1)]
+    assert len(sweep_table.read(written(tmp_path / "t.parquet", many)).axes) == 2
+    few = sweep_table.read(written(tmp_path / "t.parquet", many[:-1]))
+    assert [len(axis) for axis in few.axes] == [sweep_table.MOST_POINTS]
 
 
 @pytest.mark.parametrize(
