@@ -152,7 +152,8 @@ class RooflineCost:
         context_s = attention_s = 0.0
         for read in self._reads:
             context_s += read.share * (counted(work, read.kind) + sampled) * read.context_s
-            attention_s += read.share * self._attention_s(read, chunks)
+            if chunks:
+                attention_s += read.share * self._attention_s(read, chunks)
         time = self._overhead_s + tokens * self._embedding_s + context_s
         if self._state_s:
             time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])

@@ -79,9 +79,11 @@ def counted(work: StepWork, kind: groups.Attention) -> int:
     all or none of them are longer. Raises RunError: their sum says nothing of chunks.
     """
     context = work.decode_context + work.padding_context
+    if not kind.span:
+        return context
     if kind.sight is groups.Sight.CHUNKED and work.decodes:
         raise RunError("rows of a decode batch do not say what chunked layers see of them: list them one by one")
-    return min(context, (work.decodes + work.padding_rows) * (kind.span - 1)) if kind.span else context
+    return min(context, (work.decodes + work.padding_rows) * (kind.span - 1))
 
 
 def pairs(tokens: float) -> float:

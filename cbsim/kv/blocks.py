@@ -130,11 +130,12 @@ class BlockPool:
 
     def missing(self, request: Request, tokens: int) -> int:
         """Return how many blocks a request lacks to hold its first `tokens` tokens."""
-        return max(0, self.blocks_for(tokens) - self.allocated(request))
+        lacking = self.blocks_for(tokens) - self.allocated(request)
+        return lacking if lacking > 0 else 0
 
     def due(self, request: Request, tokens: int) -> int:
         """Return the blocks lacking for a request's next `tokens` tokens, after freeing those no longer needed."""
-        return max(0, self.blocks_for(request.computed + tokens) - self.allocated(request))
+        return self.missing(request, request.computed + tokens)
 
     def needed(self, request: Request, tokens: int, whole: int, hits: list[int]) -> int:
         """Return the free blocks that the first `tokens` or `whole` tokens need, whatever is more, beside the hits."""
@@ -144,9 +145,9 @@ class BlockPool:
         """Return the most blocks that a request of `tokens` tokens has at a time."""
         return self.blocks_for(tokens)
 
-    def fill(self, request: Request, tokens: int) -> list[int]:
-        """Add the blocks that a request lacks for its first `tokens` tokens. Return those that its row is to list."""
-        return self.grow(request, self.missing(request, tokens))
+    def fill(self, request: Request, tokens: int, lacking: int) -> list[int]:
+        """Add the blocks `lacking` for a request's first `tokens` tokens. Return those that its row is to list."""
+        return self.grow(request, lacking)
 
     def grow(self, request: Request, count: int) -> list[int]:
         """Add `count` fresh blocks to a table; their former content is evicted."""

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 from cbsim.policy.plan import PACKED, packed, unpacked
 
 
-class FreeList(Protocol):
+class FreeList:
     """A free list, which determines the block that is handed out next."""
 
-    @property
-    def free(self) -> int:
-        """The number of free blocks."""
+    free: int  # number of free blocks, unless the pool counts them by itself
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks; the caller has checked that there are enough."""
+        raise NotImplementedError
 
     def give(self, blocks: list[int], hashed: int) -> None:
         """Take back blocks of one table, in table order; the first `hashed` of them hold reusable content."""
+        raise NotImplementedError
 
     def pick(self, block: int) -> None:
         """Remove one particular free block, because its content is wanted."""
+        raise NotImplementedError
 
     def order(self) -> list[int]:
         """Return every free block, in the order of its list."""
+        raise NotImplementedError
 
 
-class FreeQueue:
+class FreeQueue(FreeList):
     """A free list as vLLM's one queue: blocks are taken from the front; a freed table is walked tail first.
 
     0.19 appends every block. 0.33 (`unhashed_first`) puts blocks without content to the front and appends the others,
@@ -59,17 +60,17 @@ class FreeQueue:
     def _next(self, count: int) -> list[int]:
         """Return the next entries, dead or alive; fewer if there are no more."""
         top, first = self._top, self._head
-        self._top = least = max(0, top - count)
-        self._head = end = first + count - (top - least)
+        least = self._top = top - count if top > count else 0
+        front = self._stack[least:top]
+        front.reverse()
+        if top >= count:
+            return front
+        self._head = end = first + count - top
         entries = self._queue[first:end]
-        if top:
-            front = self._stack[least:top]
-            front.reverse()
-            entries = front + entries if end > first else front
         if end > len(self._queue) // 2:
             del self._queue[:end]
             self._head = 0
-        return entries
+        return front + entries if top else entries
 
     def _bury(self, block: int) -> bool:
         """True if this entry is dead. The dead entries of a block always lie before its live one."""
@@ -105,7 +106,7 @@ class FreeQueue:
         return live
 
 
-class PageQueue:
+class PageQueue(FreeList):
     """A free list as SGLang's: pages are taken from the front; freed ones are appended, or with `in_front` put there,
     head first. They are packed, in pieces that stay as they are until they are handed out.
     """
@@ -149,7 +150,7 @@ class PageQueue:
         return [page for piece, at in self._pieces for page in unpacked(piece[at:])]
 
 
-class CachedLast:
+class CachedLast(FreeList):
     """A free list as transformers' two: blocks without content are a FIFO queue; cached blocks are taken only when that
     is short, newest first. A freed table is walked head first.
     """

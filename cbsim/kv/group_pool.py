@@ -176,7 +176,7 @@ class GroupPool(TablePool):
                     self._just_named[key] = None
         table.named = max(table.named, full)
 
-    def fill(self, request: Request, tokens: int) -> list[int]:
+    def fill(self, request: Request, tokens: int, lacking: int) -> list[int]:
         tables = self._tables[request]
         for g, rule in enumerate(self.rules):
             table = tables.groups[g]

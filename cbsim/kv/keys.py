@@ -53,7 +53,7 @@ class KeysWhenKnown(Keys):
 
     def row(self, request: Request, end: int) -> None:
         known = request.known - self.pool.hashed_ahead
-        self.pool.publish(request, min(end, known) // self.pool.block_size)
+        self.pool.publish(request, (known if known < end else end) // self.pool.block_size)
 
     def joins(self, request: Request) -> bool:
         """True if the blocks that a member fills get keys: not if no other request could ever look them up."""

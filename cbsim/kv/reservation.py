@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from cbsim.kv.blocks import BlockPool
+from cbsim.kv.blocks import BlockPool, FreeList
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.request import Request, RequestSpec
 from cbsim.policy.value import mypyc_attr
@@ -89,7 +89,7 @@ class PiecePool(BlockPool):
         assert self.spare.keys() <= self.tables.keys(), "spare blocks of nobody"
 
 
-class Buddies:
+class Buddies(FreeList):
     """A buddy system: free pieces by their size. The lowest of the smallest sufficient size is handed out."""
 
     def __init__(self, blocks: int) -> None:
@@ -144,9 +144,6 @@ class Buddies:
             size += 1
         insort(self._starts[size], start)
 
-    def pick(self, block: int) -> None:
-        raise AssertionError(("a piece holds nothing once it is free", block))
-
     def order(self) -> list[int]:
         runs = [(start, 1 << i) for i, starts in enumerate(self._starts) for start in starts]
         runs.sort()
@@ -163,7 +160,7 @@ class Buddies:
                 assert start ^ (1 << i) not in starts, ("two buddies that are not joined", start, i)
 
 
-class Extents:
+class Extents(FreeList):
     """A list of free runs in order of address; two that touch are one. A piece is cut from the front of a run: of the
     first one that is long enough (first fit), or of the shortest such, the first of equals (`best`: best fit).
     """
@@ -222,9 +219,6 @@ class Extents:
         else:
             starts.insert(at, start)
             lengths.insert(at, length)
-
-    def pick(self, block: int) -> None:
-        raise AssertionError(("a piece holds nothing once it is free", block))
 
     def order(self) -> list[int]:
         return [block for at, start in enumerate(self._starts) for block in range(start, start + self._lengths[at])]

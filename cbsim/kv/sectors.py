@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cbsim.kv.blocks import BlockPool
+from cbsim.kv.blocks import BlockPool, FreeList
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import Listed
 from cbsim.policy.request import Request
 from cbsim.policy.value import mypyc_attr
 
 
-class Sectors:
+class Sectors(FreeList):
     """A free list that hands out blocks of the oldest claimed sector that has some.
 
-    Cached blocks keep content that can be found. They are free, but not ready: none is handed out before `evict`.
+    Cached blocks keep content that can be found. They are free, but not ready: none is handed out before `evict`. How
+    many are free is counted by the pool, as sectors come and go with what other kinds claim.
     """
 
     def __init__(self, stack: list[int], per: int) -> None:
@@ -33,10 +34,6 @@ class Sectors:
     def ready(self) -> int:
         """The number of blocks that can be handed out without an eviction."""
         return self.claimed_free + len(self.stack) * self.per
-
-    @property
-    def free(self) -> int:
-        return self.ready + len(self.cached)
 
     def short(self, count: int) -> int:
         """Return how many sectors have to be claimed before `count` blocks are there."""
@@ -164,6 +161,10 @@ class SectorPool(BlockPool):
     def __init__(self, block_size: int, num_blocks: int, sectors: Sectors, observer: Observer = NULL_OBSERVER) -> None:
         super().__init__(block_size, num_blocks, sectors, observer)
         self.sectors = sectors
+
+    @property
+    def free(self) -> int:
+        return self.sectors.ready + len(self.sectors.cached)
 
     @property
     def ready(self) -> int:

@@ -86,11 +86,12 @@ class OneGpu(Device):
         launched, slot = times.launch_end_ns, plan.step % len(self._slots_ns)
         if self.gpu_share:
             compute_ns = self.contended_kernels_ns(launched, compute_ns)
-        begins = launched - self._early_ns  # eager kernels run while the CPU launches them one by one
-        begins = times.launch_start_ns if shape.eager else max(times.launch_start_ns, begins)
-        ready = max(begins, self._slots_ns[slot])
+        begins, after = times.launch_start_ns, self.kernels_end_ns + self._gap_ns
+        if not shape.eager and launched - self._early_ns > begins:  # eager kernels run while the CPU launches each
+            begins = launched - self._early_ns
+        ready = begins if begins > self._slots_ns[slot] else self._slots_ns[slot]
         times.h2d_start_ns, times.h2d_end_ns = self._h2d.book(ready, h2d_ns)
-        ready = max(times.h2d_end_ns, self.kernels_end_ns + self._gap_ns)
+        ready = times.h2d_end_ns if times.h2d_end_ns > after else after
         mover = self.mover
         if mover is not None and (plan.transfers or plan.awaited or mover.ends):
             ready = mover.before(plan, ready)

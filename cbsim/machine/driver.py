@@ -206,7 +206,7 @@ class Machine:
 
     def _waits(self, effect: Await) -> bool:
         """True if a step computes nothing while transfers are under way."""
-        return self.mover is not None and not effect.plan.work.rows and bool(self.mover.ends)
+        return self.mover is not None and bool(self.mover.ends) and not effect.plan.work.rows
 
     def _applied(self, effect: Applied) -> None:
         times = self.completion

@@ -23,18 +23,17 @@ from cbsim.policy.value import value
 by_order = attrgetter("order")
 
 
-@value(init=False, eq=False)
 class Stay:
-    """A request's time as a member."""
+    """A request's time as a member, which is `over` once it has left."""
 
-    def __init__(self, request: Request, order: int, since: int) -> None:
+    def __init__(self, request: Request) -> None:
         self.request: Final = request
-        self.order: Final = order
-        self.since: Final = since
+        self.order: Final = request.order
+        self.over = False
 
 
 class Calendar:
-    """Stays by the pace at which something is due. `today` are those of the present pace."""
+    """Stays by the pace at which something is due, in admission order. `today` are those of the present pace."""
 
     def __init__(self) -> None:
         self.today: list[Stay] = []
@@ -42,19 +41,26 @@ class Calendar:
         self._later: dict[int, list[Stay]] = {}
 
     def note(self, ahead: int, stays: list[Stay]) -> None:
-        """Add stays for which something is due at the pace `ahead` of the present one."""
-        due = self._later.setdefault(self._pace + ahead, []) if ahead else self.today
-        due += stays
+        """Add stays, in order, for which something is due `ahead` of the present pace; nobody else changes the list."""
+        due = self._later.setdefault(self._pace + ahead, stays) if ahead else self.today
+        if stays and due is not stays:
+            ordered = not due or due[-1].order < stays[0].order
+            due += stays
+            if not ordered:
+                due.sort(key=by_order)
 
     def turn(self) -> None:
         """Begin the next pace."""
         self._pace += 1
-        due = self._later.get(self._pace) if self._later else None
+        due = self._later.pop(self._pace, None) if self._later else None
         if due is not None:
             self.today = due
-            del self._later[self._pace]
         elif self.today:
             self.today = []
+
+
+def _current(noted: list[Stay]) -> list[Stay]:
+    return [stay for stay in noted if not stay.over]
 
 
 @value(init=False)
@@ -104,40 +110,40 @@ class DecodeBatch(Pace):
         self.long = 0
         self.max_order = -1  # no member has a larger admission order
         self.held_blocks = 0  # blocks in the tables of the members
-        self._members: dict[Request, None] = {}
+        self.stays: dict[Request, Stay] = {}  # of the members
         self._offset = 0  # sum over members of computed - pace
         self._grow, self._fill, self._end, self._cross = Calendar(), Calendar(), Calendar(), Calendar()
         self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since they were planned
         self._due: list[Stay] = []  # of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
         self._joins = 0
-        self._heads: list[tuple[int, int, int, Request]] = []  # heap of (pace - computed, number, since, request)
+        self._heads: list[tuple[int, int, Stay]] = []  # heap of (pace - computed, number, stay)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.stays)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._members)
+        return iter(self.stays)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._members
+        return request in self.stays
 
     @property
     def oldest(self) -> int:
-        return next(iter(self._members)).since if self._members else 0
+        return next(iter(self.stays)).since if self.stays else 0
 
     @property
     def context(self) -> int:
         """The KV tokens that the members' next rows read, their own token not counted."""
-        return self._offset + len(self._members) * self.pace
+        return self._offset + len(self.stays) * self.pace
 
     @property
     def longest(self) -> int:
         """The KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
         heads = self._heads
         while heads:
-            head, _, since, request = heads[0]
-            if request.batch is self and request.since == since:
+            head, _, stay = heads[0]
+            if not stay.over:
                 return self.pace - head
             heappop(heads)
         return 0
@@ -145,14 +151,14 @@ class DecodeBatch(Pace):
     def join(self, request: Request, blocks: int, *, fills: bool) -> None:
         """Add a request with `blocks` blocks between two steps; with `fills`, `filling` will return it."""
         request.join(self)
-        self._members[request] = None
-        stay = Stay(request, request.order, request.since)
-        computed, since, size = request.computed, self.pace, self.block_size
-        self._offset += computed - since
+        stay = self.stays[request] = Stay(request)
+        computed, pace, size = request.computed, self.pace, self.block_size
+        self._offset += computed - pace
         self._joins += 1
-        heappush(self._heads, (since - computed, self._joins, request.since, request))
+        heappush(self._heads, (pace - computed, self._joins, stay))
         self.held_blocks += blocks
-        self.max_order = max(self.max_order, request.order)
+        if stay.order > self.max_order:
+            self.max_order = stay.order
         self._grow.note(blocks * size - computed, [stay])
         if fills:
             self._fill.note(size - 1 - computed % size, [stay])
@@ -160,8 +166,8 @@ class DecodeBatch(Pace):
             self.long += 1
         elif self.long_tokens:
             self._cross.note(self.long_tokens - computed, [stay])
-        if request.last > request.scheduled:
-            self._end.note(request.last - request.scheduled - 1, [stay])
+        if (left := request.last - request.scheduled) > 0:
+            self._end.note(left - 1, [stay])
 
     def leave(self, request: Request, blocks: int) -> None:
         """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
@@ -174,14 +180,15 @@ class DecodeBatch(Pace):
         self.held_blocks -= blocks
         if self._always:
             self._always = [member for member in self._always if member is not request]
-        del self._members[request]
+        self.stays[request].over = True
+        del self.stays[request]
         request.leave()
-        if not self._members:
+        if not self.stays:
             self.max_order = -1
 
     def growing(self) -> list[Request]:
         """Return the members that need one more block in the step being planned, in admission order."""
-        self._due = self._current(self._grow.today)
+        self._due = _current(self._grow.today)
         due = [stay.request for stay in self._due]
         if self.block_size > 1:
             return due
@@ -202,13 +209,13 @@ class DecodeBatch(Pace):
         """Return the members whose row in the step being planned fills a block, in admission order."""
         if not self._fill.today:
             return []
-        due = self._current(self._fill.today)
+        due = _current(self._fill.today)
         self._fill.note(self.block_size, due)
         return [stay.request for stay in due]
 
     def ending(self) -> list[Request]:
         """Return the members whose declared last token is sampled in the step being planned, in admission order."""
-        return [stay.request for stay in self._current(self._end.today)] if self._end.today else []
+        return [stay.request for stay in _current(self._end.today)] if self._end.today else []
 
     def completion(self, step: int) -> list[Completion]:
         """Return the rows of `step` whose requests have left the decode batch since it was planned."""
@@ -223,21 +230,7 @@ class DecodeBatch(Pace):
             self._end.turn()
             if self.long_tokens:
                 self._cross.turn()
-                self.long += len(self._current(self._cross.today))
-
-    def _current(self, noted: list[Stay]) -> list[Stay]:
-        """Return those stays that have not ended since they were noted, in admission order."""
-        current: list[Stay] = []
-        newest, ordered = -1, True
-        for stay in noted:
-            request, order = stay.request, stay.order
-            if request.batch is self and request.since == stay.since:
-                ordered = ordered and order > newest
-                newest = order
-                current.append(stay)
-        if not ordered:
-            current.sort(key=by_order)
-        return current
+                self.long += len(_current(self._cross.today))
 
     def check(self, blocks: dict[Request, int]) -> None:
         """Raise AssertionError unless the running sums equal a recount. `blocks`: blocks that each member has."""

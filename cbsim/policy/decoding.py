@@ -35,7 +35,7 @@ from cbsim.policy.plan import (
     StepWork,
     length,
 )
-from cbsim.policy.request import Finish, Request, RequestSpec, Status
+from cbsim.policy.request import Finish, Request, RequestSpec
 from cbsim.policy.transfers import IN_ORDER, Transfer, arriving
 from cbsim.policy.value import replace
 
@@ -112,9 +112,9 @@ class Decoding:
         If the row reaches the request's target, it yields an output token. The last `guesses` of the tokens lie behind
         the target; each may yield one more.
         """
-        start, first = request.computed, request.fresh
+        start, first, before = request.computed, request.fresh, request.high_water
         end = start + tokens
-        outputs = guesses + 1 if end == request.target + guesses else 0
+        outputs = guesses + 1 if tokens == request.uncomputed + guesses else 0
         self._keys.row(request, end - guesses)
         return Chunk(
             request.spec,
@@ -126,7 +126,7 @@ class Decoding:
             admitted=first,
             resumed=first and request.preemptions > 0,
             cached=start - request.restored if first else 0,
-            recomputed=max(0, min(request.high_water, end) - start),
+            recomputed=min(before, end) - start if before > start else 0,
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:
@@ -191,7 +191,7 @@ class Decoding:
             self._grown = [request.spec for request in growing]
             members.grew()
         self._filling = self._keys.go_on(members.filling())
-        self._decodes = decodes = len(members)
+        self._decodes = decodes = len(members.stays)
         return decodes
 
     def rest(self) -> None:
@@ -226,17 +226,18 @@ class Decoding:
         proposes `drafts` draft tokens behind each row that samples.
         """
         members, pool, decodes = self.batched, self.pool, self._decodes
-        if decodes != len(members) and not self._resting:
-            raise AssertionError("members neither go on nor rest nor are split")
         resting = self._resting
+        if decodes != len(members.stays) and not resting:
+            raise AssertionError("members neither go on nor rest nor are split")
         ending = [] if resting else members.ending()
         listed = self._schedule_rows(rows, lead, ending) if rows or ending or self._filling else NOTHING
         chunks, joined, ends, tokens, table_blocks, new_blocks = listed
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
         context, longest = (members.context, members.longest) if decodes else (0, 0)
-        work = StepWork(chunks, lead, decodes, context, longest, tokens, fast_decode=fast_decode, drafts=drafts)
-        table_blocks += 0 if resting else members.held_blocks
+        work = StepWork(chunks, lead, decodes, context, longest, tokens, drafts, fast_decode=fast_decode)
+        if not resting:
+            table_blocks += members.held_blocks
         if pool.groups:
             new_blocks = pool.fresh
         elif transfers:
@@ -244,7 +245,7 @@ class Decoding:
         new_blocks += len(self._grown)
         counts = StepCounts(table_blocks, new_blocks, running, waiting, pool.free, pool.cached)
         changes = self._take_changes(joined, ends)
-        plan = StepPlan(members.planned, work, changes, counts, transfers, awaited, tables=tables)
+        plan = StepPlan(members.planned, work, changes, counts, transfers, awaited, tables)
         members.commit(resting=resting)
         self._decodes, self._filling, self._resting = 0, [], False
         if joined or ending:
@@ -260,14 +261,14 @@ class Decoding:
 
     def _take_changes(self, joined: list[RequestSpec], ends: list[RequestSpec]) -> StepChanges:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
-        grown, blocks, left, ended = tuple(self._grown), self.grown_blocks, self._left, self.ended
-        preempted, replaced = tuple(self.preempted), tuple(self._replaced)
+        grown, blocks, left, ended = self._grown, self.grown_blocks, self._left, self.ended
         if grown:
             self._grown, self.grown_blocks = [], ()
-        if not (joined or left or ends or ended or preempted or replaced):
-            return StepChanges(grown, blocks) if grown else UNDISTURBED
+        if not (joined or left or ends or ended or self.preempted or self._replaced):
+            return StepChanges(tuple(grown), blocks) if grown else UNDISTURBED
+        preempted, replaced = tuple(self.preempted), tuple(self._replaced)
         changes = StepChanges(
-            grown, blocks, tuple(joined), tuple(left), tuple(ends), tuple(ended), preempted, replaced=replaced
+            tuple(grown), blocks, tuple(joined), tuple(left), tuple(ends), tuple(ended), preempted, replaced=replaced
         )
         left.clear()
         ended.clear()
@@ -289,7 +290,9 @@ class Decoding:
             chunks.append(row)
             tokens += row.tokens
             table_blocks += pool.allocated(request)
-            new_blocks += length(row.listed) - pool.blocks_for(row.start if row.admitted else 0)
+            new_blocks += length(row.listed)
+            if row.admitted:
+                new_blocks -= pool.blocks_for(row.start)
             request.advance(row.tokens, outputs)
             if outputs:
                 scheduled = request.scheduled
@@ -324,7 +327,8 @@ class Decoding:
 
     def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """Apply the result of the oldest step in flight: deliver tokens, `end` finished requests in row order."""
-        step, stopped = plan.step, [self.requests[spec] for spec in result.stopped if spec in self.requests]
+        step, requests = plan.step, self.requests
+        stopped = [requests[spec] for spec in result.stopped if spec in requests] if result.stopped else []
         completions = self._collect(step, result, stopped)
         if not completions:
             return UNCHANGED
@@ -334,7 +338,7 @@ class Decoding:
         wasted = 0
         for row in completions:
             request, completion = row.request, row
-            if row.epoch != request.epoch or request.status is Status.FINISHED:
+            if row.epoch != request.epoch or request.finish is not None:
                 wasted += 1
                 self._observer.wasted(row, step)
                 continue

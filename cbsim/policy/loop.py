@@ -96,7 +96,6 @@ Effect = Poll | Launch | Idle | Await | Applied | Refused
 POLL: Final = Poll()
 WAIT: Final = Poll(wait=True)
 IDLE: Final = Idle()
-NONE: Final[list[Refused]] = []
 
 
 class Limits(NamedTuple):
@@ -240,19 +239,20 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
     while in_flight or not closed:
         if not closed:  # else it stays idle, and what is in flight is awaited
             idle = scheduler.idle
-            polled: Polled = yield WAIT if stalled or _must_wait(in_flight, idle, awaits_when_idle) else POLL
+            polled: Polled = yield _poll(in_flight, idle, awaits_when_idle, stalled)
             if polled.arrivals or polled.cancels:
                 yield from _admit(scheduler, polled)
                 idle = scheduler.idle
             closed = polled.closed and _must_wait(in_flight, idle, awaits_when_idle)
             awaits_when_idle |= closed
         plan = None if idle else scheduler.schedule()
-        yield from _refusals(scheduler)
+        if getattr(scheduler, "refused", None):  # it may do without
+            yield from _refusals(scheduler)
         if plan:
             in_flight.append((plan, (yield Launch(plan))))
             stalled = False
-            if _may_go_on(scheduler, in_flight, depth):
-                continue
+            if len(in_flight) < depth and scheduler.runs_ahead(plan):
+                continue  # another step may be planned before this one's result is taken
         elif not idle:
             yield IDLE
         stalled = _stalls(scheduler, in_flight, idle, polled.closed)
@@ -264,6 +264,10 @@ def serve(scheduler: Scheduler, depth: int) -> Generator[Effect, Any, None]:
             yield Applied(plan, outcome)
             standstill.applied(scheduler, plan, completed.result, outcome)
     _over(scheduler, "")
+
+
+def _poll(in_flight: InFlight, idle: bool, awaits_when_idle: bool, stalled: bool) -> Poll:
+    return WAIT if stalled or _must_wait(in_flight, idle, awaits_when_idle) else POLL
 
 
 def _must_wait(in_flight: InFlight, idle: bool, awaits_when_idle: bool) -> bool:
@@ -280,11 +284,6 @@ def _stalls(scheduler: Scheduler, in_flight: InFlight, idle: bool, closed: bool)
     return True
 
 
-def _may_go_on(scheduler: Scheduler, in_flight: InFlight, depth: int) -> bool:
-    """True if another step may be planned before the result of the one just launched is taken."""
-    return len(in_flight) < depth and scheduler.runs_ahead(in_flight[-1][0])
-
-
 def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]:
     for spec in polled.arrivals:
         reason = scheduler.refusal(spec)
@@ -293,19 +292,18 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
         else:
             scheduler.add(spec)
     _cancel(scheduler, polled.cancels)
-    yield from _refusals(scheduler)
+    if getattr(scheduler, "refused", None):
+        yield from _refusals(scheduler)
 
 
 def _cancel(scheduler: Scheduler, specs: Sequence[RequestSpec]) -> None:
-    for spec in specs:
-        scheduler.cancel(spec)
+    if specs:
+        for spec in specs:
+            scheduler.cancel(spec)
 
 
 def _refusals(scheduler: Scheduler) -> list[Refused]:
     """Take the requests that a scheduler has refused since they were added."""
-    refused: list[tuple[RequestSpec, str]] | None = getattr(scheduler, "refused", None)  # it may do without
-    if not refused:
-        return NONE
-    taken = [Refused(*each) for each in refused]
-    refused.clear()
+    taken = [Refused(*each) for each in scheduler.refused]
+    scheduler.refused.clear()
     return taken

@@ -127,11 +127,11 @@ class StepWork:
         decode_context: int = 0,
         longest_context: int = 0,
         prefill_tokens: int = 0,
+        drafts: int = 0,
         *,
         padding_rows: int = 0,
         padding_context: int = 0,
         fast_decode: bool = False,
-        drafts: int = 0,
     ) -> None:
         self.chunks: Final = chunks
         self.lead: Final = lead
@@ -262,9 +262,9 @@ class StepPlan:
         counts: StepCounts = NO_COUNTS,
         transfers: tuple[Transfer, ...] = (),
         awaited: tuple[int, ...] = (),
+        tables: tuple[TableChange, ...] = (),
         *,
         ranked: tuple[tuple[RequestSpec, ...], ...] = (),
-        tables: tuple[TableChange, ...] = (),
     ) -> None:
         self.step: Final = step
         self.work: Final = work

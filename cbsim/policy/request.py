@@ -229,9 +229,14 @@ class Request:
         return self.spec.prompt_tokens + self._scheduled - self._computed
 
     @property
+    def awaits_last(self) -> bool:
+        """Whether its last token is in flight, whatever comes of drafts; for a request outside any decode batch."""
+        return self._scheduled > self._seen and self._seen + 1 >= self.limit
+
+    @property
     def fresh(self) -> bool:
         """Whether no row of it has been planned since it was last admitted."""
-        return self.status is Status.PREFILL and self._computed == self.entered
+        return self._computed == self.entered and self.status is Status.PREFILL
 
     def admit(self, order: int, cached_tokens: int) -> None:
         """Leave the queue with the first `cached_tokens` tokens already in the cache."""
@@ -263,7 +268,9 @@ class Request:
         """Record a planned row of `tokens` query tokens that may yield `outputs` tokens: one behind each query token
         from the last wanted one on. Those after it are guesses.
         """
-        most = self.uncomputed + (outputs - 1 if outputs else 0)
+        most = self.spec.prompt_tokens + self._scheduled - self._computed
+        if outputs:
+            most += outputs - 1
         if self.batch is not None or not 0 < tokens <= most or (outputs and tokens < most):
             raise self._broken(f"has a row of {tokens} tokens for {outputs} outputs, and {self.uncomputed} to compute")
         self._computed += tokens
@@ -295,11 +302,13 @@ class Request:
         if self.batch is not None and step >= self.since:
             raise self._broken(f"gets a token of step {step} of its own, and decodes with others")
         self._seen += tokens
-        self._scheduled = max(self._scheduled, self._seen)
+        if self._seen > self._scheduled:
+            self._scheduled = self._seen
         if tokens and self.runs and self.runs[-1][0] + self.runs[-1][1] == step:
             self.runs[-1][1] += 1
             tokens -= 1
-        self.runs += [[step, 1] for _ in range(tokens)]
+        if tokens:
+            self.runs += [[step, 1] for _ in range(tokens)]
 
     def reconcile(self, short: int) -> None:
         """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.

@@ -256,12 +256,13 @@ class Record:
         rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
         sampled, recomputed, cached, drafts, accepted = decodes, 0, 0, 0, self._accepted_tokens
         for chunk in chunks:
-            sampled += chunk.outputs > 0
             recomputed += chunk.recomputed
             cached += chunk.cached
             context += chunk.start
-            decodes += chunk.decodes
-            drafts += chunk.drafts
+            if chunk.outputs:
+                sampled += 1
+                decodes += chunk.decodes
+                drafts += chunk.drafts
         self._accepted_tokens = 0
         self.sampled_tokens += sampled - outcome.wasted_rows
         row = BytesWriter()

@@ -112,7 +112,7 @@ class TwoKinds(RuleBasedStateMachine):
             assert list(sectors.trees.items()) == self.naive.lists[kind]
             assert list(sectors.cached) == self.naive.cached[kind]
             assert sectors.ready == self.naive.loose(kind) + len(self.naive.stack) * sectors.per
-            assert sectors.free == len(sectors.order()) == len(set(sectors.order()))
+            assert sectors.ready + len(sectors.cached) == len(sectors.order()) == len(set(sectors.order()))
 
 
 TwoKinds.TestCase.settings = settings(max_examples=150)

@@ -131,7 +131,7 @@ class Receiving:
         pool = self._pool
         pool.make_room((pool.blocks_for(tokens) - node.end) * pool.block_size)
         pool.admit(entry.request, entry.key, node)
-        pool.fill(entry.request, tokens)
+        pool.grow(entry.request, pool.missing(entry.request, tokens))
 
     def entering(self, decoding: int) -> list[Entry]:
         """Remove and return those that get a place beside `decoding` requests; their blocks may be cached."""

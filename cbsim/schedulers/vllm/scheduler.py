@@ -133,7 +133,7 @@ class VllmScheduler(SchedulerBase):
             self._bring_in(self.swapping, step)
         elif self.waiting:
             self._admit(step)
-        if not step.defer_prefill:
+        if self._interval > 1 and not step.defer_prefill:
             passed_over = len(transfers.passed_over if transfers is not None else self._deferred)
             self._capacity_bound = self._present() - len(self.running) > passed_over
         return self._commit(step)
@@ -159,12 +159,12 @@ class VllmScheduler(SchedulerBase):
             due = self.waves.next % self._interval == 0  # so that all prefill in the same step
         if due or self._capacity_bound:
             return False
-        return bool(self.decoding.batched) or any(r.status is Status.DECODE for r in self.running)
+        return bool(self.decoding.batched.stays) or any(r.status is Status.DECODE for r in self.running)
 
     def _undisturbed(self, step: Step) -> bool:
         """True if no member can be refused, stalled or preempted by what runs before or beside it."""
         decoding = self.decoding
-        if len(decoding.batched) > step.budget or not decoding.has_blocks():
+        if len(decoding.batched.stays) > step.budget or not decoding.has_blocks():
             return False
         for request in decoding.unbatched:
             if self._demand(request, step) and not (self._fcfs and request.order > decoding.batched.max_order):
@@ -173,9 +173,7 @@ class VllmScheduler(SchedulerBase):
 
     def _demand(self, request: Request, step: Step) -> int:
         """Return the query tokens that a running request needs, before the budget; 0 to be skipped in this step."""
-        if request.scheduled > request.seen and request.seen + 1 >= request.limit:
-            return 0  # its last token is in flight, whatever comes of drafts
-        if self.decoding.batched.planned < self._rests.get(request, 0):
+        if request.awaits_last or (self._rests and self.decoding.batched.planned < self._rests.get(request, 0)):
             return 0
         if step.defer_prefill and request.status is Status.PREFILL:
             return 0
@@ -195,11 +193,12 @@ class VllmScheduler(SchedulerBase):
         i = 0
         while i < len(line) and step.budget > 0:
             request = line[i]
-            tokens = self._aligned(request, request.computed, min(self._demand(request, step), step.budget))
+            computed, tokens = request.computed, self._demand(request, step)
+            tokens = self._aligned(request, computed, tokens if tokens < step.budget else step.budget)
             if not tokens:
                 i += 1
                 continue
-            needed = self.pool.due(request, self._end(request.computed + tokens) - request.computed)
+            needed = self.pool.due(request, self._end(computed + tokens) - computed)
             while needed > self.pool.free and request in unbatched:
                 victim = line[-1] if self._fcfs else max(line, key=_urgency)
                 if self.transfers is not None and self.transfers.in_flight(victim):
@@ -265,9 +264,10 @@ class VllmScheduler(SchedulerBase):
     def start(self, queue: Queue, computed: int, hits: list[int], step: Step) -> bool:
         """Give the head of a queue its first row, behind the `computed` tokens; return False if it does not fit."""
         o, request = self.options, queue.head()
-        if step.defer_prefill and computed < request.target - 1:
-            return False
         tokens = request.target - computed
+        prefill = tokens > 1
+        if step.defer_prefill and prefill:
+            return False
         if tokens == 1 and self._pads(computed, step):
             tokens += step.blanks
             if tokens > step.budget:
@@ -286,7 +286,7 @@ class VllmScheduler(SchedulerBase):
         self.running[request] = None
         if not self.pool.allocated(request):
             self.pool.adopt(request, hits)
-        step.prefill |= computed < request.target - 1
+        step.prefill |= prefill
         self._place(request, tokens, self.pool.missing(request, end), step)
         return True
 
@@ -323,7 +323,7 @@ class VllmScheduler(SchedulerBase):
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
     def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
-        added = self.pool.fill(request, self._end(request.computed + tokens)) if blocks else ()
+        added = self.pool.fill(request, self._end(request.computed + tokens), blocks) if blocks else ()
         drafts = max(0, tokens - request.uncomputed) if self._speculation else 0
         step.drafts |= not self._ahead or self._wants_drafts(request, tokens)
         step.rows[request] = self.decoding.row(request, tokens, added, guesses=drafts)
@@ -335,7 +335,8 @@ class VllmScheduler(SchedulerBase):
         return request.computed + tokens >= request.known and request.seen + ahead < request.spec.max_tokens
 
     def _commit(self, step: Step) -> StepPlan:
-        self._executed += bool(step.rows or self.decoding.batched)
+        if step.rows or self.decoding.batched.stays:
+            self._executed += 1
         if step.prefill:
             self._last_prefill = self._executed
         transfers, speculation = self.transfers, self._speculation
@@ -370,7 +371,7 @@ class VllmScheduler(SchedulerBase):
         transfers = self.transfers
         if transfers is not None:
             transfers.completing(plan, result)
-        outcome = super().update(plan, result)
+        outcome = self.decoding.complete(plan, result, self._finish)
         if transfers is not None:
             transfers.completed(plan, result)
         if self._speculation is not None and not self.options.async_scheduling:
