@@ -125,9 +125,6 @@ class DecodeBatch(Pace):
     def __iter__(self) -> Iterator[Request]:
         return iter(self.stays)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self.stays
-
     @property
     def oldest(self) -> int:
         return next(iter(self.stays)).since if self.stays else 0
@@ -172,7 +169,7 @@ class DecodeBatch(Pace):
     def leave(self, request: Request, blocks: int) -> None:
         """Remove a member that has `blocks` blocks. Its rows in flight are delivered one by one (`completion`)."""
         for step in range(max(self.updated, request.since), self.planned):
-            if not self.rested_in(step):
+            if step not in self._rested:
                 self._late.setdefault(step, []).append(Completion(request, request.epoch, 1))
         self._offset -= request.computed - self.pace
         if self.long_tokens:

@@ -121,10 +121,6 @@ class Pace:
         self.planned += 1
         self.updated_at_plan = self.updated
 
-    def rested_in(self, step: int) -> bool:
-        """True if this step, which is in flight, rests."""
-        return step in self._rested
-
     def applied(self) -> None:
         """Record that the oldest step in flight has come back."""
         if self._rested and self._rested[0] == self.updated:
