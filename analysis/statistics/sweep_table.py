@@ -135,10 +135,14 @@ def read(path: Path) -> SweepTable:
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    metadata = (table.schema.metadata or {}).items()
-    about = {key.decode(): text.decode(errors="replace") for key, text in metadata if key in METADATA}
+    about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
+
+
+def _metadata(table: pa.Table) -> dict[str, str]:
+    metadata = table.schema.metadata or {}
+    return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
@@ -204,14 +208,20 @@ def _combinations(axes: Sequence[Axis]) -> int:
     return len({*zip(*(axis.codes.tolist() for axis in axes), strict=True)}) if axes else 1
 
 
+def _set(axis: Axis) -> list[str]:
+    """Return what each row sets of an axis, "" for nothing."""
+    names = np.array(["" if label == UNSET else f"{axis.short} = {label}" for label in axis.labels])
+    named: list[str] = names[axis.codes].tolist()
+    return named
+
+
 def _points(axes: list[Axis]) -> list[Axis]:
     """Join axes that are no grid with the others, as of explicit points: a value names the fields that it sets."""
     whole = _combinations(axes)
     loose = [axis for axis in axes if whole < len(axis) * _combinations([each for each in axes if each is not axis])]
     if not loose or _combinations(loose) > MOST_POINTS:
         return axes
-    named = [["" if label == UNSET else f"{axis.short} = {label}" for label in axis.labels] for axis in loose]
-    rows = zip(*(np.array(names)[axis.codes].tolist() for names, axis in zip(named, loose, strict=True)), strict=True)
+    rows = zip(*map(_set, loose), strict=True)
     joined = _axis(POINT, pa.chunked_array([[", ".join(filter(None, row)) or "as it is" for row in rows]]))
     fields = tuple(name for axis in loose for name in axis.fields)
     return [replace(joined, fields=fields, short=POINT), *(axis for axis in axes if axis not in loose)]

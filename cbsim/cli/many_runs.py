@@ -130,8 +130,10 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--set", "--knob", required=True, dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V"
     )
     goal = parser.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--maximise", metavar="M", help="goodput, throughput, or any metric by its dotted name")
-    goal.add_argument("--minimise", metavar="M", help="likewise")
+    best: dict[str, Any] = {"dest": "goal", "metavar": "M"}
+    about = "goodput, throughput, or any metric by its dotted name"
+    goal.add_argument("--maximise", **best, type=lambda name: (name, f"--maximise {name}", 1), help=about)
+    goal.add_argument("--minimise", **best, type=lambda name: (name, f"--minimise {name}", -1), help="likewise")
     option(parser, "--check", help="has to hold, e.g. 'ttft.p99<=2s' (repeatable)")
     number = whole(2, 10_000)
     parser.add_argument("--replicates", type=number, default=20, metavar="N", help="of a candidate, at most (20)")
@@ -228,12 +230,8 @@ def tune(arguments: argparse.Namespace) -> int:
     from cbsim.sweeps.store import Progress, Runs, Store
 
     check_out(arguments.out)
-    metric, option, sign = arguments.maximise, "--maximise", 1
-    if metric is None:
-        metric, option, sign = arguments.minimise, "--minimise", -1
     slo = checks.parse_all(arguments.check, sweep=True)
-    objective = checks.objective(metric, f"{option} {metric}", sign)
-    goal = Goal(objective, slo, arguments.confidence, arguments.replicates, draws(arguments))
+    goal = Goal(checks.objective(*arguments.goal), slo, arguments.confidence, arguments.replicates, draws(arguments))
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)
     runs = Runs(Store(arguments.store), executor(arguments), Progress(silent=arguments.json))
     if not arguments.json:

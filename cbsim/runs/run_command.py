@@ -65,7 +65,9 @@ def run(options: RunOptions, serve: Maker, adapt: Callable[[Scenario], Scenario]
         print(f"{results}\n")
         _print_paths(list(results.values()), options)
     judged = _judge(options.conditions, results, sys.stderr if options.as_json else sys.stdout)
-    _print_lost(results)
+    for loop, result in results.items():
+        for lost in result.lost:  # also with --quiet and --json
+            print(f"{loop}: {lost}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
     failed = any(result.summary["requests_by_status"].get(FAILED) for result in results.values())
     return ERROR if failed else judged
 
@@ -161,13 +163,6 @@ def _print_paths(results: Sequence[Result], options: RunOptions) -> None:
     print(f"\npicture   {figure}" if figure.exists() else "\nnothing ran: no picture")
     print(f"timeline  {last / 'timeline.json.gz'} (open it in ui.perfetto.dev)")
     print(f"again     {options.line}")
-
-
-def _print_lost(results: Results) -> None:
-    """Print how many requests were refused or failed, and why, on stderr: also with `--quiet` and `--json`."""
-    for loop, result in results.items():
-        for lost in result.lost:
-            print(f"{loop}: {lost}; see {result.folder / 'requests.parquet'}", file=sys.stderr)
 
 
 def _judge(conditions: Sequence[checks.Check], results: Results, out: Any) -> int:

@@ -41,8 +41,12 @@ def study(sweep: Replicated, by: str, against: str | None, metrics: Sequence[Met
     reference = _reference(sweep, by, against)
     couples = _couples(sweep, by, reference)
     confidence = intervals.each(terms.confidence, len(couples) * len(metrics))
-    each_one = (_compared(metric, one, other, confidence) for metric in metrics for one, other in couples)
-    compared = [comparison for comparison in each_one if comparison is not None]
+    compared = [
+        Compared(metric, one, difference)
+        for metric in metrics
+        for one, other in couples
+        if (difference := intervals.paired(one.values(metric.name), other.values(metric.name), confidence))
+    ]
     fields = [by, *(name for name in sweep.changing if name != by)]
     return Report(
         title=f"{by} against {shown(reference)}",
@@ -87,14 +91,6 @@ def _couples(sweep: Replicated, by: str, reference: Any) -> list[tuple[Configura
     references = {elsewhere(each): each for each in sweep.configurations if each.settings[by] == reference}
     compared = [each for each in sweep.configurations if each.settings[by] != reference]
     return [(each, references[elsewhere(each)]) for each in compared if elsewhere(each) in references]
-
-
-def _compared(
-    metric: Metric, configuration: Configuration, reference: Configuration, confidence: float
-) -> Compared | None:
-    ours, theirs = (each.values(metric.name) for each in (configuration, reference))
-    difference = intervals.paired(ours, theirs, confidence)
-    return None if difference is None else Compared(metric, configuration, difference)
 
 
 def _row(compared: Compared, fields: Sequence[str], terms: Terms, *, still: bool) -> tuple[str, ...]:

@@ -271,7 +271,7 @@ def _plain(each: Predicted) -> dict[str, Any]:
         },
         "peer_errors": point.peer and {metric: short(each.peer_error(metric), 4) for metric in score.METRICS},
         "terms": {"file": each.terms, "curve": point.curve if each.left_out else None},
-        "class": score.class_of(each),
+        "class": next((known.name for known in score.CLASSES if known.holds(each)), None),
         "outside_calibration": list(each.outside),
         "flags_in_doubt": list(each.doubts),
     }

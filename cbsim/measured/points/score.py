@@ -155,11 +155,6 @@ CLASSES = (
 )
 
 
-def class_of(each: Predicted) -> str | None:
-    """Return the name of a point's class, None if it has none."""
-    return next((known.name for known in CLASSES if known.holds(each)), None)
-
-
 LEAST = 5  # the fewest points of a stratum to which the bar applies
 
 
