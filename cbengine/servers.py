@@ -18,6 +18,7 @@ from cbengine.driver import Engine
 from cbengine.sampling import FILE
 from cbengine.sequence import Sequence
 from cbsim.record import columns, parquet
+from cbsim.record.tables import requests_of
 from cbsim.runs.running import Maker
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.workload.requests import Workload
@@ -86,7 +87,7 @@ class Measured:
         files = dict(self._profile.files()) if self._profile else {}
         if self._speculates:
             requests = self.engine.accepted[::2]
-            never = {row.index for row in self.record.requests()} - {*requests}
+            never = {row.index for row in requests_of(self.record)} - {*requests}
             pairs = chain(zip(requests, self.engine.accepted[1::2], strict=True), ((one, 0) for one in sorted(never)))
             lines = "".join(f"{request},{accepted}\n" for request, accepted in pairs)
             files[ACCEPTED] = f"request,accepted\n{lines}".encode()

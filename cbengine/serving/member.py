@@ -32,7 +32,7 @@ from cbengine.serving.reporter import EngineServer, Happened, Left, Post, Report
 from cbsim.errors import ServerError, UserError
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import HANDED_OFF, Record, RequestRow
-from cbsim.record.tables import FinishedRecord, RequestTable
+from cbsim.record.tables import FinishedRecord, RequestTable, requests_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
@@ -185,7 +185,7 @@ class Server:
         """Note how a request ended here, or as the server `died`."""
         record = Record(0)
         record.queued(spec, now_ns)
-        [row] = record.requests()
+        [row] = requests_of(record)
         self._ends[spec.index] = row._replace(queued_poll=-1, status=status, reason=reason), died
 
     def end(self) -> None:

@@ -26,7 +26,7 @@ from cbsim.files import access
 from cbsim.record import columns, parquet
 from cbsim.record.columns import Column
 from cbsim.record.parquet import TableFiles
-from cbsim.record.record import STEP_COLUMNS, Record, Records, RequestRow
+from cbsim.record.record import STEP_COLUMNS, Record, Records, RequestRows
 from cbsim.record.tables import (
     NUMBERS,
     RUNS,
@@ -41,6 +41,7 @@ from cbsim.record.tables import (
     read_requests,
     read_steps,
     request_table,
+    requests_of,
     shifted,
     step_table,
     times,
@@ -180,7 +181,7 @@ def contents(record: Record | Records) -> tuple[RequestTable, Steps]:
     joined.
     """
     if isinstance(record, Record):
-        return RequestTable.of(record.requests()), Steps(step_table(record.steps))
+        return requests_of(record), Steps(step_table(record.steps))
     parts = [
         each if isinstance(each, FinishedRecord) else FinishedRecord.of(cast("Record", each)) for each in record.records
     ]
@@ -242,7 +243,7 @@ class Pieces:
         self._writer, self._terms, self._early = writer, terms, early
         self._count = self._steps = self._last = 0
 
-    def take(self, steps: bytearray, rows: Sequence[RequestRow], server: int | None = None) -> None:
+    def take(self, steps: bytearray, rows: RequestRows | RequestTable, server: int | None = None) -> None:
         """Write a piece. Raises RunError if it cannot be written."""
         writer, name, table = self._writer, f"{self._count:06}.parquet", Steps(step_table(steps))
         declared, values = columns.RECORDED, recorded_columns(RequestTable.of(rows))

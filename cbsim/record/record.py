@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, Protocol
 
 from librt.strings import BytesWriter, write_i64_le
 
@@ -85,6 +86,19 @@ class RequestRow(NamedTuple):
     leg: int = 0
 
 
+class RequestRows:
+    """Rows of requests, packed: `numbers` are the whole numbers of each RequestRow in its order, and then the count of
+    those in `runs` that are its token runs, all little-endian 64-bit integers.
+    """
+
+    def __init__(self) -> None:
+        self.numbers, self.runs = BytesWriter(), BytesWriter()
+        self.id, self.status, self.reason = list[str](), list[str](), list[str]()
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+
 class TransferLog:
     """The KV transfers of a run, in the order in which plans list them: `rows` are the columns MOVES, row after row."""
 
@@ -111,9 +125,11 @@ class TransferLog:
                 self.rows[at] = step
 
 
-Take = Callable[[bytearray, Sequence[RequestRow]], None]
+Take = Callable[[bytearray, Any], None]
 """A sink of a long run's tables while it is under way (directory.Pieces.take): it takes the next steps, and requests as
 they are after them. A later row of a request replaces earlier ones."""
+by_index = attrgetter("index")
+NONE: Final[list[list[int]]] = []
 NEVER_BYTES = 1 << 60
 LEAST_PIECE = 1 << 12  # steps that one of several servers has before its sink takes them
 STEP_BYTES = 8 * len(STEP_COLUMNS)
@@ -170,11 +186,11 @@ class Record:
     def hand_over(self) -> None:
         """Pass the sink the steps, and a row of every request that may have changed; drop finished requests."""
         assert self._take is not None
-        rows: list[RequestRow] = []
+        rows = RequestRows()
         for spec, (poll, _) in list(self._queued.items()):
             over, admitted = self._over(spec), spec in self._requests
             if over or admitted or poll > self._passed_polls:
-                rows.append(self._row(spec))
+                self._pack(spec, rows)
             if over:
                 self._forget(spec)
         self._taken_steps, self._passed_polls = self.step_count, self.polls
@@ -292,38 +308,45 @@ class Record:
         if len(self.steps) >= self._full_bytes:
             self.hand_over()
 
-    def requests(self) -> list[RequestRow]:
+    def rows(self) -> RequestRows:
         """Return a row for every request that was queued or rejected and is not dropped, in order of index."""
-        return sorted([self._row(spec) for spec in self._queued])
+        rows = RequestRows()
+        for spec in sorted(self._queued, key=by_index):
+            self._pack(spec, rows)
+        return rows
 
-    def _row(self, spec: RequestSpec) -> RequestRow:
-        """Return a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""
-        request, (poll, queued_ns) = self._requests.get(spec), self._queued[spec]
-        runs, steps, first_step = list[int](), self.step_count, self._first_step.get(spec, -1)
-        for first, count in request.delivered() if request else ():
+    def _pack(self, spec: RequestSpec, rows: RequestRows) -> None:
+        """Add a request's row. It leaves out steps that were cut short: tables of an interrupted run agree."""
+        request, steps, first_step = self._requests.get(spec), self.step_count, self._first_step.get(spec, -1)
+        poll, queued_ns = self._queued[spec]
+        count = delivered = 0
+        for run in request.delivered() if request else NONE:
+            first = run[0]
             if first < steps:
-                runs.append(first)
-                runs.append(min(count, steps - first))
-        return RequestRow(
-            spec.index,
-            spec.id,
-            spec.arrival_ns,
-            poll,
-            queued_ns,
-            spec.prompt_tokens,
-            spec.output_tokens,
-            spec.max_tokens,
-            spec.priority,
-            first_step if first_step < steps else -1,
-            self._status(spec, request, whole=request is not None and sum(runs[1::2]) == request.seen),
-            self.failures.get(spec) or self.refusals.get(spec, ""),
-            self.cancels.get(spec, -1),
-            request.preemptions if request else 0,
-            (request.cached or 0) if request else 0,
-            runs,
-            0,
-            PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE,
-        )
+                inside = min(run[1], steps - first)
+                write_i64_le(rows.runs, first)
+                write_i64_le(rows.runs, inside)
+                count += 2
+                delivered += inside
+        rows.id.append(spec.id)
+        rows.status.append(self._status(spec, request, whole=request is not None and delivered == request.seen))
+        rows.reason.append(self.failures.get(spec) or self.refusals.get(spec, ""))
+        out = rows.numbers
+        write_i64_le(out, spec.index)
+        write_i64_le(out, spec.arrival_ns)
+        write_i64_le(out, poll)
+        write_i64_le(out, queued_ns)
+        write_i64_le(out, spec.prompt_tokens)
+        write_i64_le(out, spec.output_tokens)
+        write_i64_le(out, spec.max_tokens)
+        write_i64_le(out, spec.priority)
+        write_i64_le(out, first_step if first_step < steps else -1)
+        write_i64_le(out, self.cancels.get(spec, -1))
+        write_i64_le(out, request.preemptions if request else 0)
+        write_i64_le(out, (request.cached or 0) if request else 0)
+        write_i64_le(out, 0)  # the server
+        write_i64_le(out, PREFILL if spec.fetched_later else DECODE if spec.computed_elsewhere else WHOLE)
+        write_i64_le(out, count)
 
     def _status(self, spec: RequestSpec, request: Request | None, *, whole: bool) -> str:
         """Return a request's status; `whole`: all its tokens are in the tables."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 from cbsim.errors import RunError
 from cbsim.record import columns, parquet
 from cbsim.record.parquet import TableError, TableFiles
-from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, Take, TransferLog
+from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, RequestRows, Take, TransferLog
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -101,9 +101,15 @@ class RequestTable(Sequence[RequestRow]):
         self.lengths, self.runs = lengths, runs
 
     @classmethod
-    def of(cls, rows: Sequence[RequestRow]) -> RequestTable:
+    def of(cls, rows: Sequence[RequestRow] | RequestRows) -> RequestTable:
         if isinstance(rows, RequestTable):
             return rows
+        if isinstance(rows, RequestRows):
+            packed = np.frombuffer(rows.numbers.getvalue(), np.int64).reshape(-1, len(NUMBERS) + 1).T.copy()
+            numbers = dict(zip((*NUMBERS, RUNS), packed, strict=True))
+            texts = {name: parquet.text_array(getattr(rows, name)) for name in TEXTS}
+            delivered = np.frombuffer(rows.runs.getvalue(), np.int64)
+            return cls(numbers.__getitem__, texts.__getitem__, numbers[RUNS], delivered)
         columns = zip(*rows, strict=True) if rows else ((),) * len(RequestRow._fields)
         values = dict(zip(RequestRow._fields, columns, strict=True))
         runs = values[RUNS]
@@ -164,6 +170,11 @@ class RequestTable(Sequence[RequestRow]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def requests_of(record: Record) -> RequestTable:
+    """Return the requests of a record until now."""
+    return RequestTable.of(record.rows())
+
+
 def joined_requests(tables: Sequence[RequestTable], firsts: Sequence[int]) -> RequestTable:
     """Return the requests of several servers in order of index. `firsts` are the numbers of the servers' first steps
     where their step tables are joined.
@@ -205,7 +216,7 @@ class FinishedRecord:
 
     @classmethod
     def of(cls, record: Record) -> FinishedRecord:
-        tables = record.steps, RequestTable.of(record.requests()), record.transfers.rows, record.parents
+        tables = record.steps, requests_of(record), record.transfers.rows, record.parents
         logs = record.drafts, record.stages
         return cls(record.total_blocks, *tables, *logs, record.step_count, record.finished_count, record.sampled_tokens)
 

@@ -31,6 +31,7 @@ from cbengine.model import weights
 from cbengine.model.kvcache import DeviceMemoryError
 from cbengine.model.ops import TorchOps
 from cbsim.errors import ScenarioError
+from cbsim.record.tables import requests_of
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -168,7 +169,7 @@ def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
     served, _ = build.engine(asked("vllm", short), "sync", load, INLINE)
     served.run()
     served.close()
-    assert [row.status for row in served.record.requests()] == ["refused", "length"]
+    assert [row.status for row in requests_of(served.record)] == ["refused", "length"]
     assert [len(one.outputs) for one in served.sequences.values()] == [0, 1]  # the second one fills its 20 positions
     for scheduler in ("transformers_fifo", "static", "vllm"):
         more = ("scheduler.max_model_len=40",) if scheduler == "vllm" else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.machines import DEPTHS, NAMES, STEP, load, run, server, spec, statuses
 
+from cbsim.record.tables import requests_of
 from cbsim.workload.requests import Sessions, Users
 
 
@@ -15,7 +16,7 @@ def test_a_request_given_up_half_way_ends_there(name: str, depth: int) -> None:
     asked = spec(0, 4, 8)
     machine = server(load(asked, cancels=[(25, asked)]), STEP, name=name, depth=depth)
     steps = run(machine)
-    row = machine.record.requests()[0]
+    row = requests_of(machine.record)[0]
     assert row.status == "aborted"
     assert row.cancelled_poll > 0
     assert 1 <= sum(row.token_runs[1::2]) < 8
@@ -31,7 +32,7 @@ def test_a_request_given_up_before_it_is_taken_in(name: str, depth: int) -> None
     machine = server(load(spec(0, 4, 4), unlucky, cancels=[(13, unlucky)]), STEP, name=name, depth=depth)
     run(machine)
     assert statuses(machine) == {"0": "length", "1": "aborted"}
-    assert machine.record.requests()[1].first_step == -1
+    assert requests_of(machine.record)[1].first_step == -1
 
 
 def test_a_cancellation_too_early_or_too_late_changes_nothing() -> None:
@@ -54,7 +55,7 @@ def test_the_end_of_a_request_is_followed_once(name: str, depth: int) -> None:
     workload = load(*asked[:2], cancels=[(0, asked[0]), (0, asked[1])], follow=follow)
     machine = server(workload, STEP, name=name, depth=depth)
     steps = run(machine)
-    assert len(machine.record.requests()) == 8
+    assert len(requests_of(machine.record)) == 8
     assert int((steps["running"] + steps["waiting"]).max()) <= 2
     assert [i for i, status in statuses(machine).items() if status == "refused"] == ["0", "5", "6"]
     assert statuses(machine)["1"] == "aborted"
@@ -67,7 +68,7 @@ def test_a_refused_turn_does_not_end_its_session(name: str) -> None:
     first, second, third = spec(0, 4, 1), spec(1, 400, 1), spec(2, 4, 1)
     machine = server(load(first, follow=Sessions({0: (second, 5), 1: (third, 7)})), STEP, name=name)
     run(machine)
-    rows = machine.record.requests()
+    rows = requests_of(machine.record)
     assert [row.status for row in rows] == ["length", "refused", "length"]
     assert [row.arrival_ns for row in rows] == [0, 15, 22]
     assert "400" in rows[1].reason or "401" in rows[1].reason

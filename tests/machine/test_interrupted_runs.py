@@ -12,7 +12,7 @@ from support.machines import DEPTHS, NAMES, STEP, check_tokens, load, run, serve
 from cbsim.machine.driver import Machine
 from cbsim.policy.plan import StepPlan
 from cbsim.record import invariants
-from cbsim.record.tables import token_times
+from cbsim.record.tables import requests_of, token_times
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Interrupted:
 
 def check_partial(machine: Machine, depth: int) -> None:
     """The tables agree: no request refers to a step that is not there, and the steps obey the rules."""
-    steps, rows = table(machine.record), machine.record.requests()
+    steps, rows = table(machine.record), requests_of(machine.record)
     invariants.check(steps, depth=depth, overlap=True, total_blocks=machine.record.total_blocks)
     assert all(row.first_step < len(steps) and sum(row.token_runs[-2:]) <= len(steps) for row in rows)
     requests = token_times(rows, steps)

@@ -20,7 +20,7 @@ from cbsim.machine.graphs import Graphs, VllmBuckets, transformers_bucket, unpad
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
 from cbsim.record.record import STEP_COLUMNS
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.workload.requests import Sessions, Users, Workload
 
 # -- every run --------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 def check_ends(machine: Machine, workload: Workload, steps: Steps) -> None:
     """Everybody who was asked for is in the record once and is over, with the tokens that the end implies."""
-    rows = machine.record.requests()
+    rows = requests_of(machine.record)
     assert [row.index for row in rows] == list(range(workload.total))
     for row in rows:
         tokens = sum(row.token_runs[1::2])
@@ -108,7 +108,7 @@ def check_ends(machine: Machine, workload: Workload, steps: Steps) -> None:
 
 def check_cancels(machine: Machine, steps: Steps, cancels: Sequence[tuple[int, RequestSpec]]) -> None:
     """Whoever gave up before its last step was planned did not get its last token."""
-    rows = {row.index: row for row in machine.record.requests()}
+    rows = {row.index: row for row in requests_of(machine.record)}
     for at, asked in cancels:
         row = rows[asked.index]
         if row.status in ("length", "stop") and at >= asked.arrival_ns:

@@ -24,7 +24,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import invariants
 from cbsim.record.record import STEP_COLUMNS, Record
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.runs.inbox import Inbox
 from cbsim.schedulers.vllm.scheduler import VllmScheduler
 
@@ -97,7 +97,7 @@ def tables(machines: Sequence[Machine]) -> list[Steps]:
 
 def served_by(machines: Sequence[Machine]) -> list[list[int]]:
     """Indices of the requests of each rank."""
-    return [[row.index for row in machine.record.requests()] for machine in machines]
+    return [[row.index for row in requests_of(machine.record)] for machine in machines]
 
 
 def busy(steps: Steps) -> list[tuple[int, int]]:
@@ -179,7 +179,7 @@ def test_requests_go_where_four_times_waiting_and_running_is_least() -> None:
 def test_a_poll_at_the_moment_of_an_arrival_takes_it() -> None:
     """As on a server of its own, although the poll at 200 was foreseen before the client had sent the one at 130."""
     machines = serve([spec(0, 1, 4), spec(1, 1, 1, 130), spec(2, 1, 1, 200)], Waves(), 1)
-    assert [row.queued_ns for row in machines[0].record.requests()] == [0, 200, 200]
+    assert [row.queued_ns for row in requests_of(machines[0].record)] == [0, 200, 200]
 
 
 def test_kernels_launched_one_by_one_start_with_the_first() -> None:
@@ -234,7 +234,7 @@ def check_waves(steps: Sequence[Steps]) -> None:
 
 def check_served(machines: Sequence[Machine], specs: Sequence[RequestSpec]) -> None:
     """Each request once, by one rank, to its end; what cannot be served is refused; everything is free again."""
-    rows = [row for machine in machines for row in machine.record.requests()]
+    rows = [row for machine in machines for row in requests_of(machine.record)]
     assert sorted(row.index for row in rows) == [one.index for one in specs]
     for row in rows:
         fits = row.prompt_tokens < 400
@@ -243,7 +243,7 @@ def check_served(machines: Sequence[Machine], specs: Sequence[RequestSpec]) -> N
         assert row.queued_ns >= row.arrival_ns
     for machine in machines:
         assert machine.scheduler.pool.free == machine.scheduler.pool.num_blocks  # type: ignore[attr-defined]
-        check_tokens(table(machine.record), [row.token_runs for row in machine.record.requests()])
+        check_tokens(table(machine.record), [row.token_runs for row in requests_of(machine.record)])
 
 
 @pytest.mark.parametrize("version", ["0.19", "0.33"])

@@ -21,6 +21,7 @@ from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.record import invariants, optional_tables
 from cbsim.record.record import Record
+from cbsim.record.tables import requests_of
 from cbsim.runs import replan
 from cbsim.runs.assemble import cost_model
 from cbsim.runs.inbox import Inbox
@@ -237,7 +238,7 @@ def test_vllm_lets_a_request_decode_once_in_as_many_steps_as_stages(ahead: bool)
     """vLLM 0.33: with a step ahead, by the number of steps; else while its token is in flight."""
     policy, _ = vllm(3, ahead=ahead)
     record = served((policy, 3 + ahead), [10, 20, 30], requests=5, outputs=20)
-    runs = [row.token_runs for row in record.requests()]
+    runs = [row.token_runs for row in requests_of(record)]
     steps = [[first + i for first, count in zip(r[::2], r[1::2], strict=True) for i in range(count)] for r in runs]
     assert all(len(each) == 20 for each in steps)
     assert all(b - a >= 3 for each in steps for a, b in pairwise(each)) or not ahead

@@ -20,7 +20,7 @@ from support.random_scenarios import any_scenario, checks_of
 from cbsim.errors import DeadlockError
 from cbsim.machine.simulate import Simulation
 from cbsim.record import invariants
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.runs import reading, replan, running
 from cbsim.scenario.scenario import Scenario, depth
 from cbsim.schedulers import registry
@@ -59,7 +59,7 @@ def check_one_run(name: str, seed: int, folder: Path) -> None:
         return
     for check in checks_of(policy):
         check()
-    rows = record.requests()
+    rows = requests_of(record)
     assert len(rows) == generators.build(scenario).total
     for row in rows:
         tokens = sum(row.token_runs[1::2])

@@ -18,7 +18,7 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
 from cbsim.record.optional_tables import DRAFTS, summarise_drafts, values_of
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.runs import assemble
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
@@ -77,7 +77,7 @@ def accepted(made: Machine) -> dict[int, list[int]]:
 
 def mean_tpot(asked: Scenario, requests: int, outputs: int) -> float:
     made, steps = ran(asked, requests, outputs)
-    return float(summarise(made.record.requests(), steps, total_blocks=1)["tpot_s"]["mean"])
+    return float(summarise(requests_of(made.record), steps, total_blocks=1)["tpot_s"]["mean"])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_throughput_counts_delivered_tokens_and_gaps_within_a_step_are_none() ->
     fifth of a step. Rejected drafts are waste, and no output."""
     for rate in (1.0, 0.5):
         made, steps = ran(server(drafts(4, rate=rate)), 1, 1001)
-        numbers, of = summarise(made.record.requests(), steps, total_blocks=1), summarise_drafts(made.record.drafts)
+        numbers, of = summarise(requests_of(made.record), steps, total_blocks=1), summarise_drafts(made.record.drafts)
         assert numbers["output_tokens"] == made.record.sampled_tokens == 1001
         span = numbers["makespan_s"]
         assert numbers["output_tokens_per_s"] == pytest.approx(1001 / span)

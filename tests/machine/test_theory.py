@@ -15,7 +15,7 @@ from cbsim.machine import simulate
 from cbsim.machine.driver import Machine
 from cbsim.metrics.metrics import summarise
 from cbsim.policy.request import RequestSpec
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload.requests import Workload
 
@@ -91,7 +91,7 @@ def test_one_seat_is_an_m_d_1_queue(load: float, outputs: int) -> None:
     server, steps = run(
         scenario(VLLM | {"max_num_seqs": 1}), "sync", [spec(i, 1, outputs, at) for i, at in enumerate(arrivals)]
     )
-    rows = server.record.requests()
+    rows = requests_of(server.record)
     waits = [int(steps["schedule_start_ns"][row.first_step]) - row.arrival_ns for row in rows]
     assert waits == waiting_times(arrivals, service)
     expected = load / (2 * (1 - load)) * outputs
@@ -111,8 +111,8 @@ def test_littles_law_on_the_sample_path(scheduler: dict[str, Any]) -> None:
     server, steps = run(scenario(scheduler, {"cpu": {"schedule": {"base_s": 0.1}}}), "sync", asked)
     present = steps["running"] + steps["waiting"]
     integral = int((present * (steps["update_end_ns"] - steps["schedule_start_ns"])).sum())
-    ends = [int(steps["update_end_ns"][sum(row.token_runs[-2:]) - 1]) for row in server.record.requests()]
-    assert integral == sum(end - row.queued_ns for end, row in zip(ends, server.record.requests(), strict=True))
+    ends = [int(steps["update_end_ns"][sum(row.token_runs[-2:]) - 1]) for row in requests_of(server.record)]
+    assert integral == sum(end - row.queued_ns for end, row in zip(ends, requests_of(server.record), strict=True))
 
 
 @SCHEDULERS
@@ -123,7 +123,7 @@ def test_tokens_are_conserved(scheduler: dict[str, Any], loop: str) -> None:
     rng = np.random.default_rng(11)
     asked = [spec(i, int(rng.integers(1, 200)), int(rng.integers(1, 40)), i * SECOND // 3) for i in range(40)]
     server, steps = run(scenario(scheduler), loop, asked)
-    summary = summarise(server.record.requests(), steps, total_blocks=server.record.total_blocks)
+    summary = summarise(requests_of(server.record), steps, total_blocks=server.record.total_blocks)
     wanted = sum(s.output_tokens for s in asked)
     assert summary["output_tokens"] == wanted
     assert int(steps["sampled_rows"].sum()) - summary["wasted_rows"] == wanted
@@ -147,7 +147,7 @@ def test_padding_of_a_static_batch_by_hand(loop: str) -> None:
     assert steps["padded_tokens"].tolist() == [15, 3, 3, 3]
     assert steps["context_tokens"].tolist() == [0, 15, 18, 21]
     assert (steps.lane("compute") // 1_000_000).tolist() == [150, 30, 30, 30]
-    summary = summarise(server.record.requests(), steps, total_blocks=server.record.total_blocks)
+    summary = summarise(requests_of(server.record), steps, total_blocks=server.record.total_blocks)
     assert summary["padding_tokens"] == 5 + 1 + 2 + 2
     assert summary["padding_share"] == pytest.approx(10 / 24)
 

@@ -19,7 +19,7 @@ from cbsim.metrics.catalogue import METRICS
 from cbsim.metrics.metrics import summarise
 from cbsim.record import optional_tables
 from cbsim.record.record import STEP_COLUMNS, RequestRow, TransferLog
-from cbsim.record.tables import Steps, token_times
+from cbsim.record.tables import Steps, requests_of, token_times
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
 
@@ -350,7 +350,7 @@ def test_every_number_of_a_summary_can_be_checked_and_every_check_finds_one() ->
     simulate.run(server)
     slo = {"ttft_s": 1.0, "tpot_s": 1.0, "e2e_s": 9.0}
     summary = summarise(
-        server.record.requests(), Steps.of(server.record), total_blocks=100, slo=slo, price_usd_hour=5.0
+        requests_of(server.record), Steps.of(server.record), total_blocks=100, slo=slo, price_usd_hour=5.0
     )
     summary["imbalance"] = {"tokens": 1.0, "gpu_active": 1.0}  # of fleets
     summary["scaling"] = {name.partition(".")[2]: 1.0 for name in METRICS if name.startswith("scaling.")}

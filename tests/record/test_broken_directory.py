@@ -16,6 +16,7 @@ from cbsim.machine.driver import Machine
 from cbsim.record import columns
 from cbsim.record.parquet import TableFiles
 from cbsim.record.record import STATUSES
+from cbsim.record.tables import requests_of
 from cbsim.runs import reading
 
 FILES = ("scenario.resolved.yaml", "env.json", "summary.json", "steps.parquet", "requests.parquet")
@@ -159,7 +160,7 @@ def test_what_is_not_declared_is_ignored(complete: Path, server: Machine) -> Non
         table = table.select(table.column_names[::-1]).append_column("own", pa.array(["x"] * len(table)))
         pq.write_table(table, complete / name)
     run = reading.load(complete)
-    assert run.requests == server.record.requests()
+    assert run.requests == requests_of(server.record)
     assert run.steps.table.tobytes() == bytes(server.record.steps)
 
 
@@ -199,7 +200,7 @@ def test_a_damaged_byte_changes_no_number(complete: Path, server: Machine, name:
     (complete / name).write_bytes(bytes([*whole[:at], whole[at] ^ flip, *whole[at + 1 :]]))
     try:
         run = reading.load(complete)
-        same = run.requests == server.record.requests()
+        same = run.requests == requests_of(server.record)
         found = "the same" if same and run.steps.table.tobytes() == bytes(server.record.steps) else "other numbers"
     except RunError as error:
         found = str(error)

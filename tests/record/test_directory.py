@@ -23,6 +23,7 @@ from cbsim.machine.driver import Machine
 from cbsim.metrics import metrics
 from cbsim.record import directory, parquet
 from cbsim.record.directory import MARKER, RunWriter
+from cbsim.record.tables import requests_of
 from cbsim.runs import reading
 from cbsim.scenario.scenario import dump
 from cbsim.workload import generators
@@ -38,7 +39,7 @@ def test_what_is_written_comes_back(complete: Path, server: Machine) -> None:
     assert run.incomplete is None
     assert run.scenario == dump(scenario())
     assert run.environment == {"command": "none"}
-    assert run.requests == server.record.requests()
+    assert run.requests == requests_of(server.record)
     assert run.steps.table.tobytes() == bytes(server.record.steps)
     for name in ("preemptions", "prefix_hit_tokens", "output_tokens"):
         assert run.summary[name] > 0, name

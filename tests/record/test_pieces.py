@@ -17,7 +17,7 @@ from cbsim.machine.simulate import Simulation
 from cbsim.record import directory, invariants, record, tables
 from cbsim.record.directory import RunWriter
 from cbsim.record.record import RequestRow
-from cbsim.record.tables import RequestTable, Steps
+from cbsim.record.tables import RequestTable, Steps, requests_of
 from cbsim.runs import reading, result, running
 from cbsim.runs.running import OnStep, Session, Terms
 from cbsim.scenario.scenario import Scenario
@@ -180,7 +180,7 @@ def test_a_record_forgets_what_is_over(tmp_path: Path) -> None:
         nonlocal most
         most = max(most, len(now.steps) // record.STEP_BYTES)
         if not now.steps:
-            assert all(row.status in ("waiting", "unfinished") for row in now.requests())
+            assert all(row.status in ("waiting", "unfinished") for row in requests_of(now))
 
     session.server.run(on_step)
     assert most == 4

@@ -20,6 +20,7 @@ from cbsim.machine.driver import Machine
 from cbsim.policy.groups import FULL
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import Request, RequestSpec
+from cbsim.record.tables import requests_of
 from cbsim.runs import assemble
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario
@@ -97,7 +98,7 @@ def drive(
     reads = Reads(machine.acceptance, machine, made.speculation.rule.ahead if made.speculation else 0, wider)
     machine.acceptance, machine.on_plan = reads, reads.planned
     simulate.run(machine)
-    ended = machine.record.requests()
+    ended = requests_of(machine.record)
     assert [sum(row.token_runs[1::2]) for row in ended] == [out for _, out in requests]
     assert {row.status for row in ended} == {"length"}
     assert not machine.scheduler.pool.tables
@@ -203,7 +204,7 @@ def test_no_run_of_speculation_is_stuck(case: tuple[Scenario, str, Workload]) ->
     made, loop, workload = case
     machine = simulate.machine(made, loop, workload)
     simulate.run(machine)
-    ended = Counter(row.status for row in machine.record.requests())
+    ended = Counter(row.status for row in requests_of(machine.record))
     assert ended.total() == workload.total
     assert ended.keys() <= {"length", "refused"}
     event(f"some refused: {ended['refused'] > 0}")

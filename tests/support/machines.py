@@ -18,7 +18,7 @@ from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record.record import STEP_COLUMNS, Record
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.runs.inbox import Inbox
 from cbsim.schedulers.registry import OURS
 from cbsim.schedulers.sarathi.settings import ServeOptions
@@ -172,4 +172,4 @@ def check_tokens(steps: Steps, runs: Sequence[Sequence[int]]) -> None:
 
 
 def statuses(machine: Machine) -> dict[str, str]:
-    return {row.id: row.status for row in machine.record.requests()}
+    return {row.id: row.status for row in requests_of(machine.record)}

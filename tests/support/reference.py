@@ -13,7 +13,7 @@ from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
 from cbsim.metrics import metrics
 from cbsim.record.record import STEP_COLUMNS, RequestRow
-from cbsim.record.tables import Steps
+from cbsim.record.tables import Steps, requests_of
 from cbsim.scenario import catalog, scenario
 from cbsim.scenario.demand import CsvColumns
 from cbsim.scenario.rows import open_text
@@ -43,7 +43,7 @@ def ran(name: str, loop: str, *overrides: str) -> Ran:
     server = simulate.machine(asked, loop, load)
     simulate.run(server)
     steps = Steps(np.frombuffer(server.record.steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS)))
-    rows = server.record.requests()
+    rows = requests_of(server.record)
     summary = metrics.summarise(
         rows, steps, total_blocks=server.record.total_blocks, price_usd_hour=asked.hardware.price_usd_hour
     )

@@ -18,7 +18,7 @@ from cbsim.machine import simulate
 from cbsim.measured.recorded.case import Case
 from cbsim.policy.plan import WORKED
 from cbsim.record.columns import NS
-from cbsim.record.tables import Floats, Ints, Steps, token_times
+from cbsim.record.tables import Floats, Ints, Steps, requests_of, token_times
 from cbsim.scenario.scenario import MOST_BLOCKS, Scenario
 from cbsim.workload import generators
 
@@ -121,7 +121,7 @@ def run_fleet(fleet: simulate.Fleet) -> Replayed:
         raise ScenarioError(f"kv_cache, scheduler: request {spec.id} cannot be served: {reason}")
     tables, served, cached = [Steps.of(record) for record in records], list[tuple[Any, ...]](), 0
     for record, table in zip(records, tables, strict=True):
-        of = token_times(record.requests(), table)
+        of = token_times(requests_of(record), table)
         cached += int(of.rows.numbers("cached_tokens").sum())
         marks = (of.queued_ns, of.scheduled_ns, of.first_token_ns, of.last_token_ns, of.generated)
         served += zip(*(part.tolist() for part in (of.rows.numbers("index"), *marks)), strict=True)

@@ -19,7 +19,7 @@ from cbsim.errors import ScenarioError
 from cbsim.machine import simulate
 from cbsim.policy.request import RequestSpec
 from cbsim.record.columns import NS
-from cbsim.record.tables import Steps, token_times
+from cbsim.record.tables import Steps, requests_of, token_times
 from cbsim.scenario import documents, scenario
 from cbsim.scenario.fields import near
 from cbsim.scenario.fleet import with_fields
@@ -151,7 +151,7 @@ def climb(arm: Arm, seed: int, overrides: Sequence[str]) -> dict[int, Stage]:
     servers.run()
     columns = np.zeros((4, count))
     for server in servers.machines:
-        of = token_times(server.record.requests(), Steps.of(server.record))
+        of = token_times(requests_of(server.record), Steps.of(server.record))
         times = (of.arrival_ns / NS, of.first_token_ns / NS, of.last_token_ns / NS)
         columns[:, of.rows.numbers("index")] = *times, of.rows.numbers("cached_tokens")
     parts = np.split(columns, np.cumsum([len(stage) for stage in drawn[:-1]]), axis=1)

@@ -43,6 +43,7 @@ from cbengine.serving import backend
 from cbengine.serving.reporter import Left, Load, Post, Reporter, WokenClock
 from cbsim.http.backend import Meter, Stream
 from cbsim.http.settings import Settings
+from cbsim.record.tables import requests_of
 from cbsim.runs.inbox import NEVER_NS
 
 SHARED = [(7 * i + 3) % VOCAB for i in range(12)]
@@ -160,7 +161,7 @@ def test_who_leaves_makes_room(loop: str) -> None:
     left, after = served.talk(leave)
     assert (left.stream.finish, after.stream.finish, len(after.tokens)) == ("abort", "length", 24)
     assert 3 <= len(left.tokens) < 20
-    (row,) = [row for row in served.engine.record.requests() if row.id == "r0"]
+    (row,) = [row for row in requests_of(served.engine.record) if row.id == "r0"]
     assert row.status == "aborted"
     assert served.backend.load.kv_usage == 0
 
@@ -185,7 +186,7 @@ def test_what_cannot_be_served_is_said_and_leaves_no_trace() -> None:
 
     fields = ["prompt"] * 4 + ["max_tokens"] * 3 + ["sampling.temperature", "sampling.top_p"]
     assert [str(error).partition(":")[0] for error in served.talk(wrong)] == fields
-    assert not served.engine.record.requests()
+    assert not requests_of(served.engine.record)
     assert served.backend.log.content() == ""
     late = served.send([1], 1)
     assert (late.stream.finish, late.stream.error) == ("error", "the server takes no more requests")
@@ -200,7 +201,7 @@ def test_the_policys_refusal_reaches_the_client() -> None:
     served = Server(sizes("transformers_fifo", blocks=12), "async")
     answer = served.talk(refused)
     assert (answer.stream.finish, answer.tokens) == ("error", [])
-    (row,) = served.engine.record.requests()
+    (row,) = requests_of(served.engine.record)
     assert (row.status, row.reason) == ("refused", answer.stream.error)
 
 
@@ -389,7 +390,7 @@ def test_the_meter_hears_every_step_and_token() -> None:
     assert all(call.args[2] >= 0 for call in meter.emitted.call_args_list)
     assert meter.stepped.call_count == record.step_count
     preempted = sum(call.args[1] for call in meter.stepped.call_args_list)
-    assert preempted == sum(row.preemptions for row in record.requests())
+    assert preempted == sum(row.preemptions for row in requests_of(record))
 
 
 def test_a_text_is_there_as_long_as_the_scheduler_has_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

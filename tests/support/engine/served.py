@@ -25,7 +25,7 @@ from cbsim.policy.plan import StepPlan
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory, optional_tables
 from cbsim.record.record import STEP_COLUMNS, RequestRow
-from cbsim.record.tables import RequestTable, Steps
+from cbsim.record.tables import RequestTable, Steps, requests_of
 from cbsim.runs import assemble, reading, replan
 from cbsim.scenario import scenario
 from cbsim.scenario.scenario import Scenario, depth
@@ -128,7 +128,7 @@ class Run:
         self.engine.run()
         self.engine.close()
         check_left_behind(self.engine)
-        self.rows: dict[int, RequestRow] = {row.index: row for row in self.engine.record.requests()}
+        self.rows: dict[int, RequestRow] = {row.index: row for row in requests_of(self.engine.record)}
 
     def _plan(self, plan: StepPlan) -> None:
         assert plan.step < MOST_STEPS, "the run does not end"
