@@ -49,9 +49,9 @@ def _server_events(pid: int, steps: Steps, title: str, transfers: Mapping[str, I
         keys = ("step", *(DETAILS if name == "compute" else ()))
         event = _template(pid, 0 if name in PHASES else 1 + LANES.index(name), name, keys)
         busy = np.flatnonzero(steps.lane(name))
-        columns = (steps[key][busy].tolist() for key in (f"{name}_start_ns", f"{name}_end_ns", *keys))
-        for start, end, *numbers in zip(*columns, strict=True):
-            yield event % (start / 1000, (end - start) / 1000, *numbers)
+        starts, ends, *numbers = (steps[key][busy].tolist() for key in (f"{name}_start_ns", f"{name}_end_ns", *keys))
+        at, length = [at / 1000 for at in starts], [(end - at) / 1000 for at, end in zip(starts, ends, strict=True)]
+        yield from map(event.__mod__, zip(at, length, *numbers, strict=True))
     if not transfers or not len(steps):
         return
     inside = np.flatnonzero((transfers["step"] >= steps["step"][0]) & (transfers["step"] <= steps["step"][-1]))

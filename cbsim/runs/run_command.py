@@ -123,7 +123,7 @@ class _Recorder:
 
     def write(self, result: Result) -> Result:
         assert self._writer is not None
-        render.without_help()
+        render.import_matplotlib()
         return result.write(self._writer, self._options.window)
 
     def note(self, reason: str) -> None:

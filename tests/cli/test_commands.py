@@ -51,7 +51,7 @@ except SystemExit: pass
 helped = "figwidth" in sys.modules["matplotlib.figure"].Figure.set.__doc__
 alone = os.environ["OPENBLAS_NUM_THREADS"] == "1"
 print(json.dumps([gc.get_stats() == begun and alone and not helped, *sys.modules]))"""
-PACKAGES = {"cbsim", "simpy", "pydantic", "ruamel", "numpy", "pyarrow", "matplotlib", "mpl_toolkits"}
+PACKAGES = {"cbsim", "simpy", "pydantic", "ruamel", "numpy", "pyarrow", "matplotlib"}
 THEIRS = {"pydantic_core", "typing_extensions", "typing_inspection", "annotated_types", "librt", "PIL", "contourpy"}
 THEIRS |= {"cycler", "dateutil", "fontTools", "kiwisolver", "packaging", "pyparsing", "six", "google"}
 THEIRS |= {"cython_runtime", "_cyutility", "sitecustomize", "usercustomize", "mypy_extensions"}

@@ -66,6 +66,14 @@ with RunWriter.at(pathlib.Path(tempfile.mkdtemp())).writing(result.step_numbers,
     assert not {"pandas", "pyarrow.compute", "matplotlib", "cbsim.draw.chart"} & loaded(program)
 
 
+def test_a_file_is_read_by_its_own_reader_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n")
+    workload = {"kind": "csv", "path": str(tmp_path / "mine.csv")}
+    readers = {f"cbsim.workload.{name}" for name in ("csv_requests", "traces", "scheduler_tests", "vllm_bench")}
+    program = f"import cbsim; cbsim.run('8k_b32', {{'loop.mode': 'sync', 'workload': {workload}}})"
+    assert readers & loaded(program) == {"cbsim.workload.csv_requests"}
+
+
 def test_python_collects_no_garbage_while_a_run_makes_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests and rows make no cycles, and the search for them took half the time of making them."""
     collects = list[bool]()
