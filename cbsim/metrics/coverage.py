@@ -73,7 +73,7 @@ STEP_TIMES = b"step_times"  # metadata of a sweep's table: what its runs rest on
 
 def bases(scenarios: Iterable[Scenario]) -> list[str]:
     """Return what step times of scenarios rest on, and what of these their terms were not calibrated on, each once."""
-    parts = {repr((each.cost, each.hardware, each.model)): each for each in scenarios}
+    parts = {each.model_dump_json(include={"cost", "hardware", "model"}): each for each in scenarios}
     lines = [f"step times by {basis(each)}" for each in parts.values()]
     termed = [each for each in parts.values() if isinstance(each.cost, TableSettings | RooflineSettings)]
     known = [each.model_dump(mode="json") for each in termed]
