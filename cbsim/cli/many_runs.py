@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,11 +232,10 @@ def tune(arguments: argparse.Namespace) -> int:
     slo = checks.parse_all(arguments.check, sweep=True)
     goal = Goal(checks.objective(*arguments.goal), slo, arguments.confidence, arguments.replicates, draws(arguments))
     candidates = tuning.candidates(arguments.scenario, arguments.set, tuning.parse_knobs(arguments.knob), goal)
-    runs = Runs(Store(arguments.store), executor(arguments), Progress(silent=arguments.json))
-    if not arguments.json:
-        about = f"{len(candidates)} candidates, in {len(goal.rounds)} rounds of at most {goal.most} replicates each"
-        print(f"{about}; {runs.executor.about}", file=sys.stderr)
-    tuned = tuning.tune(candidates, goal, runs)
+    workers = executor(arguments)
+    about = f"{len(candidates)} candidates, in {len(goal.rounds)} rounds of at most {goal.most} replicates each"
+    progress = Progress(silent=arguments.json, about=f"{about}; {workers.about}")
+    tuned = tuning.tune(candidates, goal, Runs(Store(arguments.store), workers, progress))
     answer(tuning.study(tuned), arguments, "simulated")
     if tuned.outcome.best is not None:
         return OK
@@ -254,10 +252,9 @@ def recommend(arguments: argparse.Namespace) -> int:
     sizing = searching.sizing(arguments.model, arguments.load, arguments.set, arguments.most, arguments.apart)
     of = searching.candidates(sizing, arguments.cards, arguments.tensor, tune.parse_knobs(arguments.knob))
     terms = searching.terms(of, arguments.slo, confidence=arguments.confidence, replicates=arguments.replicates)
-    runs = Runs(Store(arguments.store), executor(arguments), Progress(silent=arguments.json, brief=True))
-    if not arguments.json:
-        print(f"{len(of)} candidates; {runs.executor.about}", file=sys.stderr)
-    made = recommended.recommend(of, terms, runs)
+    workers = executor(arguments)
+    progress = Progress(silent=arguments.json, brief=True, about=f"{len(of)} candidates; {workers.about}")
+    made = recommended.recommend(of, terms, Runs(Store(arguments.store), workers, progress))
     answer(recommended.study(made, arguments.out), arguments, "simulated")
     recommended.write(made, arguments.out, arguments.line)
     if not arguments.json:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,13 +121,15 @@ def _digest(key: str, name: str, content: bytes) -> str:
 
 class Progress:
     """A progress line on stderr for the runs that a store lacked: points done and failed, points a second, the time
-    left. Nothing is printed if `silent`, nor of quick runs if `brief`.
+    left; before the first of them the line `about`. Nothing is printed if `silent`, nor of quick runs if `brief`.
     """
 
-    def __init__(self, *, silent: bool = False, brief: bool = False) -> None:
-        self._silent, self._brief = silent, brief
+    def __init__(self, *, silent: bool = False, brief: bool = False, about: str = "") -> None:
+        self._silent, self._brief, self._about = silent, brief, "" if silent or not about else f"{about}\n"
 
     def begin(self, total: int) -> None:
+        sys.stderr.write(self._about)
+        self._about = ""
         self._total, self._done, self._failed, self._written = total, 0, 0, 0
         self._line = ProgressLine(5.0)
 

@@ -490,6 +490,7 @@ def test_mistakes_name_the_nearest_thing(change: dict[str, Any], says: str, tmp_
 
 WRONG = [
     (["--slo", ""], "--slo '': expected METRIC<VALUE[UNIT]"),
+    (["--slo", "tpot.p99<=1us"], "keeps the conditions; nearest is 1 x h100 TP8"),
     (["--slo", "ttft.p98<=1s"], "--slo 'ttft.p98<=1s': ttft needs one of"),
     (["--slo", "slo.attainment>=0.9"], "such as --set slo.ttft_s=2"),
     (["--cards", ""], "--cards '': expected names such as h100,l40s"),
