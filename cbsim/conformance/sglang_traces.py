@@ -183,7 +183,7 @@ class WatchedSglang(SglangScheduler):
         """Do nothing, as passes without work count here."""
 
     def outputs(self, spec: RequestSpec) -> int:
-        return self.options.outputs(self._recorded[spec].prompt_tokens, self._recorded[spec].max_new)
+        return self.most_outputs(self._recorded[spec].prompt_tokens, self._recorded[spec].max_new)
 
     def reserves(self, spec: RequestSpec) -> bool:
         return self._recorded[spec].whole

@@ -112,8 +112,9 @@ class PageQueue(FreeList):
     """
 
     def __init__(self, pages: Iterable[int], *, in_front: bool) -> None:
-        self._pieces = deque([(packed([*pages]), 0)])  # with the bytes of each that have been handed out
-        self.free = len(self._pieces[0][0]) // PACKED
+        self._piece, self._at = packed([*pages]), 0  # the first one, and its bytes that have been handed out
+        self._pieces = deque[bytes]()  # behind it
+        self.free = len(self._piece) // PACKED
         self._in_front = in_front
 
     def take(self, count: int) -> list[int]:
@@ -123,14 +124,15 @@ class PageQueue(FreeList):
         """Hand out `count` pages, packed."""
         assert count <= self.free, ("no room was made", count, self.free)
         self.free -= count
-        taken, left = b"", PACKED * count
-        while left > 0:
-            piece, at = self._pieces.popleft()
-            taken += piece[at : at + left]
-            if at + left < len(piece):
-                self._pieces.appendleft((piece, at + left))
-            left -= len(piece) - at
-        return taken
+        taken: list[bytes] = []
+        end = self._at + PACKED * count
+        while end > len(self._piece):
+            taken.append(self._piece[self._at :])
+            end -= len(self._piece)
+            self._piece, self._at = self._pieces.popleft(), 0
+        taken.append(self._piece[self._at : end])
+        self._at = end
+        return b"".join(taken)
 
     def give(self, blocks: list[int], hashed: int) -> None:
         self.put(packed(blocks))
@@ -138,16 +140,22 @@ class PageQueue(FreeList):
     def put(self, pages: bytes) -> None:
         """Take back packed pages, in order."""
         self.free += len(pages) // PACKED
-        (self._pieces.appendleft if self._in_front else self._pieces.append)((pages, 0))
+        if not self._in_front:
+            self._pieces.append(pages)
+            return
+        if self._at < len(self._piece):
+            self._pieces.appendleft(self._piece[self._at :])
+        self._piece, self._at = pages, 0
 
     def pick(self, block: int) -> None:
         pages = self.order()
         pages.remove(block)
         self.free -= 1
-        self._pieces = deque([(packed(pages), 0)])
+        self._piece, self._at = packed(pages), 0
+        self._pieces.clear()
 
     def order(self) -> list[int]:
-        return [page for piece, at in self._pieces for page in unpacked(piece[at:])]
+        return [page for piece in (self._piece[self._at :], *self._pieces) for page in unpacked(piece)]
 
 
 class CachedLast(FreeList):

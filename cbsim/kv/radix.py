@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from cbsim.policy.plan import PACKED
 from cbsim.policy.request import RequestSpec
 from cbsim.policy.value import mypyc_attr
 
-TICK = 100_000  # of the clock; an ancestor is 1 older
+TICK: Final = 100_000  # of the clock; an ancestor is 1 older
+MAJOR: Final = 1 << 64  # of a rank whose minor part is a time of the clock
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -222,9 +224,6 @@ class RadixKey:
         return known
 
 
-Rank = tuple[int, int]
-
-
 class Node:
     """A node: pages `start` up to `end` of a key, and what ranks it for eviction. Pages before `start` are the
     ancestors'; a node that is split keeps its end.
@@ -241,7 +240,7 @@ class Node:
         self.pages = pages
         self.children: dict[int, Node] = {}  # by the number of their first page, in the order in which they came
         self.lock = self.hits = self.born = self.time = self.priority = 0
-        self.queued: Rank | None = None
+        self.queued: int | None = None
 
     @property
     def evictable(self) -> bool:
@@ -249,20 +248,20 @@ class Node:
         return not self.lock and not self.children and self.parent is not None
 
 
-RANKS: dict[str, Callable[[Node], Rank]] = {
-    "lru": lambda node: (0, node.time),
-    "lfu": lambda node: (node.hits, node.time),
-    "fifo": lambda node: (0, node.born),
-    "mru": lambda node: (0, -node.time),
-    "filo": lambda node: (0, -node.born),
-    "slru": lambda node: (int(node.hits >= 2), node.time),
-    "priority": lambda node: (node.priority, node.time),
+RANKS: dict[str, Callable[[Node], int]] = {
+    "lru": lambda node: node.time,
+    "lfu": lambda node: node.hits * MAJOR + node.time,
+    "fifo": lambda node: node.born,
+    "mru": lambda node: -node.time,
+    "filo": lambda node: -node.born,
+    "slru": lambda node: (node.hits >= 2) * MAJOR + node.time,
+    "priority": lambda node: node.priority * MAJOR + node.time,
 }
 
 
 class Leaves:
-    """The evictable leaves of a tree, in a heap. No two have one rank at a time: clocks never repeat, and of the nodes
-    of one birth that a split leaves, one at most is a leaf.
+    """The evictable leaves of a tree by their ranks, which are in a heap. No two have one rank at a time: clocks never
+    repeat, and of the nodes of one birth that a split leaves, one at most is a leaf.
 
     Ranks change with every use. All but mru's only rise, so a stale entry comes up too early and is put back. Under mru
     the ranks fall (`falls`): then a used leaf has to be added again.
@@ -271,52 +270,44 @@ class Leaves:
     def __init__(self, strategy: str) -> None:
         self.falls = strategy == "mru"
         self.rank = RANKS[strategy]
-        self._heap: list[tuple[int, int, Node]] = []
-        self._queued = 0
+        self._heap: list[int] = []
+        self._nodes: dict[int, Node] = {}
 
     def add(self, node: Node) -> None:
         """Add a node that has become evictable or, if ranks fall, was used while it is."""
         if node.queued is None:
-            self._queued += 1
-            self._push(node, self.rank(node))
-        elif self.falls:
-            rank = self.rank(node)
-            if rank != node.queued:
-                self._push(node, rank)
-                if len(self._heap) > 2 * self._queued + 64:
-                    self._heap = [entry for entry in self._heap if entry[2].queued == (entry[0], entry[1])]
-                    heapify(self._heap)
+            self._push(node)
+        elif self.falls and node.queued != self.rank(node):
+            del self._nodes[node.queued]
+            self._push(node)
+            if len(self._heap) > 2 * len(self._nodes) + 64:
+                self._heap = [*self._nodes]
+                heapify(self._heap)
 
-    def _push(self, node: Node, rank: Rank) -> None:
-        node.queued = rank
-        heappush(self._heap, (rank[0], rank[1], node))
+    def _push(self, node: Node) -> None:
+        node.queued = rank = self.rank(node)
+        self._nodes[rank] = node
+        heappush(self._heap, rank)
 
     def pop(self) -> Node | None:
         """Remove and return the evictable leaf of least rank, or None if there is none."""
         while self._heap:
-            first, second, node = heappop(self._heap)
-            if node.queued != (first, second):
+            rank = heappop(self._heap)
+            node = self._nodes.get(rank)
+            if node is None:
                 continue  # it has another entry by now
+            del self._nodes[rank]
+            node.queued = None
             if node.evictable:
-                rank = self.rank(node)
-                if rank == node.queued:
-                    self._remove(node)
+                if self.rank(node) == rank:
                     return node
-                self._push(node, rank)
-            else:
-                self._remove(node)
+                self._push(node)
         return None
-
-    def _remove(self, node: Node) -> None:
-        node.queued = None
-        self._queued -= 1
 
     def check(self, evictable: list[Node]) -> None:
         """Raise AssertionError unless these nodes are listed, and in the order of their ranks."""
-        queued = {entry[2] for entry in self._heap if entry[2].queued == (entry[0], entry[1])}
-        assert len(queued) == self._queued, ("entries", len(queued), self._queued)
-        assert queued.issuperset(evictable), "an evictable leaf is forgotten"
+        assert self._nodes.keys() <= {*self._heap}, "a rank is forgotten"
         for node in evictable:
-            assert node.queued is not None
+            assert node.queued is not None and self._nodes[node.queued] is node, "an evictable leaf is forgotten"
             rank = self.rank(node)
             assert node.queued == rank or (not self.falls and node.queued < rank), ("rank", node.queued, rank)

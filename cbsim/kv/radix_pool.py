@@ -15,27 +15,19 @@ from cbsim.kv.free_lists import PageQueue
 from cbsim.kv.radix import Node, RadixKey, RadixTree
 from cbsim.policy.observer import NULL_OBSERVER, Observer
 from cbsim.policy.plan import PACKED, unpacked
-from cbsim.policy.request import Request
+from cbsim.policy.request import NO_BLOCKS, Request
 from cbsim.policy.value import mypyc_attr
 
 
 class Position:
-    """The position of a request in the tree: it reads all up to `node`, the first pages of its table. Nodes within
-    `counted` pages have counted its key. `own` are the packed pages behind, which the request owns.
+    """The position of a request in the tree: it reads all up to `node`, the first pages of its table; those behind are
+    its `own`. Nodes within `counted` pages have counted its key.
     """
 
     def __init__(self, key: RadixKey, node: Node) -> None:
         self.key = key
         self.node = node
         self.counted = 0
-        self.own = BytesWriter()
-
-    def cut(self, pages: int) -> bytes:
-        """Remove the first `pages` pages that the request owns."""
-        own = self.own.getvalue()
-        self.own.truncate(0)
-        self.own.write(own[PACKED * pages :])
-        return own[: PACKED * pages]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -83,32 +75,33 @@ class RadixPool(BlockPool):
         self.lock(node)
         self.tables[request] = []
         self.positions[request] = Position(key, node)
+        request.pack(BytesWriter())
         request.hash_to(node.end)
 
     def allocated(self, request: Request) -> int:
         position = self.positions.get(request)
-        return 0 if position is None else position.node.end + len(position.own) // PACKED
+        return 0 if position is None else position.node.end + len(request.own) // PACKED
 
     def table(self, request: Request) -> list[int]:
         return [*unpacked(self.listed(request))]
 
     def listed(self, request: Request) -> bytes:
         position = self.positions.get(request)
-        return b"" if position is None else self.tree.path(position.node) + position.own.getvalue()
+        return b"" if position is None else self.tree.path(position.node) + request.own.getvalue()
 
     def extend(self, request: Request, tokens: int) -> bytes:
         """Add the blocks that a request lacks for its first `tokens` tokens; return them packed."""
         pages = self._pages.cut(self.missing(request, tokens))
-        self.positions[request].own.write(pages)
+        request.own.write(pages)
         return pages
 
     def grow(self, request: Request, count: int) -> list[int]:
         return [*unpacked(self.extend(request, (self.allocated(request) + count) * self.block_size))]
 
     def grow_each(self, requests: list[Request]) -> bytes:
-        pages, positions = self._pages.cut(len(requests)), self.positions
+        pages = self._pages.cut(len(requests))
         for i, request in enumerate(requests):
-            write_i64_le(positions[request].own, read_i64_le(pages, PACKED * i))
+            write_i64_le(request.own, read_i64_le(pages, PACKED * i))
         return pages
 
     def make_room(self, tokens: int) -> list[bytes]:
@@ -132,7 +125,7 @@ class RadixPool(BlockPool):
         position, tree, priority = self.positions[request], self.tree, request.spec.priority
         key, first, prompt = position.key, position.node.end, position.key.prompt_tokens // self.block_size
         assert first <= blocks <= self.allocated(request), (request.spec.id, first, blocks, self.allocated(request))
-        own, counted = position.cut(blocks - first), position.counted
+        own, counted = request.cut(PACKED * (blocks - first)), position.counted
         node, duplicates, shared = tree.insert(key, own, first=first, priority=priority, counted=counted)
         for piece in duplicates:
             self._give(piece)
@@ -155,8 +148,9 @@ class RadixPool(BlockPool):
         count, table = self.allocated(request), self.table(request) if self._observer is not NULL_OBSERVER else []
         position = self.positions.pop(request)
         del self.tables[request]
-        self._give(position.cut(max(0, self.blocks_for(kv_tokens) - position.node.end)))
-        self._give(position.own.getvalue())
+        self._give(request.cut(PACKED * max(0, self.blocks_for(kv_tokens) - position.node.end)))
+        self._give(request.own.getvalue())
+        request.pack(NO_BLOCKS)
         self.unlock(position.node)
         self._observer.released(request, table)
         return count
@@ -199,8 +193,8 @@ class RadixPool(BlockPool):
         owners = [*self._free.order(), *unpacked(b"".join([self._collected or b"", *[node.pages for node in nodes]]))]
         assert self.tables.keys() == self.positions.keys(), "tables and positions"
         locks = dict.fromkeys(nodes, 0)
-        for position in self.positions.values():
-            owners += unpacked(position.own.getvalue())
+        for request, position in self.positions.items():
+            owners += unpacked(request.own.getvalue())
             node = position.node
             while node.parent is not None:
                 locks[node] += 1

@@ -11,7 +11,7 @@ steps that did not rest; progress and calendars go by the pace.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -116,6 +116,7 @@ class DecodeBatch(Pace):
         self._late: dict[int, list[Completion]] = {}  # by step: rows of members that have left since they were planned
         self._due: list[Stay] = []  # of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
+        self._orders: list[int] = []  # of these
         self._joins = 0
         self._heads: list[tuple[int, int, Stay]] = []  # heap of (pace - computed, number, stay)
 
@@ -176,7 +177,9 @@ class DecodeBatch(Pace):
             self.long -= request.computed >= self.long_tokens
         self.held_blocks -= blocks
         if self._always:
-            self._always = [member for member in self._always if member is not request]
+            at = bisect_left(self._orders, request.order)
+            if self._always[at : at + 1] == [request]:
+                del self._always[at], self._orders[at]
         self.stays[request].over = True
         del self.stays[request]
         request.leave()
@@ -191,7 +194,9 @@ class DecodeBatch(Pace):
             return due
         self._grow.today = []
         for request in due:
-            insort(self._always, request, key=by_order)
+            at = bisect_left(self._orders, request.order)
+            self._orders.insert(at, request.order)
+            self._always.insert(at, request)
         return self._always
 
     def grew(self) -> None:

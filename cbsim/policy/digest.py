@@ -18,16 +18,15 @@ _EMPTY: Final = blake2b(digest_size=8)
 
 def digest(plan: StepPlan) -> int:
     """Return the digest of everything that `plan` contains."""
-    out = BytesWriter()
+    out, hashed = BytesWriter(), _EMPTY.copy()
     _write_head(out, plan)
-    _write_items(out, plan)
+    _write_items(out, plan, hashed)
     if plan.transfers or plan.awaited or plan.ranked or plan.tables:
         _write_transfers(out, plan)
         if plan.tables:
             _write_tables(out, plan)
     if plan.work.drafts:
         write_i64_le(out, plan.work.drafts)
-    hashed = _EMPTY.copy()
     hashed.update(out.getvalue())
     return read_i64_le(hashed.digest(), 0)
 
@@ -59,7 +58,7 @@ def _write_head(out: BytesWriter, plan: StepPlan) -> None:
     write_i64_le(out, len(changes.replaced))
 
 
-def _write_items(out: BytesWriter, plan: StepPlan) -> None:
+def _write_items(out: BytesWriter, plan: StepPlan, hashed: blake2b) -> None:
     """Write the items of a plan's lists, in the declared order."""
     for chunk in plan.work.chunks:
         write_i64_le(out, chunk.spec.index)
@@ -75,7 +74,9 @@ def _write_items(out: BytesWriter, plan: StepPlan) -> None:
         listed = chunk.listed
         write_i64_le(out, length(listed))
         if isinstance(listed, bytes) or len(listed) >= MANY:
-            out.write(listed if isinstance(listed, bytes) else packed(listed))
+            hashed.update(out.getvalue())
+            out.truncate(0)
+            hashed.update(listed if isinstance(listed, bytes) else packed(listed))
         else:
             for block in listed:
                 write_i64_le(out, block)

@@ -6,15 +6,17 @@ of its own; it derives its progress from the pace of its decode batch (`Pace`), 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from enum import Enum
-from operator import itemgetter
+from typing import Final
+
+from librt.strings import BytesWriter
 
 from cbsim.policy.value import replace, value
 
 EVERY_BLOCK = 1 << 60
+NO_BLOCKS: Final = BytesWriter()
 MOST_STRETCHES = 4096  # of steps, from which on it is worth while to forget some
-first_step = itemgetter(0)
 
 
 class Status(Enum):
@@ -129,7 +131,7 @@ class Pace:
                 self._went.append([self._since, self.updated - self._since])
             self._since = self.updated + 1
             if len(self._went) > MOST_STRETCHES:
-                del self._went[: max(0, bisect_right(self._went, self.oldest, key=first_step) - 1)]
+                del self._went[: max(0, bisect_left(self._went, [self.oldest + 1]) - 1)]
         else:
             self.completed += 1
         self.updated += 1
@@ -149,7 +151,7 @@ class Pace:
 
     def stretches(self, since: int) -> list[list[int]]:
         """Return [first step, steps] in which rows have come back from step `since` on."""
-        first = bisect_right(self._went, since, key=first_step) if self._went else 0
+        first = bisect_left(self._went, [since + 1]) if self._went else 0
         result = self._went[first:]
         if first and (end := sum(self._went[first - 1])) > since:
             result.insert(0, [since, end - since])
@@ -184,6 +186,7 @@ class Request:
         self.local_tokens: int | None = None  # where another server sends the rest: tokens found in the cache before
         self.epoch = 0  # bumped when rows in flight become worthless
         self.hashed = 0  # leading blocks whose content key is known
+        self.own = NO_BLOCKS  # those that it does not share, in a pool that packs them
         self.drafts = 0  # draft tokens that its next row may verify
         self.cached: int | None = None  # prefix-cache hit at the first admission, tokens
         self.preemptions = 0
@@ -331,6 +334,17 @@ class Request:
         """Record that the first `blocks` blocks have a content key."""
         if blocks > self.hashed:
             self.hashed = blocks
+
+    def pack(self, own: BytesWriter) -> None:
+        """Keep the blocks that it does not share in `own`, packed."""
+        self.own = own
+
+    def cut(self, size: int) -> bytes:
+        """Remove the first `size` bytes of its own blocks."""
+        own = self.own.getvalue()
+        self.own.truncate(0)
+        self.own.write(own[size:])
+        return own[:size]
 
     def name_all(self) -> None:
         """Give every full block a key, also those whose content no other request can look up."""

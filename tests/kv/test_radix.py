@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from librt.strings import write_i64_le
 from support.naive_radix import NaiveRadix, Words, specs, written
 
 from cbsim.kv.radix import RANKS, Node, RadixKey
 from cbsim.kv.radix_pool import RadixPool
-from cbsim.policy.plan import unpacked
+from cbsim.policy.plan import packed, unpacked
 from cbsim.policy.request import Request, RequestSpec
 
 SIZES = (1, 2, 16)
@@ -190,8 +189,8 @@ TestRadix.settings = settings(max_examples=150, stateful_step_count=40)
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda pool, request, node: pool.positions[request].cut(1), "blocks"),
-        (lambda pool, request, node: write_i64_le(pool.positions[request].own, 7), "blocks"),
+        (lambda pool, request, node: request.cut(8), "blocks"),
+        (lambda pool, request, node: request.own.write(packed([7])), "blocks"),
         (lambda pool, request, node: pool.tree.lock(node), "locks"),
         (lambda pool, request, node: setattr(node, "lock", 0), "pages evictable"),
         (lambda pool, request, node: setattr(pool.tree, "evictable", 5), "pages evictable"),

@@ -55,6 +55,7 @@ class SglangScheduler(SchedulerBase):
         self.hold = 0  # passes without a prefill to come
         self._sent: list[Entry] = []  # requests that have arrived since the scheduler last looked
         self._unseen = 0  # passes since then
+        self._recv_interval = o.scheduler_recv_interval
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
         self._writes = False  # whether any request may write more than one token, of all since the batch was empty
@@ -118,12 +119,14 @@ class SglangScheduler(SchedulerBase):
         request = self.decoding.add(spec, max(1, max_new))
         root = self.pool.tree.root
         self._sent.append(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
-        if self.options.scheduler_recv_interval == 1 and self.sending is None:
+        if self._recv_interval == 1 and self.sending is None:
             self._receive()
 
     def _receive(self) -> None:
         """Queue the requests that have arrived, on a prefill server those for which it has a buffer."""
         free, self._unseen = len(self._sent), 0
+        if not free:
+            return
         if self.sending is not None:
             taken = len(self.waiting) + len(self.running) + len(self.sending.unfetched)
             free = BUFFERS * self.options.max_running_requests - taken
@@ -156,7 +159,16 @@ class SglangScheduler(SchedulerBase):
 
     def outputs(self, spec: RequestSpec) -> int:
         """Return the output tokens that a request may write."""
-        return self.options.outputs(spec.prompt_tokens, spec.max_tokens)
+        return self.most_outputs(spec.prompt_tokens, spec.max_tokens)
+
+    def most_outputs(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the outputs of a request with this limit that fit a sequence and an empty cache."""
+        o = self.options
+        if o.prefills:
+            return 1
+        paged = (self.pool.blocks_for(prompt_tokens) + 1) * o.block_size
+        most = min(max_tokens, o.longest - prompt_tokens - 1)
+        return max(0, min(most, o.pool_tokens - paged - 1))
 
     def reserves(self, spec: RequestSpec) -> bool:
         """True if all that the request may write is kept free for it."""
@@ -208,7 +220,7 @@ class SglangScheduler(SchedulerBase):
     def one_pass(self) -> StepPlan | None:
         """Return the plan of one turn of the loop, or None."""
         self._unseen += 1
-        if self.launched or not self.batch or self._unseen >= self.options.scheduler_recv_interval:
+        if self.launched or not self.batch or self._unseen >= self._recv_interval:
             self._receive()
         if self.receiving is not None:
             return self._decode_received(self.receiving)
@@ -415,7 +427,8 @@ class SglangScheduler(SchedulerBase):
         if not self.batch:
             return None
         pool.make_room(pool.block_size * len(self.batch))
-        decoding, self.keys.prefilled = self.decoding, set()
+        decoding = self.decoding
+        self.keys.prefilled.clear()
         if len(decoding.batched) == len(self.batch):
             decoding.go_on()
             return self._plan({})

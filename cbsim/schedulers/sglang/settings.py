@@ -119,15 +119,6 @@ class SglangOptions(SglangSettings):
         """The tokens of a sequence, the last one not counted."""
         return min(self.context_length, self.pool_tokens) - 1
 
-    def outputs(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return the output tokens that a request may write: up to its limit, a sequence and an empty cache."""
-        if self.prefills:
-            return 1
-        page = self.block_size
-        paged = -(-prompt_tokens // page) * page
-        most = max(0, min(max_tokens, self.longest - prompt_tokens - 1))
-        return max(0, min(most, self.pool_tokens - paged - page - 1))
-
     @cached_property
     def prefills(self) -> bool:
         """Whether others decode what it prefills."""
