@@ -308,6 +308,7 @@ class Leaves:
         """Raise AssertionError unless these nodes are listed, and in the order of their ranks."""
         assert self._nodes.keys() <= {*self._heap}, "a rank is forgotten"
         for node in evictable:
-            assert node.queued is not None and self._nodes[node.queued] is node, "an evictable leaf is forgotten"
+            assert node.queued is not None
+            assert self._nodes.get(node.queued) is node, "an evictable leaf is forgotten"
             rank = self.rank(node)
             assert node.queued == rank or (not self.falls and node.queued < rank), ("rank", node.queued, rank)

@@ -7,6 +7,7 @@ is under way.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,12 +21,14 @@ from cbsim.collector import no_collections
 from cbsim.metrics import coverage, metrics
 from cbsim.policy.request import Finish
 from cbsim.record import directory, environment, optional_tables
+from cbsim.record.columns import NS
 from cbsim.record.directory import OnSteps, Pieces, RunWriter
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import RequestTable
 from cbsim.routers import registry as routers
 from cbsim.routers.scaling import HPA
 from cbsim.runs.result import Result, Results
+from cbsim.scenario import demand
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -69,13 +72,14 @@ class Terms:
 
     `command` makes it again, `window_s` bounds the arrivals of the requests that count, `requests` are served in place
     of the scenario's own: the text of a CSV file (cbsim.workload.csv_requests). `digests`: whether steps have those of
-    their plans.
+    their plans. `warmup`: in place of a window, the share of requests, the first to arrive, that do not.
     """
 
     command: str
     window_s: tuple[float, float] | None = None
     requests: str | None = None
     digests: bool = True
+    warmup: float = 0.0
 
 
 class Session:
@@ -147,7 +151,8 @@ class Session:
         """Return the result so far; `incomplete` is the reason if the run was cut short."""
         record = self.server.record
         rows, steps = self._pieces.tables(record) if self._pieces else directory.contents(record)
-        numbers = metrics.summarise(rows, steps, **self._counted)
+        warmed = self._behind_warmup(rows)
+        numbers = metrics.summarise(rows, steps, **self._counted | warmed)
         numbers |= self._optional(numbers, rows)
         files = {**optional_tables.files_of(record), **self.server.files()}
         if (requests := self._terms.requests) is not None:
@@ -155,6 +160,8 @@ class Session:
 
             files = {csv_requests.file_of(self.scenario): requests.encode()} | files
         environment, summary = self.environment, self._about(complete=incomplete is None) | numbers
+        if warmed:
+            environment["command"] += f" --window {warmed['window_s'][0]!r}:"
         basis = coverage.basis(self.scenario.servers[0], steps)
         environment["step_times"] = "measured" if self.server.measured else basis
         cost, told = self.scenario.servers[0].cost, environment.get("notices", ())
@@ -163,6 +170,17 @@ class Session:
         notices = *self.notices, *seen, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
         resolved = self.resolved
         return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
+
+    def _behind_warmup(self, rows: RequestTable) -> dict[str, Any]:
+        """Return the window of the requests that count, if the first do not, and not the first of every user of a
+        closed loop, who all begin at once.
+        """
+        if not (len(rows) and self._terms.warmup):
+            return {}
+        arrivals_ns, arrivals = np.sort(rows.numbers("arrival_ns")), getattr(self.scenario.workload, "arrivals", None)
+        burst = arrivals.users if isinstance(arrivals, demand.ClosedLoop) else 0
+        first_ns = float(arrivals_ns[min(max(int(self._terms.warmup * len(rows)), burst), len(rows) - 1)])
+        return {"window_s": (max(first_ns - 0.5, 0.0) / NS, math.inf)}  # between two nanoseconds: no rounding matters
 
     def _optional(self, numbers: Mapping[str, Any], rows: RequestTable) -> dict[str, Any]:
         """Return those parts of a summary that only some runs have."""

@@ -7,7 +7,6 @@ At the start of a run the server is still empty, so the latencies of the first r
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
 import traceback
@@ -16,24 +15,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cbsim.errors import PolicyError, UserError
 from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
-from cbsim.metrics import metrics
-from cbsim.record.columns import NS
 from cbsim.runs import progress, running
 from cbsim.runs.result import Result
 from cbsim.runs.running import Terms
-from cbsim.scenario import demand
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps.sweep_file import Keep
 
@@ -133,10 +126,8 @@ def work(task: Task) -> Made:
     try:
         scenario = task.scenario
         serve = partial(Repriced, others=task.others) if task.others else Simulation
-        terms = Terms(COMMAND, digests=task.keep != "summary")
+        terms = Terms(COMMAND, digests=task.keep != "summary", warmup=task.warmup)
         result = running.one_loop(scenario, scenario.loop.mode, serve, terms)
-        if task.warmup:
-            result = without(result, task.warmup)
         files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})
         files |= {REPRICED: result.files[REPRICED]} if task.others else {}
     except Exception as error:
@@ -175,25 +166,6 @@ def _reason(error: Exception) -> str:
         return "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"
-
-
-def without(result: Result, share: float) -> Result:
-    """Return the run with latencies and SLO of only those requests that arrive after the first `share` of all, and
-    after the first of every user of a closed loop, who all begin at once.
-    """
-    arrivals_ns = np.sort(result.request_rows.numbers("arrival_ns"))
-    if not len(arrivals_ns):
-        return result
-    arrivals = getattr(result.scenario.workload, "arrivals", None)
-    burst = arrivals.users if isinstance(arrivals, demand.ClosedLoop) else 0
-    first_ns = float(arrivals_ns[min(max(int(share * len(arrivals_ns)), burst), len(arrivals_ns) - 1)])
-    window_s = (max(first_ns - 0.5, 0.0) / NS, math.inf)  # between two nanoseconds, so that no rounding leaves it out
-    servers, price = result.summary.get("per_server", ()), result.summary.get("cost", {}).get("price_usd_hour")
-    counted = running.counted(result.scenario, result.summary["total_blocks"], window_s, servers)
-    counted["price_usd_hour"] = price  # of fleets that change, that of the servers that there were
-    summary = {**result.summary, **metrics.summarise(result.request_rows, result.step_numbers, **counted)}
-    environment = {**result.environment, "command": f"{COMMAND} --window {window_s[0]!r}:"}
-    return replace(result, summary=summary, environment=environment)
 
 
 class Here(Executor):

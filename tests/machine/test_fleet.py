@@ -37,7 +37,6 @@ from cbsim.runs import assemble, reading, replan, running
 from cbsim.runs.result import Result
 from cbsim.scenario.scenario import Scenario, dump, parse
 from cbsim.schedulers import registry
-from cbsim.sweeps.work import without
 from cbsim.workload import generators
 from cbsim.workload.requests import Workload
 
@@ -359,8 +358,10 @@ def test_what_came_of_the_drafts_of_each_server() -> None:
     """Their sums are those of all; a server without speculation has none. They stay when a window counts anew."""
     drafts = {"method": "ngram", "k": 2, "acceptance": {"rate": 0.5}}
     pools = [{"count": 2}, {"server": {"speculation": None}}]
-    result = run(of({"pools": pools, "router": {"name": "round_robin"}}, speculation=drafts))
-    for summary in (result.summary, without(result, 0.1).summary):
+    scenario = of({"pools": pools, "router": {"name": "round_robin"}}, speculation=drafts)
+    for terms in (running.Terms("test"), running.Terms("test", warmup=0.1)):
+        result = running.one_loop(scenario, scenario.loop.mode, Simulation, terms)
+        summary = result.summary
         each = [server.get("drafts") for server in summary["per_server"]]
         assert each[2] is None
         for name in ("verified_tokens", "accepted_tokens", "rejected_tokens", "verifications"):
