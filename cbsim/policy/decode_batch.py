@@ -185,6 +185,7 @@ class DecodeBatch(Pace):
         request.leave()
         if not self.stays:
             self.max_order = -1
+            self._heads.clear()
 
     def growing(self) -> list[Request]:
         """Return the members that need one more block in the step being planned, in admission order."""

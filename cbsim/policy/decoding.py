@@ -106,7 +106,7 @@ class Decoding:
         self._admissions += 1
         return self._admissions - 1
 
-    def row(self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0) -> Chunk:
+    def row(self, request: Request, tokens: int, blocks: Sequence[int], *, guesses: int = 0, padding: int = 0) -> Chunk:
         """Return a row of the next `tokens` tokens, for which `blocks`, perhaps packed, have been added to the table.
 
         If the row reaches the request's target, it yields an output token. The last `guesses` of the tokens lie behind
@@ -127,6 +127,7 @@ class Decoding:
             resumed=first and request.preemptions > 0,
             cached=start - request.restored if first else 0,
             recomputed=min(before, end) - start if before > start else 0,
+            padding=padding,
         )
 
     def preempt(self, request: Request, *, drop_in_flight: bool) -> None:

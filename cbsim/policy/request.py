@@ -294,7 +294,7 @@ class Request:
             raise self._broken("leaves those that decode together, and is none of them")
         self._computed, self._scheduled, self._seen = self.computed, self.scheduled, self.seen
         self.batch = None
-        self.runs = joined(self.runs, batch.stretches(self.since))
+        join_runs(self.runs, batch.stretches(self.since))
 
     def receive(self, step: int, tokens: int = 1) -> None:
         """Record that `tokens` output tokens, sampled by `step`, came back."""
@@ -328,7 +328,7 @@ class Request:
         """
         if self.batch is None:
             return self.runs
-        return joined(self.runs, self.batch.stretches(self.since))
+        return join_runs([run[:] for run in self.runs], self.batch.stretches(self.since))
 
     def hash_to(self, blocks: int) -> None:
         """Record that the first `blocks` blocks have a content key."""
@@ -388,8 +388,9 @@ class Request:
         self.status, self.finish, self.keeps_blocks = Status.FINISHED, reason, keeps_blocks
 
 
-def joined(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Return [first step, steps] of both, which follow each other."""
+def join_runs(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Add [first step, steps] that follow others to these, which are returned."""
     if runs and more and runs[-1][0] + runs[-1][1] == more[0][0]:
-        return [*runs[:-1], [runs[-1][0], runs[-1][1] + more[0][1]], *more[1:]]
-    return [*runs, *more]
+        runs[-1][1] += more.pop(0)[1]
+    runs += more
+    return runs

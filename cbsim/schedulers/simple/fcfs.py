@@ -70,12 +70,12 @@ class Fcfs(SchedulerBase):
         self.decodes = self.decoding.go_on()
         return self.decodes
 
-    def admit(self, tokens: int, blocks: list[int]) -> Chunk:
+    def admit(self, tokens: int, blocks: list[int], padding: int = 0) -> Chunk:
         """Admit the head of the queue and return a row of its first tokens. `blocks` are those that it got."""
         request = self.waiting.popleft()
         self.decoding.admit(request)
         self.running[request] = None
-        return self.decoding.row(request, tokens, blocks)
+        return self.decoding.row(request, tokens, blocks, padding=padding)
 
     def head(self, slots: int, step: int = NO_LIMIT, total: int = NO_LIMIT) -> list[Request]:
         """Return the head of the queue as far as cache, slots, prompt tokens of a `step`, and tokens in `total` go."""
@@ -90,10 +90,12 @@ class Fcfs(SchedulerBase):
             joining.append(request)
         return joining
 
-    def prefill(self, joining: list[Request]) -> dict[Request, Chunk]:
-        """Admit the head of the queue with all blocks that it may write to. Return rows of its whole prompts."""
-        pool = self.pool
-        return {r: self.admit(r.target, pool.grow(r, blocks_to_end(pool, r.spec))) for r in joining}
+    def prefill(self, joining: list[Request], width: int = 0) -> dict[Request, Chunk]:
+        """Admit the head of the queue with all blocks that it may write to. Return rows of its whole prompts, padded to
+        a `width`.
+        """
+        grown = [(r, self.pool.grow(r, blocks_to_end(self.pool, r.spec))) for r in joining]
+        return {r: self.admit(r.target, blocks, max(0, width - r.target)) for r, blocks in grown}
 
     def _finish(self, request: Request, reason: Finish) -> None:
         if request.status is Status.WAITING:
@@ -134,11 +136,10 @@ class DynamicPadded:
         joining = fcfs.head(self._slots)
         if joining:
             decoding.split()
-        rows = {r: decoding.row(r, 1, ()) for r in sorted(decoding.unbatched, key=by_order) if r.scheduled < r.limit}
-        rows.update(fcfs.prefill(joining))
+        width = max([r.target for r in joining], default=1)
+        going = [r for r in sorted(decoding.unbatched, key=by_order) if r.scheduled < r.limit]
         fcfs.go_on()
-        width = max([row.tokens for row in rows.values()], default=1)
-        return {request: replace(row, padding=width - row.tokens) for request, row in rows.items()}
+        return {r: decoding.row(r, 1, (), padding=width - 1) for r in going} | fcfs.prefill(joining, width)
 
 
 DYNAMIC_PADDED = SchedulerKind(
@@ -307,8 +308,8 @@ class StaticScheduler(SchedulerBase):
         rows = {}
         for request in self._batch:
             self.decoding.admit(request)
-            row = self.decoding.row(request, request.target, self.pool.grow(request, blocks))
-            rows[request] = replace(row, padding=prompt - request.target)
+            tokens, table = request.target, self.pool.grow(request, blocks)
+            rows[request] = self.decoding.row(request, tokens, table, padding=prompt - tokens)
         self._length = prompt
         return self._commit(rows)
 
