@@ -94,7 +94,8 @@ class Session:
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         with no_collections():
             workload = generators.build(self.scenario, terms.requests)
-        self.requests, self.notices = workload.total, (*_notices(self.scenario), *workload.notices)
+        told = [f"{within}{line}" for within, server in self.scenario.pools for line in scenarios.notices(server)]
+        self.requests, self.notices = workload.total, (*told, *workload.notices)
         self.server = serve(self.scenario, loop, workload)
         self.server.record.digests = terms.digests
         if not self.server.measured and workload.total:
@@ -221,10 +222,6 @@ def _check_drafts(scenario: Scenario, workload: Workload) -> None:
             drafts.acceptance.recorded(
                 drafts.k, [min(spec.output_tokens, spec.max_tokens) if spec else 0 for spec in specs]
             )
-
-
-def _notices(scenario: Scenario) -> list[str]:
-    return [f"{within}{line}" for within, server in scenario.pools for line in scenarios.notices(server)]
 
 
 def _old_signals(scenario: Scenario, makespan_s: float) -> Iterator[str]:

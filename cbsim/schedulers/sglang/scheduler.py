@@ -55,7 +55,6 @@ class SglangScheduler(SchedulerBase):
         self.hold = 0  # passes without a prefill to come
         self._sent: list[Entry] = []  # requests that have arrived since the scheduler last looked
         self._unseen = 0  # passes since then
-        self._recv_interval = o.scheduler_recv_interval
         self.launched: list[Entry] = []  # the requests of the pass before, if it was a prefill
         self._departed = False  # whether a request has left the batch since the pass before
         self._writes = False  # whether any request may write more than one token, of all since the batch was empty
@@ -119,7 +118,7 @@ class SglangScheduler(SchedulerBase):
         request = self.decoding.add(spec, max(1, max_new))
         root = self.pool.tree.root
         self._sent.append(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
-        if self._recv_interval == 1 and self.sending is None:
+        if self.options.scheduler_recv_interval == 1 and self.sending is None:
             self._receive()
 
     def _receive(self) -> None:
@@ -220,7 +219,7 @@ class SglangScheduler(SchedulerBase):
     def one_pass(self) -> StepPlan | None:
         """Return the plan of one turn of the loop, or None."""
         self._unseen += 1
-        if self.launched or not self.batch or self._unseen >= self._recv_interval:
+        if self.launched or not self.batch or self._unseen >= self.options.scheduler_recv_interval:
             self._receive()
         if self.receiving is not None:
             return self._decode_received(self.receiving)
@@ -427,8 +426,7 @@ class SglangScheduler(SchedulerBase):
         if not self.batch:
             return None
         pool.make_room(pool.block_size * len(self.batch))
-        decoding = self.decoding
-        self.keys.prefilled.clear()
+        decoding, self.keys.prefilled = self.decoding, set()
         if len(decoding.batched) == len(self.batch):
             decoding.go_on()
             return self._plan({})

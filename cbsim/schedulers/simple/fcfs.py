@@ -91,9 +91,7 @@ class Fcfs(SchedulerBase):
         return joining
 
     def prefill(self, joining: list[Request], width: int = 0) -> dict[Request, Chunk]:
-        """Admit the head of the queue with all blocks that it may write to. Return rows of its whole prompts, padded to
-        a `width`.
-        """
+        """Admit the head of the queue with all blocks that it may write to. Return its prompts, padded to a `width`."""
         grown = [(r, self.pool.grow(r, blocks_to_end(self.pool, r.spec))) for r in joining]
         return {r: self.admit(r.target, blocks, max(0, width - r.target)) for r, blocks in grown}
 
