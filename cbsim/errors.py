@@ -85,4 +85,4 @@ class DeadlockError(RunError):
     """An error of a scheduler whose requests get no further, for ever. The message says which, and what they lack."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"stuck: {reason}")
+        super().__init__(f"stuck: {reason.removeprefix('stuck: ')}")  # a process that waits for another makes it anew

@@ -116,7 +116,10 @@ def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Ch
     name, compare, number, unit = match.groups()
     name = named(name, source, sweep=sweep)
     allowed = UNITS.get(metric(name).unit, {"": 1.0})
-    return Check(condition, name, compare, bounded(name, number, unit, allowed, source), option)
+    bound = bounded(name, number, unit, allowed, source)
+    if compare == "<" and not bound:
+        raise CheckError(f"{source}: {metric(name).spelled} is never below 0", field=name, value=number, bound="> 0")
+    return Check(condition, name, compare, bound, option)
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -239,3 +240,9 @@ def test_refusals_of_those_that_were_added_are_told_at_once(monkeypatch: pytest.
     monkeypatch.setattr(scheduler, "schedule", schedule)
     told = ["refused r1: too many wait", "refused r2: it has come back, and too many wait"]
     assert effects(scheduler, 1, [Polled([spec(0)]), CLOSED])[:4] == ["wait", *told, "launch 0"]
+
+
+def test_a_deadlock_in_another_process_is_said_as_in_this_one() -> None:
+    """It comes back pickled, which makes it anew from its message."""
+    error = DeadlockError("no step can be planned")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "stuck: no step can be planned"
