@@ -156,7 +156,7 @@ class RooflineCost:
                 attention_s += read.share * self._attention_s(read, chunks)
         time = self._overhead_s + tokens * self._embedding_s + context_s
         if self._state_s:
-            time += sampled * self._states_s(1) + sum([self._states_s(c.tokens + c.padding) for c in chunks])
+            time += sampled * self._states_s(1) + sum(map(self._states_s, [c.tokens + c.padding for c in chunks]))
         if chunks:
             if not self._listed or not all(chunk.reads_once for chunk in chunks):
                 flops = self._flops_prefill
@@ -167,9 +167,10 @@ class RooflineCost:
         if self._experts_s:
             weights_s += self._experts_s * reached(self._experts_share, tokens)
         time += self._reduces_s + tokens * self._reduce_token_s
-        time += max(tokens * self._linear_flop / flops, weights_s)
+        linear_s, head_s = tokens * self._linear_flop / flops, sampled * self._head_flop / flops
+        time += linear_s if linear_s > weights_s else weights_s
         if sampled:
-            time += max(sampled * self._head_flop / flops, self._head_s)
+            time += head_s if head_s > self._head_s else self._head_s
         h2d_ns, d2h_ns = copy_ns(plan, self._pcie_ns)
         return h2d_ns, nearest(time * 1e9), d2h_ns
 
@@ -187,7 +188,8 @@ class RooflineCost:
             pairs, seen = whole_pairs(start, tokens), start + tokens
             if not read.whole:
                 pairs, seen = read.kind.pairs(start, tokens), read.kind.seen(start, tokens)
-            time += max(pairs * pair_s, seen * read.kv_s)
+            computed_s, read_s = pairs * pair_s, seen * read.kv_s
+            time += computed_s if computed_s > read_s else read_s
         return time
 
 

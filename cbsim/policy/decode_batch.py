@@ -95,7 +95,7 @@ def in_order(notes: Completions, late: list[Completion], stopped: list[Request])
         noted = {completion.request for completion in (*before, *middle, *after)}
         middle += [Completion(request, request.epoch, 1) for request in stopped if request not in noted]
     if len(middle) > 1:
-        middle.sort(key=lambda completion: completion.order)
+        middle.sort(key=by_order)
     return [*before, *middle, *after]
 
 
@@ -135,7 +135,6 @@ class DecodeBatch(Pace):
         """The KV tokens that the members' next rows read, their own token not counted."""
         return self._offset + len(self.stays) * self.pace
 
-    @property
     def longest(self) -> int:
         """The KV tokens that the longest member's next row reads, its own token not counted; 0 without members."""
         heads = self._heads
@@ -240,6 +239,6 @@ class DecodeBatch(Pace):
         assert self.context == sum(r.computed for r in self), (self.context, [r.computed for r in self])
         counted = sum(blocks[r] for r in self)
         assert self.held_blocks == counted, (self.held_blocks, counted)
-        assert self.longest == max((r.computed for r in self), default=0), self.longest
+        assert self.longest() == max((r.computed for r in self), default=0), self.longest()
         assert not self.long_tokens or self.long == sum(r.computed >= self.long_tokens for r in self), self.long
         assert all(r.order <= self.max_order and r.batch is self for r in self)

@@ -235,7 +235,7 @@ class Decoding:
         chunks, joined, ends, tokens, table_blocks, new_blocks = listed
         tables = pool.table_changes(members.planned, rows) if pool.groups else ()
         transfers, awaited = self._take_transfers()
-        context, longest = (members.context, members.longest) if decodes else (0, 0)
+        context, longest = (members.context, members.longest()) if decodes else (0, 0)
         work = StepWork(chunks, lead, decodes, context, longest, tokens, drafts, fast_decode=fast_decode)
         if not resting:
             table_blocks += members.held_blocks
@@ -328,8 +328,10 @@ class Decoding:
 
     def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """Apply the result of the oldest step in flight: deliver tokens, `end` finished requests in row order."""
-        step, requests = plan.step, self.requests
-        stopped = [requests[spec] for spec in result.stopped if spec in requests] if result.stopped else []
+        step = plan.step
+        stopped: list[Request] = []
+        if result.stopped:
+            stopped = [request for request in map(self.requests.get, result.stopped) if request is not None]
         completions = self._collect(step, result, stopped)
         if not completions:
             return UNCHANGED

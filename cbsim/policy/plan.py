@@ -153,16 +153,6 @@ class StepWork:
         return self.prefill_tokens + self.decodes
 
     @property
-    def decode_rows(self) -> int:
-        """The rows of one new token behind a computed prompt, and drafts behind it, counted or listed."""
-        return self.decodes + sum([chunk.decodes for chunk in self.chunks])
-
-    @property
-    def draft_tokens(self) -> int:
-        """The query tokens that are drafts of the rows before."""
-        return sum([chunk.drafts for chunk in self.chunks])
-
-    @property
     def guesses(self) -> int:
         """The query tokens that are guesses."""
         return sum([chunk.outputs - 1 for chunk in self.chunks if chunk.outputs > 1])

@@ -306,8 +306,8 @@ class Request:
         if tokens and self.runs and self.runs[-1][0] + self.runs[-1][1] == step:
             self.runs[-1][1] += 1
             tokens -= 1
-        if tokens:
-            self.runs += [[step, 1] for _ in range(tokens)]
+        for _ in range(tokens):
+            self.runs.append([step, 1])
 
     def reconcile(self, short: int) -> None:
         """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.

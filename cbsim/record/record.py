@@ -271,6 +271,7 @@ class Record:
         chunks, decodes = work.chunks, work.decodes
         rows, tokens, context = len(chunks) + decodes, work.prefill_tokens + decodes, work.decode_context
         sampled, recomputed, cached, drafts, accepted = decodes, 0, 0, 0, self._accepted_tokens
+        finished = len(outcome.finished)
         for chunk in chunks:
             recomputed += chunk.recomputed
             cached += chunk.cached
@@ -300,7 +301,7 @@ class Record:
         write_i64_le(row, len(plan.changes.preempted))
         write_i64_le(row, recomputed)
         write_i64_le(row, cached)
-        write_i64_le(row, min(sampled, len(outcome.finished)))  # others ended with the KV that came
+        write_i64_le(row, finished if finished < sampled else sampled)  # others ended with the KV that came
         write_i64_le(row, outcome.wasted_rows)
         write_i64_le(row, digest(plan) if self.digests else 0)
         _write_times(row, times)

@@ -350,7 +350,8 @@ def _fits(row: tuple[int, ...], planned: tuple[int, int, int]) -> bool:
 def _difference(plan: StepPlan, total_blocks: int, recorded: tuple[int, ...]) -> str | None:
     """Return the first difference of a plan from the record, or None. A step may have verified fewer drafts."""
     work, counts = plan.work, plan.counts
-    decodes, drafts, tokens = work.decode_rows, work.draft_tokens, work.tokens
+    drafts, tokens = sum([chunk.drafts for chunk in work.chunks]), work.tokens
+    decodes = work.decodes + sum([chunk.decodes for chunk in work.chunks])
     derived = (
         *(work.rows, decodes, tokens - decodes - drafts, drafts, tokens),
         *(counts.new_blocks, total_blocks - counts.free_blocks, counts.cached_blocks, counts.running, counts.waiting),

@@ -198,7 +198,8 @@ class VllmScheduler(SchedulerBase):
             if not tokens:
                 i += 1
                 continue
-            needed = self.pool.due(request, self._end(computed + tokens) - computed)
+            end = self._end(computed + tokens)
+            needed = self.pool.due(request, end - computed)
             while needed > self.pool.free and request in unbatched:
                 victim = line[-1] if self._fcfs else max(line, key=_urgency)
                 if self.transfers is not None and self.transfers.in_flight(victim):
@@ -209,7 +210,7 @@ class VllmScheduler(SchedulerBase):
                     continue
                 break
             step.prefill |= request.status is Status.PREFILL
-            self._place(request, tokens, needed, step)
+            self._place(request, tokens, end, needed, step)
             i += 1
 
     def _preempt(self, victim: Request, line: list[Request], index: int, step: Step) -> int:
@@ -238,7 +239,8 @@ class VllmScheduler(SchedulerBase):
             swapping.bring_in(request)
             self.running[request] = None
             step.prefill |= request.uncomputed > 1
-            self._place(request, tokens, self.pool.missing(request, request.computed + tokens), step)
+            end = request.computed + tokens
+            self._place(request, tokens, end, self.pool.missing(request, end), step)
 
     def _admit(self, step: Step) -> None:
         """Admit the queue, head first: none is preempted for it, and none is passed over but those that were preempted
@@ -287,7 +289,7 @@ class VllmScheduler(SchedulerBase):
         if not self.pool.allocated(request):
             self.pool.adopt(request, hits)
         step.prefill |= prefill
-        self._place(request, tokens, self.pool.missing(request, end), step)
+        self._place(request, tokens, end, self.pool.missing(request, end), step)
         return True
 
     def _end(self, tokens: int) -> int:
@@ -322,8 +324,9 @@ class VllmScheduler(SchedulerBase):
         spec = request.spec
         return self.pool.blocks_for(min(spec.prompt_tokens + spec.max_tokens, self.options.max_model_len) - 1)
 
-    def _place(self, request: Request, tokens: int, blocks: int, step: Step) -> None:
-        added = self.pool.fill(request, self._end(request.computed + tokens), blocks) if blocks else ()
+    def _place(self, request: Request, tokens: int, end: int, blocks: int, step: Step) -> None:
+        """Add a row of so many tokens, and the `blocks` that are lacking for the request's tokens up to `end`."""
+        added = self.pool.fill(request, end, blocks) if blocks else ()
         drafts = max(0, tokens - request.uncomputed) if self._speculation else 0
         step.drafts |= not self._ahead or self._wants_drafts(request, tokens)
         step.rows[request] = self.decoding.row(request, tokens, added, guesses=drafts)
