@@ -61,7 +61,7 @@ class FreeQueue(FreeList):
         """Return the next entries, dead or alive; fewer if there are no more."""
         top, first = self._top, self._head
         least = self._top = top - count if top > count else 0
-        front = self._stack[least:top]
+        front = self._stack[least:top] if top else []
         front.reverse()
         if top >= count:
             return front
