@@ -116,12 +116,18 @@ class CsvTable:
         return Document(str(self.path), None, {field: value}, at=self.line).bad(field, expected)
 
     def count(self, column: int, cell: str, least: int = 1) -> int:
-        """Return a cell as a whole number of at most 12 digits, at least `least`. Raises ScenarioError."""
+        """Return a cell as a whole number, at least `least`, which is not below 0. Raises ScenarioError."""
         cell = cell.strip()
-        digits = cell.removeprefix("-") if least < 0 else cell
-        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12 or (value := int(cell)) < least:
-            raise self.bad(column, cell, f"a whole number from {least:,} to {10**12 - 1:,}")
+        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < least:
+            raise self.bad(column, cell, f"a whole number from {least} to {10**12 - 1:,}")
         return value
+
+    def whole(self, column: int, cell: str) -> int:
+        """Return a cell as a whole number. Raises ScenarioError."""
+        digits = cell.strip().removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12:
+            raise self.bad(column, cell, f"a whole number from -{10**12 - 1:,} to {10**12 - 1:,}")
+        return int(cell)
 
     def number(self, column: int, cell: str) -> float:
         """Return a cell as a finite number >= 0. Raises ScenarioError."""

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MOST_NS, MOST_YEARS = 10**18, "less than 30 years"  # of arrivals, from the first one on
 LONG_GAP_NS = 100_000_000_000
 """Few servers wait longer for a request, and a log in milliseconds of one request in 0.1 s has such gaps."""
-LEAST_PRIORITY = 1 - 10**12
 UNNAMED = CsvColumns()
 NEEDED = ("arrival", "prompt", "output")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -99,7 +98,7 @@ def _times(cells: Sequence[str]) -> Ints:
 CONVERTED: dict[str, Callable[[Sequence[str]], Sequence[Any] | NDArray[Any]]] = {
     "arrival": _times,
     **dict.fromkeys(("prompt", "output", "max_tokens"), whole_numbers),
-    "priority": partial(whole_numbers, least=LEAST_PRIORITY),
+    "priority": partial(whole_numbers, least=1 - 10**12),
     "id": list,
 }
 
@@ -123,7 +122,7 @@ def _by_columns(table: CsvTable, roles: Sequence[str], limit: int | None) -> Dra
 
 OPTIONAL: dict[str, Callable[[CsvTable, int, str], Any]] = {
     "max_tokens": CsvTable.count,
-    "priority": partial(CsvTable.count, least=LEAST_PRIORITY),
+    "priority": CsvTable.whole,
     "id": lambda _table, _column, cell: cell,
 }
 
