@@ -132,7 +132,10 @@ def chosen(n: int, most: int) -> Ints:
     return indices
 
 
-def cdf(values: Floats, counts: Ints | None = None, most: int = 1000) -> tuple[Floats, Floats]:
+MOST_POINTS = 1000  # of a distribution
+
+
+def cdf(values: Floats, counts: Ints | None = None, most: int = MOST_POINTS) -> tuple[Floats, Floats]:
     """Return (x, share of values <= x), each value occurring `counts` times: at most `most` points, all exact.
 
     They are evenly spaced in share; least and greatest value are among them.
@@ -146,6 +149,12 @@ def cdf(values: Floats, counts: Ints | None = None, most: int = 1000) -> tuple[F
         shown = np.unique(np.searchsorted(upto, np.linspace(upto[0], upto[-1], most)))
         x, upto = x[shown], upto[shown]
     return x, upto / upto[-1:]
+
+
+def cdf_line(name: str, values: Floats, counts: Ints | None, scale: Unit, style: Style) -> Line:
+    """Return the line of `cdf`, from 0 at the least value on."""
+    x, share = cdf(values, counts)
+    return Line(name, np.append(x[:1], x) / scale.size, np.append(0.0, share), style, step=True)
 
 
 def over_time(start: Floats, end: Floats, values: Iterable[Floats], time: Unit) -> list[Binned]:

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures import axis
-from analysis.figures.axis import Frames, cdf, chosen, longest, seconds, spread
+from analysis.figures.axis import MOST_POINTS, Frames, chosen, longest, seconds, spread
 from cbsim.draw import chart
-from cbsim.draw.chart import Chart, Floats, Line, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
+from cbsim.draw.chart import Chart, Floats, Mark, Panel, Points, Spans, Style, Unit, column, series, unit
 from cbsim.metrics import metrics
 from cbsim.metrics.terminal import shown
 from cbsim.record.tables import Ints, Requests
@@ -78,7 +78,6 @@ def _rows(requests: pd.DataFrame, places: Ints) -> list[str]:
 
 QUANTITIES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E"))
 MARKED = (50, 95, 99)
-MOST_POINTS = 1000
 
 
 Sample = tuple[Floats, Ints | None]  # values in seconds, and how often each occurs (None: once)
@@ -134,11 +133,9 @@ def _sample(requests: Any, times: Requests, key: str) -> Sample:
 
 def _curve(label: str, name: str, sample: Sample, scale: Unit, style: Style) -> list[Mark]:
     """Return the distribution function, from 0 at the least value, and its percentiles."""
-    x, share = cdf(*sample, most=MOST_POINTS)
-    x, share = np.append(x[:1], x), np.append(0.0, share)
     percentiles = metrics.distribution(*sample)
     quoted = [q for q in MARKED if f"p{q}" not in percentiles["too_few_for"]]
     at = np.array([percentiles[f"p{q}"] for q in quoted]) / scale.size
     texts = [f"{label}: {name} p{q} {shown(percentiles[f'p{q}'], 's')} of {percentiles['n']:,}" for q in quoted]
     points = Points(label, at, np.array(quoted) / 100, style, texts=texts)
-    return [Line(label, x / scale.size, share, style, step=True), points]
+    return [axis.cdf_line(label, *sample, scale, style), points]

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.figures.axis import cdf, spread
+from analysis.figures.axis import cdf_line, spread
 from analysis.page import report as reports
 from analysis.statistics.compare import Incomparable, signed
 from analysis.statistics.labels import is_number
 from analysis.statistics.loading import LoadedRun
-from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Line, Mark, Panel, Points, Style, Unit, series, unit
+from cbsim.draw.chart import BLACK, Chart, Edge, Floats, Mark, Panel, Points, Style, series, unit
 from cbsim.draw.report import Caveat, Report, Table
 from cbsim.errors import RunError
 from cbsim.measured.own.clients import MEASURES, STATISTICS, Client, Distribution, Measured, distribution
@@ -327,7 +327,7 @@ def charts(compared: Beside, number: int) -> list[Chart]:
     for measure in (each for each in compared.measures.values() if len(each.apart_s)):
         drawn = unit(float(np.abs(measure.apart_s).max()))
         zero = Edge("", 0.0, Style(BLACK, "dashed"))
-        marks: list[Mark] = [zero, _curve("client - server", measure.apart_s, None, drawn, APART)]
+        marks: list[Mark] = [zero, cdf_line("client - server", measure.apart_s, None, drawn, APART)]
         apart.append(Panel(marks, drawn.name, "share", MEASURES[measure.name], y_range=(0.0, 1.03)))
     if apart:
         caption = f"The client's value less the server's, of {compared.pairs:,} requests paired by "
@@ -343,17 +343,12 @@ def _distributions(compared: Beside, measure: Measure) -> Panel:
     names = [name for name in SHARES if name in measure.client]
     quoted = np.array([measure.client[name] for name in names])
     drawn = unit(float(max(server.max(), (client if len(client) else quoted).max(initial=0.0))))
-    marks: list[Mark] = [_curve("server", server, measure.server_counts, drawn, SERVER)]
+    marks: list[Mark] = [cdf_line("server", server, measure.server_counts, drawn, SERVER)]
     if len(client):
-        marks.append(_curve("client", client, None, drawn, CLIENT))
+        marks.append(cdf_line("client", client, None, drawn, CLIENT))
     else:
         texts = [f"client: {name} {shown(measure.client[name], 's')}" for name in names]
         heights = np.array([SHARES[name] for name in names])
         marks.append(Points("client", quoted / drawn.size, heights, CLIENT, texts))
     log = spread([server, client])
     return Panel(marks, drawn.name, "share", MEASURES[measure.name], x_log=log, y_range=(0.0, 1.03))
-
-
-def _curve(name: str, values: Floats, counts: Ints | None, drawn: Unit, style: Style) -> Line:
-    x, share = cdf(values, counts)
-    return Line(name, np.append(x[:1], x) / drawn.size, np.append(0.0, share), style, step=True)
