@@ -135,14 +135,10 @@ def read(path: Path) -> SweepTable:
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    about = _metadata(table)
+    metadata = table.schema.metadata or {}
+    about = {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
-
-
-def _metadata(table: pa.Table) -> dict[str, str]:
-    metadata = table.schema.metadata or {}
-    return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
