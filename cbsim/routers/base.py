@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from typing import Any, Generic, Protocol, TypeVar
 
 from cbsim.errors import RunError, in_line
@@ -158,21 +158,16 @@ class Guarded:
             raise RouterError(f"{place}: got {server}, which is not ready, expected one of {some}")
         return server
 
-    def sent(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._called("sent", request, server, now_ns)
-
-    def answered(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._called("answered", request, server, now_ns)
-
-    def ended(self, request: RequestSpec, server: int, now_ns: int) -> None:
-        self._called("ended", request, server, now_ns)
-
     def left(self, server: int) -> None:
         if hasattr(self._router, "left"):  # a router may do without
             self._safe("left", lambda: self._router.left(server))
 
     def _called(self, act: str, request: RequestSpec, *arguments: Any) -> Any:
         return self._safe(f"{act}, request {request.id}", lambda: getattr(self._router, act)(request, *arguments))
+
+    sent = partialmethod(_called, "sent")
+    answered = partialmethod(_called, "answered")
+    ended = partialmethod(_called, "ended")
 
     def _safe(self, what: str, call: Callable[[], Any]) -> Any:
         try:
