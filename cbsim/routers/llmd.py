@@ -137,8 +137,9 @@ class Llmd(Queues):
 
     def _totals(self, views: Sequence[View]) -> list[float]:
         """Return the weighted sum of the scores of each server, each score between 0 and 1."""
+        most = self._settings.queue_threshold_tokens
         scores: dict[str, Callable[[], Sequence[float]]] = {
-            "token_load": self._token_load,
+            "token_load": lambda: [1 - min(load, most) / most for load in map(add, self.queued, self.amounts)],
             "prefix": lambda: [count / max(1, len(self._keys)) for count in self._matched],
             "queue": lambda: _fewest([view.waiting for view in views]),
             "running": lambda: _fewest([view.running for view in views]),
@@ -153,10 +154,6 @@ class Llmd(Queues):
                 for server, value in enumerate(score()):
                     totals[server] += weight * min(1.0, max(0.0, value))
         return totals
-
-    def _token_load(self) -> Sequence[float]:
-        most = self._settings.queue_threshold_tokens
-        return [1 - min(load, most) / most for load in map(add, self.queued, self.amounts)]
 
     def _no_hit_lru(self) -> Sequence[float]:
         servers = range(len(self.queued))
