@@ -240,16 +240,6 @@ class Layer(NamedTuple):
         return self.attention.matrices(self.hidden, tensor) + self.feed_forward.matrices(self.hidden, tensor)
 
     @property
-    def expert_weights(self) -> int:
-        """Number of weights of its experts."""
-        of = self.feed_forward
-        return (of.inputs + 1) * self.hidden * of.expert_inner * of.experts
-
-    @property
     def parts(self) -> int:
         """Parts that read and write the residual stream: attention, and a feed-forward part if there is one."""
         return 2 if self.feed_forward.inner or self.feed_forward.experts else 1
-
-    @property
-    def router_weights(self) -> int:
-        return self.hidden * self.feed_forward.experts

@@ -245,7 +245,8 @@ class ModelShape(Frozen):
     @property
     def expert_parameters(self) -> int:
         """Number of weights of all layers' experts; 0 for a dense model."""
-        return sum(count * layer.expert_weights for layer, count in self.kinds)
+        kinds = [(count * layer.hidden, layer.feed_forward) for layer, count in self.kinds]
+        return sum(rows * (of.inputs + 1) * of.expert_inner * of.experts for rows, of in kinds)
 
     @property
     def expert_bytes(self) -> int:
@@ -255,7 +256,7 @@ class ModelShape(Frozen):
     @property
     def router_parameters(self) -> int:
         """Number of weights of what chooses experts, in all layers."""
-        return sum(count * layer.router_weights for layer, count in self.kinds)
+        return sum(count * layer.hidden * layer.feed_forward.experts for layer, count in self.kinds)
 
     def matrices(self, tensor: int = 1) -> list[tuple[Matrix, int]]:
         """Return the layers' matrices without experts and routers on one of `tensor` GPUs, and their numbers."""
