@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -107,7 +106,7 @@ def predict(arguments: argparse.Namespace) -> int:
     return _print_scores(scored, absurd_only=rough)
 
 
-def _print_scores(cases: Sequence[predicting.ScoredCase], *, absurd_only: bool) -> int:
+def _print_scores(cases: predicting.Scores, *, absurd_only: bool) -> int:
     print(predicting.table(cases))
     failed = predicting.failures(cases, absurd_only=absurd_only)
     for case, score in failed:

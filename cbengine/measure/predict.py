@@ -48,6 +48,7 @@ from cbsim.scenario.scenario import Scenario
 
 ABSURD = 0.25  # on a CPU, whose own speed varies, only a makespan error above this is a defect of ours
 Progress = Callable[[str], None]
+Scores = Mapping[str, Sequence[Score]]  # of the runs of each case
 
 
 class CaseFile(Frozen):
@@ -65,17 +66,9 @@ class CaseFile(Frozen):
     predicted: dict[str, float] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredCase:
-    """A case and the scores of its runs."""
-
-    case: str
-    scores: Sequence[Score]
-
-
-def again(names: Sequence[str], folder: Path, progress: Progress) -> list[ScoredCase]:
+def again(names: Sequence[str], folder: Path, progress: Progress) -> Scores:
     """Predict again the cases (names, groups or all) of this folder, from its files alone. Raises UsageError."""
-    scored = []
+    scored = {}
     for name, case in _measured_cases(names, folder).items():
         progress(name)
         own = folder / "validation" / name
@@ -88,7 +81,7 @@ def again(names: Sequence[str], folder: Path, progress: Progress) -> list[Scored
             if not calibrate.steps_of(file).exists():
                 raise UsageError(f"{calibrate.steps_of(file)}: no such file: nothing has been probed there")
             coefficients = calibrate.refit(file, ready.model.layers)
-            scored.append(ScoredCase(name, _predict(own, case, ready, coefficients, progress)))
+            scored[name] = _predict(own, case, ready, coefficients, progress)
     return scored
 
 
@@ -161,13 +154,13 @@ class Session:
     def setup(self) -> Setup:
         return Setup(device=self.device)
 
-    def predict(self, names: Sequence[str]) -> list[ScoredCase]:
+    def predict(self, names: Sequence[str]) -> Scores:
         """Predict and run these cases and groups. Raises UsageError, ScenarioError, ServerError, RunError."""
         chosen = suite.chosen(names, self.device)
         for case in chosen:  # impossible cases are refused before anything is measured
             self.scenario(*case.overrides)
         provenance.begin(self.folder / "provenance.json", self.device)
-        return [ScoredCase(case.name, self.case(case)) for case in chosen]
+        return {case.name: self.case(case) for case in chosen}
 
     def case(self, case: SuiteCase) -> list[Score]:
         folder = self.folder / "validation" / case.name
@@ -331,23 +324,23 @@ def simulated(scenario: Scenario, out: Path, progress: Progress) -> dict[str, An
     return summaries
 
 
-def failures(cases: Sequence[ScoredCase], *, absurd_only: bool) -> list[tuple[str, Score]]:
+def failures(cases: Scores, *, absurd_only: bool) -> list[tuple[str, Score]]:
     """Return the bars that were missed; on a CPU under real timing only an absurd makespan error."""
-    scores = [(scored.case, score) for scored in cases for score in scored.scores]
+    scores = [(case, score) for case, own in cases.items() for score in own]
     if absurd_only:
         return [(case, one) for case, one in scores if one.bar.label == "makespan" and not abs(one.error) <= ABSURD]
     return [(case, one) for case, one in scores if one.verdict == "missed"]
 
 
-def table(cases: Sequence[ScoredCase]) -> str:
+def table(cases: Scores) -> str:
     """Return the scores as a Markdown table."""
     rows = [
         "| workload | loop | metric | simulated | measured | error | repeats | bar |",
         "|---|---|---|---:|---:|---:|---:|---|",
     ]
-    for scored in cases:
-        for score in scored.scores:
+    for case, own in cases.items():
+        for score in own:
             apart = "" if score.spread is None else f"{score.spread * 100:.1f} {'pt' if score.bar.points else '%'}"
-            cells = (scored.case, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
+            cells = (case, score.loop, score.bar.label, *score.shown(), apart, score.verdict)
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

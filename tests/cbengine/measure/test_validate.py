@@ -316,7 +316,7 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (0.3, "process", 3),
     ):
         ours, theirs = summary | {"makespan_s": 1 + error}, summary | {"makespan_s": 1.0}
-        found = [predict.ScoredCase("plain", bars.scores({"sync": ours}, {"sync": [theirs]}, None))]
+        found = {"plain": bars.scores({"sync": ours}, {"sync": [theirs]}, None)}
         monkeypatch.setattr(predict.Session, "predict", lambda *_, found=found: found)
         assert parser.main(["predict", "--device", device, "--out", str(tmp_path)]) == status
         said = capsys.readouterr()
