@@ -123,7 +123,7 @@ class Inline(EngineDevice):
 
     def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
         if plan.transfers or plan.awaited:
-            self._mover.before_rows(plan.step, plan.transfers, plan.awaited)
+            self._mover.carry(plan, in_order=True)
         start = time.perf_counter_ns()
         step = arrays(torch.from_numpy(self.staging[slot]), header)
         self._executor.update_tables(step, excess)
@@ -131,7 +131,7 @@ class Inline(EngineDevice):
         end = time.perf_counter_ns()
         self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
         if plan.transfers:
-            self._mover.after_rows(plan.step, plan.transfers)
+            self._mover.carry(plan, in_order=False)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot)

@@ -34,11 +34,11 @@ from cbengine.device import gpu
 from cbengine.device.base import DeviceError, EngineDevice, Lanes
 from cbengine.device.executor import Executor
 from cbengine.device.layout import Header, Ints, arrays
-from cbengine.device.moves import Moved
+from cbengine.device.moves import Moved, numbered
 from cbengine.model.kvcache import Carrier
 from cbsim.policy.captures import captured_sizes
 from cbsim.policy.plan import StepPlan
-from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
+from cbsim.policy.transfers import Direction, Transfer
 
 LOOK_S = 20e-6  # between two polls of transfers, when there is nothing else to do
 WARM_UPS = 2  # runs before a graph's capture, and replays after it
@@ -324,11 +324,6 @@ class CudaMoves:
                 self._carriers[stream].carry(move.direction, move.sources, move.targets)
                 end.record(stream)
             self._queued.append(QueuedMove(step, at, move.job, start, end))
-
-
-def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Transfer]]:
-    """Return a plan's transfers that are in order with the steps, or else the others, each with its index."""
-    return ((at, move) for at, move in enumerate(plan.transfers) if (move.job == IN_ORDER) == in_order)
 
 
 def crossing(plan: StepPlan) -> list[tuple[int, Transfer]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cbengine.model.kvcache import Carrier
@@ -25,6 +25,11 @@ class Moved(NamedTuple):
     broken: bool = False
 
 
+def numbered(plan: StepPlan, *, in_order: bool) -> Iterable[tuple[int, Transfer]]:
+    """Return a plan's transfers that are in order with the steps, or else the others, each with its index."""
+    return ((at, move) for at, move in enumerate(plan.transfers) if (move.job == IN_ORDER) == in_order)
+
+
 class InPlace:
     """Transfers on the steps' processor: in order before a plan's rows, jobs after. `over`: not reported yet."""
 
@@ -32,16 +37,10 @@ class InPlace:
         self.over: list[Moved] = []
         self._carrier = carrier
 
-    def before_rows(self, step: int, transfers: Sequence[Transfer], awaited: Sequence[int]) -> None:
-        del awaited  # no job outlasts the step that lists it
-        for at, transfer in enumerate(transfers):
-            if transfer.job == IN_ORDER:
-                self.perform(step, at, transfer)
-
-    def after_rows(self, step: int, transfers: Sequence[Transfer]) -> None:
-        for at, transfer in enumerate(transfers):
-            if transfer.job != IN_ORDER:
-                self.perform(step, at, transfer)
+    def carry(self, plan: StepPlan, *, in_order: bool) -> None:
+        """Carry out a plan's transfers in order, or its jobs, none of which outlasts the step that lists it."""
+        for at, transfer in numbered(plan, in_order=in_order):
+            self.perform(plan.step, at, transfer)
 
     def perform(self, step: int, at: int, transfer: Transfer) -> None:
         start = time.perf_counter_ns()

@@ -247,7 +247,7 @@ def _compute(executor: Executor, buffers: list[Ints], pipe: Connection) -> None:
         slot, lengths, packed, excess = pipe.recv()
         header = Header(*lengths)
         plan = _unpacked(packed)
-        mover.before_rows(plan.step, plan.transfers, plan.awaited)
+        mover.carry(plan, in_order=True)
         start = time.perf_counter_ns()
         step = arrays(tensors[2 * slot], header)
         executor.update_tables(step, excess)
@@ -260,7 +260,7 @@ def _compute(executor: Executor, buffers: list[Ints], pipe: Connection) -> None:
             received = buffers[2 * slot][: header.size], lengths, packed, excess, group.calls
             digest = _digest(*received, tokens.numpy())
         pipe.send(Answer(slot, times, mover.finished() if mover.over else [], digest))
-        mover.after_rows(plan.step, plan.transfers)
+        mover.carry(plan, in_order=False)
 
 
 def _drive(device: Cuda, buffers: list[Ints], pipe: Connection) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cbengine.build import ExecutorPlan
 from cbengine.device.executor import Executor
-from cbengine.device.moves import InPlace
+from cbengine.device.moves import InPlace, numbered
 from cbsim.policy.plan import Outcome, StepPlan, StepResult
 from cbsim.policy.request import Finish, Request
 from cbsim.policy.transfers import IN_ORDER, Direction, Transfer
@@ -243,14 +243,13 @@ class LateMover(InPlace):
         self._lag, self._steps = lag, 0
         self._waiting: list[tuple[int, int, int, Transfer]] = []  # due at, step, number, move
 
-    def before_rows(self, step: int, moves: Sequence[Transfer], awaited: Sequence[int]) -> None:
-        self._perform(lambda due, job: job in awaited)
-        super().before_rows(step, moves, awaited)
-
-    def after_rows(self, step: int, moves: Sequence[Transfer]) -> None:
-        self._waiting += [
-            (self._steps + self._lag, step, at, move) for at, move in enumerate(moves) if move.job != IN_ORDER
-        ]
+    def carry(self, plan: StepPlan, *, in_order: bool) -> None:
+        if in_order:
+            self._perform(lambda due, job: job in plan.awaited)
+            super().carry(plan, in_order=True)
+            return
+        due = self._steps + self._lag
+        self._waiting += [(due, plan.step, at, move) for at, move in numbered(plan, in_order=False)]
 
     def tick(self) -> None:
         """Another step is computed now."""
