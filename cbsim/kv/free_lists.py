@@ -124,8 +124,7 @@ class PageQueue(FreeList):
         """Hand out `count` pages, packed."""
         assert count <= self.free, ("no room was made", count, self.free)
         self.free -= count
-        taken: list[bytes] = []
-        end = self._at + PACKED * count
+        taken, end = list[bytes](), self._at + PACKED * count
         while end > len(self._piece):
             taken.append(self._piece[self._at :])
             end -= len(self._piece)

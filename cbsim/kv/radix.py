@@ -293,10 +293,9 @@ class Leaves:
         """Remove and return the evictable leaf of least rank, or None if there is none."""
         while self._heap:
             rank = heappop(self._heap)
-            node = self._nodes.get(rank)
+            node = self._nodes.pop(rank, None)
             if node is None:
                 continue  # it has another entry by now
-            del self._nodes[rank]
             node.queued = None
             if node.evictable:
                 if self.rank(node) == rank:

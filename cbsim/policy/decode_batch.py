@@ -47,7 +47,7 @@ class Calendar:
             ordered = not due or due[-1].order < stays[0].order
             due += stays
             if not ordered:
-                due.sort(key=by_order)
+                due[:] = sorted(_current(due), key=by_order)
 
     def turn(self) -> None:
         """Begin the next pace."""

@@ -168,14 +168,11 @@ class Session:
         cost, told = self.scenario.servers[0].cost, environment.get("notices", ())
         sureness = () if self.server.measured else coverage.sureness(cost)
         seen = chain(_old_signals(self.scenario, numbers["makespan_s"]), _flapping(self.scenario, numbers))
-        notices = *self.notices, *seen, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
-        resolved = self.resolved
-        return Result(self.scenario, environment, summary, steps, rows, resolved, files, incomplete, notices=notices)
+        lines = *self.notices, *seen, *sureness, *(f"{self.loop}: {line}" for line in (*told, *self._cut(rows)))
+        return Result(self.scenario, environment, summary, steps, rows, self.resolved, files, incomplete, notices=lines)
 
     def _behind_warmup(self, rows: RequestTable) -> dict[str, Any]:
-        """Return the window of the requests that count, if the first do not, and not the first of every user of a
-        closed loop, who all begin at once.
-        """
+        """Return the window behind the warm-up, and behind the first request of every user, who all begin at once."""
         if not (len(rows) and self._terms.warmup):
             return {}
         arrivals_ns, arrivals = np.sort(rows.numbers("arrival_ns")), getattr(self.scenario.workload, "arrivals", None)
