@@ -158,15 +158,15 @@ class ConnectorLines:
         self._broken = tuple(block for job in jobs for block in self._bad.pop(job, ()))
         return jobs, self._broken
 
-    def updated(self, step: int) -> Line:
+    def updated(self, plan: StepPlan) -> Line:
         """Return the connector's fields of an update line."""
-        jobs = self._reports.pop(step)
+        jobs = self._reports.pop(plan.step)
         received = [name for job in jobs for name in self._loading.pop(job, ())]
         received = sorted(received) if self.sorts_received else received
         unreleased = [*self.unfetched, *(request for request, load in self._transfers.loads.items() if load.dead)]
         unreleased.sort(key=lambda request: (request.spec.arrival_ns, request.spec.index))
         line: Line = {"recved": received, "sent": [], "bad": [], "kept": [request.spec.id for request in unreleased]}
-        return line | self.done(step, jobs) | self.tier()
+        return line | self.done(plan.step, jobs) | self.tier()
 
 
 class SimpleLines(ConnectorLines):

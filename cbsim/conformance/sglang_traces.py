@@ -44,8 +44,7 @@ def options(config: Line) -> SglangOptions:
         prefill_decode_interval=config["prefill_decode_interval"] or 0,
         max_mamba_cache_size=config.get("max_mamba_cache_size"),
         host_blocks=1 << 20,  # it is in tensors of their own that retracted requests were recorded
-        **{name: config[name] for name in SETTINGS - APART},
-        **{name: config[name] for name in APART & config.keys()},
+        **{name: config[name] for name in SETTINGS - APART | APART & config.keys()},
     )
 
 
@@ -467,16 +466,17 @@ class ApartReplay(SglangReplay):
         return sorted([*late, *super()._aborted()])
 
     def _queues(self) -> Line:
-        scheduler, receiving = self.scheduler, self.scheduler.receiving
+        scheduler, receiving, pool = self.scheduler, self.scheduler.receiving, self.scheduler.pool
         if receiving is None:
             return self._sending_queues()
-        placed = [(request, cached) for request, cached in scheduler.pool.placed if not request.preemptions]
+        size, placed = pool.block_size, [(r, cached) for r, cached in pool.placed if not r.preemptions]
+        pages = [[page + 1 for page in pool.table(r)[cached:]] for r, cached in placed]
         for job, request in receiving.hand_off._loading.items():
             self._due.setdefault(job, (self._now + self._recorded[request.spec].kv["moves"], request))
         return {
             "waiting": [entry.request.spec.id for entry in receiving.ready.entries],
             "entered": [self._entered(*entered) for entered in scheduler.entered],
-            "allocated": [self._allocated(request, cached) for request, cached in placed],
+            "allocated": [[r.spec.id, n * size, served.runs(p)] for (r, n), p in zip(placed, pages, strict=True)],
             "allocating": [entry.request.spec.id for entry in scheduler.waiting.entries],
             "receiving": [request.spec.id for request in receiving.loading],
             "retracted_queue": [entry.request.spec.id for entry in receiving.retracted],
@@ -489,11 +489,6 @@ class ApartReplay(SglangReplay):
         waits.sort(key=lambda spec: spec.index)
         sending = [request.spec.id for request in scheduler.sending.unfetched]
         return {"bootstrapping": [spec.id for spec in waits], "sending": sending}
-
-    def _allocated(self, request: Request, cached: int) -> list[Any]:
-        pool = self.scheduler.pool
-        pages = [page + 1 for page in pool.table(request)[cached:]]
-        return [request.spec.id, cached * pool.block_size, served.runs(pages)]
 
     def _entered(self, request: Request, ended: bool) -> list[Any]:
         self._recorded[request.spec].got_token(self._now)

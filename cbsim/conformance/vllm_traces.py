@@ -41,10 +41,8 @@ MODES, FORMATS = ("sync", "async"), (0, 1, 2, 3)
 SPANS = {Sight.SLIDING: "window", Sight.CHUNKED: "chunk", Sight.STATE: "state_bytes"}
 
 
-def grouping(config: Line) -> Grouping | None:
-    """Return the groups of a workload's layers; None if it names no layers."""
-    if "layers" not in config:
-        return None
+def grouping(config: Line) -> Grouping:
+    """Return the groups of a workload's layers, which it has to name."""
     size, pages = config["block_size"], _pages(config)
     layers = [LayerKind(_attention(layer), page) for layer, page in zip(config["layers"], pages, strict=True)]
     outermost = config.get("layout", "").startswith("B")  # the letters are dimensions, B is that of the blocks
@@ -56,9 +54,9 @@ def grouping(config: Line) -> Grouping | None:
 
 def group_options(config: Line) -> Line:
     """Return the scheduler options that follow from a workload's layers."""
-    made = grouping(config)
-    if made is None:
+    if "layers" not in config:
         return {"num_blocks": config["num_blocks"]}
+    made = grouping(config)
     blocks = config["num_blocks"] if "num_blocks" in config else config["kv_bytes"] // made.block_bytes
     retention = config.get("retention", 0)
     return {"num_blocks": blocks, "groups": made.groups, "prefix_cache_retention_interval": retention}
@@ -144,6 +142,7 @@ class VllmReplay(Replay):
         self._drafts = DraftLines(self.scheduler, workload, specs) if "spec" in config else None
         if self._drafts:
             self.header = {"effective": self._drafts.effective()}
+        self._parts = [part for part in (self._offload, self._drafts, self._groups) if part]
         aborts = [(abort, spec) for spec, abort in self._coming if abort is not None]
         self._aborts = sorted(aborts, key=lambda entry: (entry[0], entry[1].index))
         self._added: list[str] = []
@@ -163,7 +162,7 @@ class VllmReplay(Replay):
         self._cancelled()
         line = {"ev": "summary", "steps": self._steps, "end_us": self._now, "requests": self._reports.lines}
         pool = self.scheduler.pool
-        cached = self._groups.cached() if self._groups else pool.keyed if self._format else pool.contents
+        cached = self._groups.cached if self._groups else pool.keyed if self._format else pool.contents
         self._written.append(line | {"prefix_cache_final_cached_blocks": cached})
 
     def _cancelled(self) -> None:
@@ -250,12 +249,8 @@ class VllmReplay(Replay):
             "waiting": [r.spec.id for r in self.scheduler.waiting],
             "free": plan.counts.free_blocks,
         }
-        if self._offload:
-            line |= self._offload.planned(plan)
-        if self._drafts:
-            line |= self._drafts.planned()
-        if self._groups:
-            line |= self._groups.planned(plan)
+        for part in self._parts:
+            line |= part.planned(plan)
         self._added = []
         self._now += self._timing["sched_us"]
         return line
@@ -282,12 +277,8 @@ class VllmReplay(Replay):
         tokens: list[Any] = [[s.id, count] if self._format == 2 else s.id for s, count in got.items()]
         line = {"ev": "update", "step": effect.plan.step + 1, "t": self._now, "tokens": tokens}
         line |= {"finished": finished, "free": self.scheduler.pool.free}
-        if self._offload:
-            line |= self._offload.updated(effect.plan.step)
-        if self._drafts:
-            line |= self._drafts.updated(effect.plan)
-        if self._groups:
-            line["cached"] = self._groups.cached()
+        for part in self._parts:
+            line |= part.updated(effect.plan)
         self._now += self._timing["update_us"]
         for spec, count in got.items():
             self._reports.token(spec, self._now, count)
@@ -319,7 +310,6 @@ class GroupLines:
     def effective(self) -> Line:
         """Return the header's fields on groups and sizes, without the layout of tensors."""
         o, made = self._scheduler.options, grouping(self._config)
-        assert made is not None
         unit = units(made.groups, caching=o.enable_prefix_caching)
         retention = o.prefix_cache_retention_interval
         groups = []
@@ -369,8 +359,13 @@ class GroupLines:
         preempted = [[p.spec.id, p.lost_tokens, tables[requests[p.spec]]] for p in plan.changes.preempted]
         return {"dropped": dropped, "preempted": preempted}
 
+    def updated(self, plan: StepPlan) -> Line:
+        del plan
+        return {"cached": self.cached}
+
+    @property
     def cached(self) -> list[int]:
-        """Return the number of blocks with a key, by group."""
+        """The number of blocks with a key, by group."""
         pool = self._scheduler.pool
         return pool.keyed_in_groups() if isinstance(pool, GroupPool) else [pool.keyed]
 
@@ -430,7 +425,8 @@ class DraftLines:
         drafts = row.chunk.outputs - 1 if row.chunk else 0
         return {"draft": drafts} if drafts > 0 else {}
 
-    def planned(self) -> Line:
+    def planned(self, plan: StepPlan) -> Line:
+        del plan
         speculation, drafting = self._scheduler.options.speculation, self._scheduler.drafting
         assert speculation is not None
         skipped = speculation.skips and speculation.ahead > 0 and not drafting

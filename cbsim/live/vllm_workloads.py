@@ -87,9 +87,8 @@ def _cache(rng: Random, config: Line, kind: str) -> None:
         needed = _layers(rng, config) if kind == "layers" else _states(rng, config)
     blocks = config["num_blocks"] = needed + rng.choice([0, 1, 3, 10, needed])
     if kind in ("layers", "states") and rng.random() < 0.2:
-        made = grouping(config)
-        assert made is not None
-        config["kv_bytes"] = config.pop("num_blocks") * made.block_bytes + rng.choice([0, made.block_bytes - 1])
+        size = grouping(config).block_bytes
+        config["kv_bytes"] = config.pop("num_blocks") * size + rng.choice([0, size - 1])
     if kind == "host" or (kind == "samples" and config["enable_prefix_caching"] and rng.random() < 0.3):
         config["connector"] = _host(rng, blocks)
         config["stop_when_done"] = config["connector"].get("lazy", False) or rng.random() < 0.2
@@ -125,9 +124,7 @@ def _layers(rng: Random, config: Line) -> int:
         config["retention"] = rng.choice([None, size, 2 * size, 4 * size])
     elif rng.random() < 0.2 and "full" in kinds and len({str(layer) for layer in layers}) < 3:
         config["disable_hybrid"] = True
-    made = grouping(config)
-    assert made is not None
-    return least_blocks(made.groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
+    return least_blocks(grouping(config).groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]) + 1
 
 
 def _states(rng: Random, config: Line) -> int:
@@ -147,12 +144,10 @@ def _states(rng: Random, config: Line) -> int:
         config |= {"state_checkpoints": True} if exports else {}
         config["retention"] = rng.choice([0, 0, 0, None, size, 2 * size, 4 * size])
     config["layers"] = [dict(layer) for layer in layers]
-    made = grouping(config)
-    assert made is not None
-    in_flight, longest = 2 * config["max_num_batched_tokens"], config["max_model_len"]
-    bounds = rules(made.groups, retention=0, in_flight=in_flight, longest=longest)
+    groups, in_flight, longest = grouping(config).groups, 2 * config["max_num_batched_tokens"], config["max_model_len"]
+    bounds = rules(groups, retention=0, in_flight=in_flight, longest=longest)
     most = sum(rule.capped(longest) for rule in bounds)
-    return max(most, least_blocks(made.groups, in_flight, longest)) + 1
+    return max(most, least_blocks(groups, in_flight, longest)) + 1
 
 
 def _pattern(rng: Random, size: int) -> list[Line]:
