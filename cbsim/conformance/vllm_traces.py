@@ -130,9 +130,8 @@ class VllmReplay(Replay):
             offload.most_restless = 1 << 60  # the recording ends, so its stores need not
         self._format = header.get("format", 1)
         connector = config.get("connector")
-        self._offload: ConnectorLines | None = None
-        if connector:
-            self._offload = offload_traces.LINES[connector["kind"]](self.scheduler, heard, connector, workload)
+        kind: type[ConnectorLines] | None = offload_traces.LINES[connector["kind"]] if connector else None
+        self._offload = kind(self.scheduler, heard, connector, workload) if kind else None
         self._groups = GroupLines(self.scheduler, heard, config) if "layers" in config else None
         if self._groups:
             self.header = {"effective": self._groups.effective()}
@@ -337,21 +336,18 @@ class GroupLines:
         """Return a row's fields: blocks added to each group's table (all if admitted), lengths, the junction."""
         request, pool = self._scheduler.requests[row.spec], self._scheduler.pool
         admitted = row.chunk is not None and row.chunk.admitted
-        line: Line
         if isinstance(pool, GroupPool):
             blocks: list[list[int]] = [[] for _ in pool.groups]
             for change in plan.tables:
                 if change.spec is row.spec:
                     blocks[change.group] = [*[0] * (change.passed if admitted else 0), *change.blocks]
-            tables = pool.group_tables(request)
-            line = {"blocks": blocks, "held": [len(table.blocks) for table in tables]}
-            line["live"] = [len(table.live) for table in tables]
-            if admitted:
-                line["junction"] = pool.junctions.get(request, 0)
-            return line
-        count = [pool.allocated(request)]
-        line = {"blocks": [list(row.blocks)], "held": count, "live": count}
-        return line | {"junction": 0} if admitted else line
+            tables, junction = pool.group_tables(request), pool.junctions.get(request, 0)
+            held, live = [len(table.blocks) for table in tables], [len(table.live) for table in tables]
+        else:
+            blocks, junction = [list(row.blocks)], 0
+            held = live = [pool.allocated(request)]
+        line: Line = {"blocks": blocks, "held": held, "live": live}
+        return line | {"junction": junction} if admitted else line
 
     def planned(self, plan: StepPlan) -> Line:
         """Return a step's fields: blocks that left the windows, and the block counts of preempted requests."""
@@ -404,6 +400,8 @@ class DraftLines:
     """
 
     def __init__(self, scheduler: VllmScheduler, workload: Line, requests: Iterable[RequestSpec]) -> None:
+        assert scheduler.options.speculation is not None
+        self._speculation = scheduler.options.speculation
         self._scheduler, self._async = scheduler, scheduler.options.async_scheduling
         self._declared = {r["id"]: r for r in workload["requests"]}
         accept = {spec.index: self._declared[spec.id]["accept"] for spec in requests}
@@ -413,8 +411,7 @@ class DraftLines:
         self._accepted: dict[int, list[list[Any]]] = {}  # by step: [id, drafts, accepted]
 
     def effective(self) -> Line:
-        speculation = self._scheduler.options.speculation
-        assert speculation is not None
+        speculation = self._speculation
         ahead, hashed = speculation.ahead, self._scheduler.pool.hashed_ahead
         line = {"method": speculation.method, "k": speculation.k, "lookahead": ahead, "draft_slots": speculation.slots}
         drops = speculation.hashed_ahead > hashed  # the last block of a hit, which without a cache there is not
@@ -427,9 +424,7 @@ class DraftLines:
 
     def planned(self, plan: StepPlan) -> Line:
         del plan
-        speculation, drafting = self._scheduler.options.speculation, self._scheduler.drafting
-        assert speculation is not None
-        skipped = speculation.skips and speculation.ahead > 0 and not drafting
+        skipped = self._speculation.skips and self._speculation.ahead > 0 and not self._scheduler.drafting
         return {"k": self._scheduler.drafts, "skip_drafts": skipped}
 
     def launched(self, plan: StepPlan) -> None:
