@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 
 from cbsim.http.asgi import ApiError
@@ -135,7 +134,7 @@ class AdmissionController:
             stream = max(self.streams.values(), key=lambda each: each.unread)
         self.slow += 1
         stream.drop()
-        asyncio.get_running_loop().call_soon(partial(self._cut, stream))
+        asyncio.get_running_loop().call_soon(self._cut, stream)
 
     def _cut(self, stream: ClientStream) -> None:
         self.abandon([stream])
