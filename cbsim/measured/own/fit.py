@@ -145,7 +145,7 @@ def priors(scenario: Scenario) -> dict[str, Prior]:
     if isinstance(cost, RooflineSettings):
         known = _of_roofline(cost, not curves.sources(scenario.hardware))
     elif isinstance(cost, TableSettings):
-        usual = {**ENGINE, **(MIXTURE if scenario.model.experts else {}), "reduce_s": Prior(0, 4e-6, 2e-6)}
+        usual = {**(MIXTURE if scenario.model.experts else ENGINE), "reduce_s": Prior(0, 4e-6, 2e-6)}
         without = {FRONT, *(() if scenario.gpus > 1 else ("reduce_s",))}
         fields = [name for name in files.FIELDS if name in usual.keys() - without]
         names = fields if cost.engine else ["step_s", "row_s"]

@@ -38,18 +38,16 @@ COMMON: Mapping[str, Prior] = {
     "row_s": Prior(3e-6, 5e-6, 3e-6),
     FRONT: Prior(0.015, 0.02, 0.01),
 }
-LARGE = Prior(1.1, 0.1, 0.05, 0.7)
 ENGINE = {
     **COMMON,
     "layer_s": Prior(1e-5, 1e-5, 3e-6),
     "launch_s_per_layer": Prior(1e-4, 1e-4, 5e-5),
-    "large_products": LARGE,
+    "large_products": Prior(1.1, 0.1, 0.05, 0.7),
 }
 MIXTURE = {
-    **COMMON,
+    **ENGINE,
     "layer_s": Prior(3e-5, 2e-5, 5e-6),
     "launch_s_per_layer": Prior(4e-4, 4e-4, 1e-4),
-    "large_products": LARGE,
     "experts": Prior(1.0, 0.15, 0.1, 0.5),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ STATISTICS = ("median", "MAPE", "p90")
 SHOWN = {"mape": "MAPE", "p90": "p90"}
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "tokens/s"}
 STRATUM = "system, engine, model, GPUs, prompt/output"
-Pair = tuple[float, float]
 
 
 def study(
@@ -46,25 +45,21 @@ def study(
             *(_reasons(refused) if refused else []),
             *([Table("Caches in doubt", ["server, and why"], [[each] for each in doubts])] if doubts else []),
         ],
-        [_scatter(judged), _residuals(judged)] if predicted else (),
+        _charts(judged) if predicted else (),
         {
             "points": points,
             "predicted": [_plain(each) for each in predicted],
-            "not_built": _not_built(refused),
+            "not_built": {
+                "by_reason": dict(_by_reason(refused)),
+                "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
+                "points": {each.point.id: list(each.reasons) for each in refused},
+            },
             "doubts": list(doubts),
             "strata": {group.name: _numbers(group) for group in groups},
             "classes": {group.name: _numbers(group, each) for each, group in judged},
             "coverage": {file.name: _covered(file) for file in files},
         },
     )
-
-
-def _not_built(refused: Sequence[Refused]) -> dict[str, Any]:
-    return {
-        "by_reason": dict(_by_reason(refused)),
-        "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
-        "points": {each.point.id: list(each.reasons) for each in refused},
-    }
 
 
 def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Group]], points: int) -> list[str]:
@@ -209,42 +204,28 @@ def _reasons(refused: Sequence[Refused]) -> list[Table]:
     ]
 
 
-def _marks(judged: Sequence[tuple[Class, Group]], metric: str, xy: Callable[[Predicted, str], Pair]) -> list[Points]:
-    """Return a series of marks per class, a mark per point; classes with bars are drawn on top."""
-    marks = []
-    for at, (_, group) in reversed(list(enumerate(judged))):
-        x, y = np.array([xy(each, metric) for each in group.predicted], dtype=float).T
-        marks.append(Points(group.name, x, y, series(at), [each.point.where for each in group.predicted]))
-    return marks
-
-
-def _both(each: Predicted, metric: str) -> Pair:
-    value = score.METRICS[metric]
-    return value(measured(each.point), each.point), value(each.means, each.point)
-
-
-def _error(each: Predicted, metric: str) -> Pair:
-    return each.point.concurrency, 100 * each.error(metric)
-
-
-def _scatter(judged: Sequence[tuple[Class, Group]]) -> Chart:
-    panels = []
+def _charts(judged: Sequence[tuple[Class, Group]]) -> list[Chart]:
+    """Draw predicted against measured, and errors by concurrency: a mark per point, classes with bars on top."""
+    beside, errors = list[Panel](), list[Panel]()
     for metric in ("ttft", "tpot"):
-        marks = _marks(judged, metric, _both)
-        x, y = (f"{side} {NAMES[metric]}, ms" for side in ("measured", "predicted"))
-        panels.append(Panel([equality(marks, "dashed"), *marks], x, y, x_log=True, y_log=True, tall=True))
+        value, pairs, far = score.METRICS[metric], list[Points](), list[Points]()
+        for at, (_, group) in reversed(list(enumerate(judged))):
+            points, style = [each.point for each in group.predicted], series(at)
+            x = np.array([value(measured(each), each) for each in points])
+            y = np.array([value(each.means, each.point) for each in group.predicted])
+            users = np.array([each.concurrency for each in points], dtype=float)
+            error = np.array([100 * each.error(metric) for each in group.predicted])
+            pairs.append(Points(group.name, x, y, style, [each.where for each in points]))
+            far.append(Points(group.name, users, error, style, pairs[-1].texts))
+        ours, theirs = (f"{side} {NAMES[metric]}, ms" for side in ("predicted", "measured"))
+        beside.append(Panel([equality(pairs, "dashed"), *pairs], theirs, ours, x_log=True, y_log=True, tall=True))
+        marks: list[Mark] = [Level("exact", 0.0, Style(BLACK, "dashed")), *far]
+        y_title = f"error of {NAMES[metric]}, %"
+        errors.append(Panel(marks, "concurrent requests", y_title, x_log=True, y_range=(-60.0, 60.0), tall=True))
     caption = "Each mark is a server at one concurrency."
-    return Chart("predicted", "Predicted against measured", caption, panels, columns=2)
-
-
-def _residuals(judged: Sequence[tuple[Class, Group]]) -> Chart:
-    panels = []
-    for metric in ("ttft", "tpot"):
-        exact, y = Level("exact", 0.0, Style(BLACK, "dashed")), f"error of {NAMES[metric]}, %"
-        marks: list[Mark] = [exact, *_marks(judged, metric, _error)]
-        panels.append(Panel(marks, "concurrent requests", y, x_log=True, y_range=(-60.0, 60.0), tall=True))
+    predicted = Chart("predicted", "Predicted against measured", caption, beside, columns=2)
     caption = "Predicted over measured, less 1, of every point; what is beyond 60 % is not shown."
-    return Chart("residuals", "Errors by concurrency", caption, panels)
+    return [predicted, Chart("residuals", "Errors by concurrency", caption, errors)]
 
 
 def _numbers(group: Group, judged: Class | None = None) -> dict[str, Any]:

@@ -97,9 +97,8 @@ class Replayed:
 
 def recorded(case: Case) -> Served:
     """Return the times that the real run recorded."""
-    columns = np.array(case.taken, dtype=np.int64).T / NS
+    queued, scheduled, first, last = np.array(case.taken, dtype=np.int64).T / NS
     outputs = np.array([row.output_tokens for row in case.arrivals], dtype=np.int64)
-    queued, scheduled, first, last = columns
     return Served(queued, scheduled, first, last, outputs)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cbsim.draw.chart import BLUE, RED, Bars, Chart, Floats, Line, Panel, Style
+from cbsim.draw.chart import BLUE, RED, Bars, Chart, Line, Panel, Style
 from cbsim.draw.chart import series as style
 from cbsim.draw.report import Report, Table
 from cbsim.measured.recorded import case, score
@@ -208,15 +208,11 @@ def latency_chart(case: str, simulated: Served, measured: Served) -> Chart:
     panels, both = [], (("measured", measured, MEASURED), ("simulated", simulated, SIMULATED))
     for metric, title in (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, ms"), ("e2e_s", "E2E, s")):
         factor = 1000.0 if metric == "tpot_s" else 1.0
-        marks = [_cumulative(whose, getattr(of, metric) * factor, look) for whose, of, look in both]
+        ordered = [(whose, np.sort(getattr(of, metric) * factor), look) for whose, of, look in both]
+        marks = [Line(whose, x, np.arange(1, len(x) + 1) / len(x), look, step=True) for whose, x, look in ordered]
         panels.append(Panel(marks, x=title, y="share of requests"))
     caption = "Share of the requests that took at most so long."
     return Chart("latencies", f"{case}: latencies", caption, panels, columns=3)
-
-
-def _cumulative(name: str, values: Floats, look: Style) -> Line:
-    ordered = np.sort(values)
-    return Line(name, ordered, np.arange(1, len(ordered) + 1) / len(ordered), look, step=True)
 
 
 def ablation_chart(case: str, ablated: Sequence[Ablated]) -> Chart:
