@@ -122,16 +122,14 @@ class Inline(EngineDevice):
         self._done: dict[int, tuple[Ints, Lanes]] = {}
 
     def launch(self, slot: int, header: Header, plan: StepPlan, excess: Ints | None = None) -> None:
-        if plan.transfers or plan.awaited:
-            self._mover.carry(plan, in_order=True)
+        self._mover.carry(plan, in_order=True)
         start = time.perf_counter_ns()
         step = arrays(torch.from_numpy(self.staging[slot]), header)
         self._executor.update_tables(step, excess)
         tokens = self._executor.run(step, header).numpy().copy()
         end = time.perf_counter_ns()
         self._done[slot] = tokens, Lanes(start, start, start, end, end, end)
-        if plan.transfers:
-            self._mover.carry(plan, in_order=False)
+        self._mover.carry(plan, in_order=False)
 
     def wait(self, slot: int) -> tuple[Ints, Lanes]:
         return self._done.pop(slot)
