@@ -99,6 +99,15 @@ def as_tuple(value: Any) -> Any:
 Many = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]  # a list of a file as a tuple
 
 
+def known_only(data: Any, known: Iterable[str]) -> Any:
+    """Return `data` unless it has a field that is not known."""
+    for key in data if isinstance(data, dict) else ():
+        if key not in known:
+            hint = near(key, known) or f"; allowed: {', '.join(known)}"
+            raise complaint(f"unknown field{hint}", str(key))
+    return data
+
+
 class Form(BaseModel):
     """An object in a file that another tool wrote: undeclared fields are ignored, no value is converted."""
 
@@ -131,11 +140,7 @@ class Frozen(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
-        for key in data if isinstance(data, dict) else ():
-            if key not in cls.model_fields:
-                hint = near(key, cls.model_fields) or f"; allowed: {', '.join(cls.model_fields)}"
-                raise complaint(f"unknown field{hint}", str(key))
-        return data
+        return known_only(data, cls.model_fields)
 
 
 LARGEST_WHOLE, LARGEST_REAL = 10**15, 1e30  # of every quantity: arithmetic on what is allowed does not overflow

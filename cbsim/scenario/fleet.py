@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from cbsim.policy.kind import Role
 from cbsim.routers.simple import PlainSettings
-from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, near
+from cbsim.scenario.fields import Frozen, Many, Real, Seconds, Text, Whole, complaint, known_only
 from cbsim.scenario.schedulers import Router, Rule
 
 SERVER = ("model", "hardware", "scheduler", "kv_cache", "loop", "cost", "speculation")
@@ -22,14 +23,6 @@ MOST_SERVERS = 10_000
 LOCAL = {"local_below_tokens": 0, "most_waiting_prefills": "null", "prefill_queue": "server"}  # without local prefills
 LEAST_S = 0.001  # between two scrapes, or two calls of a rule
 Replicas = Annotated[Whole, Field(ge=1, le=MOST_SERVERS)]
-
-
-def _of_a_server(fields: dict[str, Any]) -> dict[str, Any]:
-    for name in fields:
-        if name not in SERVER:
-            hint = near(name, SERVER) or f"; allowed: {', '.join(SERVER)}"
-            raise complaint(f"unknown field{hint}", str(name))
-    return fields
 
 
 class Autoscale(Frozen):
@@ -70,7 +63,7 @@ class Pool(Frozen):
     role: Role = "both"
     """What they do of a request: its prefill, whose KV a server that decodes gets; its decoding; both."""
     name: Annotated[Text, Field(min_length=1, max_length=60)] | None = None  #: Names the pool; null: its number.
-    server: Annotated[dict[str, Any], AfterValidator(_of_a_server), Field(default_factory=dict)]
+    server: Annotated[dict[str, Any], AfterValidator(partial(known_only, known=SERVER)), Field(default_factory=dict)]
     """Fields of the scenario that differ: of model, hardware, scheduler, kv_cache, loop, cost, speculation."""
     autoscale: Autoscale | None = None  #: When replicas start and go; null: there are always `count`.
 
