@@ -244,7 +244,7 @@ class SglangReplay(Replay):
         cancels = [entry for entry in recorded if entry.cancel is not None]
         self._cancels = sorted(cancels, key=lambda entry: entry.cancel or 0)[::-1]
         self._now, self._batches = -1, 0
-        self._rows: dict[int, tuple[int, list[Row]]] = {}
+        self._rows: dict[int, list[Row]] = {}
         self._arrived: Line = {}
         self._open = False  # whether the pass has no line yet
         self._last = False  # whether no request was left when the pass began
@@ -339,14 +339,13 @@ class SglangReplay(Replay):
         prefilled = scheduler.keys.prefilled
         decoding = [request.spec.id for request in requests if request not in prefilled]
         kind = "decode" if not prefilled else "mixed" if decoding else "extend"
-        self._rows[plan.step] = self._batches, rows
-        self._batches += 1
+        self._rows[plan.step], self._batches = rows, plan.step + 1
         return {
             "kind": kind,
             "n": len(rows),
             "rows": [self._row(row, request) for row, request in zip(rows, requests, strict=True)],
             "decoding": decoding if kind == "mixed" else [],
-            "batch": self._batches - 1,
+            "batch": plan.step,
         }
 
     def _row(self, row: Row, request: Request) -> list[Any]:
@@ -366,8 +365,7 @@ class SglangReplay(Replay):
 
     def _applied(self, effect: Applied) -> None:
         self._close()
-        batch, rows = self._rows.pop(effect.plan.step)
-        heard = self._heard
+        rows, heard = self._rows.pop(effect.plan.step), self._heard
         useless, ended = set(heard.dropped), heard.ended
         heard.dropped, heard.ended = [], []
         useless |= {row.spec.id for row in rows if row.spec in self._over}  # including chunks of prompts
@@ -379,7 +377,7 @@ class SglangReplay(Replay):
         for name in dropped:
             self._named(name).stats["wasted"] += 1
         finished = [self._finished(request) for request in ended]
-        line = {"ev": "result", "step": self._now, "of": batch, "tokens": [spec.id for spec in got]}
+        line = {"ev": "result", "step": self._now, "of": effect.plan.step, "tokens": [spec.id for spec in got]}
         self._written.append(line | {"finished": finished, "dropped": dropped} | self._memory())
 
     def _finished(self, request: Request) -> list[Any]:

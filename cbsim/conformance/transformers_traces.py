@@ -328,7 +328,6 @@ class TransformersReplay(Replay):
         self._completion: list[tuple[str, RequestSpec, int]] = []  # (fate, request, position) of the sampling rows
         self._line: Line = {}
         self._now = -1
-        self._updated = 0
         self._generated: dict[str, list[int]] = {s.id: [] for s in by_id.values()}
         self._outputs: dict[str, Line] = {}
 
@@ -478,9 +477,8 @@ class TransformersReplay(Replay):
         for spec, _ in effect.outcome.finished:
             output = {"generated": self._generated[spec.id], "status": "FINISHED", "prompt_len": spec.prompt_tokens}
             self._outputs[spec.id] = output
-        self._updated += 1
         self._line |= {
-            "updated_batch_no": self._updated - 1,
+            "updated_batch_no": effect.plan.step,
             "new_tokens": new,
             "finished": finished,
             "discarded_tokens": [spec.id for fate, spec, _ in self._completion if fate == "discarded"],
