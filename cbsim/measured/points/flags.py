@@ -149,12 +149,11 @@ def _cache(flat: dict[str, Any], point: Point, model: ModelShape, hardware: Hard
     if point.kv_blocks:
         return {"kv_cache.num_blocks": point.kv_blocks}
     tokens = flat.get("scheduler.max_num_tokens") or flat.get("scheduler.chunked_prefill_size") or 8192
-    step = activation_bytes(model, tokens, 2048) + VLLM_RUNTIME_BYTES
+    requests = 2048 if static is None else flat["scheduler.max_running_requests"]
+    step = activation_bytes(model, tokens, requests) + VLLM_RUNTIME_BYTES
     if free is not None:
         taken = (model.shard_bytes(point.gpus, point.ranks) + step) / hardware.memory_bytes
         return {"kv_cache.memory_fraction": min(1.0, free + (1 - free) * taken)}
     if static is not None:
-        requests = flat["scheduler.max_running_requests"]
-        step = activation_bytes(model, tokens, requests) + VLLM_RUNTIME_BYTES
         return {"kv_cache.memory_fraction": min(1.0, static + step / hardware.memory_bytes)}
     return {}
