@@ -269,8 +269,7 @@ def table(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
     With `by_rate` the arrival rate was swept: runs stay in order, and a factor would be that of the traffic.
     """
     ordered = list(runs) if by_rate else sorted(runs, key=lambda run: -_rate(run))
-    columns = {header: [_cell(run, metric, unit) for run in ordered] for header, metric, unit in COLUMNS}
-    columns = {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
+    columns = _columns(ordered)
     same = {header: cells[0] for header, cells in columns.items() if len(runs) > 1 and len({*cells}) == 1}
     note = _note(columns, same, by_rate)
     columns = {"run": [run.label for run in ordered]} | {h: cells for h, cells in columns.items() if h not in same}
@@ -279,6 +278,12 @@ def table(runs: Sequence[LoadedRun], *, by_rate: bool = False) -> Table:
         columns["factor"] = [f"{_rate(run) / slowest:.2f}x" if slowest else "-" for run in ordered]
         columns["async gain"] = [f"{gains[run.label]:+.1%}" if run.label in gains else "" for run in ordered]
     return Table("Side by side", tuple(columns), list(zip(*columns.values(), strict=True)), note)
+
+
+def _columns(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
+    """Return the cells of each number that some run has."""
+    columns = {header: [_cell(run, metric, unit) for run in runs] for header, metric, unit in COLUMNS}
+    return {header: cells for header, cells in columns.items() if {*cells} - {"-"}}
 
 
 def _note(columns: Mapping[str, Sequence[str]], same: Mapping[str, str], by_rate: bool) -> str:

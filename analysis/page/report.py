@@ -186,7 +186,6 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
     parts = runs[0].table.parts()
     several = lane_chart.of_servers(parts) if len(runs) == 1 and len(parts) > 1 else {}
     summaries = {run.label: run.summary for run in runs}
-    scaled = {label: each for label, each in summaries.items() if "scaling" in each}
     return [
         latencies(runs),
         lane_chart.lanes(several, at_one_time=True) if several else lane_chart.lanes(frames),
@@ -197,9 +196,14 @@ def details(runs: Sequence[LoadedRun]) -> list[Chart]:
         *([steps.preemptions(frames)] if any(run.summary["preemptions"] for run in runs) else []),
         requests.timeline({run.label: run.requests for run in runs}),
         steps.step_time(frames),
-        *([steps.replicas(scaled)] if scaled else []),
-        *([side_by_side.cost(summaries)] if any("cost" in summary for summary in summaries.values()) else []),
+        *_servers_and_cost(summaries),
     ]
+
+
+def _servers_and_cost(summaries: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
+    scaled = {label: each for label, each in summaries.items() if "scaling" in each}
+    priced = any("cost" in summary for summary in summaries.values())
+    return [*([steps.replicas(scaled)] if scaled else []), *([side_by_side.cost(summaries)] if priced else [])]
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

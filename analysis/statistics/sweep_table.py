@@ -135,10 +135,14 @@ def read(path: Path) -> SweepTable:
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
     metrics = {name: values for name, values in columns.items() if np.isfinite(values).any()}
     seeds = np.unique(table[SEED].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    metadata = table.schema.metadata or {}
-    about = {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
+    about = _metadata(table)
     rest = about.pop(coverage.STEP_TIMES.decode(), "").splitlines()
     return SweepTable(path, axes, constants, seeds, status, reasons, metrics, rest, **about)
+
+
+def _metadata(table: pa.Table) -> dict[str, str]:
+    metadata = table.schema.metadata or {}
+    return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
 def _axis(name: str, column: pa.ChunkedArray) -> Axis:
@@ -214,13 +218,13 @@ def _set(axis: Axis) -> list[str]:
 def _points(axes: list[Axis]) -> list[Axis]:
     """Join axes that are no grid with the others, as of explicit points: a value names the fields that it sets."""
     whole = _combinations(axes)
-    loose = [axis for axis in axes if whole < len(axis) * _combinations([each for each in axes if each is not axis])]
-    if not loose or _combinations(loose) > MOST_POINTS:
+    explicit = [axis for axis in axes if whole < len(axis) * _combinations([each for each in axes if each is not axis])]
+    if not explicit or _combinations(explicit) > MOST_POINTS:
         return axes
-    rows = zip(*map(_set, loose), strict=True)
+    rows = zip(*map(_set, explicit), strict=True)
     joined = _axis(POINT, pa.chunked_array([[", ".join(filter(None, row)) or "as it is" for row in rows]]))
-    fields = tuple(name for axis in loose for name in axis.fields)
-    return [replace(joined, fields=fields, short=POINT), *(axis for axis in axes if axis not in loose)]
+    fields = tuple(name for axis in explicit for name in axis.fields)
+    return [replace(joined, fields=fields, short=POINT), *(axis for axis in axes if axis not in explicit)]
 
 
 CONFIDENCE = 0.95

@@ -342,11 +342,11 @@ class GroupLines:
                 if change.spec is row.spec:
                     blocks[change.group] = [*[0] * (change.passed if admitted else 0), *change.blocks]
             tables, junction = pool.group_tables(request), pool.junctions.get(request, 0)
-            held, live = [len(table.blocks) for table in tables], [len(table.live) for table in tables]
+            counts, live = [len(table.blocks) for table in tables], [len(table.live) for table in tables]
         else:
             blocks, junction = [list(row.blocks)], 0
-            held = live = [pool.allocated(request)]
-        line: Line = {"blocks": blocks, "held": held, "live": live}
+            counts = live = [pool.allocated(request)]
+        line: Line = {"blocks": blocks, "held": counts, "live": live}
         return line | {"junction": junction} if admitted else line
 
     def planned(self, plan: StepPlan) -> Line:

@@ -286,6 +286,7 @@ class Leaves:
 
     def _push(self, node: Node) -> None:
         node.queued = rank = self.rank(node)
+        assert rank not in self._nodes, ("two leaves of one rank", rank)
         self._nodes[rank] = node
         heappush(self._heap, rank)
 

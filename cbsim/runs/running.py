@@ -94,8 +94,8 @@ class Session:
         self.loop, self.resolved = loop, scenarios.dump(self.scenario)
         with no_collections():
             workload = generators.build(self.scenario, terms.requests)
-        told = [f"{within}{line}" for within, server in self.scenario.pools for line in scenarios.notices(server)]
-        self.requests, self.notices = workload.total, (*told, *workload.notices)
+        of_servers = [f"{within}{line}" for within, server in self.scenario.pools for line in scenarios.notices(server)]
+        self.requests, self.notices = workload.total, (*of_servers, *workload.notices)
         self.server = serve(self.scenario, loop, workload)
         self.server.record.digests = terms.digests
         if not self.server.measured and workload.total:

@@ -49,17 +49,21 @@ def study(
         {
             "points": points,
             "predicted": [_plain(each) for each in predicted],
-            "not_built": {
-                "by_reason": dict(_by_reason(refused)),
-                "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
-                "points": {each.point.id: list(each.reasons) for each in refused},
-            },
+            "not_built": _not_built(refused),
             "doubts": list(doubts),
             "strata": {group.name: _numbers(group) for group in groups},
             "classes": {group.name: _numbers(group, each) for each, group in judged},
             "coverage": {file.name: _covered(file) for file in files},
         },
     )
+
+
+def _not_built(refused: Sequence[Refused]) -> dict[str, Any]:
+    return {
+        "by_reason": dict(_by_reason(refused)),
+        "by_set": [{"reasons": reasons, "points": count} for reasons, count in _by_set(refused)],
+        "points": {each.point.id: list(each.reasons) for each in refused},
+    }
 
 
 def _findings(predicted: Sequence[Predicted], judged: Sequence[tuple[Class, Group]], points: int) -> list[str]:
