@@ -100,7 +100,7 @@ def sweep(
     from cbsim.sweeps.sweep import executor
 
     workers = executor(jobs, ray)
-    return sweeps.Sweep(*sweep_file.load(source, changes), Path(store)).run(workers)
+    return sweeps.Sweep(*sweep_file.read(source, changes), Path(store)).run(workers)
 
 
 def capacity(

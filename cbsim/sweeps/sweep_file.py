@@ -268,28 +268,21 @@ class SweepFile(Frozen):
                 yield settings, replicate
 
 
-def read(path: Path, changes: Changes = ()) -> tuple[SweepFile, Path]:
-    """Return a sweep file, with changes of its scenario, and the folder of its paths. Raises ScenarioError."""
-    document = documents.read(path)
-    _change(document.data, changes)
-    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
-    return document.checked(SweepFile), path.parent
-
-
-def _change(data: dict[str, Any], changes: Changes) -> None:
-    if changed := fields_of(changes):
-        data["set"] = {**data.get("set", {}), **changed}
-
-
-def load(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
-    """Return a sweep given as a file or its fields, with changes, and the folder of its paths. Raises ScenarioError."""
+def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
+    """Return a sweep given as a file or its fields, with changes of its scenario, and the folder of its paths. Raises
+    ScenarioError.
+    """
     if isinstance(source, Mapping):
-        _change(data := dict(source), changes)
-        return parse(data), Path()
-    if isinstance(source, str | Path):
-        return read(Path(source), changes)
-    raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
+        document, base = Document("sweep", None, dict(source)), Path()
+    elif isinstance(source, str | Path):
+        document, base = documents.read(path := Path(source)), path.parent
+        document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
+    else:
+        raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
+    if changed := fields_of(changes):
+        document.data["set"] = {**document.data.get("set", {}), **changed}
+    return document.checked(SweepFile), base
 
 
 def parse(data: Mapping[str, Any]) -> SweepFile:
-    return Document("sweep", None, dict(data)).checked(SweepFile)
+    return read(data)[0]
