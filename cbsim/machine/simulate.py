@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import simpy
@@ -129,7 +130,9 @@ class Fleet:
             ranks = Lockstep(self.env, cast("WaveCost", cost), len(servers), mixed=mixed).ranks
         inboxes = list[Inbox]()
         self.front = Front(self.env, client, inboxes)
-        self.machines = machines(servers, [self.front] * len(servers), cost, ranks)
+        costs = {key: cost or cost_model(each) for key, each in {id(each): each for each in servers}.items()}
+        on = zip_longest(servers, ranks)  # without ranks each has a device of its own
+        self.machines = [machine(each, each.loop.mode, self.front, costs[id(each)], rank) for each, rank in on]
         for server in self.machines:
             server.inbox.news = self.env.event()
             inboxes.append(server.inbox)
@@ -163,19 +166,6 @@ def alone(scenario: Scenario, workload: Workload | Front, costs: dict[int, Cost]
     if id(scenario) not in costs:
         costs[id(scenario)] = cost_model(scenario)
     return machine(scenario, scenario.loop.mode, workload, costs[id(scenario)])
-
-
-def machines(
-    servers: Sequence[Scenario],
-    clients: Sequence[Workload | Front],
-    cost: Cost | None = None,
-    devices: Sequence[Device] = (),
-) -> list[Machine]:
-    """Build a server of each scenario, with a cost model for each different one or the one that is given."""
-    costs = {key: cost or cost_model(each) for key, each in {id(each): each for each in servers}.items()}
-    on = [*devices, *[None] * (len(servers) - len(devices))]
-    each = zip(servers, clients, on, strict=True)
-    return [machine(one, one.loop.mode, client, costs[id(one)], device) for one, client, device in each]
 
 
 def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Separate | Scaled:
