@@ -159,6 +159,8 @@ STAGES = (
     Column("end_ns", "ns", "end of the step's kernels on it"),
 )
 
+OPTIONAL = {"moves": MOVES, "hand_offs": HAND_OFFS, "parents": PARENTS, "drafts": DRAFTS, "stages": STAGES}
+"""The tables that only some runs have, by name."""
 FOLLOWING = ("scheduled_ns", "first_token_ns", "last_token_ns", "generated_tokens")  # from the steps
 RECORDED = tuple(column for column in REQUESTS if column.name not in FOLLOWING)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,13 @@ import numpy as np
 
 from cbsim.policy.transfers import Direction
 from cbsim.record import columns, parquet
-from cbsim.record.columns import Column
 from cbsim.record.record import Record, Records
 from cbsim.record.tables import Ints
 
 TRANSFERS, PARENTS, DRAFTS = "moves.parquet", "parents.parquet", "drafts.parquet"
 HAND_OFFS, STAGES = "hand_offs.parquet", "stages.parquet"
 FETCHED, LEASE_OVER, BROKEN, ENDED, UNDER_WAY = range(5)  # fates of a hand-off
-TABLES: Mapping[str, Sequence[Column]] = {
-    TRANSFERS: columns.MOVES,
-    HAND_OFFS: columns.HAND_OFFS,
-    PARENTS: columns.PARENTS,
-    DRAFTS: columns.DRAFTS,
-    STAGES: columns.STAGES,
-}
+TABLES = {f"{name}.parquet": declared for name, declared in columns.OPTIONAL.items()}
 Files = Path | Mapping[str, bytes]
 """The files of a run: a folder, or their contents in memory, by name."""
 
@@ -41,9 +34,7 @@ def values_of(name: str, rows: array[int]) -> dict[str, Ints]:
 
 def files_of(record: Record | Records) -> dict[str, bytes]:
     """Return the tables that have rows, as files of the run directory by name."""
-    logs = {TRANSFERS: record.transfers.rows, PARENTS: record.parents, DRAFTS: record.drafts, STAGES: record.stages}
-    if isinstance(record, Records):
-        logs[HAND_OFFS] = record.hand_offs
+    logs = {f"{name}.parquet": rows for name, rows in record.logs.items()}
     return {name: parquet.encoded(TABLES[name], values_of(name, rows)) for name, rows in logs.items() if rows}
 
 

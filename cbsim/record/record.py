@@ -176,6 +176,11 @@ class Record:
         hands_over = spec.fetched_later and request is not None and request.finish is Finish.LENGTH
         return self._over(spec) and not hands_over and spec not in self._elsewhere
 
+    @property
+    def logs(self) -> dict[str, array[int]]:
+        """The rows of optional tables, by name."""
+        return {"moves": self.transfers.rows, "parents": self.parents, "drafts": self.drafts, "stages": self.stages}
+
     def request(self, spec: RequestSpec) -> Request:
         return self._requests[spec]
 
@@ -372,14 +377,11 @@ class Part(Protocol):
 
     total_blocks: int
     steps: bytearray
-    parents: array[int]
-    drafts: array[int]
-    stages: array[int]
     sampled_tokens: int
     digests: bool
 
     @property
-    def transfers(self) -> TransferLog: ...
+    def logs(self) -> dict[str, array[int]]: ...
     @property
     def step_count(self) -> int: ...
     @property
@@ -445,33 +447,17 @@ class Records:
         return list(accumulate(counts[:-1], initial=0))
 
     @property
-    def transfers(self) -> TransferLog:
-        log, width = TransferLog(), len(columns.MOVES)
-        log.rows = self._joined([record.transfers.rows for record in self.records], width, (0, width - 1))
-        return log
-
-    @property
-    def parents(self) -> array[int]:
-        return self._joined([record.parents for record in self.records], len(columns.PARENTS), (0,))
-
-    @property
-    def drafts(self) -> array[int]:
-        return self._joined([record.drafts for record in self.records], len(columns.DRAFTS), (0,))
-
-    @property
-    def stages(self) -> array[int]:
-        return self._joined([record.stages for record in self.records], len(columns.STAGES), (0,))
-
-    def _joined(self, tables: Sequence[array[int]], width: int, steps_at: Sequence[int]) -> array[int]:
-        """Return the rows of all servers, of `width` numbers each, of which those at `steps_at` are steps."""
-        joined = array("q")
-        for own, first in zip(tables, self.firsts, strict=True):
-            rows = array("q", own)
-            for low in range(0, len(rows), width):
-                for at in steps_at:
-                    if rows[low + at] != UNREPORTED:
-                        rows[low + at] += first
-            joined.extend(rows)
+    def logs(self) -> dict[str, array[int]]:
+        """The logs of all servers, joined, and the hand-offs between them."""
+        joined = {name: array("q") for name in columns.OPTIONAL} | {"hand_offs": self.hand_offs}
+        for record, first in zip(self.records, self.firsts, strict=True):
+            for name, own in record.logs.items():
+                rows, declared = array("q", own), columns.OPTIONAL[name]
+                for at in [at for at, column in enumerate(declared) if column.name in ("step", "reported_step")]:
+                    for cell in range(at, len(rows), len(declared)):
+                        if rows[cell] != UNREPORTED:
+                            rows[cell] += first
+                joined[name].extend(rows)
         return joined
 
     @property

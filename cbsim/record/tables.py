@@ -22,7 +22,7 @@ import pyarrow as pa
 from cbsim.errors import RunError
 from cbsim.record import columns, parquet
 from cbsim.record.parquet import TableError, TableFiles
-from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, RequestRows, Take, TransferLog
+from cbsim.record.record import STATUSES, STEP_BYTES, STEP_COLUMNS, Record, RequestRow, RequestRows, Take
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -204,10 +204,7 @@ class FinishedRecord:
     total_blocks: int
     steps: bytearray
     requests: RequestTable
-    moves: array[int]
-    parents: array[int]
-    drafts: array[int]
-    stages: array[int]
+    logs: dict[str, array[int]]
     step_count: int
     finished_count: int
     sampled_tokens: int
@@ -216,9 +213,8 @@ class FinishedRecord:
 
     @classmethod
     def of(cls, record: Record) -> FinishedRecord:
-        tables = record.steps, requests_of(record), record.transfers.rows, record.parents
-        logs = record.drafts, record.stages
-        return cls(record.total_blocks, *tables, *logs, record.step_count, record.finished_count, record.sampled_tokens)
+        counts = record.step_count, record.finished_count, record.sampled_tokens
+        return cls(record.total_blocks, record.steps, requests_of(record), record.logs, *counts)
 
     def hand_to(self, take: Take, steps: int) -> None:
         self._take = take
@@ -229,12 +225,6 @@ class FinishedRecord:
         assert self._take is not None
         self._take(self.steps, self.requests)
         self.steps, self.requests = bytearray(), RequestTable.of(())
-
-    @property
-    def transfers(self) -> TransferLog:
-        log = TransferLog()
-        log.rows = self.moves
-        return log
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ class Session:
     def _optional(self, numbers: Mapping[str, Any], rows: RequestTable) -> dict[str, Any]:
         """Return those parts of a summary that only some runs have."""
         record, span_s, parts = self.server.record, numbers["makespan_s"], dict[str, Any]()
+        logs = record.logs
         several = len(record.records) if isinstance(record, Records) else 1
         if isinstance(record, Records) and (scaling := record.scaling):
             parts["scaling"] = scaling
@@ -193,10 +194,10 @@ class Session:
         if (fleet := self.scenario.fleet) and fleet.hand_off and isinstance(record, Records):
             table = optional_tables.values_of(optional_tables.HAND_OFFS, record.hand_offs)
             parts["hand_off"] = metrics.hand_offs(table, rows, fleet.hand_off.link.bandwidth_gb_s, span_s)
-        elif rows_of := record.transfers.rows:
+        elif rows_of := logs["moves"]:
             table = optional_tables.values_of(optional_tables.TRANSFERS, rows_of)
             parts["kv_moves"] = optional_tables.summarise_transfers(table, span_s * several)
-        if drafts := record.drafts:
+        if drafts := logs["drafts"]:
             parts["drafts"] = optional_tables.summarise_drafts(drafts)
         return parts
 
@@ -270,8 +271,9 @@ def servers_of(scenario: Scenario, record: Record | Records) -> Sequence[Mapping
     facts = record.fleet or [
         {"pool": of, "gpus": its.own_gpus, "total_blocks": one.total_blocks} for of, its, one in each
     ]
-    drafts = [{"drafts": optional_tables.summarise_drafts(one.drafts)} if one.drafts else {} for one in record.records]
-    return [{**own, **came} for own, came in zip(facts, drafts, strict=True)]
+    drafts = [one.logs["drafts"] for one in record.records]
+    summary = optional_tables.summarise_drafts
+    return [own | ({"drafts": summary(rows)} if rows else {}) for own, rows in zip(facts, drafts, strict=True)]
 
 
 def counted(

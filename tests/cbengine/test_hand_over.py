@@ -149,7 +149,7 @@ def test_a_peer_that_never_comes_is_reported(tmp_path: Path) -> None:
 
 def moves(run: Served) -> Any:
     """The transfers of all servers, as their columns."""
-    return optional_tables.values_of(optional_tables.TRANSFERS, run.fleet.record.transfers.rows)
+    return optional_tables.values_of(optional_tables.TRANSFERS, run.fleet.record.logs["moves"])
 
 
 @st.composite
