@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 import simpy
 
@@ -55,26 +56,28 @@ class Device:
         """Note that the server has nothing to launch until this event, or ever again for None."""
 
 
-class OneGpu(Device):
-    """A GPU on its own: the completion time of a step is known at launch. It has `depth` I/O slots, whose pinned
-    buffers are reused only after the last step's outputs are copied; `overlap` runs copies beside kernels, else all
-    share one in-order stream; `gap_ns` is the least time between the kernels of two steps; those of a replayed one may
-    begin `early_ns` before its launch ends. Plans with KV transfers need a `mover`, which is made on the lanes from and
-    to the host.
+class Timing(NamedTuple):
+    """How steps follow each other on a device. It has `depth` I/O slots, whose pinned buffers are reused only after the
+    last step's outputs are copied; `overlap` runs copies beside kernels, else all share one in-order stream; `gap_ns`
+    is the least time between the kernels of two steps; those of a replayed one may begin `early_ns` before its launch
+    ends; `wake_ns` is that of Device.
     """
 
-    def __init__(
-        self,
-        cost: Cost,
-        *,
-        depth: int,
-        overlap: bool,
-        gap_ns: int = 0,
-        early_ns: int = 0,
-        wake_ns: int = 0,
-        mover: Callable[[Lane, Lane], Mover] | None = None,
-    ) -> None:
-        self._cost, self._gap_ns, self._early_ns = cost, gap_ns, early_ns
+    depth: int
+    overlap: bool
+    gap_ns: int = 0
+    early_ns: int = 0
+    wake_ns: int = 0
+
+
+class OneGpu(Device):
+    """A GPU on its own: the completion time of a step is known at launch. Plans with KV transfers need a `mover`, which
+    is made on the lanes from and to the host.
+    """
+
+    def __init__(self, cost: Cost, timing: Timing, mover: Callable[[Lane, Lane], Mover] | None = None) -> None:
+        depth, overlap, gap_ns, self._early_ns, wake_ns = timing
+        self._cost, self._gap_ns = cost, gap_ns
         lanes = [Lane() for _ in range(5)] if overlap else [Lane()] * 5
         self._h2d, self._compute, self._d2h, kv_in, kv_out = lanes
         super().__init__(None if mover is None else mover(kv_in, kv_out), wake_ns)
@@ -116,19 +119,10 @@ class Pipeline(Device):
     the step as many before it as there are stages has sampled; else tokens come from the CPU.
     """
 
-    def __init__(
-        self,
-        cost: StagedCost,
-        log: array[int],
-        *,
-        depth: int,
-        overlap: bool,
-        gap_ns: int = 0,
-        early_ns: int = 0,
-        wake_ns: int = 0,
-    ) -> None:
+    def __init__(self, cost: StagedCost, log: array[int], timing: Timing) -> None:
+        depth, overlap, self._gap_ns, self._early_ns, wake_ns = timing
         super().__init__(None, wake_ns)
-        self._cost, self._log, self._gap_ns, self._early_ns = cost, log, gap_ns, early_ns
+        self._cost, self._log = cost, log
         self._stages = [Lane() for _ in cost.stages]
         self._h2d, self._d2h = (Lane(), Lane()) if overlap else (self._stages[0], self._stages[-1])
         self._slots_ns, self._ahead = [0] * depth, depth > len(self._stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import simpy
 
@@ -13,7 +13,7 @@ from cbsim.collector import no_collections
 from cbsim.cost.base import Cost, StagedCost
 from cbsim.errors import ScenarioError
 from cbsim.machine.adaptive import Adaptive
-from cbsim.machine.device import Device, Mover, OneGpu, Pipeline
+from cbsim.machine.device import Device, Mover, OneGpu, Pipeline, Timing
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Blind, Choice, Front
 from cbsim.machine.graphs import Graphs, VllmBuckets, engine_bucket, transformers_bucket, unpadded
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cbsim.machine.separate import Separate
 
 TRANSFORMERS_ROWS, UNBOUNDED = 1024, 1 << 30  # for schedulers that have no such limit, padded as transformers does
-LATENCIES = {"gap_ns": "gap_s", "early_ns": "launch_overlap_s", "wake_ns": "wake_s"}  # of a device: fields of its cost
+LATENCIES = ("gap_s", "launch_overlap_s", "wake_s")  # of a device's timing: fields of its cost
 VLLM_LARGEST = 512  # for schedulers that have no such limit, padded as vLLM does
 
 
@@ -45,11 +45,11 @@ def machine(
     """Build the simulated server, with an empty record. `cost` and `device`: in place of the scenario's."""
     policy, cost = scheduler(scenario, loop), cost or cost_model(scenario)
     record, steps = Record(policy.pool.num_blocks), depth(loop, scenario.stages)
-    latencies: dict[str, Any] = {name: round(getattr(scenario.cost, of, 0.0) * NS) for name, of in LATENCIES.items()}
-    latencies |= {"depth": steps, "overlap": scenario.loop.streams}
+    latencies_ns = [round(getattr(scenario.cost, name, 0.0) * NS) for name in LATENCIES]
+    timing = Timing(steps, scenario.loop.streams, *latencies_ns)
     if device is None and scenario.stages > 1:
         assert isinstance(cost, StagedCost), cost
-        device = Pipeline(cost, record.stages, **latencies)
+        device = Pipeline(cost, record.stages, timing)
     elif device is None:
         kind: Callable[..., Mover] = Mover
         if scenario.role:
@@ -57,7 +57,7 @@ def machine(
 
             kind = Side
         mover = partial(kind, copies(scenario, policy.pool.groups), record.transfers, policy.pool.block_size)
-        device = OneGpu(cost, mover=mover, **latencies)
+        device = OneGpu(cost, timing, mover)
     share = scenario.cost.contention
     device.cpu_share, device.gpu_share = share.cpu, share.gpu
     inbox = Inbox(workload, record, workload.arriving())

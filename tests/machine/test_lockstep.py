@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.machines import DEPTHS, LONGEST, check_tokens, load, spec, table, vllm_options
 
-from cbsim.machine.device import Device, OneGpu
+from cbsim.machine.device import Device, OneGpu, Timing
 from cbsim.machine.driver import Machine
 from cbsim.machine.front import Front
 from cbsim.machine.graphs import Graphs, VllmBuckets, unpadded
@@ -172,7 +172,7 @@ def test_requests_go_where_four_times_waiting_and_running_is_least() -> None:
     has none. Two at one moment: the first makes the second go elsewhere, for it waits there."""
     specs = [spec(0, 1, 9), spec(1, 1, 2), spec(2, 1, 9, 150), spec(3, 1, 9, 250), spec(4, 1, 1, 250)]
     assert served_by(serve(specs, Waves(), 2)) == [[0, 2, 4], [1, 3]]
-    apart = [OneGpu(Waves(), depth=1, overlap=True) for _ in range(2)]  # type: ignore[arg-type]
+    apart = [OneGpu(Waves(), Timing(1, overlap=True)) for _ in range(2)]  # type: ignore[arg-type]
     assert served_by(serve(specs, Waves(), 2, devices=apart)) == [[0, 2, 4], [1, 3]]
 
 
@@ -274,11 +274,11 @@ def test_everybody_is_served_whenever_they_come(version: str, depth: int) -> Non
 def test_one_rank_is_one_gpu(depth: int, specs: list[RequestSpec], cost: Waves, graphs: Graphs) -> None:
     """A group of one steps like a GPU whose copies take no time, and like a server whose client needs no balancing."""
     (rank,) = serve(specs, cost, 1, depth=depth, graphs=graphs)
-    gpu = OneGpu(cost, depth=depth, overlap=False)
+    gpu = OneGpu(cost, Timing(depth, overlap=False))
     (fed,) = serve(specs, cost, 1, depth=depth, graphs=graphs, devices=[gpu])
     policy = VllmScheduler(vllm_options())
     record = Record(policy.pool.num_blocks)
-    gpu = OneGpu(cost, depth=depth, overlap=False)
+    gpu = OneGpu(cost, Timing(depth, overlap=False))
     own = Machine(policy, cost, graphs, gpu, Inbox(load(*specs), record), record, depth)
     env = simpy.Environment()
     env.process(own.run(env))

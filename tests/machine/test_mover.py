@@ -9,7 +9,7 @@ import pytest
 from support.machines import COSTS, STEP, Fixed, load, run, server, spec, vllm_options
 
 from cbsim.cost.base import Copies
-from cbsim.machine.device import Mover, OneGpu
+from cbsim.machine.device import Mover, OneGpu, Timing
 from cbsim.machine.graphs import Shape
 from cbsim.policy.plan import Chunk, StepChanges, StepPlan, StepWork
 from cbsim.policy.transfers import Direction, Transfer
@@ -29,7 +29,7 @@ class Gpu:
         self.log = TransferLog()
         cost = Fixed((0, 0, 0, 0), (H2D, COMPUTE, D2H))
         mover = partial(Mover, COPIES, self.log, 4)
-        self.device = OneGpu(cost, depth=2, overlap=overlap, mover=mover)
+        self.device = OneGpu(cost, Timing(2, overlap), mover)
 
     def launch(self, plan: StepPlan, at_ns: int = 0) -> StepTimes:
         times = StepTimes(at_ns)

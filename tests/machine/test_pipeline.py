@@ -15,7 +15,7 @@ from support.machines import load, run, spec, table
 import cbsim
 from cbsim.cost.base import CpuCost, StagedCost
 from cbsim.errors import ScenarioError
-from cbsim.machine.device import Pipeline
+from cbsim.machine.device import Pipeline, Timing
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
@@ -79,7 +79,7 @@ def served(of: tuple[Any, int], stages: list[int], requests: int, outputs: int, 
     specs = [spec(i, PROMPT, outputs) for i in range(requests)]
     record, workload = Record(policy.pool.num_blocks), load(*specs)
     cost = StagedCost([Constant(ns) for ns in stages], send, 0)
-    device = Pipeline(cost, record.stages, depth=depth, overlap=True)
+    device = Pipeline(cost, record.stages, Timing(depth, overlap=True))
     inbox = Inbox(workload, record, workload.arriving())
     machine = Machine(policy, cost, Graphs(unpadded, 0), device, inbox, record, depth)
     steps = run(machine)

@@ -12,7 +12,7 @@ import pytest
 import simpy
 
 from cbsim.cost.base import Copies, Cost
-from cbsim.machine.device import Mover, OneGpu
+from cbsim.machine.device import Mover, OneGpu, Timing
 from cbsim.machine.driver import Machine
 from cbsim.machine.graphs import Graphs, unpadded
 from cbsim.policy.plan import StepPlan
@@ -112,7 +112,7 @@ def server(
     record = Record(policy.pool.num_blocks)
     graphs = graphs or Graphs(unpadded, 0)
     mover = partial(Mover, copies, record.transfers, policy.pool.block_size) if copies else None
-    device = OneGpu(cost, depth=depth, overlap=overlap, mover=mover, **latencies)
+    device = OneGpu(cost, Timing(depth, overlap, **latencies), mover)
     return Machine(policy, cost, graphs, device, Inbox(workload, record), record, depth)
 
 
