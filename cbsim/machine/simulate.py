@@ -130,9 +130,7 @@ class Fleet:
             ranks = Lockstep(self.env, cast("WaveCost", cost), len(servers), mixed=mixed).ranks
         inboxes = list[Inbox]()
         self.front = Front(self.env, client, inboxes)
-        costs = {key: cost or cost_model(each) for key, each in {id(each): each for each in servers}.items()}
-        on = zip_longest(servers, ranks)  # without ranks each has a device of its own
-        self.machines = [machine(each, each.loop.mode, self.front, costs[id(each)], rank) for each, rank in on]
+        self.machines = _machines(servers, self.front, cost, ranks)
         for server in self.machines:
             server.inbox.news = self.env.event()
             inboxes.append(server.inbox)
@@ -166,6 +164,13 @@ def alone(scenario: Scenario, workload: Workload | Front, costs: dict[int, Cost]
     if id(scenario) not in costs:
         costs[id(scenario)] = cost_model(scenario)
     return machine(scenario, scenario.loop.mode, workload, costs[id(scenario)])
+
+
+def _machines(servers: Sequence[Scenario], front: Front, cost: Cost | None, ranks: Sequence[Rank]) -> list[Machine]:
+    """Build a server of each scenario, with a cost model for each different one or the one that is given."""
+    costs = {key: cost or cost_model(each) for key, each in {id(each): each for each in servers}.items()}
+    on = zip_longest(servers, ranks)  # without ranks each has a device of its own
+    return [machine(each, each.loop.mode, front, costs[id(each)], rank) for each, rank in on]
 
 
 def routed(scenario: Scenario, workload: Workload, jobs: int = 1) -> Fleet | Separate | Scaled:
