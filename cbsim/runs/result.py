@@ -95,9 +95,9 @@ class Result(Printed):
 
     def _queue(self, steps: Steps) -> Ints:
         """The requests that wait for a server beside each of its steps: for more than KV that is on its way there."""
-        moves = self.transfers
-        loads = (moves["way"] == Direction.IN) & (moves["job"] >= 0) & np.isin(moves["step"], steps["step"])
-        ordered, reported = (moves[name][loads] for name in ("step", "reported_step"))
+        transfers = self.transfers
+        loads = (transfers["way"] == Direction.IN) & (transfers["job"] >= 0) & np.isin(transfers["step"], steps["step"])
+        ordered, reported = (transfers[name][loads] for name in ("step", "reported_step"))
         over = np.sort(np.where(reported < 0, np.iinfo(np.int64).max, reported))
         loading = np.searchsorted(np.sort(ordered), steps["step"], "right") - np.searchsorted(over, steps["step"])
         return np.maximum(steps["waiting"] - loading, 0)
