@@ -266,14 +266,12 @@ def _order(folder: Path, meta: dict[str, Any]) -> dict[str, list[str]]:
             order = documents.read(path).data.get("sequence")
             if not isinstance(order, dict):
                 raise ScenarioError(f"{path}: sequence: is missing, expected the parts of a step")
-            return {part: _layers(path, part, order.get(part) or []) for part in (*ONCE, *EVERY_LAYER)}
+            parts = {part: order.get(part) or [] for part in (*ONCE, *EVERY_LAYER)}
+            for part, names in parts.items():
+                if not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+                    raise ScenarioError(f"{path}: sequence.{part}: got {shown(names)}, expected a list of layers")
+            return parts
     raise ScenarioError(f"{folder / 'meta.yaml'}: architecture: got {name!r}, and no folder above has arch/{name}.yaml")
-
-
-def _layers(path: Path, part: str, names: Any) -> list[str]:
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ScenarioError(f"{path}: sequence.{part}: got {shown(names)}, expected a list of layers")
-    return names
 
 
 def _whole_rows(meta: dict[str, Any], kv_heads: int) -> float:

@@ -22,7 +22,7 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from cbsim.cost.base import CpuCost, cpu_cost, nearest
 from cbsim.cost.table import counted, reached
@@ -33,30 +33,20 @@ from cbsim.scenario.costs import RooflineSettings
 from cbsim.scenario.scenario import Scenario
 
 
-@value(init=False)
+@value(frozen=True)
 class Read:
     """The attention of the `share` of the layers that are of one kind: seconds of a pair of a query and a KV token, of
     reading a KV token, of a decoding row's pair, and of a KV token that a row of one token attends to. `whole`: these
     layers see everything.
     """
 
-    def __init__(
-        self,
-        kind: Attention,
-        share: float,
-        pair_s: float,
-        kv_s: float,
-        decode_pair_s: float,
-        context_s: float,
-        whole: bool,
-    ) -> None:
-        self.kind: Final = kind
-        self.share: Final = share
-        self.pair_s: Final = pair_s
-        self.kv_s: Final = kv_s
-        self.decode_pair_s: Final = decode_pair_s
-        self.context_s: Final = context_s
-        self.whole: Final = whole
+    kind: Attention
+    share: float
+    pair_s: float
+    kv_s: float
+    decode_pair_s: float
+    context_s: float
+    whole: bool
 
 
 class Rates(NamedTuple):
