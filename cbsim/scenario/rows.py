@@ -7,6 +7,7 @@ A workload must fit the memory of this machine: checked before it is taken; for 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
@@ -76,7 +77,7 @@ class CsvTable:
     def rewind(self) -> None:
         """Go back to the first row."""
         self._file.seek(0)
-        self._reader = csv.reader(bounded(self.path, self._file))
+        self._reader = csv.reader(bounded(self.path, self._file), strict=True)
         self.header = [name.strip() for name in next(self._reader, [])]
 
     def pick(self, columns: Iterable[str]) -> None:
@@ -95,10 +96,20 @@ class CsvTable:
     def rows(self, limit: int | None) -> Iterator[list[str]]:
         """Yield the selected cells of each row, for at most `limit` rows. Raises ScenarioError."""
         width, positions = len(self.header), self._positions
-        for row in islice(filter(None, self._reader), limit):
+        for row in islice(filter(None, self._rows()), limit):
             if len(row) != width:
                 raise ScenarioError(f"{self.path}:{self.line}: got {len(row)} cells, expected {width}")
             yield [row[position] for position in positions]
+
+    def _rows(self) -> Iterator[list[str]]:
+        line = self.line
+        try:
+            for row in self._reader:
+                line = self.line
+                yield row
+        except csv.Error as error:  # the reader is at the end of the file if a quote is never closed
+            message = f"{self.path}:{line + 1}: is not a row of CSV, or a quote in it is never closed: {error}"
+            raise ScenarioError(message, file=self.path, line=line + 1) from None
 
     def parts(self, limit: int | None) -> Iterator[list[tuple[str, ...]]]:
         """Yield the selected columns of AT_ONCE rows at a time, for at most `limit` rows. Raises ValueError if a row
@@ -131,13 +142,18 @@ class CsvTable:
 
     def number(self, column: int, cell: str) -> float:
         """Return a cell as a finite number >= 0. Raises ScenarioError."""
-        try:
-            value = float(cell)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
+        value = real(cell)
+        if not 0 <= value < math.inf:
             raise self.bad(column, cell, "a number >= 0")
         return value
+
+
+def real(cell: str) -> float:
+    """Return a cell as a number, NaN if it is none; unlike float without underscores and digits of other scripts."""
+    try:
+        return float(cell) if cell.isascii() and "_" not in cell else math.nan
+    except ValueError:
+        return math.nan
 
 
 def whole_numbers(cells: Sequence[str], least: int = 1) -> NDArray[np.int64]:

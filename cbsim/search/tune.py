@@ -128,8 +128,8 @@ def candidates(
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
     source = scenario.model_dump(mode="json") if isinstance(scenario, Scenario) else scenario
     source = str(source) if isinstance(source, Path) else source
-    file = sweep_file.parse({"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)})
-    built = sweep.of(file, Path())
+    fields = {"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)}
+    built = sweep.of(*sweep_file.read(fields))
     sweep.check_workloads(built)
     _check(goal, [point.scenario for point in built])
     return built

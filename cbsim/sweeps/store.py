@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from cbsim.errors import Interrupted, RunError, UserError
@@ -73,8 +73,11 @@ class Store:
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Store a run. A stored one of the same key is equal, so only one that lacks some of the files is replaced."""
-        with access(self.path, RunError, "written"):
-            part = Path(tempfile.mkdtemp(prefix=PART, dir=self._runs))
+        with (
+            access(self.path, RunError, "written"),
+            TemporaryDirectory(prefix=PART, dir=self._runs, ignore_cleanup_errors=True) as folder,
+        ):
+            part = Path(folder)
             seal = {name: _digest(key, name, content) for name, content in files.items()}
             for name, content in {**files, SEAL: json.dumps(seal).encode()}.items():
                 (part / name).parent.mkdir(exist_ok=True)
@@ -87,8 +90,7 @@ class Store:
                 part.replace(self.run(key))
             except OSError:
                 if not self.run(key).is_dir():
-                    raise
-                shutil.rmtree(part)  # another sweep stored this run first
+                    raise  # else another sweep stored this run first
             shutil.rmtree(old, ignore_errors=True)
             (self._failed / f"{key}.json").unlink(missing_ok=True)
 

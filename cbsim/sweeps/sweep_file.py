@@ -235,6 +235,8 @@ class SweepFile(Frozen):
                 seen[name] = at
         if LOOP in seen:
             raise complaint("loop is no axis, expected loop.mode, or loop beside axes", "axes")
+        if len({*self.loop}) < len(self.loop):
+            raise complaint(f"has a loop twice: {', '.join(self.loop)}", "loop")
         if "loop.mode" in seen and self.loop:
             raise complaint("is set by an axis, too; expected one of them", "loop")
         if "seed" in seen and self.replicates > 1:
@@ -282,7 +284,3 @@ def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
     if changed := fields_of(changes):
         document.data["set"] = {**document.data.get("set", {}), **changed}
     return document.checked(SweepFile), base
-
-
-def parse(data: Mapping[str, Any]) -> SweepFile:
-    return read(data)[0]

@@ -23,7 +23,7 @@ from cbsim.errors import ScenarioError
 from cbsim.scenario import catalog
 from cbsim.scenario.demand import Csv, CsvColumns, Served
 from cbsim.scenario.fields import bare, either, near, shown
-from cbsim.scenario.rows import CsvTable, check_not_empty, open_text, whole_numbers
+from cbsim.scenario.rows import CsvTable, check_not_empty, open_text, real, whole_numbers
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import served
 from cbsim.workload.requests import Drawn, Ints, Workload
@@ -89,7 +89,7 @@ def plain(
 
 
 def _times(cells: Sequence[str]) -> Ints:
-    seconds = np.array([*map(float, cells)])
+    seconds = np.array([*map(real, cells)])
     if not ((seconds >= 0) & (seconds < MOST_NS / 1e9)).all():
         raise ValueError
     return np.rint(seconds * 1e9).astype(np.int64)
@@ -114,7 +114,7 @@ def _by_columns(table: CsvTable, roles: Sequence[str], limit: int | None) -> Dra
     names = [name for part in parts.pop("id") for name in part] if "id" in parts else None
     of = {role: np.concatenate(each) for role, each in parts.items()}
     times, output, most = of["arrival"], of["output"], of.get("max_tokens", of["output"])
-    named = names is None or (len({*names} - {""}) == len(names) and "".join(names).isprintable())
+    named = names is None or (len({*map(str.strip, names)} - {""}) == len(names) and "".join(names).isprintable())
     if not named or (np.diff(times) < 0).any() or (most < output).any():
         raise ValueError
     return Drawn(times, of["prompt"], output, most, of.get("priority", 0 * output), names=names)
@@ -143,7 +143,7 @@ def _by_rows(table: CsvTable, roles: Sequence[str], limit: int | None) -> Drawn:
         if (most := further.get("max_tokens", least)) < least:
             raise table.bad(3, cells[3], f"at least {table.columns[2]} ({least})")
         if "id" in further:
-            if (name := further["id"]) in names or not name.isprintable() or not name:
+            if (name := further["id"]) in names or not name.isprintable() or not name.strip():
                 bound = "an id that no row above has" if name in names else "an id, a text that can be printed"
                 raise table.bad(len(roles) - 1, name, bound)
             names[name] = None
@@ -162,10 +162,7 @@ def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
         if stamp_ns - start_ns >= MOST_NS:
             raise table.bad(0, cell, f"a time {MOST_YEARS} after the first")
         return stamp_ns - start_ns
-    try:
-        value = float(cell)
-    except ValueError:
-        value = float("nan")
+    value = real(cell)
     if not 0 <= value < MOST_NS / 1e9:
         dated = _stamp_ns(cell) is not None  # only the first row decides which of both a file has
         bound = f"seconds >= 0, {MOST_YEARS}, or a time such as 2023-11-16 18:17:03.97"
@@ -177,7 +174,7 @@ def _stamp_ns(cell: str) -> int | None:
     """Return a time of day such as 2023-11-16 18:17:03.9799600, exact; None if the cell holds none."""
     stamp = cell.strip().replace("T", " ").removesuffix("Z").removesuffix("+00:00")
     fraction = stamp[20:]
-    if stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
+    if not stamp.isascii() or stamp[19:20] not in ("", ".") or (fraction and not fraction.isdecimal()):
         return None
     try:
         return _second(stamp[:19]) * 10**9 + int(fraction.ljust(9, "0")[:9])

@@ -16,7 +16,7 @@ from cbsim.sweeps.sweep_file import LogRange, Range
 
 
 def settings(**fields: Any) -> list[dict[str, Any]]:
-    return [dict(place) for place, _ in sweep_file.parse({"scenario": "8k_b32", **fields}).settings()]
+    return [dict(place) for place, _ in sweep_file.read({"scenario": "8k_b32", **fields})[0].settings()]
 
 
 @given(low=st.integers(-50, 50), step=st.integers(1, 9), more=st.integers(1, 200))

@@ -25,7 +25,7 @@ from cbsim.sweeps.sweep_file import Axis
 def test_a_whole_and_then_a_field_of_it_are_two_axes() -> None:
     """The later one sets a field of what the first has chosen."""
     axes = {"scheduler": [{"name": "vllm"}], "scheduler.max_num_seqs": [8, 16]}
-    assert len(list(sweep_file.parse({"scenario": "8k_b32", "axes": axes}).settings())) == 2
+    assert len(list(sweep_file.read({"scenario": "8k_b32", "axes": axes})[0].settings())) == 2
 
 
 def test_values_that_begin_alike_are_two_places(small: Path, tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def test_all_damaged_runs_are_named_with_the_file(small: Path, tmp_path: Path) -
     [
         ("{workload.requests: [2, 2.0]}", ("axes.0: has workload.requests=2.0 twice",)),
         ("{points: [{seed: 1}, {seed: 1}]}", ("axes.0: has seed=1 twice",)),
+        ("{seed: [1, 2]}\nloop: [sync, async, sync]", ("loop: has a loop twice: sync, async, sync",)),
         (
             "{workload.requests: [-3, x, .nan]}",
             ("requests=-3: workload.requests: got -3", "requests=nan: workload.requests: got nan"),

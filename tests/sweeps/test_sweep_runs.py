@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from errno import ENOSPC
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from support.sweeping import SWEEP, seats
 
 import cbsim
 from analysis.statistics import sweep_table
-from cbsim.errors import ScenarioError
+from cbsim.errors import RunError, ScenarioError
 from cbsim.metrics import catalogue, checks, coverage
 from cbsim.runs import running
 from cbsim.scenario import documents
@@ -298,7 +299,7 @@ def test_all_points_are_built_before_one_runs(sweep: Path, tmp_path: Path) -> No
     assert not (tmp_path / "store").exists()
     wrong = SWEEP.replace("[4, 8]", "[4, -1, 0.5]")
     with pytest.raises(ScenarioError) as caught:
-        points.of(sweep_file.parse(documents.parse(wrong, "test") | {"name": "x"}), sweep.parent)
+        points.of(sweep_file.read(documents.parse(wrong, "test") | {"name": "x"})[0], sweep.parent)
     assert "got -1" in str(caught.value)
     assert "got 0.5" in str(caught.value)
 
@@ -311,6 +312,21 @@ def test_data_that_is_not_there_is_told_before_anything_runs(sweep: Path, tmp_pa
 def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 2, "--store", "file: cannot be written")
+
+
+def test_a_run_that_cannot_be_stored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, which what was written of it would fill."""
+    store, write = Store(tmp_path, "code"), Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.name == "b.json":
+            raise OSError(ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunError, match="cannot be written: No space left"):
+        store.put("key", {"a.json": b"{}", "b.json": b"{}"})
+    assert not list((tmp_path / "runs" / "code").iterdir())
 
 
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -114,6 +114,23 @@ def test_what_cannot_be_told_is_refused_in_one_line(
     assert reported.startswith(f"{file}:1: workload.columns.") and message in reported and "\n" not in reported
 
 
+@pytest.mark.parametrize(
+    ("row", "reported"),
+    [
+        ('2,7,3,b,"oops', "is not a row of CSV, or a quote in it is never closed"),  # whose column nobody reads
+        ("1_0,7,3,b,", "arrival_s: got '1_0', expected seconds"),
+        ("\uff12,7,3,b,", "arrival_s: got '\uff12', expected seconds"),
+        ("2,7,3,  ,", "id: got '  ', expected an id"),
+        ("2,7,3,a,", "id: got 'a', expected an id that no row above has"),
+    ],
+)
+def test_a_row_that_others_would_hide_or_misread_is_refused(file: Path, row: str, reported: str) -> None:
+    """A quote that is never closed takes all rows behind it for a cell; Python's numbers are more than a file's."""
+    with pytest.raises(ScenarioError) as caught:
+        read(file, f"arrival_s,prefill_tokens,decode_tokens,id,note\n1,7,3,a,\n{row}\n" + "9,7,3,c,\n9,7,3,d,\n")
+    assert str(caught.value).startswith(f"{file}:3: {reported}")
+
+
 # -- a column at a time -----------------------------------------------------------------------------------------------
 
 HEADER = ("arrival_s", "prefill_tokens", "decode_tokens", "max_tokens", "priority", "id")
@@ -132,6 +149,9 @@ ODD = (
     "-999999999999",
     "5_0",
     "4.5",
+    "  ",
+    '"5',
+    '5"',
 )
 ODD += (
     "nan",

@@ -72,7 +72,11 @@ SOUND: list[tuple[Callable[[Path], Any], str]] = [
 ]
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (azure, AZURE + "2023-11-16 18:17:03.97,5,1\n2023-11-16 18:17:04,5.5,1\n", ":3: ContextTokens: got '5.5'"),
-    (azure, AZURE + '"' + "x" * 200_000 + '",1,2\n', ": cannot be read: field larger than field limit"),
+    (
+        azure,
+        AZURE + '"' + "x" * 200_000 + '",1,2\n',
+        ":2: is not a row of CSV, or a quote in it is never closed: field larger",
+    ),
     (azure, f"{AZURE}2023-11-16 18:17:03.97,{'9' * 30},4\n", ":2: ContextTokens: got '9999"),
     (azure, f"{AZURE}2023-11-16 18:17:03.97,{'9' * 5000},4\n", ":2: ContextTokens: got '9999"),
     (
