@@ -169,7 +169,7 @@ def test_a_router_of_a_user_that_chooses_no_server_ends_the_session(
     (path,) = (tmp_path / "runs").iterdir()
     assert (path / "INCOMPLETE").read_text() == f"{problem}\n"
     said = call("replan", path)
-    assert said == (0, f"{path}: 0 of 0 choices identical; the run is incomplete: {problem}\n", "")
+    assert said == (0, f"{path}: there was no choice to compare; the run is incomplete: {problem}\n", "")
     (path / "choices.jsonl").unlink()
     refused(
         call("replan", path), 2, "summary.json: schema_version: is missing: it is not that of a run", "choices.jsonl"
