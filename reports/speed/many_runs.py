@@ -60,7 +60,7 @@ def file(budgets: int, rates: int) -> sweep_file.SweepFile:
         "scheduler.max_num_batched_tokens": [512 + 128 * at for at in range(budgets)],
         "workload.arrivals.rate_per_s": [2 + at for at in range(rates)],
     }
-    return sweep_file.parse({"name": "many", "scenario": SCENARIO, "axes": axes})
+    return sweep_file.read({"name": "many", "scenario": SCENARIO, "axes": axes})[0]
 
 
 def once(make: Callable[[], Executor], points: tuple[int, int] = POINTS) -> Took:
