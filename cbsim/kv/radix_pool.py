@@ -192,6 +192,7 @@ class RadixPool(BlockPool):
         nodes = self.tree.nodes()
         owners = [*self._free.order(), *unpacked(b"".join([self._collected or b"", *[node.pages for node in nodes]]))]
         assert self.tables.keys() == self.positions.keys(), "tables and positions"
+        assert not len(NO_BLOCKS), "blocks of a request that was not admitted"
         locks = dict.fromkeys(nodes, 0)
         for request, position in self.positions.items():
             owners += unpacked(request.own.getvalue())

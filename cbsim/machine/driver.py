@@ -177,7 +177,7 @@ class Machine:
         times: StepTimes = effect.ticket
         waits = times.d2h_end_ns > self.now_ns
         completed_ns = times.d2h_end_ns + self._device.wake_ns if waits else self.now_ns
-        if self.mover is None or not self.mover.ends or effect.plan.work.rows:
+        if self.mover is None or not self._waits(effect):
             return completed_ns
         return max(completed_ns, min(self.mover.next_ns, self.inbox.due_ns))
 

@@ -41,7 +41,7 @@ class Calendar:
         self._later: dict[int, list[Stay]] = {}
 
     def note(self, ahead: int, stays: list[Stay]) -> None:
-        """Add stays, in order, for which something is due `ahead` of the present pace; nobody else changes the list."""
+        """Add stays in admission order, due `ahead` of the present pace. From then on the list is the calendar's."""
         due = self._later.setdefault(self._pace + ahead, stays) if ahead else self.today
         if stays and due is not stays:
             ordered = not due or due[-1].order < stays[0].order

@@ -328,10 +328,7 @@ class Decoding:
 
     def complete(self, plan: StepPlan, result: StepResult, end: Callable[[Request, Finish], None]) -> Outcome:
         """Apply the result of the oldest step in flight: deliver tokens, `end` finished requests in row order."""
-        step = plan.step
-        stopped: list[Request] = []
-        if result.stopped:
-            stopped = [request for request in map(self.requests.get, result.stopped) if request is not None]
+        step, stopped = plan.step, [self.requests[spec] for spec in result.stopped if spec in self.requests]
         completions = self._collect(step, result, stopped)
         if not completions:
             return UNCHANGED

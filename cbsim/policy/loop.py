@@ -297,9 +297,8 @@ def _admit(scheduler: Scheduler, polled: Polled) -> Generator[Effect, Any, None]
 
 
 def _cancel(scheduler: Scheduler, specs: Sequence[RequestSpec]) -> None:
-    if specs:
-        for spec in specs:
-            scheduler.cancel(spec)
+    for spec in specs:
+        scheduler.cancel(spec)
 
 
 def _refusals(scheduler: Scheduler) -> list[Refused]:

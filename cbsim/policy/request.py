@@ -267,9 +267,7 @@ class Request:
         """Record a planned row of `tokens` query tokens that may yield `outputs` tokens: one behind each query token
         from the last wanted one on. Those after it are guesses.
         """
-        most = self.spec.prompt_tokens + self._scheduled - self._computed
-        if outputs:
-            most += outputs - 1
+        most = self.uncomputed + (outputs - 1 if outputs else 0)
         if self.batch is not None or not 0 < tokens <= most or (outputs and tokens < most):
             raise self._broken(f"has a row of {tokens} tokens for {outputs} outputs, and {self.uncomputed} to compute")
         self._computed += tokens
@@ -306,8 +304,7 @@ class Request:
         if tokens and self.runs and self.runs[-1][0] + self.runs[-1][1] == step:
             self.runs[-1][1] += 1
             tokens -= 1
-        for _ in range(tokens):
-            self.runs.append([step, 1])
+        self.runs += [[step, 1] for _ in range(tokens)]
 
     def reconcile(self, short: int) -> None:
         """Take back `short` tokens that a row did not yield: they are neither scheduled nor computed.
@@ -389,7 +386,7 @@ class Request:
 
 
 def join_runs(runs: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Add [first step, steps] that follow others to these, which are returned."""
+    """Extend `runs` by `more`, which follow them, and return them; each run is [first step, steps]."""
     if runs and more and runs[-1][0] + runs[-1][1] == more[0][0]:
         runs[-1][1] += more.pop(0)[1]
     runs += more

@@ -314,7 +314,7 @@ def test_a_store_that_cannot_be_written_is_one_line(sweep: Path, tmp_path: Path)
     refused(call("sweep", sweep, "--store", tmp_path / "file", "--jobs", 1), 2, "--store", "file: cannot be written")
 
 
-def test_a_run_that_cannot_be_stored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_stored_takes_its_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a full disk, which what was written of it would fill."""
     store, write = Store(tmp_path, "code"), Path.write_bytes
 

@@ -103,7 +103,7 @@ def play(scenario: Scenario, load: Load, front_s: float, priced: Sequence[Scenar
 
 
 def _workload(start_s: Floats, prompts: Ints, outputs: Ints, users: int | None, front_s: float) -> Workload:
-    """Return requests that arrive as sent; in a closed loop each user's first does, others follow."""
+    """Return requests that arrive as sent; in a closed loop each user's first does, and others follow its end."""
     arrivals = np.rint((start_s + front_s) * NS).astype(int).tolist()
     rows = enumerate(zip(arrivals, prompts.tolist(), outputs.tolist(), strict=True))
     specs = [RequestSpec(at, str(at), ns, prompt, output, output) for at, (ns, prompt, output) in rows]

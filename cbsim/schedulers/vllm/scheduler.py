@@ -374,7 +374,7 @@ class VllmScheduler(SchedulerBase):
         transfers = self.transfers
         if transfers is not None:
             transfers.completing(plan, result)
-        outcome = self.decoding.complete(plan, result, self._finish)
+        outcome = super().update(plan, result)
         if transfers is not None:
             transfers.completed(plan, result)
         if self._speculation is not None and not self.options.async_scheduling:
