@@ -95,12 +95,10 @@ def sweep(
     `if __name__ == "__main__":`. `changes` are those of `run`, at all points. The result's `table` has a row a point.
     Raises ScenarioError, RunError.
     """
-    from cbsim.sweeps import sweep as sweeps
-    from cbsim.sweeps import sweep_file
-    from cbsim.sweeps.sweep import executor
+    from cbsim.sweeps.sweep import executor, opened
 
     workers = executor(jobs, ray)
-    return sweeps.Sweep(*sweep_file.read(source, changes), Path(store)).run(workers)
+    return opened(source, changes, Path(store)).run(workers)
 
 
 def capacity(

@@ -27,7 +27,7 @@ from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Number
 from cbsim.stats.intervals import COVERS, COVERS_TERMS, STILL
 from cbsim.stats.replicated import label
 from cbsim.sweeps import identity, sweep, sweep_file
-from cbsim.sweeps.store import SUMMARY, Runs
+from cbsim.sweeps.store import Runs
 from cbsim.sweeps.sweep import Point
 from cbsim.sweeps.sweep_file import Ranged
 from cbsim.sweeps.work import Task
@@ -130,7 +130,6 @@ def candidates(
     source = str(source) if isinstance(source, Path) else source
     fields = {"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)}
     built = sweep.of(*sweep_file.read(fields))
-    sweep.check_workloads(built)
     _check(goal, [point.scenario for point in built])
     return built
 
@@ -154,9 +153,8 @@ def measure(candidates_: Sequence[Point], runs: Runs) -> Measure:
     """Return a function that gives the metrics of candidates' replicates; it makes and stores the missing runs."""
 
     def of(point: Point) -> Numbers | str:
-        if runs.store.holds(point.key, (SUMMARY,)):
-            return sweep.numbers(point, runs.store.summary(point.key))
-        return runs.store.reason(point.key) or "it was not made"
+        made = runs.outcome(point.key)
+        return made if isinstance(made, str) else sweep.numbers(point, made)
 
     still = generators.still(candidates_[0].scenario)
 

@@ -54,14 +54,26 @@ class Store:
         states = [folder for folder in self._runs.parent.iterdir() if folder.is_dir() and folder.name != self.code]
         return {folder.name: sum(1 for _ in folder.iterdir()) for folder in sorted(states)}
 
-    def keys(self) -> set[str]:
-        return {folder.name for folder in self._runs.iterdir() if not folder.name.startswith(".")}
-
     def run(self, key: str) -> Path:
         return self._runs / key
 
-    def holds(self, key: str, files: tuple[str, ...]) -> bool:
-        return all((self.run(key) / name).is_file() for name in (*files, SEAL))
+    def holds(self, key: str, files: Sequence[str]) -> bool:
+        """Return whether a run has these files, each as it was stored."""
+        with suppress(OSError, RunError):
+            return bool(self.contents(key, files))
+        return False
+
+    def contents(self, key: str, files: Sequence[str]) -> list[bytes]:
+        """Return these files of a run. Raises OSError if it lacks one, RunError if one is not as it was stored."""
+        run = self.run(key)
+        contents = [(run / name).read_bytes() for name in files]
+        seal = read_json(run / SEAL, RunError)
+        for name, content in zip(files, contents, strict=True):
+            if seal.get(name) != _digest(key, name, content):
+                raise RunError(f"{run / name}: was altered since it was stored")
+        if (run / MARKER).exists():
+            raise RunError(f"{run}: {MARKER} lies in it")
+        return contents
 
     def keep(self, made: Made) -> None:
         """Store what is not stored yet of the outcome of a task: its run, or the reason why it failed."""
@@ -72,53 +84,43 @@ class Store:
                 write_whole(self._failed / f"{made.key}.json", (json.dumps({"reason": made.reason}) + "\n").encode())
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
-        """Store a run. A stored one of the same key is equal, so only one that lacks some of the files is replaced."""
+        """Store a run. A stored one of the same key is equal, so only one without these files is replaced."""
         with (
             access(self.path, RunError, "written"),
             TemporaryDirectory(prefix=PART, dir=self._runs, ignore_cleanup_errors=True) as folder,
         ):
-            part = Path(folder)
+            new, old = Path(folder) / "new", Path(folder) / "old"
             seal = {name: _digest(key, name, content) for name, content in files.items()}
             for name, content in {**files, SEAL: json.dumps(seal).encode()}.items():
-                (part / name).parent.mkdir(exist_ok=True)
-                (part / name).write_bytes(content)
-            part.chmod(0o755)
-            old = part.with_name(f"{part.name}-old")
-            if self.run(key).exists() and not self.holds(key, tuple(files)):
-                self.run(key).replace(old)
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).write_bytes(content)
+            if not self.holds(key, list(files)):
+                with suppress(FileNotFoundError):
+                    self.run(key).replace(old)
             try:
-                part.replace(self.run(key))
+                new.replace(self.run(key))
             except OSError:
                 if not self.run(key).is_dir():
                     raise  # else another sweep stored this run first
-            shutil.rmtree(old, ignore_errors=True)
             (self._failed / f"{key}.json").unlink(missing_ok=True)
 
-    def reason(self, key: str) -> str | None:
-        with suppress(OSError, ValueError, KeyError):
-            return str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
-        return None
-
-    def summary(self, key: str) -> dict[str, Any]:
-        """Return the summary of a stored run. Raises RunError if it cannot be read."""
-        return dict(self.read(key, SUMMARY))
-
-    def read(self, key: str, name: str) -> Any:
-        """Return the content of a JSON file of a stored run. Raises RunError if it is not as it was stored."""
-        path = self.run(key) / name
-        try:
-            content = path.read_bytes()
-            if read_json(path.parent / SEAL, RunError)[name] != _digest(key, name, content):
-                raise ValueError("it was altered since it was stored")
-            if (path.parent / MARKER).exists():
-                raise ValueError(f"{MARKER} lies beside it")
-            return json.loads(content)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{path}: cannot be read: {error}; remove {path.parent} to make it again") from error
+    def outcome(self, key: str, files: Sequence[str] = (SUMMARY,)) -> tuple[dict[str, Any] | None, str | None]:
+        """Return the summary of a run that has these files, the summary first, or else the reason why it failed."""
+        with suppress(OSError, RunError):
+            return dict(json.loads(self.contents(key, files)[0])), None
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return None, str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
+        return None, None
 
 
 def _digest(key: str, name: str, content: bytes) -> str:
     return sha256(f"{key}/{name}\n".encode() + content).hexdigest()
+
+
+def first_of(labels: Iterable[str]) -> str:
+    """Return the first of labels, and how many others there are; equal ones count once."""
+    first, *others = dict.fromkeys(labels)
+    return f"{first} and {len(others):,} more" if others else first
 
 
 class Progress:
@@ -171,15 +173,21 @@ class Runs:
         self.made = 0
 
     def make(
-        self,
-        tasks: Iterable[Task],
-        files: tuple[str, ...] = (SUMMARY,),
-        hear: Callable[[Made], object] = lambda _: None,
+        self, tasks: Iterable[Task], files: Sequence[str] = (SUMMARY,), hear: Callable[[Made], object] = lambda _: None
     ) -> None:
-        """Make the runs of which the store lacks any of `files`, and store each, or the reason why it failed. `hear` is
-        called with each outcome; an exception that it raises ends the work. Raises RunError, Interrupted.
+        """Make the runs of which the store lacks any of `files`, and store each, or the reason why it failed; stderr
+        says if stored ones are damaged. `hear` is called with each outcome; an exception that it raises ends the work.
+        Raises RunError, Interrupted.
         """
-        lacking = {task.key: task for task in tasks if not self.store.holds(task.key, files)}
+        lacking, damaged = dict[str, Task](), list[str]()
+        for task in tasks:
+            try:
+                self.store.contents(task.key, files)
+            except (OSError, RunError) as error:
+                lacking[task.key] = task
+                damaged += [str(error)] if isinstance(error, RunError) else []
+        if damaged:
+            print(f"damaged   {first_of(damaged)}: simulated again", file=sys.stderr)
         self._progress.begin(len(lacking))
         try:
             for made in self.executor.each(task._replace(store=self.store.put) for task in lacking.values()):
@@ -192,6 +200,11 @@ class Runs:
         finally:
             self._progress.end()
 
+    def outcome(self, key: str) -> dict[str, Any] | str:
+        """Return the summary of a run, or why there is none."""
+        summary, reason = self.store.outcome(key)
+        return summary or reason or "it was not made"
+
     def of(self, scenarios: Sequence[Scenario], warmup: float) -> list[Run]:
         """Return the runs of these scenarios in order; `warmup` is that of Task. Raises RunError if one fails."""
         tasks = [Task(identity.key(each, warmup), each, "summary", warmup, limits=True) for each in scenarios]
@@ -202,4 +215,6 @@ class Runs:
                 raise RunError(f"{scenarios[0].name}: seed {seeds[made.key]}: {made.reason}")
 
         self.make(tasks, (SUMMARY, BINDS), check)
-        return [Run(self.store.summary(task.key), self.store.read(task.key, BINDS)) for task in tasks]
+        with access(self.store.path, RunError):
+            made = [self.store.contents(task.key, (SUMMARY, BINDS)) for task in tasks]
+        return [Run(*map(json.loads, each)) for each in made]

@@ -13,12 +13,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbsim.errors import ERROR, OK, RunError, ScenarioError
+from cbsim.errors import ERROR, OK, RunError, ScenarioError, UserError
 from cbsim.files import access
 from cbsim.metrics import coverage
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
@@ -28,11 +29,11 @@ from cbsim.record.parquet import optional
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import cut, shown
-from cbsim.scenario.overrides import written
+from cbsim.scenario.overrides import Changes, written
 from cbsim.scenario.scenario import Scenario
 from cbsim.sweeps import identity, sweep_file
 from cbsim.sweeps.ray_cluster import RayCluster
-from cbsim.sweeps.store import Progress, Runs, Store
+from cbsim.sweeps.store import Progress, Runs, Store, first_of
 from cbsim.sweeps.sweep_file import Keep, Settings, SweepFile
 from cbsim.sweeps.work import MOST_JOBS, Executor, Here, Made, Processes, Task
 from cbsim.workload import generators
@@ -47,7 +48,6 @@ FILES: dict[Keep, tuple[str, ...]] = {
 }
 Shard = tuple[int, int]
 """(i, n): the part of a sweep that one machine runs: every n-th point from the i-th on, counted from 1."""
-Variants = Callable[[Sequence[str]], Scenario]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Point:
         return self.scenario.loop.mode
 
 
-def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
-    """Return a function from overrides to scenarios; `source` has fields, a file relative to `base`, or a name."""
+def variants(source: str | Path | Mapping[str, Any], base: Path) -> scenarios.Variants:
+    """Return the scenarios under different overrides; `source` has fields, a file relative to `base`, or a name."""
     if isinstance(source, Mapping):
         return scenarios.Variants(Document("scenario", None, dict(source)), base)
     beside = base / source
@@ -73,30 +73,49 @@ def variants(source: str | Path | Mapping[str, Any], base: Path) -> Variants:
 
 
 def of(sweep: SweepFile, base: Path) -> list[Point]:
-    """Return all points of a sweep in order. Raises a ScenarioError that lists every point that cannot be built."""
+    """Return all points of a sweep in order; their data are read. Raises a ScenarioError that lists every point that
+    cannot be built.
+    """
     make, always = variants(sweep.scenario, base), written(sweep.set)
-    points: list[Point] = []
+    points, workloads = list[Point](), set[Any]()
     mistakes: dict[str, dict[str, None]] = {}  # the points that make one, without their replicates
-    for settings, replicate in sweep.settings():
-        overrides = [*always, *written(settings)]
+    for number, (settings, replicate) in enumerate(sweep.settings()):
+        overrides = list[str]()
         try:
-            points += _built(make(overrides), settings, replicate)
+            overrides = _wholes_first([*always, *written(settings)])
+            points += _built(scenario := make(overrides), settings, replicate)
+            if scenario.workload not in workloads:
+                generators.build(scenario)
+                workloads.add(scenario.workload)
         except ScenarioError as error:
-            label = ", ".join(f"{name}={value}" for name, value in settings.items())
+            label = f"point {number // sweep.replicates} ({_fields(settings)})" if settings else "the scenario"
             given, reason = [f"--set {cut(each)}" for each in overrides], str(error)
             for said in (f" with {', '.join(given)}", *(f"{each}: " for each in given)):
                 reason = reason.replace(said, "")  # the label has it
             for line in reason.splitlines():
-                mistakes.setdefault(line, {})[label or "the scenario"] = None
+                mistakes.setdefault(line, {})[label] = None
     if mistakes:
         raise ScenarioError(_summary_of(mistakes, sweep.name))
     return points
 
 
+def _wholes_first(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in an order in which none undoes another: a whole part before its fields."""
+    ordered = list[str]()
+    for override in overrides:
+        fields = f"{override.partition('=')[0]}."
+        at = next((at for at, other in enumerate(ordered) if other.startswith(fields)), len(ordered))
+        ordered.insert(at, override)
+    return ordered
+
+
+def _fields(settings: Settings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def again(point: Point, replicate: int) -> Point:
     """Return another replicate of a point of replicate 0; only the seed differs."""
-    scenario = point.scenario.model_copy(update={"seed": point.scenario.seed + replicate})
-    return Point(point.settings, replicate, scenario, identity.key(scenario))
+    return _built(point.scenario, point.settings, replicate)[0]
 
 
 def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point]:
@@ -105,36 +124,19 @@ def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point
     if seed > LARGEST_SEED:
         bound = f"must be <= {LARGEST_SEED:,} with its replicates"
         raise ScenarioError(f"seed: got {scenario.seed:,}, {bound}", field="seed", value=scenario.seed, bound=bound)
-    made = []
-    for mode in scenarios.loops(scenario):
-        loop = scenario.loop.model_copy(update={"mode": mode})
-        each = scenario.model_copy(update={"loop": loop, "seed": seed})
-        made.append(Point(settings, replicate, each, identity.key(each)))
-    return made
+    loops = (scenario.loop.model_copy(update={"mode": mode}) for mode in scenarios.loops(scenario))
+    runs = [scenario.model_copy(update={"loop": loop, "seed": seed}) for loop in loops]
+    return [Point(settings, replicate, each, identity.key(each)) for each in runs]
 
 
 def _summary_of(mistakes: Mapping[str, Iterable[str]], name: str) -> str:
     """Return a message that lists every mistake once, with the points that make it."""
     count = len({label for labels in mistakes.values() for label in labels})
+    lines = [f"{first_of(labels)}: {error}" for error, labels in mistakes.items()]
     if count == 1:
-        return "\n".join(f"sweep {name}: {_first(labels)}: {error}" for error, labels in mistakes.items())
-    lines = [f"sweep {name}: {count} points cannot be built; nothing was run"]
-    lines += [f"  {_first(labels)}: {error}" for error, labels in list(mistakes.items())[:MOST_LISTED]]
-    if len(mistakes) > MOST_LISTED:
-        lines.append(f"  and {len(mistakes) - MOST_LISTED} other mistakes")
-    return "\n".join(lines)
-
-
-def _first(labels: Iterable[str]) -> str:
-    """Return the first of points, and how many others there are; replicates have the same label."""
-    first, *others = dict.fromkeys(labels)
-    return f"{first} and {len(others)} more" if others else first
-
-
-def check_workloads(points: Iterable[Point]) -> None:
-    """Build every workload, which reads its data. Raises ScenarioError if one cannot be built."""
-    for point in {point.scenario.workload: point for point in points}.values():
-        generators.build(point.scenario)
+        return "\n".join(f"sweep {name}: {line}" for line in lines)
+    more = [f"and {len(lines) - MOST_LISTED} other mistakes"] if len(lines) > MOST_LISTED else []
+    return "\n  ".join([f"sweep {name}: {count} points cannot be built; nothing was run", *lines[:MOST_LISTED], *more])
 
 
 class Row(NamedTuple):
@@ -241,11 +243,13 @@ class Sweep:
     def __init__(self, file: SweepFile, base: Path, folder: Path, shard: Shard = (1, 1), command: str = "") -> None:
         self.file, self.command = file, command
         self.points = of(file, base)
-        self.store = Store(folder)
+        self.store, self.path = Store(folder), folder / f"{file.name}.parquet"
+        with access(self.path, UserError, "written"), TemporaryDirectory(dir=folder):  # no permission says so as surely
+            if self.path.is_dir():
+                raise IsADirectoryError("it is a folder")
         number, parts = shard
         part = list({point.key: point for point in self.points}.values())[number - 1 :: parts]
         self.missing = [point for point in part if not self.store.holds(point.key, FILES[file.keep])]
-        check_workloads(self.missing)
 
     def run(
         self, executor: Executor, hear: Callable[[Made], object] = lambda _: None, progress: Progress | None = None
@@ -263,31 +267,30 @@ class Sweep:
 
     def now(self) -> Swept:
         """Write the table of the runs that the store has now, and return the sweep's outcome. Raises RunError."""
-        there, rows, damaged = self.store.keys(), list[Row](), dict[str, None]()
-        for point in self.points:
-            try:
-                summary = self.store.summary(point.key) if point.key in there else None
-                rows.append(Row(point, summary, None if summary else self.store.reason(point.key)))
-            except RunError as error:
-                damaged[str(error)] = None
-        if damaged:
-            raise RunError("\n".join(damaged))
-        swept = Swept(self.file.name, rows, self.store.path / f"{self.file.name}.parquet", self.command)
-        with access(swept.path, RunError, "written"):
-            write_whole(swept.path, partial(pq.write_table, swept.table, compression="zstd"))
+        rows = [Row(point, *self.store.outcome(point.key, FILES[self.file.keep])) for point in self.points]
+        swept = Swept(self.file.name, rows, self.path, self.command)
+        with access(self.path, RunError, "written"):
+            write_whole(self.path, partial(pq.write_table, swept.table, compression="zstd"))
         return swept
+
+
+def opened(source: Any, changes: Changes, store: Path, shard: Shard = (1, 1), command: str = "") -> Sweep:
+    """Return the sweep of a file, or of its fields, with changes of its scenario. Raises ScenarioError, RunError."""
+    file, base = sweep_file.read(source, changes)
+    try:
+        return Sweep(file, base, store, shard, command)
+    except ScenarioError as error:
+        if isinstance(source, Mapping):
+            raise
+        raise ScenarioError(f"{source}: {error}", file=source) from None
 
 
 def run(
     path: Path, store: Path, executor: Executor, *, shard: Shard, as_json: bool, quiet: bool, command: str = ""
 ) -> int:
     """Make the missing runs of a sweep and print its outcome. Return the exit status: 1 if a point failed, else 0."""
-    file, base = sweep_file.read(path)
-    try:
-        sweep = Sweep(file, base, store, shard, command)
-    except ScenarioError as error:
-        raise ScenarioError(f"{path}: {error}", file=path) from None
-    silent = quiet or as_json
+    sweep = opened(path, (), store, shard, command)
+    silent, file = quiet or as_json, sweep.file
     if not silent:
         part = f", shard {shard[0]} of {shard[1]}" if shard[1] > 1 else ""
         print(f"{file.name}: {len(sweep.points):,} points, {len(sweep.missing):,} to be run{part}; {executor.about}")
@@ -300,8 +303,8 @@ def run(
     else:
         print(swept.path if quiet else swept)
     for reason, points in list(swept.failed.items())[:MOST_REASONS]:
-        labels = (", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in points)
-        print(f"failed    {_first(label or file.name for label in labels)}: {reason}", file=sys.stderr)
+        labels = (_fields(each.settings) for each in points)
+        print(f"failed    {first_of(label or file.name for label in labels)}: {reason}", file=sys.stderr)
     return ERROR if swept.failed else OK
 
 

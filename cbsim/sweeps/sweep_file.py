@@ -172,15 +172,14 @@ class Axis(Frozen):
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise complaint(f"fields that advance together have as many values; got {counts}")
-        seen: set[Any] = set()
-        for point in self.settings():
+        seen: dict[Any, int] = {}
+        for at, point in enumerate(self.settings()):
             plain = {
                 name: value if isinstance(value, int | float | str) else repr(value) for name, value in point.items()
             }
-            values = tuple(sorted(plain.items()))
-            if values in seen:
-                raise complaint(f"has {', '.join(f'{name}={shown(value)}' for name, value in point.items())} twice")
-            seen.add(values)
+            if (first := seen.setdefault(tuple(sorted(plain.items())), at)) != at:
+                fields = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
+                raise complaint(f"has {fields} twice: at {first} and {at}")
         return self
 
     @property
@@ -245,21 +244,10 @@ class SweepFile(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        before: list[str] = []
-        for name in (*self.set, *self.names):
-            undone = next((other for other in before if other.startswith(f"{name}.")), None)
-            if undone is not None:
-                bound = f"expected {name} first, or fields of it"
-                raise complaint(f"{name} would undo {undone}, which is set before it; {bound}", "axes")
-            before.append(name)
         points = math.prod(len(axis.settings()) for axis in self.axes) * max(1, len(self.loop)) * self.replicates
         if points > MOST_POINTS:
             raise complaint(f"give {points:,} points, must be <= {MOST_POINTS:,}", "axes")
         return self
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for axis in self.axes for name in axis.names)
 
     def settings(self) -> Iterator[tuple[Settings, int]]:
         """Yield each point's settings, without those of `set`, and its replicate. The last axis changes fastest."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -57,7 +56,6 @@ class Made(NamedTuple):
     key: str
     files: Mapping[str, bytes]
     reason: str | None = None
-    seconds: float = 0.0
 
 
 class Gone(Enum):
@@ -122,7 +120,6 @@ class Executor(ABC):
 
 def work(task: Task) -> Made:
     """Make the run. An exception of the run is not raised but returned as the reason of the failure."""
-    begun = time.perf_counter()
     try:
         scenario = task.scenario
         serve = partial(Repriced, others=task.others) if task.others else Simulation
@@ -131,10 +128,10 @@ def work(task: Task) -> Made:
         files = _files(result, task.keep) | ({BINDS: _json(result.binding)} if task.limits else {})
         files |= {REPRICED: result.files[REPRICED]} if task.others else {}
     except Exception as error:
-        return Made(task.key, {}, _reason(error), time.perf_counter() - begun)
+        return Made(task.key, {}, _reason(error))
     if task.store:
         task.store(task.key, files)
-    return Made(task.key, {} if task.store else files, None, time.perf_counter() - begun)
+    return Made(task.key, {} if task.store else files)
 
 
 def _files(result: Result, keep: Keep) -> dict[str, bytes]:

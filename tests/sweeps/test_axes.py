@@ -85,8 +85,6 @@ def test_points_are_counted_before_they_are_made() -> None:
         ({"axes": {"seed": {"range": {"low": 0, "high": 1, "step": 1e-9}}}}, "gives more than 100,000 values"),
         ({"axes": {"seed": {"range": {"low": 0, "top": 1}}}}, r"axes.0.seed.range.top: unknown field"),
         ({"axes": {"seed": []}}, "axes.0.seed: got an empty list"),
-        ({"axes": {"workload.requests": [1], "workload": [{}]}}, "workload would undo workload.requests"),
-        ({"set": {"workload.requests": 1}, "axes": {"workload": [{}]}}, "workload would undo workload.requests"),
         ({"axes": {"loop": [{"mode": "sync"}]}}, "loop is no axis, expected loop.mode"),
         ({"scenario": 5}, "scenario: got 5, expected a name, a file or fields"),
         ({"axes": [{"a": [1, 2], "b": [1]}]}, "as many values; got a 2, b 1"),

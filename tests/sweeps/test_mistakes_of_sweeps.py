@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from errno import EACCES
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,31 @@ import cbsim
 from cbsim.errors import UserError
 from cbsim.stats import replicated
 from cbsim.sweeps import identity, sweep_file
-from cbsim.sweeps.sweep import LARGEST_SEED
+from cbsim.sweeps.sweep import FILES, LARGEST_SEED, of
 from cbsim.sweeps.sweep_file import Axis
 
 
-def test_a_whole_and_then_a_field_of_it_are_two_axes() -> None:
-    """The later one sets a field of what the first has chosen."""
-    axes = {"scheduler": [{"name": "vllm"}], "scheduler.max_num_seqs": [8, 16]}
-    assert len(list(sweep_file.read({"scenario": "8k_b32", "axes": axes})[0].settings())) == 2
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"axes": {"scheduler": [{"name": "vllm"}], "scheduler.max_num_seqs": [8]}},
+        {"axes": {"scheduler.max_num_seqs": [8], "scheduler": [{"name": "vllm"}]}},
+        {"set": {"scheduler.max_num_seqs": 8}, "axes": {"scheduler": [{"name": "vllm"}]}},
+        {"axes": {"points": [{"scheduler.max_num_seqs": 8, "scheduler": {"name": "vllm"}}]}},
+    ],
+)
+def test_a_whole_is_set_before_its_fields(fields: dict[str, Any]) -> None:
+    """However they are written, neither undoes the other."""
+    (point,) = of(*sweep_file.read({"scenario": "rates", "loop": ["sync"], **fields}))
+    assert point.scenario == cbsim.load(
+        "rates", {"scheduler": {"name": "vllm", "max_num_seqs": 8}, "loop.mode": "sync"}
+    )
+
+
+def test_points_may_set_a_whole_or_its_field() -> None:
+    axes = {"points": [{"scheduler.max_num_seqs": 8}, {"scheduler": {"name": "static"}}]}
+    points = of(*sweep_file.read({"scenario": "rates", "set": {"loop.mode": "sync"}, "axes": axes}))
+    assert [dict(point.settings) for point in points] == axes["points"]
 
 
 def test_values_that_begin_alike_are_two_places(small: Path, tmp_path: Path) -> None:
@@ -86,51 +105,82 @@ def altered(**changes: Any) -> Callable[[Path, Path], object]:
         altered(requests=1e30),
         altered(preemptions=None),
         altered(makespan_s="3"),
+        lambda run, _: (run / "steps.parquet").write_bytes(b"PAR1"),
+        lambda run, _: (run / "seal.json").unlink(),
         lambda run, other: shutil.copy(other / "summary.json", run),
         lambda run, other: [shutil.copy(file, run) for file in other.iterdir()],
         *(lambda run, _, text=text: (run / "seal.json").write_text(text) for text in ("[]", "null")),
         lambda run, _: (run / "INCOMPLETE").write_text("interrupted"),
     ],
 )
-def test_a_stored_run_that_was_altered_is_named(
+def test_a_stored_run_that_was_altered_is_made_again(
     small: Path, tmp_path: Path, harm: Callable[[Path, Path], object]
 ) -> None:
     """Numbers of a table are those that were stored for the point: not altered, not another run's, not half of one."""
     file = small.with_name("two.yaml")
-    file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\n")
-    rows = cbsim.sweep(file, store=tmp_path / "store").rows
-    one, other = (tmp_path / "store" / "runs" / identity.code() / row.point.key for row in rows)
+    file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\nkeep: tables\n")
+    table = cbsim.sweep(file, store=tmp_path / "store").table
+    one, other = (tmp_path / "store" / "runs" / identity.code() / key for key in table["key"].to_pylist())
+    files = {name: (one / name).read_bytes() for name in FILES["tables"]}
     harm(one, other)
-    said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet")
-    refused(said, 1, str(one / "summary.json"), f"remove {one} to make it again")
+    words = ("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet")
+    said = call(*words)
+    assert (said.status, said.out) == (0, f"{tmp_path / 'store' / 'two.parquet'}\n")
+    assert said.err.startswith(f"damaged   {one}") and said.err.endswith(": simulated again\n")
+    assert pq.read_table(tmp_path / "store" / "two.parquet").equals(table)
+    assert {name: (one / name).read_bytes() for name in files} == files
+    assert not call(*words).err
 
 
-def test_all_damaged_runs_are_named_with_the_file(small: Path, tmp_path: Path) -> None:
-    file = small.with_name("two.yaml")
-    file.write_text("scenario: small.yaml\naxes: {workload.requests: [2, 3]}\n")
-    rows = cbsim.sweep(file, store=tmp_path / "store").rows
-    runs = [tmp_path / "store" / "runs" / identity.code() / row.point.key for row in rows]
-    for run in runs:
-        (run / "seal.json").write_text("[]")
-    said = call("sweep", file, "--store", tmp_path / "store", "--jobs", 1, "--quiet").err
-    assert [f"{run}/seal.json: got [], expected a JSON object; remove {run} to make" in said for run in runs] == [
-        True
-    ] * 2
+def test_all_damaged_runs_are_one_line(sweep: Path, tmp_path: Path) -> None:
+    """Those of another shard count as missing; a run that lacks a file that is wanted now is not damaged."""
+    key, *_ = [row.point.key for row in cbsim.sweep(sweep, store=tmp_path).rows]
+    runs = tmp_path / "runs" / identity.code()
+    for seal in runs.glob("*/seal.json"):
+        seal.write_text("[]")
+    words, table = ("sweep", sweep, "--store", tmp_path, "--jobs", 1, "--quiet"), tmp_path / "sizes.parquet"
+    call(*words, "--shard", "8/8")
+    assert pq.read_table(table)["status"].to_pylist() == ["missing"] * 7 + ["done"]
+    said, first = call(*words), f"{runs / key / 'seal.json'}: got [], expected a JSON object"
+    assert (said.status, said.err) == (0, f"damaged   {first} and 6 more: simulated again\n")
+    sweep.write_text(sweep.read_text() + "keep: tables\n")
+    assert not call(*words).err
+
+
+def test_what_is_no_run_gives_way_to_the_run(sweep: Path, tmp_path: Path) -> None:
+    """A file named as its key; nothing of it stays."""
+    keys = cbsim.sweep(sweep, store=tmp_path).table["key"].to_pylist()
+    runs = tmp_path / "runs" / identity.code()
+    shutil.rmtree(runs / keys[0])
+    (runs / keys[0]).write_text("in the way")
+    assert cbsim.sweep(sweep, store=tmp_path).table["status"].to_pylist() == ["done"] * 8
+    assert {path.name for path in runs.iterdir()} == set(keys)
 
 
 @pytest.mark.parametrize(
     ("axes", "says"),
     [
-        ("{workload.requests: [2, 2.0]}", ("axes.0: has workload.requests=2.0 twice",)),
-        ("{points: [{seed: 1}, {seed: 1}]}", ("axes.0: has seed=1 twice",)),
+        ("{workload.requests: [2, 2.0]}", ("axes.0: has workload.requests=2.0 twice: at 0 and 1",)),
+        ("{points: [{seed: 1}, {seed: 2}, {seed: 1}]}", ("axes.0: has seed=1 twice: at 0 and 2",)),
         ("{seed: [1, 2]}\nloop: [sync, async, sync]", ("loop: has a loop twice: sync, async, sync",)),
         (
             "{workload.requests: [-3, x, .nan]}",
-            ("requests=-3: workload.requests: got -3", "requests=nan: workload.requests: got nan"),
+            (
+                "point 0 (workload.requests=-3): workload.requests: got -3",
+                "point 2 (workload.requests=nan): workload.requests: got nan",
+            ),
         ),
         (
             "{workload.requsts: [2, 3], cost.x: [1]}",
-            ("requsts=2, cost.x=1 and 1 more: cost.x: unknown field", " and 1 more: workload.requsts: un"),
+            ("requsts=2, cost.x=1) and 1 more: cost.x: unknown field", " and 1 more: workload.requsts: un"),
+        ),
+        (
+            "{points: [{workload.requests: 2}, {workload.requests: x}]}\nreplicates: 3",
+            (": sweep wrong: point 1 (workload.requests=x): workload.requests: got 'x'",),
+        ),
+        (
+            "{points: [{seed: 1}, {workload: {kind: lengths, path: small.yaml}}]}",
+            ("point 1 (workload={'kind': 'lengths', 'path': 'small.yaml'}): ", "small.yaml:1: no column"),
         ),
     ],
 )
@@ -143,6 +193,35 @@ def test_a_mistake_of_a_sweep_file_is_told_once_with_the_file(
     assert said.status == 2 and said.err.startswith(f"cbsim: {file}"), said
     assert all(each in said.err for each in says), said.err
     assert len(said.err.splitlines()) <= 4
+    with pytest.raises(UserError, match=f"^{file}") as caught:
+        cbsim.sweep(file, store=tmp_path / "store")
+    assert f"cbsim: {caught.value}\n" == said.err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_point_that_no_file_can_hold_is_named() -> None:
+    with pytest.raises(UserError, match=r"point 1 \(seed=<object.*\): seed: got <object"):
+        cbsim.sweep({"scenario": "8k_b32", "axes": {"seed": [1, object()]}})
+
+
+def test_a_table_that_cannot_be_written_is_told_before_anything_runs(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is at its place; its folder takes no files."""
+    store, mkdir = tmp_path / "store", os.mkdir
+    words, table = ("sweep", sweep, "--store", store, "--jobs", 1), store / "sizes.parquet"
+    table.mkdir(parents=True)
+    refused(call(*words), 2, f"{table}: cannot be written: it is a folder")
+    table.rmdir()
+
+    def full(path: str | Path, *mode: int) -> None:
+        if Path(path).parent == store:
+            raise PermissionError(EACCES, "Permission denied")
+        mkdir(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    refused(call(*words), 2, f"{table}: cannot be written: Permission denied")
+    assert not list(store.glob("runs/*/*"))
 
 
 def test_tables_that_are_none_are_told(small: Path, tmp_path: Path) -> None:

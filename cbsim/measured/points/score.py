@@ -180,8 +180,9 @@ def predict(
     keys = [identity.key(each) for each in scenarios]
     tasks = {key: Task(key, each, "summary") for key, each in zip(keys, scenarios, strict=True)}
     if store:
-        Runs(store, executor, progress).make(tasks.values())
-        means = {key: store.reason(key) or means_of(store.summary(key)) for key in tasks}
+        runs = Runs(store, executor, progress)
+        runs.make(tasks.values())
+        means = {key: made if isinstance(made := runs.outcome(key), str) else means_of(made) for key in tasks}
     else:
         outcomes = executor.each(tasks.values())
         means = {made.key: made.reason or means_of(json.loads(made.files[SUMMARY])) for made in outcomes}
