@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -40,14 +41,19 @@ class Store:
 
     def __init__(self, path: Path, code: str | None = None) -> None:
         self.path, self.code = path, code or identity.code()
+        self._part = f"{PART}{token_hex(4)}-"
         self._runs, self._failed = path / "runs" / self.code, path / "failed" / self.code
         with access(f"--store {path}", UserError, "written"):
             for folder in (self._runs, self._failed):
                 folder.mkdir(parents=True, exist_ok=True)
-            for part in self._runs.glob(f"{PART}*"):
-                with suppress(OSError):
-                    if time.time() - part.stat().st_mtime > STALE_S:
-                        shutil.rmtree(part)
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what processes left that were ended: those of this store, and of others that are stale."""
+        for part in self._runs.glob(f"{PART}*"):
+            with suppress(OSError):
+                if part.name.startswith(self._part) or time.time() - part.stat().st_mtime > STALE_S:
+                    shutil.rmtree(part)
 
     @property
     def other_states(self) -> dict[str, int]:
@@ -87,7 +93,7 @@ class Store:
         """Store a run. A stored one of the same key is equal, so only one without these files is replaced."""
         with (
             access(self.path, RunError, "written"),
-            TemporaryDirectory(prefix=PART, dir=self._runs, ignore_cleanup_errors=True) as folder,
+            TemporaryDirectory(prefix=self._part, dir=self._runs, ignore_cleanup_errors=True) as folder,
         ):
             new, old = Path(folder) / "new", Path(folder) / "old"
             seal = {name: _digest(key, name, content) for name, content in files.items()}

@@ -262,6 +262,7 @@ class Sweep:
             with closing(executor):
                 Runs(self.store, executor, progress).make(tasks, FILES[self.file.keep], hear)
         finally:
+            self.store.tidy()
             swept = self.now()
         return swept
 

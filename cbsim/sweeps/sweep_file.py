@@ -182,10 +182,6 @@ class Axis(Frozen):
                 raise complaint(f"has {fields} twice: at {first} and {at}")
         return self
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.fields, *(name for point in self.points for name in point))))
-
     def settings(self) -> Sequence[Settings]:
         if self.points:
             return self.points
@@ -225,10 +221,10 @@ class SweepFile(Frozen):
     """What stays of a run: summary.json, with the scenario and env.json; the tables too; or all that `run` writes."""
 
     @model_validator(mode="after")
-    def _set_once(self) -> Self:
+    def _fits(self) -> Self:
         seen: dict[str, int] = {}
         for at, axis in enumerate(self.axes):
-            for name in axis.names:
+            for name in dict.fromkeys(name for point in axis.settings() for name in point):
                 if name in seen:
                     raise complaint(f"{name} is set by axes {seen[name]} and {at}, expected one of them", "axes")
                 seen[name] = at
@@ -240,10 +236,6 @@ class SweepFile(Frozen):
             raise complaint("is set by an axis, too; expected one of them", "loop")
         if "seed" in seen and self.replicates > 1:
             raise complaint("take seeds of their own, and so does an axis; expected one of them", "replicates")
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
         points = math.prod(len(axis.settings()) for axis in self.axes) * max(1, len(self.loop)) * self.replicates
         if points > MOST_POINTS:
             raise complaint(f"give {points:,} points, must be <= {MOST_POINTS:,}", "axes")

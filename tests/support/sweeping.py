@@ -28,6 +28,14 @@ TRAPS = """
             os.kill(os.getpid(), signal.SIGKILL)
         while seats == 69:
             pathlib.Path(__file__).with_name("busy").touch()
+        writing = pathlib.Path(__file__).with_name("writing")
+        if seats == 70:
+            def write(path, content):
+                while True:
+                    writing.touch()
+            pathlib.Path.write_bytes = write
+        while seats == 71 and not writing.exists():
+            pass
 """
 
 
@@ -42,7 +50,7 @@ def sweep(small: Path) -> Path:
 @pytest.fixture
 def trapped(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A sweep of the scheduler of the documentation: seats 66 raises, 67 kills its process, 68 does so once, 69 never
-    ends.
+    ends, 70 never ends to write its run, and 71 waits until it does.
     """
     text = TEXT.replace("\n    def schedule(self) -> StepPlan | None:\n", TRAPS)
     assert text != TEXT

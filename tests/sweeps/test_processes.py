@@ -15,6 +15,7 @@ import pytest
 from support.calls import environment
 from support.sweeping import seats
 
+from cbsim.errors import RunError
 from cbsim.sweeps import sweep_file
 from cbsim.sweeps.sweep import Sweep, Swept
 from cbsim.sweeps.work import DIED, Here, Made, Processes
@@ -43,6 +44,18 @@ def test_who_kills_his_process_fails_and_nobody_else_does(trapped: Path, tmp_pat
     done = swept(seats(trapped, 1, 2, 67, 3, 68, 4, 5), tmp_path / "store")
     assert [row.status for row in done.rows] == ["done", "done", "failed", "done", "done", "done", "done"]
     assert done.rows[2].reason == DIED
+
+
+def test_what_a_process_was_writing_when_it_was_ended_goes(trapped: Path, tmp_path: Path) -> None:
+    """Not a day later: as on a full disk, where another process could not store its run."""
+    points = Sweep(*sweep_file.read(seats(trapped, 70, 71)), tmp_path)
+
+    def stop(made: Made) -> None:
+        raise RunError(made.key)
+
+    with pytest.raises(RunError, match=points.points[1].key):
+        points.run(Processes(2), stop)
+    assert [path.name for path in tmp_path.glob("runs/*/*")] == [points.points[1].key]
 
 
 def _started(path: Path, store: Path) -> subprocess.Popen[str]:

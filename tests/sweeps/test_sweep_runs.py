@@ -346,6 +346,11 @@ def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not left.exists()
     store.keep(Made("a", {"summary.json": b"[]"}))  # the same key is the same run: the first one stays
     assert store.outcome("a") == ({"output_tokens_per_s": 1}, None)
+    store.keep(Made("a", {}, "stuck"))
+    tables = ("summary.json", "steps.parquet")
+    assert store.outcome("a", tables) == (None, "stuck"), "a run without the tables is none with them"
+    (tmp_path / "failed" / "code" / "a.json").write_text("[]")
+    assert store.outcome("a", tables) == (None, None)
     store.keep(Made("a", {"summary.json": b"{}", "steps.parquet": b"x"}))
     assert store.holds("a", ("steps.parquet",))
     assert [path.name for path in left.parent.iterdir()] == ["a"]
