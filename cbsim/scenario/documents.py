@@ -172,6 +172,11 @@ def read(path: Path) -> Document:
     return Document(str(path), root, data)
 
 
+def name_of(file: str, usual: str) -> str:
+    """Return the name of what a file or folder defines: its own, in plain letters, or the `usual` one without any."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", file)[:150].strip("-._") or usual
+
+
 def parse(content: str, source: str, *, lines: bool = True) -> Any:
     """Parse YAML 1.2 text, in which 1e6 is a number, to plain values. Errors name the source, the line if `lines`."""
     return _parsed(content, source, lines=lines)[1]

@@ -6,7 +6,6 @@ Nothing else in the project has defaults of its own or checks what a user wrote.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -418,7 +417,7 @@ def variants(path_or_name: str | Path) -> Variants:
     """Read the scenario in a file, or of a name that comes with the project, as Variants. Raises ScenarioError."""
     path = catalog.scenario(path_or_name)
     document = documents.read(path)
-    document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "scenario")
+    document.data.setdefault("name", documents.name_of(path.stem, "scenario"))
     return Variants(document, path.parent)
 
 

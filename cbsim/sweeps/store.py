@@ -114,8 +114,8 @@ class Store:
         """Return the summary of a run that has these files, the summary first, or else the reason why it failed."""
         with suppress(OSError, RunError):
             return dict(json.loads(self.contents(key, files)[0])), None
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            return None, str(json.loads((self._failed / f"{key}.json").read_text(encoding="utf-8"))["reason"])
+        with suppress(RunError, KeyError):
+            return None, str(read_json(self._failed / f"{key}.json", RunError)["reason"])
         return None, None
 
 

@@ -6,7 +6,6 @@ The fields of one axis take their values together; axes multiply.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,6 @@ from cbsim.scenario.overrides import Changes, fields_of
 
 Keep = Literal["summary", "tables", "all"]
 MOST_POINTS = 1_000_000
-LOOP = "loop"
 MOST_VALUES = 100_000
 Settings = Mapping[str, Any]  # dotted field -> value
 
@@ -107,9 +105,7 @@ class Ranged(Frozen):
         return self
 
     def values(self) -> tuple[float, ...]:
-        rule = self.range or self.log
-        assert rule is not None
-        return rule.values()
+        return next(rule.values() for rule in (self.range, self.log) if rule is not None)
 
 
 def _values(name: str, values: Any) -> tuple[Any, ...]:
@@ -228,7 +224,7 @@ class SweepFile(Frozen):
                 if name in seen:
                     raise complaint(f"{name} is set by axes {seen[name]} and {at}, expected one of them", "axes")
                 seen[name] = at
-        if LOOP in seen:
+        if "loop" in seen:
             raise complaint("loop is no axis, expected loop.mode, or loop beside axes", "axes")
         if len({*self.loop}) < len(self.loop):
             raise complaint(f"has a loop twice: {', '.join(self.loop)}", "loop")
@@ -258,9 +254,8 @@ def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
         document, base = Document("sweep", None, dict(source)), Path()
     elif isinstance(source, str | Path):
         document, base = documents.read(path := Path(source)), path.parent
-        document.data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:150].strip("-._") or "sweep")
+        document.data.setdefault("name", documents.name_of(path.stem, "sweep"))
     else:
         raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
-    if changed := fields_of(changes):
-        document.data["set"] = {**document.data.get("set", {}), **changed}
-    return document.checked(SweepFile), base
+    sweep = document.checked(SweepFile)
+    return sweep.model_copy(update={"set": {**sweep.set, **fields_of(changes)}}), base

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbsim.errors import PolicyError, UserError
+from cbsim.errors import UserError, in_line
 from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
 from cbsim.runs import progress, running
@@ -155,14 +155,14 @@ def _json(value: Mapping[str, Any] | list[str]) -> bytes:
 
 def _reason(error: Exception) -> str:
     """Return in one line why a run failed, with the place in the code if the cause is a bug of this project."""
-    if isinstance(error, UserError | PolicyError):
+    if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OverflowError):
         return f"a number is too large for a run: {error}"
     if isinstance(error, MemoryError):
         return "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"
+    return f"{in_line(error)} ({Path(frame.filename).name}:{frame.lineno}, {frame.name})"
 
 
 class Here(Executor):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.calls import SMALL, Said, call, refused, runs
 
+import cbsim
 from cbsim.errors import UserError
 from cbsim.scenario import documents
 
@@ -148,3 +149,11 @@ def test_a_long_file_name_still_names_its_run(tmp_path: Path) -> None:
     path.write_text(SMALL)
     assert call("run", path, "--out", tmp_path / "out", "--quiet").status == 0
     assert "x" * 150 + "-sync" in runs(tmp_path / "out")[0].name
+
+
+@pytest.mark.parametrize("file", ["x" * 200, "-.a b", "größe (2)", "…", "9.5"])
+def test_a_file_gives_a_name_that_fits(file: str) -> None:
+    """Whatever the file or the folder of a case is called."""
+    name = documents.name_of(file, "usual")
+    assert cbsim.load("8k_b32", {"name": name}).name == name
+    assert (name == "usual") == (file == "…")

@@ -80,6 +80,7 @@ def test_a_seed_that_no_table_holds_is_told_before_anything_runs(small: Path, tm
         lambda: cbsim.sweep(5),  # type: ignore[arg-type]
         lambda: cbsim.sweep({"scenario": "8k_b32"}, jobs="2"),  # type: ignore[arg-type]
         lambda: cbsim.sweep({"scenario": "8k_b32"}, jobs=0),
+        lambda: cbsim.sweep({"scenario": "8k_b32", "set": 5}, {"seed": 1}),
         lambda: cbsim.sweep({"scenario": "8k_b32", "axes": {"seed": [object()]}}),
         lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", slo="ttft.p99<=2s"),
         lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", changes="seed=1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from errno import ENOSPC
 from itertools import product
@@ -75,6 +76,16 @@ def test_a_run_of_which_only_numbers_stay_digests_no_plan(small: Path, monkeypat
     made = [work(Task("key", scenario, keep)).files for keep in ("summary", "tables")]
     assert [result.step_numbers["plan_hash"].any() for result in ran] == [False, True]
     assert made[0]["summary.json"] == made[1]["summary.json"]
+
+
+def test_why_a_run_failed_is_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("of two\nlines")
+
+    monkeypatch.setattr(running, "one_loop", failing)
+    reason = work(Task("key", cbsim.load(small), "summary")).reason
+    assert reason is not None
+    assert re.fullmatch(r"RuntimeError: of two lines \(test_sweep_runs\.py:\d+, failing\)", reason)
 
 
 def test_a_fleet_has_the_gpus_and_the_price_of_all(small: Path, tmp_path: Path) -> None:

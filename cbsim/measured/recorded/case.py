@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, model_validator
 from cbsim.errors import ScenarioError
 from cbsim.files import read_json
 from cbsim.scenario import catalog, pretrained, scenario, shapes
-from cbsim.scenario.documents import Document, split
+from cbsim.scenario.documents import Document, name_of, split
 from cbsim.scenario.fields import LARGEST_REAL, Count, Form, complaint, near, shown
 from cbsim.scenario.overrides import assign
 from cbsim.scenario.scenario import Scenario
@@ -208,7 +208,7 @@ def read(folder: Path, pack: Path | None = None, hardware: str | None = None, ov
     experts = ranks * server.tp_size if (server.ep_size > 1 if declared is None else declared) else 1
     blocks, size = meta.kv_cache.num_gpu_blocks, meta.kv_cache.block_size
     settings: dict[str, Any] = {
-        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "case",
+        "name": name_of(folder.resolve().name, "case"),
         "question": f"How near does the simulator come to a recorded run of {server.model_name} on "
         f"{ranks} x {server.hardware}?",
         "model": model.model_dump(mode="json"),
