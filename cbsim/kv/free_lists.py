@@ -129,9 +129,8 @@ class PageQueue(FreeList):
             taken.append(self._piece[self._at :])
             end -= len(self._piece)
             self._piece, self._at = self._pieces.popleft(), 0
-        taken.append(self._piece[self._at : end])
-        self._at = end
-        return b"".join(taken)
+        last, self._at = self._piece[self._at : end], end
+        return b"".join([*taken, last]) if taken else last
 
     def give(self, blocks: list[int], hashed: int) -> None:
         self.put(packed(blocks))
@@ -145,13 +144,6 @@ class PageQueue(FreeList):
         if self._at < len(self._piece):
             self._pieces.appendleft(self._piece[self._at :])
         self._piece, self._at = pages, 0
-
-    def pick(self, block: int) -> None:
-        pages = self.order()
-        pages.remove(block)
-        self.free -= 1
-        self._piece, self._at = packed(pages), 0
-        self._pieces.clear()
 
     def order(self) -> list[int]:
         return [page for piece in (self._piece[self._at :], *self._pieces) for page in unpacked(piece)]

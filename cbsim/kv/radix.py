@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 from cbsim.policy.plan import PACKED
 from cbsim.policy.request import RequestSpec
@@ -42,19 +42,17 @@ class RadixTree:
         is split. All nodes on the path to it count as used.
         """
         node, pages = self.root, tokens // self.page_size
-        while (child := self._next(node, key, pages)) is not None:
+        while node.end < pages and (child := self._next(node, key)) is not None:
             end = key.common(child.key, self.page_size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
-        now, used = self._tick(), node
-        while used.parent is not None:
-            self._used(used, now)
-            now -= 1
-            used = used.parent
+        now = self._tick()
+        for depth, used in enumerate(node.lineage()):
+            self._used(used, now - depth)
         return node
 
-    def _next(self, node: Node, key: RadixKey, pages: int) -> Node | None:
-        """Return the child with the next page of a key of `pages` pages."""
-        return node.children.get(key.page(node.end, self.page_size)) if node.end < pages else None
+    def _next(self, node: Node, key: RadixKey) -> Node | None:
+        """Return the child with the next page of a key."""
+        return node.children.get(key.page(node.end, self.page_size)) if node.children else None
 
     def split(self, node: Node, at: int) -> Node:
         """Cut a node in front of page `at` of its key; return the new node for the part before it."""
@@ -70,17 +68,19 @@ class RadixTree:
         return upper
 
     def insert(
-        self, key: RadixKey, own: bytes, *, first: int, priority: int, counted: int
+        self, prefix: Node, key: RadixKey, own: bytes, *, first: int, priority: int, counted: int
     ) -> tuple[Node, list[bytes], bytes]:
         """Insert a key up to the end of `own`, whose first page is its page number `first`; those before it are in the
-        tree. Nodes that end within `counted` pages have counted this key. Return the node at the end of the key, which
-        the caller locks, those of the pages that were in the tree already, a piece for each node, and the tree's pages
-        in their stead.
+        tree, and `prefix` ends some of them. Nodes that end within `counted` pages have counted this key. Return the
+        node at the end of the key, which the caller locks, those of the pages that were in the tree already, a piece
+        for each node, and the tree's pages in their stead.
         """
-        node, size, pages = self.root, self.page_size, first + len(own) // PACKED
+        node, size, pages, path = self.root, self.page_size, first + len(own) // PACKED, prefix.lineage()
+        left = len(path)
         duplicates: list[bytes] = []
         shared = b""
-        while (child := self._next(node, key, pages)) is not None:
+        while node.end < pages and (child := path[left - 1] if left > 0 else self._next(node, key)) is not None:
+            left -= 1
             self._used(child, self._tick())
             end = key.common(child.key, size, child.start + 1, min(child.end, pages))
             node = child if end == child.end else self.split(child, end)
@@ -102,12 +102,7 @@ class RadixTree:
 
     def path(self, node: Node) -> bytes:
         """Return the pages from the root to the end of a node."""
-        parts: list[bytes] = []
-        while node.parent is not None:
-            parts.append(node.pages)
-            node = node.parent
-        parts.reverse()
-        return b"".join(parts)
+        return b"".join([node.pages for node in reversed(node.lineage())])
 
     def lock(self, node: Node) -> None:
         """Add a reader to a node and its ancestors."""
@@ -160,13 +155,11 @@ class RadixTree:
 
     def nodes(self) -> list[Node]:
         """Return all nodes but the root, parents before children, older children first."""
-        nodes: list[Node] = []
-        ahead = list(self.root.children.values())[::-1]
+        nodes, ahead = list[Node](), [self.root]
         while ahead:
-            node = ahead.pop()
-            nodes.append(node)
-            ahead += list(node.children.values())[::-1]
-        return nodes
+            nodes.append(ahead.pop())
+            ahead += [*nodes[-1].children.values()][::-1]
+        return nodes[1:]
 
     def check(self) -> None:
         """Raise AssertionError unless parents and children agree, keys part where nodes do, and sums are a recount."""
@@ -213,7 +206,7 @@ class RadixKey:
 
     def common(self, other: RadixKey, size: int, known: int, most: int) -> int:
         """Return how many leading pages are equal, of `most`, when `known` of them are."""
-        if known < most and self.page(most - 1, size) == other.page(most - 1, size):
+        if self is other or (known < most and self.page(most - 1, size) == other.page(most - 1, size)):
             return most
         while known + 1 < most:  # pages up to `known` are equal, page number `most` is not
             middle = (known + most) // 2
@@ -247,8 +240,16 @@ class Node:
         """Whether it is a leaf without readers."""
         return not self.lock and not self.children and self.parent is not None
 
+    def lineage(self) -> list[Node]:
+        """Return the node and its ancestors, without the root."""
+        nodes, node = list[Node](), self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
 
-RANKS: dict[str, Callable[[Node], int]] = {
+
+RANKS: dict[str, Callable[[Node], Any]] = {  # ints, which stay Python's: they are put in lists and compared
     "lru": lambda node: node.time,
     "lfu": lambda node: node.hits * MAJOR + node.time,
     "fifo": lambda node: node.born,
@@ -270,8 +271,8 @@ class Leaves:
     def __init__(self, strategy: str) -> None:
         self.falls = strategy == "mru"
         self.rank = RANKS[strategy]
-        self._heap: list[int] = []
-        self._nodes: dict[int, Node] = {}
+        self._heap: list[Any] = []
+        self._nodes: dict[Any, Node] = {}
 
     def add(self, node: Node) -> None:
         """Add a node that has become evictable or, if ranks fall, was used while it is."""

@@ -124,13 +124,13 @@ class RadixPool(BlockPool):
             return []
         position, tree, priority = self.positions[request], self.tree, request.spec.priority
         key, first, prompt = position.key, position.node.end, position.key.prompt_tokens // self.block_size
-        assert first <= blocks <= self.allocated(request), (request.spec.id, first, blocks, self.allocated(request))
         own, counted = request.cut(PACKED * (blocks - first)), position.counted
-        node, duplicates, shared = tree.insert(key, own, first=first, priority=priority, counted=counted)
+        assert first + len(own) // PACKED == blocks, (request.spec.id, first, len(own) // PACKED, blocks)
+        node, duplicates, shared = tree.insert(position.node, key, own, first=first, priority=priority, counted=counted)
         for piece in duplicates:
             self._give(piece)
         if 0 < prompt < blocks:
-            tree.insert(key, b"", first=prompt, priority=priority + 1, counted=prompt)
+            tree.insert(node, key, b"", first=prompt, priority=priority + 1, counted=prompt)
         tree.lock(node)
         tree.unlock(position.node)
         position.node, position.counted = node, max(counted, blocks)
@@ -196,10 +196,8 @@ class RadixPool(BlockPool):
         locks = dict.fromkeys(nodes, 0)
         for request, position in self.positions.items():
             owners += unpacked(request.own.getvalue())
-            node = position.node
-            while node.parent is not None:
+            for node in position.node.lineage():
                 locks[node] += 1
-                node = node.parent
         assert len(owners) == len(set(owners)) == self.num_blocks, ("blocks", len(owners), len(set(owners)))
         for node, count in locks.items():
             assert node.lock == count, ("locks", node.start, node.lock, count)

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Final
 
-from cbsim.policy.request import Pace, Request
+from cbsim.policy.request import Pace, Request, RequestSpec
 from cbsim.policy.value import value
 
 by_order = attrgetter("order")
@@ -117,6 +117,7 @@ class DecodeBatch(Pace):
         self._due: list[Stay] = []  # of the members that `growing` returned last
         self._always: list[Request] = []  # with blocks of one token: members need one in every step, in admission order
         self._orders: list[int] = []  # of these
+        self._specs: list[RequestSpec] = []  # of these
         self._joins = 0
         self._heads: list[tuple[int, int, Stay]] = []  # heap of (pace - computed, number, stay)
 
@@ -177,8 +178,8 @@ class DecodeBatch(Pace):
         self.held_blocks -= blocks
         if self._always:
             at = bisect_left(self._orders, request.order)
-            if self._always[at : at + 1] == [request]:
-                del self._always[at], self._orders[at]
+            if at < len(self._always) and self._always[at] is request:
+                del self._always[at], self._orders[at], self._specs[at]
         self.stays[request].over = True
         del self.stays[request]
         request.leave()
@@ -188,24 +189,25 @@ class DecodeBatch(Pace):
 
     def growing(self) -> list[Request]:
         """Return the members that need one more block in the step being planned, in admission order."""
-        self._due = _current(self._grow.today)
-        due = [stay.request for stay in self._due]
+        due = self._due = _current(self._grow.today)
         if self.block_size > 1:
-            return due
-        self._grow.today = []
-        for request in due:
-            at = bisect_left(self._orders, request.order)
-            self._orders.insert(at, request.order)
-            self._always.insert(at, request)
+            return [stay.request for stay in due]
+        self._grow.today.clear()
+        for stay in due:
+            at = bisect_left(self._orders, stay.order)
+            self._orders.insert(at, stay.order)
+            self._always.insert(at, stay.request)
+            self._specs.insert(at, stay.request.spec)
         return self._always
 
-    def grew(self) -> None:
-        """Record one new block for each member that `growing` returned; its next is due `block_size` steps on."""
+    def grew(self) -> tuple[RequestSpec, ...]:
+        """Record a block for each member that `growing` returned, its next due `block_size` steps on. Return them."""
         if self.block_size == 1:
             self.held_blocks += len(self._always)
-            return
+            return tuple(self._specs)
         self.held_blocks += len(self._due)
         self._grow.note(self.block_size, self._due)
+        return tuple([stay.request.spec for stay in self._due])
 
     def filling(self) -> list[Request]:
         """Return the members whose row in the step being planned fills a block, in admission order."""

@@ -82,7 +82,7 @@ class Decoding:
         self._observer, self._observed = observer, observer is not NULL_OBSERVER
         self._admissions = 0  # or arrivals, if they give the order
         self._growing: list[Request] | None = None  # members that need a block, once they have been looked up
-        self._grown: list[RequestSpec] = []
+        self._grown: tuple[RequestSpec, ...] = ()
         self._filling: list[Request] = []  # members that fill a block and whose completion has to be noted
         self._decodes = 0
         self._resting = False  # whether the members get no row in the step being planned
@@ -189,8 +189,7 @@ class Decoding:
             growing = members.growing()
         if growing:
             self.grown_blocks = self.pool.grow_each(growing)
-            self._grown = [request.spec for request in growing]
-            members.grew()
+            self._grown = members.grew()
         self._filling = self._keys.go_on(members.filling())
         self._decodes = decodes = len(members.stays)
         return decodes
@@ -264,12 +263,12 @@ class Decoding:
         """Return the plan's changes: whatever happened to requests and tables since the plan before."""
         grown, blocks, left, ended = self._grown, self.grown_blocks, self._left, self.ended
         if grown:
-            self._grown, self.grown_blocks = [], ()
+            self._grown, self.grown_blocks = (), ()
         if not (joined or left or ends or ended or self.preempted or self._replaced):
-            return StepChanges(tuple(grown), blocks) if grown else UNDISTURBED
+            return StepChanges(grown, blocks) if grown else UNDISTURBED
         preempted, replaced = tuple(self.preempted), tuple(self._replaced)
         changes = StepChanges(
-            tuple(grown), blocks, tuple(joined), tuple(left), tuple(ends), tuple(ended), preempted, replaced=replaced
+            grown, blocks, tuple(joined), tuple(left), tuple(ends), tuple(ended), preempted, replaced=replaced
         )
         left.clear()
         ended.clear()

@@ -83,9 +83,10 @@ def _write_items(out: BytesWriter, plan: StepPlan, hashed: blake2b) -> None:
     changes = plan.changes
     listed = changes.listed
     if isinstance(listed, bytes):
+        pages = listed
         for i, spec in enumerate(changes.grown):
             write_i64_le(out, spec.index)
-            write_i64_le(out, read_i64_le(listed, PACKED * i))
+            write_i64_le(out, read_i64_le(pages, PACKED * i))
     elif len(changes.grown) < MANY:
         for i, spec in enumerate(changes.grown):
             write_i64_le(out, spec.index)

@@ -112,6 +112,7 @@ class Pace:
         self.updated_at_plan = 0  # `updated` when the newest step was planned
         self._rested: list[int] = []  # steps in flight that rest, in order
         self._went: list[list[int]] = []  # [first step, steps] that have come back, up to the last that rested
+        self._firsts: list[int] = []  # the first steps of these
         self._since = 0  # the first step behind these
 
     def advance(self, *, resting: bool) -> None:
@@ -129,9 +130,11 @@ class Pace:
             del self._rested[0]
             if self.updated > self._since:
                 self._went.append([self._since, self.updated - self._since])
+                self._firsts.append(self._since)
             self._since = self.updated + 1
             if len(self._went) > MOST_STRETCHES:
-                del self._went[: max(0, bisect_left(self._went, [self.oldest + 1]) - 1)]
+                over = max(0, bisect_left(self._firsts, self.oldest + 1) - 1)
+                del self._went[:over], self._firsts[:over]
         else:
             self.completed += 1
         self.updated += 1
@@ -151,9 +154,9 @@ class Pace:
 
     def stretches(self, since: int) -> list[list[int]]:
         """Return [first step, steps] in which rows have come back from step `since` on."""
-        first = bisect_left(self._went, [since + 1]) if self._went else 0
+        first = bisect_left(self._firsts, since + 1)
         result = self._went[first:]
-        if first and (end := sum(self._went[first - 1])) > since:
+        if first and (end := self._firsts[first - 1] + self._went[first - 1][1]) > since:
             result.insert(0, [since, end - since])
         if self.updated > (start := max(since, self._since)):
             result.append([start, self.updated - start])
@@ -340,6 +343,8 @@ class Request:
         """Remove the first `size` bytes of its own blocks."""
         own = self.own.getvalue()
         self.own.truncate(0)
+        if size == len(own):
+            return own
         self.own.write(own[size:])
         return own[:size]
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cbsim.kv.blocks import BlockPool, CachedLast, FreeList, FreeQueue
-from cbsim.kv.free_lists import PageQueue
 from cbsim.policy.request import Request, RequestSpec
 
 SIZE = 2
-KINDS = ("append", "unhashed_first", "cached_last", "pages", "pages_in_front")
+KINDS = ("append", "unhashed_first", "cached_last")
 CONTENTS = 3  # so few texts that requests share, duplicate and find each other's blocks
 
 
@@ -37,10 +36,6 @@ class NaiveQueue:
         if self.kind == "cached_last":
             self.cached += blocks[:hashed]
             self.plain += blocks[hashed:]
-        elif self.kind == "pages":
-            self.plain += blocks
-        elif self.kind == "pages_in_front":
-            self.plain = list(blocks) + self.plain
         elif self.kind == "unhashed_first":
             self.plain = list(blocks[hashed:])[::-1] + self.plain + list(blocks[:hashed])[::-1]
         else:
@@ -56,7 +51,10 @@ class Pools(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(KINDS), blocks=st.integers(1, 12))
     def start(self, kind: str, blocks: int) -> None:
         free: FreeList
-        free = CachedLast(range(blocks)) if kind == "cached_last" else self._queue(blocks, kind)
+        if kind == "cached_last":
+            free = CachedLast(range(blocks))
+        else:
+            free = FreeQueue(range(blocks), unhashed_first=kind == "unhashed_first")
         self.kind, self.count = kind, blocks
         self.pool, self.naive = BlockPool(SIZE, blocks, free), NaiveQueue(kind, range(blocks))
         self.tables: dict[Request, list[int]] = {}
@@ -65,12 +63,6 @@ class Pools(RuleBasedStateMachine):
         self.named: dict[Request, int] = {}  # leading blocks that have a key
         self.waiting: list[Request] = []  # released, may come back
         self.index = 0
-
-    @staticmethod
-    def _queue(blocks: int, kind: str) -> FreeList:
-        if kind.startswith("pages"):
-            return PageQueue(range(blocks), in_front=kind == "pages_in_front")
-        return FreeQueue(range(blocks), unhashed_first=kind == "unhashed_first")
 
     @rule(text=st.integers(0, CONTENTS - 1), shared=st.integers(0, 4), returns=st.booleans())
     def admit(self, text: int, shared: int, returns: bool) -> None:

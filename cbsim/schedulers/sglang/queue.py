@@ -55,19 +55,22 @@ class WaitingQueue:
         self._options, self._pool = options, pool
         self._queued = self._looks = 0
         policy = options.schedule_policy
+        self._most = None if options.disaggregation_mode != "null" else options.max_queued_requests
         falls_back = options.disable_radix_cache and policy in ("lpm", "dfs-weight", "hrrn")
         self._policy: str = "fcfs" if falls_back else policy
+        self._aware = self._policy in CACHE_AWARE
         self._keeps_recent = options.radix_eviction_policy == "lru" and not options.disable_radix_cache
         self._keeps_recent &= not options.decodes
         ranked = options.enable_priority_scheduling
-        self._keys: dict[str, SortKey] = {  # of policies that sort; the others leave the order of arrival
+        keys: dict[str, SortKey] = {  # of policies that sort
             "lof": lambda entry: (entry.rank if ranked else 0, -entry.max_new),
             "lpm": lambda entry: (entry.late, 0 if entry.late else -entry.matched),
             "hrrn": self._response,
             "shortest-prefill-first": lambda entry: (entry.late, _work(entry), entry.queued),
         }
         if ranked:
-            self._keys["fcfs"] = lambda entry: (entry.rank, entry.queued)
+            keys["fcfs"] = lambda entry: (entry.rank, entry.queued)
+        self._key = keys.get(self._policy)  # of the others, dfs-weight has an order of its own, fcfs that of arrival
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -86,8 +89,7 @@ class WaitingQueue:
 
     @property
     def is_full(self) -> bool:
-        most = None if self._options.disaggregation_mode != "null" else self._options.max_queued_requests
-        return most is not None and len(self.entries) >= most
+        return self._most is not None and len(self.entries) >= self._most
 
     def gives_way(self, rank: int) -> Entry | None:
         """Return the waiting request that is refused for a more urgent one: the least urgent, of equals the last."""
@@ -99,16 +101,16 @@ class WaitingQueue:
 
     def sort(self) -> None:
         """Sort the queue before each batch that may be a prefill."""
-        entries, policy = self.entries, self._policy
-        if policy in ("lpm", "hrrn") and len(entries) > LOOKED_UP:
-            policy = ""
-        if policy in CACHE_AWARE:
+        entries, key, aware = self.entries, self._key, self._aware
+        if aware and self._policy in ("lpm", "hrrn") and len(entries) > LOOKED_UP:
+            key, aware = None, False
+        if aware:
             self._match_all()
-        if policy in self._keys:
-            entries.sort(key=self._keys[policy])
-        elif policy == "dfs-weight":
+        if key is not None:
+            entries.sort(key=key)
+        elif aware:
             self.entries = self._depth_first()
-        if self._keeps_recent and policy not in CACHE_AWARE and entries:
+        if self._keeps_recent and not aware and entries:
             self._keep_recent()
 
     def _match_all(self) -> None:
@@ -145,10 +147,8 @@ class WaitingQueue:
         weight: dict[Node, int] = {}
         for entry in self.entries:
             here.setdefault(entry.node, []).append(entry)
-            node: Node | None = entry.node
-            while node is not None:
+            for node in (self._pool.tree.root, *entry.node.lineage()):
                 weight[node] = weight.get(node, 0) + 1
-                node = node.parent
         order: list[Entry] = []
         ahead = [(self._pool.tree.root, False)]
         while ahead:
@@ -164,7 +164,7 @@ class WaitingQueue:
     def reserve(self, todo: int, budget: int) -> int:
         """Return the most tokens of a chunk of `todo`, beside shorter waiting requests, for shortest-prefill-first."""
         size, reserved = self._pool.block_size, 0
-        if self._options.schedule_policy != "shortest-prefill-first" or budget < 2 * size:
+        if self._policy != "shortest-prefill-first" or budget < 2 * size:
             return budget
         for entry in self.entries:
             work = _work(entry)

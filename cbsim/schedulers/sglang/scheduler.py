@@ -52,6 +52,8 @@ class SglangScheduler(SchedulerBase):
         self.ratio = o.first_ratio
         self._least_ratio = o.first_ratio * LEAST_RATIO
         self._ratio_decay = (o.first_ratio - self._least_ratio) / DECAY_STEPS
+        self._interval, self._preempts, self._mixes = o.scheduler_recv_interval, o.preempts, o.mixes
+        self._holds = 0 if o.prefills else o.prefill_decode_interval
         self.hold = 0  # passes without a prefill to come
         self._sent: list[Entry] = []  # requests that have arrived since the scheduler last looked
         self._unseen = 0  # passes since then
@@ -90,9 +92,9 @@ class SglangScheduler(SchedulerBase):
 
     def refusal(self, spec: RequestSpec) -> str | None:
         o = self.options
-        if o.prefills and not spec.fetched_later:
+        if self.sending is not None and not spec.fetched_later:
             return "a prefill server takes requests whose KV is fetched"
-        if o.decodes and (reason := self._never_allocated(spec)):
+        if self.receiving is not None and (reason := self._never_allocated(spec)):
             return reason
         context, cache = o.context_length - TOO_LONG - 2, o.pool_tokens - max(TOO_LONG + 2, o.block_size + 1)
         if spec.prompt_tokens > min(context, cache):
@@ -118,7 +120,7 @@ class SglangScheduler(SchedulerBase):
         request = self.decoding.add(spec, max(1, max_new))
         root = self.pool.tree.root
         self._sent.append(Entry(request, max_new, self._rank(spec), whole=self.reserves(spec), root=root))
-        if self.options.scheduler_recv_interval == 1 and self.sending is None:
+        if self._interval == 1 and self.sending is None:
             self._receive()
 
     def _receive(self) -> None:
@@ -163,9 +165,9 @@ class SglangScheduler(SchedulerBase):
     def most_outputs(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the outputs of a request with this limit that fit a sequence and an empty cache."""
         o = self.options
-        if o.prefills:
+        if self.sending is not None:
             return 1
-        paged = (self.pool.blocks_for(prompt_tokens) + 1) * o.block_size
+        paged = (self.pool.blocks_for(prompt_tokens) + 1) * self.pool.block_size
         most = min(max_tokens, o.longest - prompt_tokens - 1)
         return max(0, min(most, o.pool_tokens - paged - 1))
 
@@ -219,7 +221,7 @@ class SglangScheduler(SchedulerBase):
     def one_pass(self) -> StepPlan | None:
         """Return the plan of one turn of the loop, or None."""
         self._unseen += 1
-        if self.launched or not self.batch or self._unseen >= self.options.scheduler_recv_interval:
+        if self.launched or not self.batch or self._unseen >= self._interval:
             self._receive()
         if self.receiving is not None:
             return self._decode_received(self.receiving)
@@ -231,7 +233,7 @@ class SglangScheduler(SchedulerBase):
         if self.hold:
             self.hold -= 1
         elif (plan := self._prefill()) is not None:
-            self.hold = 0 if self.sending is not None else self.options.prefill_decode_interval
+            self.hold = self._holds
         if plan is None and self.batch and self._writes:
             plan = self._decode()
         return plan
@@ -299,13 +301,13 @@ class SglangScheduler(SchedulerBase):
         return min(most - len(self.batch), max(0, most - len(self.running) - unsent + running))
 
     def _prefill(self) -> StepPlan | None:
-        o, chunked = self.options, self.chunked
-        if o.preempts or not self.batch:
+        chunked, preempts = self.chunked, self._preempts
+        if preempts or not self.batch:
             self.full = False
         if chunked is None:
             if self.full or not self.waiting:
                 return None
-            if not o.preempts and self._slots(0) <= 0:
+            if not preempts and self._slots(0) <= 0:
                 self.full = True
                 return None
         self.waiting.sort()
@@ -321,7 +323,8 @@ class SglangScheduler(SchedulerBase):
         """Add the next chunk of a prompt, whatever is reserved for others; return False if there is no memory."""
         request, size = entry.request, self.pool.block_size
         entry.todo = request.uncomputed
-        tokens = min(entry.todo, prefill.next_chunk(self.room), self.waiting.reserve(entry.todo, prefill.chunk))
+        most = min(prefill.next_chunk(self.room), self.waiting.reserve(entry.todo, prefill.chunk))
+        tokens = min(entry.todo, most)
         if tokens <= 0 or self.pool.missing(request, request.computed + tokens) * size > self.room:
             return False
         prefill.take(entry, tokens)
@@ -331,12 +334,12 @@ class SglangScheduler(SchedulerBase):
 
     def _admit(self, prefill: Prefill) -> None:
         """Admit the queue in order; none is passed over. Spent budgets end it only while there is memory."""
-        o, taken, running = self.options, prefill.taken, len(prefill.taken)
+        taken, running = prefill.taken, len(prefill.taken)
         for entry in self.waiting.entries:
             if prefill.spent and prefill.fits(self.room):
                 return
             self.full |= len(taken) >= self._slots(running)
-            if self.full and not (o.preempts and self._preempt(entry, prefill)):
+            if self.full and not (self._preempts and self._preempt(entry, prefill)):
                 return
             tokens = self._admit_one(entry, prefill)
             if tokens == NO_ROOM or (tokens > 0 and not prefill.fits(self.room)):
@@ -378,20 +381,19 @@ class SglangScheduler(SchedulerBase):
         return entry.request.target - self.pool.match(entry.key, entry.request.target - 1).end * self.pool.block_size
 
     def _launch(self, prefill: Prefill) -> StepPlan:
-        pool, decoding, taken = self.pool, self.decoding, prefill.taken
+        pool, decoding, taken, tokens = self.pool, self.decoding, prefill.taken, 0
         for entry in taken:
             request = entry.request
+            tokens += entry.extent
             if request in self.running:
                 decoding.renew(request)
             else:
                 decoding.admit(request, request.target - entry.todo)
                 self.running[request] = entry
-        tokens = sum([entry.extent for entry in taken])
         pool.make_room(tokens + (pool.block_size * len(taken) if pool.block_size > 1 else 0))
         rows = {entry.request: self._row(entry.request, entry.extent) for entry in taken}
-        self.keys.prefilled = set(rows)
-        self.launched = taken
-        if self.options.mixes and self.batch:
+        self.keys.prefilled, self.launched = set(rows), taken
+        if self._mixes and self.batch:
             self._mix(rows)
         decoding.rest()
         plan = self._plan(rows)
@@ -412,7 +414,7 @@ class SglangScheduler(SchedulerBase):
             self.batch, self._counted = {}, [0, 0]
 
     def _decode(self) -> StepPlan | None:
-        pool, before = self.pool, len(self.batch)
+        pool, decoding, before = self.pool, self.decoding, len(self.batch)
         ending = self._take_out()
         fits = self._fits(self.batch)
         if not self.batch or (ending and not fits):
@@ -426,7 +428,7 @@ class SglangScheduler(SchedulerBase):
         if not self.batch:
             return None
         pool.make_room(pool.block_size * len(self.batch))
-        decoding, self.keys.prefilled = self.decoding, set()
+        self.keys.prefilled.clear()
         if len(decoding.batched) == len(self.batch):
             decoding.go_on()
             return self._plan({})
