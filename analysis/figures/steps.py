@@ -8,21 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figures.axis import (
-    Binned,
-    Frames,
-    band,
-    bubbles,
-    chosen,
-    longest,
-    over_time,
-    ran,
-    seconds,
-    spread,
-    stack,
-    thinned,
-    valid,
-)
+from analysis.figures import axis
+from analysis.figures.axis import Binned, Frames, band, chosen, longest, seconds, spread
 from cbsim.draw import chart
 from cbsim.draw.chart import Area, Chart, Columns, Level, Line, Mark, Panel, Points, Style, Unit, series, unit
 from cbsim.errors import ScenarioError
@@ -65,7 +52,7 @@ def tokens(steps: Frames, budgets: Mapping[str, int | None]) -> Chart:
     caption = "Query tokens computed in a step; a decode row has one, and drafts that it verifies. "
     caption += "A step lasts from the end of the one before."
     every = chain(*(each.values() for each in drawn.values()))
-    caption += thinned(every, "the largest step of a bin and the range of decode rows are shaded")
+    caption += axis.thinned(every, "the largest step of a bin and the range of decode rows are shaded")
     caption = " ".join([caption, *far]) + chart.without(steps)
     return Chart("tokens", "Tokens a step", caption, panels, columns=2, share_x=True)
 
@@ -76,13 +63,13 @@ def _stacked(parts: Mapping[str, Binned]) -> tuple[list[Mark], list[Mark]]:
         return [], []
     *named, (behind, style, whole) = [(name, PARTS[name], part) for name, part in parts.items()]
     under = Area(behind, whole.x, np.zeros(len(whole.x)), whole.high, style, step=True)
-    rows = stack(named[1:-1]) if "rejected drafts" in parts else band(named[1][0], named[1][2], named[1][1])
-    return [*([] if whole.exact else [under]), *stack(named)], rows
+    rows = axis.stack(named[1:-1]) if "rejected drafts" in parts else band(named[1][0], named[1][2], named[1][1])
+    return [*([] if whole.exact else [under]), *axis.stack(named)], rows
 
 
 def _parts(steps: Columns, time: Unit) -> dict[str, Binned]:
     """Return prefill, decode, drafts by what came of them if there are any, padding, and the sum."""
-    start, end = seconds(steps, "compute_start_ns") - bubbles(steps), seconds(steps, "compute_end_ns")
+    start, end = seconds(steps, "compute_start_ns") - axis.bubbles(steps), seconds(steps, "compute_end_ns")
     names = ("prefill_tokens", "decode_rows", "draft_tokens", "padded_tokens")
     prefill, decode, drafts, total = (chart.column(steps, name) for name in names)
     values = {"prefill": prefill, "decode": decode}
@@ -90,7 +77,7 @@ def _parts(steps: Columns, time: Unit) -> dict[str, Binned]:
         values["accepted drafts"] = accepted = chart.column(steps, "accepted_tokens")
         values["rejected drafts"] = drafts - accepted
     values |= {"padding": total - prefill - decode - drafts, "largest step": total}
-    return dict(zip(values, over_time(start, end, values.values(), time), strict=True))
+    return dict(zip(values, axis.over_time(start, end, values.values(), time), strict=True))
 
 
 def step_time(steps: Frames) -> Chart:
@@ -99,13 +86,16 @@ def step_time(steps: Frames) -> Chart:
     A circle is a step of decode rows only, a cross one with prefill. If points are thinned, the remaining ones are
     evenly spaced in rank of step time, the shortest and the longest among them.
     """
-    busy = {label: ran(frame) for label, frame in steps.items()}
+    busy = {label: axis.ran(frame) for label, frame in steps.items()}
     spent = {
         label: seconds(frame, "compute_end_ns") - seconds(frame, "compute_start_ns") for label, frame in busy.items()
     }
     scale = unit(max((float(part.max()) for part in spent.values() if len(part)), default=0.0))
     panels, most = [], 0
-    for name, axis in (("padded_tokens", "query tokens, padding included"), ("context_tokens", "context tokens read")):
+    for name, x_name in (
+        ("padded_tokens", "query tokens, padding included"),
+        ("context_tokens", "context tokens read"),
+    ):
         marks: list[Mark] = []
         for index, (label, frame) in enumerate(busy.items()):
             x, prefill = chart.column(frame, name), chart.column(frame, "prefill_tokens") > 0
@@ -117,7 +107,7 @@ def step_time(steps: Frames) -> Chart:
                     marks.append(Points(f"{label}, {kind}", x[rows][shown], y[shown] / scale.size, style))
                 most = max(most, len(y))
         xs, ys = ([getattr(mark, letter) for mark in marks] for letter in "xy")
-        panels.append(Panel(marks, axis, scale.name, x_log=spread(xs), y_log=spread(ys)))
+        panels.append(Panel(marks, x_name, scale.name, x_log=spread(xs), y_log=spread(ys)))
     caption = "Time on the compute lane of every step with rows."
     if most > MOST_POINTS:
         caption += f" At most {MOST_POINTS:,} steps of a kind are drawn, evenly chosen by time, the extremes"
@@ -134,9 +124,9 @@ def gpu_active(steps: Frames) -> Chart:
     A step's share is that of the time from the end of the one before. Time without requests counts as idle in the share
     and does not count in the bubble.
     """
-    busy = {label: ran(frame) for label, frame in steps.items()}
+    busy = {label: axis.ran(frame) for label, frame in steps.items()}
     time = unit(longest(busy))
-    gaps = {label: bubbles(frame) for label, frame in busy.items()}
+    gaps = {label: axis.bubbles(frame) for label, frame in busy.items()}
     gap = unit(max((float(part.max()) for part in gaps.values() if len(part)), default=0.0))
     shares, waits, drawn = [], [], []
     shade = len(steps) <= AT_MOST_SHADED
@@ -145,13 +135,13 @@ def gpu_active(steps: Frames) -> Chart:
             end, computed = seconds(frame, "compute_end_ns"), frame["compute_end_ns"] - frame["compute_start_ns"]
             start = np.append(seconds(frame, "schedule_start_ns")[:1], end[:-1])
             share = np.clip(np.asarray(computed) / NS / np.where(end > start, end - start, 1.0), 0.0, 1.0)
-            active, waited = over_time(start, end, (share, gaps[label] / gap.size), time)
+            active, waited = axis.over_time(start, end, (share, gaps[label] / gap.size), time)
             shares += band(label, active, series(index), shade=shade)
             waits += band(label, waited, series(index), shade=shade)
             drawn.append(active)
     caption = "Above: share of time that kernels run, from the end of one step to the end of the next. Below: how "
     caption += "long the GPU waits before a step while there is something to do."
-    caption += thinned(drawn, "the range is shaded" if shade else "ranges of so many runs are not drawn")
+    caption += axis.thinned(drawn, "the range is shaded" if shade else "ranges of so many runs are not drawn")
     caption += chart.without(busy, "step with rows")
     panels = [Panel(shares, time.name, "share", title="GPU active", y_range=(0.0, 1.03))]
     panels.append(Panel(waits, time.name, gap.name, title="Bubble before each step"))
@@ -168,12 +158,12 @@ def queues(steps: Frames) -> Chart:
     for label, frame in steps.items():
         marks: list[Mark] = []
         if len(frame):
-            parts = over_time(*valid(frame), (chart.column(frame, name) for name, _ in LINES), time)
+            parts = axis.over_time(*axis.valid(frame), (chart.column(frame, name) for name, _ in LINES), time)
             for (name, style), part in zip(LINES, parts, strict=True):
                 marks += band(name, part, style)
             drawn += parts
         panels.append(Panel(marks, time.name, "requests", title=label))
-    caption = "Requests that run and that wait, as planning leaves them." + thinned(drawn) + chart.without(steps)
+    caption = "Requests that run and that wait, as planning leaves them." + axis.thinned(drawn) + chart.without(steps)
     return Chart("queues", "Running and waiting requests", caption, panels, share_x=True)
 
 
@@ -214,11 +204,11 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
         shown = total if near else None
         if len(frame):
             columns = [chart.column(frame, name) for name in ("used_blocks", "cached_blocks")]
-            used, cached = over_time(*valid(frame), columns, time)
+            used, cached = axis.over_time(*axis.valid(frame), columns, time)
             parts = [("used", USED, used), ("cached", CACHED, cached)]
             if shown:
                 parts.append(("empty", EMPTY, used._replace(mean=np.maximum(shown - used.mean - cached.mean, 0.0))))
-            marks += stack(parts)
+            marks += axis.stack(parts)
             drawn.append(used)
             if not used.exact:
                 marks.append(Line("most used", used.x, used.high, Style(chart.BLACK, "dotted"), step=True))
@@ -229,7 +219,7 @@ def blocks(steps: Frames, totals: Mapping[str, int | None]) -> Chart:
     caption = "KV blocks in use, free but still holding content (cached), and empty; of a run that never uses a quarter"
     caption += " of them no empty ones."
     caption += (f" Most in use: {'; '.join(peaks)}." if peaks else "") + chart.without(steps)
-    caption += thinned(drawn, "the dotted line is the most used in a bin")
+    caption += axis.thinned(drawn, "the dotted line is the most used in a bin")
     return Chart("blocks", "KV blocks", caption, panels, share_x=True)
 
 

@@ -13,23 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from cbsim.conformance import reader as reading
 from cbsim.conformance import sarathi_traces, sglang_traces, transformers_523_traces, trtllm_traces, vllm_traces
-from cbsim.conformance.reader import (
-    Case,
-    Line,
-    Reader,
-    Replay,
-    UnreadableError,
-    content,
-    cut,
-    guarded,
-    one_of,
-    parsed,
-    short,
-    stem,
-    traces,
-    workload,
-)
+from cbsim.conformance.reader import Case, Line, Reader, Replay, UnreadableError, cut, parsed, stem, traces
 from cbsim.metrics.terminal import aligned
 
 ABSENT = "(absent)"
@@ -126,14 +112,14 @@ def compare(
     may put another version in the header, by whose rules the trace is compared.
     """
     (trace,) = traces(trace)
-    recorded = content(trace).splitlines()
+    recorded = reading.content(trace).splitlines()
     header = read_as(parsed(trace, 1, recorded[0] if recorded else ""))
     reader = reader_of(header)
     if reader is None:
         raise UnreadableError(f"{trace}, line 1: expected a trace header that names its scheduler and version")
-    case, total = guarded(trace, lambda: reader.case(trace, header)), len(recorded) - 1
+    case, total = reading.guarded(trace, lambda: reader.case(trace, header)), len(recorded) - 1
     replay = None if case.skipped else _replay(trace, header, case)
-    one_of(trace, "format", header.get("format"), reader.formats)
+    reading.one_of(trace, "format", header.get("format"), reader.formats)
     end = parsed(trace, len(recorded), recorded[-1])
     if not total or not (end.get("footer") or end.get("ev") in ENDS):
         raise UnreadableError(f"{trace}, line {len(recorded)}: expected the summary of the run, the trace is cut off")
@@ -146,8 +132,8 @@ def compare(
 
 def _replay(trace: Path, header: Line, case: Case) -> Replay:
     """Return the replay of a trace's workload, whose digest is checked if the header states it."""
-    recorded = workload(trace, stem(trace).removesuffix(f".{case.mode}"), header.get("workload_sha256"))
-    return guarded(trace, lambda: case.replay(recorded))
+    recorded = reading.workload(trace, stem(trace).removesuffix(f".{case.mode}"), header.get("workload_sha256"))
+    return reading.guarded(trace, lambda: case.replay(recorded))
 
 
 def reader_of(header: Line) -> Reader | None:
@@ -166,7 +152,7 @@ def _first_difference(
     for number, (line, ours) in enumerate(pairs, start=2):
         theirs = None if line is None else reader.comparable(parsed(trace, number, line))
         if isinstance(ours, Exception):
-            problem = f"our replay failed: {type(ours).__name__}: {short(str(ours))}"
+            problem = f"our replay failed: {type(ours).__name__}: {reading.short(str(ours))}"
             return number - 2, Difference(number, _step(theirs), problem=problem)
         if theirs is None or ours is None:
             problem = "the trace ends, our replay goes on" if ours else "our replay has ended, the trace goes on"

@@ -62,23 +62,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from cbsim.cost import engine_files
 from cbsim.cost.curves import state_times
-from cbsim.cost.engine_files import (
-    MOST,
-    DamagedError,
-    NoRowsError,
-    Required,
-    State,
-    engines,
-    kernels,
-    meant,
-    nearest,
-    number,
-    read_table,
-    rows,
-    select,
-    state_of,
-)
+from cbsim.cost.engine_files import DamagedError, NoRowsError, State, engines, kernels, meant, nearest, number, rows
 from cbsim.cost.table import HEAD_DIM, LAUNCHES, Curve, Exchange, KernelTimes, Ladder, Measured, neighbours
 from cbsim.errors import ScenarioError
 from cbsim.policy.groups import FULL, Attention, Sight
@@ -211,7 +197,7 @@ class _Tables:
 
     def _curves(self, dtype: str, n: float, k: float) -> list[Curve]:
         paths = [self.folder / f"gemm__{engine}.csv.gz" for engine in self.products]
-        known = [_products(path, state_of(path), dtype) for path in paths]
+        known = [_products(path, engine_files.state_of(path), dtype) for path in paths]
         return [products.curve(n, k) for products in known if products is not None]
 
     def experts(self, share: Share, layer: Layer) -> Ladder:
@@ -332,7 +318,7 @@ def _deepep(required: Mapping[str, object], kernels: str, path: Path) -> Ladder:
 
 def _reduce(gpus: int, launch: str, path: Path) -> Ladder:
     required: dict[str, object] = {"num_gpus": gpus}
-    if "backend" in read_table(path, state_of(path)).column_names:
+    if "backend" in engine_files.read_table(path, engine_files.state_of(path)).column_names:
         required["backend"] = f"{path.name.partition('__')[2].partition('_')[0]}_{launch}"
     return _ladder(path, "message_size", required)
 
@@ -342,7 +328,7 @@ def _ladder(path: Path, column: str, required: Mapping[str, object]) -> Ladder:
 
 
 def _attention(path: Path, *, query: int, required: Mapping[str, object], span: int = 0) -> Measured:
-    return _read_attention(path, state_of(path), query, tuple(required.items()), span)
+    return _read_attention(path, engine_files.state_of(path), query, tuple(required.items()), span)
 
 
 def _state_kernel(path: Path, *, of: Linear, heads: int, phase: str, conv: bool) -> Measured:
@@ -359,7 +345,7 @@ def _state_kernel(path: Path, *, of: Linear, heads: int, phase: str, conv: bool)
 
 
 @lru_cache(maxsize=2048)
-def _read_attention(path: Path, state: State, query: int, required: Required, span: int) -> Measured:
+def _read_attention(path: Path, state: State, query: int, required: engine_files.Required, span: int) -> Measured:
     """Return milliseconds by decoding rows and the tokens that each reads; or of one prompt that is computed at once,
     by its query-key pairs. With a window of `span` tokens, work is what is in it; rows have to reach its end.
     """
@@ -370,7 +356,7 @@ def _read_attention(path: Path, state: State, query: int, required: Required, sp
         if MODULE in path.name:
             at: tuple[float, ...] = (batch * new, cached + (new + 1) / 2)
         elif not path.name.startswith(PROMPTS):
-            at = (batch, min(new + cached, span or MOST))
+            at = (batch, min(new + cached, span or engine_files.MOST))
         elif (batch, cached) == (1, 0):
             at = (sees.pairs(0, int(new)),)
         else:
@@ -481,7 +467,7 @@ def _believed(path: Path, columns: Sequence[str], required: Mapping[str, object]
     """Return milliseconds as `select` does, rows that other versions of the engine contradict as these say, but no
     faster than other engines mostly are: a version whose caches were warm says less than the memory allows.
     """
-    times, others = select(path, columns, required), _elsewhere(path, columns, required, same=True)
+    times, others = engine_files.select(path, columns, required), _elsewhere(path, columns, required, same=True)
     medians = _medians(times, others)
     usual = median([times[at] / ms for at, ms in medians.items()] or [1.0])
     doubted = {at: usual * ms for at, ms in medians.items() if times[at] > DOUBTED * usual * ms}
@@ -507,7 +493,7 @@ def _elsewhere(
     for other in engines(path.parent, operation):
         if other != engine and (other.partition("_")[0] == engine.partition("_")[0]) == same:
             with suppress(NoRowsError, DamagedError):
-                known.append(select(path.parent / f"{operation}__{other}.csv.gz", columns, required))
+                known.append(engine_files.select(path.parent / f"{operation}__{other}.csv.gz", columns, required))
     return known
 
 

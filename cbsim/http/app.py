@@ -17,20 +17,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from cbsim.http import requests
 from cbsim.http.admission import AdmissionController
 from cbsim.http.asgi import GENERATIONS, ApiError, read_json, send_error
 from cbsim.http.backend import UNMETERED, Backend, Meter
 from cbsim.http.generating import Generating
-from cbsim.http.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Encoder,
-    RequestBody,
-    TokenizeRequest,
-    model_is,
-    read,
-)
+from cbsim.http.requests import Encoder, RequestBody, model_is, read
 from cbsim.http.settings import Settings, may_pass
 
 LOG = logging.getLogger("cbsim.http")
@@ -163,7 +155,7 @@ class App(Endpoint):
         return JSONResponse({"server_load": self.admission.open})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = read(TokenizeRequest, await read_json(request, self.settings.max_body_bytes))
+        body = read(requests.TokenizeRequest, await read_json(request, self.settings.max_body_bytes))
         model_is(body.model, self.backend)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "either `prompt` or `messages` has to be there", "prompt")
@@ -174,7 +166,7 @@ class App(Endpoint):
         return JSONResponse({**counts, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = read(DetokenizeRequest, await read_json(request, self.settings.max_body_bytes))
+        body = read(requests.DetokenizeRequest, await read_json(request, self.settings.max_body_bytes))
         model_is(body.model, self.backend)
         ids = self._encoder.checked(body.tokens, "tokens") if body.tokens else []
         return JSONResponse({"prompt": await self._encoder.text(ids)})
@@ -215,10 +207,10 @@ class Error(BaseModel):
 
 _BODY, _GENERATION = (400, 401, 404, 413, 415), (400, 401, 404, 413, 415, 500, 503)
 _DOCUMENTED: dict[str, tuple[str, str, type[RequestBody] | None, str | None, tuple[int, ...]]] = {
-    "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, None, _GENERATION),
-    "/v1/completions": ("post", "Continue prompts", CompletionRequest, None, _GENERATION),
-    "/tokenize": ("post", "Token ids of a prompt or conversation", TokenizeRequest, None, _BODY),
-    "/detokenize": ("post", "Decode token ids", DetokenizeRequest, None, _BODY),
+    "/v1/chat/completions": ("post", "Answer a conversation", requests.ChatRequest, None, _GENERATION),
+    "/v1/completions": ("post", "Continue prompts", requests.CompletionRequest, None, _GENERATION),
+    "/tokenize": ("post", "Token ids of a prompt or conversation", requests.TokenizeRequest, None, _BODY),
+    "/detokenize": ("post", "Decode token ids", requests.DetokenizeRequest, None, _BODY),
     "/reset_prefix_cache": ("post", "Forget every cached prefix", None, None, (401,)),
     "/v1/models": ("get", "The model that is served", None, "application/json", (401,)),
     "/health": ("get", "Whether it can serve: 200, else 503", None, None, (503,)),

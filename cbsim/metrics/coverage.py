@@ -16,16 +16,8 @@ import numpy as np
 from cbsim.cost import curves
 from cbsim.cost.table import HEAD_DIM
 from cbsim.record.tables import Steps
-from cbsim.scenario import terms
-from cbsim.scenario.costs import (
-    CalibratedTerms,
-    ComputeEfficiency,
-    Cost,
-    FittedSettings,
-    MemoryEfficiency,
-    RooflineSettings,
-    TableSettings,
-)
+from cbsim.scenario import costs, terms
+from cbsim.scenario.costs import Cost, FittedSettings, RooflineSettings, TableSettings
 from cbsim.scenario.scenario import Scenario
 
 RANGE = (("rows", "rows"), ("tokens", "query tokens"), ("context_tokens", "KV tokens read"))  # columns of a step
@@ -63,7 +55,7 @@ def _roofline(cost: RooflineSettings, scenario: Scenario, steps: Steps | None) -
     compute, memory = cost.efficiencies
     shares = f"{compute.prefill:.0%} and {compute.decode:.0%} of its FLOP/s in prefills and decodes"
     shares += f", {memory.weights:.0%} and {memory.kv:.0%} of its bandwidth for weights and KV"
-    usual = cost.efficiencies == (ComputeEfficiency(), MemoryEfficiency()) and curves.sources(gpu)
+    usual = cost.efficiencies == (costs.ComputeEfficiency(), costs.MemoryEfficiency()) and curves.sources(gpu)
     error = _servers("constant") if usual else UNKNOWN
     return f"data sheet of {gpu.name} and constant shares of it ({shares}): {error}"
 
@@ -201,7 +193,7 @@ def _unlike(scenario: Mapping[str, Any]) -> list[str]:
     """Return how a server differs from those of its terms; unvalidated, as runs of other code have other fields."""
     cost, model, own = scenario["cost"], scenario["model"], scenario["cost"]["calibrated"].get("own")
     known = {**cost["calibrated"], "own": own and terms.Own.model_construct(**own)}
-    calibrated = CalibratedTerms.model_construct(**known)
+    calibrated = costs.CalibratedTerms.model_construct(**known)
     backend, tensor = scenario["scheduler"]["name"].partition("_")[0], cost.get("tensor_parallel", 1)
     system = PurePath(cost["path"]).name if "path" in cost else scenario["hardware"]["name"]
     users = (scenario["workload"].get("arrivals") or {}).get("users")

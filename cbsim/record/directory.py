@@ -23,29 +23,11 @@ import pyarrow as pa
 
 from cbsim.errors import RunError
 from cbsim.files import access
-from cbsim.record import columns, parquet
+from cbsim.record import columns, parquet, tables
 from cbsim.record.columns import Column
 from cbsim.record.parquet import TableFiles
 from cbsim.record.record import STEP_COLUMNS, Record, Records, RequestRows
-from cbsim.record.tables import (
-    NUMBERS,
-    RUNS,
-    TEXTS,
-    FinishedRecord,
-    Ints,
-    Requests,
-    RequestTable,
-    Steps,
-    StepsOnDisk,
-    joined_requests,
-    read_requests,
-    read_steps,
-    request_table,
-    requests_of,
-    shifted,
-    step_table,
-    times,
-)
+from cbsim.record.tables import FinishedRecord, Ints, Requests, RequestTable, Steps, StepsOnDisk, times
 
 SCHEMA_VERSION = parquet.SCHEMA_VERSION
 MARKER = "INCOMPLETE"
@@ -181,17 +163,17 @@ def contents(record: Record | Records) -> tuple[RequestTable, Steps]:
     joined.
     """
     if isinstance(record, Record):
-        return requests_of(record), Steps(step_table(record.steps))
+        return tables.requests_of(record), Steps(tables.step_table(record.steps))
     parts = [
         each if isinstance(each, FinishedRecord) else FinishedRecord.of(cast("Record", each)) for each in record.records
     ]
-    tables = [step_table(part.steps) for part in parts]
+    steps = [tables.step_table(part.steps) for part in parts]
     if len(parts) == 1:
-        return parts[0].requests, Steps(tables[0])
-    joined = np.concatenate(tables)
+        return parts[0].requests, Steps(steps[0])
+    joined = np.concatenate(steps)
     joined[:, STEP_COLUMNS.index("step")] = np.arange(len(joined))
-    requests = joined_requests([part.requests for part in parts], record.firsts)
-    return requests, Steps(joined, np.repeat(np.arange(len(parts)), [len(table) for table in tables]))
+    requests = tables.joined_requests([part.requests for part in parts], record.firsts)
+    return requests, Steps(joined, np.repeat(np.arange(len(parts)), [len(table) for table in steps]))
 
 
 def step_declared(steps: Steps) -> Sequence[Column]:
@@ -204,9 +186,9 @@ def step_columns(steps: Steps) -> dict[str, Any]:
 
 def recorded_columns(requests: RequestTable) -> dict[str, Any]:
     """Return the values by column of the requests of a record."""
-    values: dict[str, Any] = {name: requests.numbers(name) for name in NUMBERS}
-    values |= {name: requests.texts(name) for name in TEXTS}
-    return values | {RUNS: parquet.list_array(requests.lengths, requests.runs)}
+    values: dict[str, Any] = {name: requests.numbers(name) for name in tables.NUMBERS}
+    values |= {name: requests.texts(name) for name in tables.TEXTS}
+    return values | {tables.RUNS: parquet.list_array(requests.lengths, requests.runs)}
 
 
 def request_declared(requests: RequestTable | TableFiles, several: bool) -> Sequence[Column]:
@@ -245,7 +227,7 @@ class Pieces:
 
     def take(self, steps: bytearray, rows: RequestRows | RequestTable, server: int | None = None) -> None:
         """Write a piece. Raises RunError if it cannot be written."""
-        writer, name, table = self._writer, f"{self._count:06}.parquet", Steps(step_table(steps))
+        writer, name, table = self._writer, f"{self._count:06}.parquet", Steps(tables.step_table(steps))
         declared, values = columns.RECORDED, recorded_columns(RequestTable.of(rows))
         if server is not None:
             table.server, name = np.full(len(table), server), f"{server:05}-{name}"
@@ -269,13 +251,13 @@ class Pieces:
         record.hand_over()
         path = self._writer.path
         self._writer.steps(steps_so_far(path))
-        steps = read_steps(path / "steps.parquet")
+        steps = tables.read_steps(path / "steps.parquet")
         files = request_pieces(path)
         declared = request_declared(files, steps.server is not None)
         write = partial(parquet.write_groups, columns=declared, groups=self._requests(files, steps, declared))
         self._writer.file("requests.parquet", write)
         self._writer.joined = True
-        return read_requests(path / "requests.parquet"), steps
+        return tables.read_requests(path / "requests.parquet"), steps
 
     def _requests(self, files: TableFiles, steps: Steps, declared: Sequence[Column]) -> Iterator[pa.Table]:
         """Yield the request table in groups in order of index, with the times that follow from the steps."""
@@ -295,7 +277,7 @@ def _picked(files: TableFiles, at: Ints) -> RequestTable:
         for number in np.unique(piece)
     ]
     order = np.argsort(np.argsort(piece, kind="stable"), kind="stable")
-    return request_table(pa.concat_tables(parts).take(order))
+    return tables.request_table(pa.concat_tables(parts).take(order))
 
 
 def any_piece(path: Path) -> bool:
@@ -318,7 +300,7 @@ def _joined(table: RequestTable, steps: Steps) -> RequestTable:
     """Return requests of pieces as they are beside the joined steps."""
     if steps.server is None:
         return table
-    return shifted(table, [0, *steps.ends(1 + int(table.numbers("server").max(initial=0)))])
+    return tables.shifted(table, [0, *steps.ends(1 + int(table.numbers("server").max(initial=0)))])
 
 
 def last_rows(files: TableFiles) -> Ints:
@@ -338,4 +320,4 @@ def steps_so_far(path: Path) -> Steps:
 def requests_so_far(path: Path) -> RequestTable:
     """Return the requests of a run that is under way, as they were after `steps_so_far`."""
     files = request_pieces(path)
-    return _joined(request_table(files).rows(last_rows(files)), steps_so_far(path))
+    return _joined(tables.request_table(files).rows(last_rows(files)), steps_so_far(path))

@@ -30,18 +30,8 @@ from cbsim.cost import curves
 from cbsim.errors import ScenarioError
 from cbsim.machine.repriced import REPRICED, Repriced
 from cbsim.machine.simulate import Simulation
-from cbsim.measured.own.least_squares import (
-    COMMON,
-    ENGINE,
-    HUBER,
-    MIXTURE,
-    TAIL,
-    TRUST,
-    WEIGHTS,
-    Evaluate,
-    Prior,
-    solve,
-)
+from cbsim.measured.own import least_squares
+from cbsim.measured.own.least_squares import HUBER, TRUST, WEIGHTS, Evaluate, Prior, solve
 from cbsim.measured.own.measurement import Load
 from cbsim.policy.request import RequestSpec
 from cbsim.record import directory
@@ -145,7 +135,10 @@ def priors(scenario: Scenario) -> dict[str, Prior]:
     if isinstance(cost, RooflineSettings):
         known = _of_roofline(cost, not curves.sources(scenario.hardware))
     elif isinstance(cost, TableSettings):
-        usual = {**(MIXTURE if scenario.model.experts else ENGINE), "reduce_s": Prior(0, 4e-6, 2e-6)}
+        usual = {
+            **(least_squares.MIXTURE if scenario.model.experts else least_squares.ENGINE),
+            "reduce_s": Prior(0, 4e-6, 2e-6),
+        }
         without = {FRONT, *(() if scenario.gpus > 1 else ("reduce_s",))}
         fields = [name for name in files.FIELDS if name in usual.keys() - without]
         names = fields if cost.engine else ["step_s", "row_s"]
@@ -153,14 +146,19 @@ def priors(scenario: Scenario) -> dict[str, Prior]:
     else:
         raise ScenarioError(f"cost.kind: got {cost.kind!r}, expected table or roofline, whose terms can be fitted")
     front = cost.calibrated.values.get(FRONT) if cost.calibrated else None
-    return known | {FRONT: COMMON[FRONT] if front is None else COMMON[FRONT]._replace(value=front)}
+    return known | {
+        FRONT: least_squares.COMMON[FRONT] if front is None else least_squares.COMMON[FRONT]._replace(value=front)
+    }
 
 
 def _of_roofline(cost: RooflineSettings, constant: bool) -> dict[str, Prior]:
     """Return the terms of a roofline; efficiencies if they are `constant`, or any is given: down to a third of what was
     assumed, but for that of weights, whose time is one of every step as its overhead is.
     """
-    usual = {"step_overhead_s": COMMON["step_s"], "launch_s_per_layer": ENGINE["launch_s_per_layer"]}
+    usual = {
+        "step_overhead_s": least_squares.COMMON["step_s"],
+        "launch_s_per_layer": least_squares.ENGINE["launch_s_per_layer"],
+    }
     known = {name: prior._replace(value=getattr(cost, name)) for name, prior in usual.items()}
     if constant or cost.compute_efficiency or cost.memory_efficiency:
         compute, memory = cost.efficiencies
@@ -386,7 +384,7 @@ def _intervals(
 
     made, joint = dict[str, Term](), Ends()
     for (name, value), width in zip(natural(terms).items(), widths.tolist(), strict=True):
-        low, high = ends(name, width * (TAIL if name in fixed else single))
+        low, high = ends(name, width * (least_squares.TAIL if name in fixed else single))
         made[name] = Term(value=short(value), low=low, high=high)
         if name not in fixed:
             joint[name] = ends(name, width * together)
