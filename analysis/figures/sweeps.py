@@ -14,7 +14,8 @@ from analysis.figures import axis
 from analysis.figures.axis import spread
 from analysis.figures.side_by_side import frontier
 from analysis.statistics import sweep_table
-from analysis.statistics.sweep_table import Axis, Means, Places, SweepTable, View
+from analysis.statistics.labels import shortened
+from analysis.statistics.sweep_table import MOST_ALONG, Axis, Means, Places, SweepTable, View
 from cbsim.draw import chart
 from cbsim.draw.chart import Cells, Chart, Floats, Line, Mark, Panel, Points, Style, Unit, Whiskers, scale_of, series
 from cbsim.metrics import catalogue
@@ -28,11 +29,13 @@ MOST_LETTERS = 36  # characters of the numbers written along an axis
 
 def curves(table: SweepTable, places: Places, view: View, metrics: Sequence[str], limits: Mapping[str, float]) -> Chart:
     """Draw a panel a metric, a style a series, with lines along numbers, and limits (in the metric's unit) across."""
-    series = {places.label(int(own[0]), view.series) or table.name: own for own in view.rows(places)}
+    rows = view.rows(places)
+    names = shortened([places.label(int(own[0]), view.series) or table.name for own in rows])
+    series = dict(zip(names, rows, strict=True))
     panels = [_panel(table, places, view, catalogue.metric(name), series, limits.get(name)) for name in metrics]
-    title = f"{table.name}: over {view.x.name}" if view.x else table.name
-    caption = averaged(places) + sweep_table.fixed_values(places.axes, view.fixed)
-    caption += " Dashed: the limit (SLO)." if limits else ""
+    title = (f"{table.name}: over {view.x.name}" if view.x else table.name) + sweep_table.part(places, view.fixed)
+    caption = averaged(places) + (" Dashed: the limit (SLO)." if limits else "")
+    caption += " Points are numbered as in the table." if view.x and view.x.numbered else ""
     return Chart("curves", title, caption, panels, columns=2)
 
 
@@ -53,11 +56,12 @@ def log_spaced(numbers: Floats) -> bool:
     return alike < uneven
 
 
-def ticks(numbers: Floats) -> Sequence[float]:
-    """Return the numbers of an axis that are written: each, or every second, third, ... one, as space permits."""
-    letters = sum(len(f"{number:.4g} ") for number in numbers)
-    chosen: list[float] = numbers[:: -(-letters // MOST_LETTERS)].tolist()
-    return chosen
+def ticks(x: Axis, numbers: Floats) -> tuple[Sequence[float], Sequence[str]]:
+    """Return the numbers that are written on an axis, and how: each, or every second, third, ... one, as space is."""
+    several = len(x.fields) > 1
+    names = shortened(x.labels, MOST_ALONG) if several else [f"{number:.4g}" for number in numbers]
+    every = -(-sum(len(name) + 1 for name in names) // (LETTERS if several else MOST_LETTERS))
+    return numbers[::every].tolist(), names[::every]
 
 
 def _panel(
@@ -78,10 +82,11 @@ def _panel(
         low, high = (ends[rows][sure] / scale.size for ends in (means.low, means.high))
         line = [] if numbers is None else [Line(name, x, y, style)]  # there is no way between names
         marks += [Whiskers("", x[sure], low, high, style), *line, Points(name, x, y, style)]
-    x_name, labels = (view.x.name, view.x.labels) if view.x else ("", [""] * len(places))
+    x_name, labels = (view.x.name, _along(view.x)) if view.x else ("", [""] * len(places))
     panel = Panel(marks, x_name, scale.name, title=metric.label, y_log=spread([known]), categories=labels)
-    if numbers is not None:
-        panel = replace(panel, x_log=log_spaced(numbers), x_ticks=ticks(numbers), categories=())
+    if view.x and numbers is not None:
+        at, names = ticks(view.x, numbers)
+        panel = replace(panel, x_log=log_spaced(numbers), x_ticks=at, categories=names)
     return axis.with_slo(panel, limit, most, scale.size, level=True)
 
 
@@ -101,7 +106,7 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
     rest = [axis for axis in places.axes if axis not in pair]
     facet = next((axis for axis in rest[::-1] if len(axis) <= MOST_PANELS), None)
     fixed = {axis.name: sweep_table.middle(axis) for axis in rest if axis is not facet}
-    facets = {facet.value(code): {facet.name: code} for code in range(len(facet))} if facet else {"": {}}
+    facets = {value: {facet.name: code} for code, value in enumerate(facet.values)} if facet else {"": {}}
     what, mean = catalogue.metric(metric), places.means(table.metrics[metric]).mean
     cells = {title: _cells(places, mean, pair, fixed | codes) for title, codes in facets.items()}
     known = np.concatenate([values[np.isfinite(values)] for values in cells.values()])
@@ -109,9 +114,9 @@ def heat_map(table: SweepTable, places: Places, metric: str, limit: Check | None
         return None
     panels = [_cell_panel(what, values, known, pair, limit, title) for title, values in cells.items()]
     caption = "Means of replicates. A cell without a number has no point that is done."
-    caption += sweep_table.fixed_values(rest, fixed) + (f" Crossed: misses {limit.rule}." if limit else "")
+    caption += f" Crossed: misses {limit.rule}." if limit else ""
     title = f"{table.name}: {_named(what, scale_of(what.unit, float(known.max())))}"
-    return Chart("heat_map", title, caption, panels, columns=min(2, len(panels)))
+    return Chart("heat_map", title + sweep_table.part(places, fixed), caption, panels, columns=min(2, len(panels)))
 
 
 def _cells(places: Places, mean: Floats, axes: Sequence[Axis], fixed: Mapping[str, int]) -> Floats:
@@ -129,12 +134,16 @@ def _cell_panel(
     """Return a panel of cells. `known` are all panels' values, for one colour scale. Numbers on y rise upwards."""
     (x, y), scale = axes, scale_of(what.unit, float(known.max()))
     order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
-    values, rows = values[order], [y.labels[code] for code in order]
+    values, rows, columns = (
+        values[order],
+        [shortened(y.labels)[code] for code in order],
+        shortened(x.written, MOST_ALONG),
+    )
     texts = []
     for b, row in zip(rows, values.tolist(), strict=True):
         cells = zip(x.labels, row, strict=True)
         texts.append([f"{x.name} = {a}, {y.name} = {b}: {what.shown(value)}" for a, value in cells])
-    room = LETTERS // (max(map(len, x.labels)) + 2)
+    room = LETTERS // (max(map(len, columns)) + 2)
     labels = [list(map(_number, row)) for row in (values / scale.size).tolist()] if len(x) <= MOST_WRITTEN else ()
     low, high, style = float(known.min()) / scale.size, float(known.max()) / scale.size, Style(chart.BLACK)
     log = spread([known])
@@ -143,7 +152,13 @@ def _cell_panel(
         missed = np.argwhere(np.isfinite(values) & ~sweep_table.meet(limit, values)).astype(np.float64)
         cross = Style(chart.RED, "solid", "cross")
         marks.append(Points("misses the SLO", missed[:, 1] + CORNER, missed[:, 0] - CORNER + 0.1, cross))
-    return Panel(marks, x.name, y.short, title=title, rows=_some(rows, MOST_ROWS), categories=_some(x.labels, room))
+    return Panel(marks, x.name, y.short, title=title, rows=_some(rows, MOST_ROWS), categories=_some(columns, room))
+
+
+def _along(x: Axis) -> Sequence[str]:
+    """Return what is written along an axis of names: of numbered points as many as fit."""
+    labels = shortened(x.written, LETTERS // len(x) if x.long else MOST_ALONG)
+    return _some(labels, LETTERS // (max(map(len, labels)) + 2)) if x.numbered else labels
 
 
 def _some(labels: Sequence[str], room: int) -> list[str]:
@@ -219,8 +234,9 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     coloured = sweep_table.split([axis for axis in places.axes if axis.numbers is None])[0]
     marks: list[Mark] = [Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))]
     _, first, of = np.unique(places.codes[:, places.columns(coloured)], axis=0, return_index=True, return_inverse=True)
-    for index, at in enumerate(first.tolist()):
-        own, name = (of.reshape(-1) == index) & compared.known, places.label(at, coloured) or table.name
+    names = shortened([places.label(at, coloured) or table.name for at in first.tolist()])
+    for index, name in enumerate(names):
+        own = (of.reshape(-1) == index) & compared.known
         marks += _markers(compared, places, name, own, scales, series(index), coloured)
     out = compared.known & ~compared.met
     if out.any():
@@ -257,17 +273,18 @@ def _markers(
 ) -> list[Mark]:
     good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
     rest = [axis for axis in places.axes if axis not in coloured]
-    few = len(places) <= MOST_LABELLED and len(rest) == 1
-    labels = [places.label(int(at), rest).rpartition(" = ")[2] for at in np.flatnonzero(good)] if few else ()
+    count = int((compared.known & compared.met & ~compared.dominated).sum())
+    few = count <= MOST_LABELLED and len(rest) == 1
+    labels = [rest[0].written[code] for code in places.codes[good, places.columns(rest)[0]]] if few else ()
     x, y = _at(compared, good, scales)
     sure = good.copy()
-    if int((compared.known & compared.met & ~compared.dominated).sum()) > MOST_WHISKERS:
+    if count > MOST_WHISKERS:
         sure &= np.isin(np.arange(len(good)), compared.best)
     wide, high = (np.isfinite(means.half) & sure for means in (compared.x, compared.y))
     mixed = (round(part + (255 - part) * PALE) for part in style.rgb)  # with white
     faint = style._replace(colour="#" + "".join(f"{part:02X}" for part in mixed))
     return [
-        Points("", *_at(compared, pale, scales), faint),
+        Points("" if good.any() else name, *_at(compared, pale, scales), faint),
         Whiskers("", *_reach(compared.y, compared.x, wide, scales[::-1]), style, level=True),
         Whiskers("", *_reach(compared.x, compared.y, high, scales), style),
         Points(name, x, y, style, labels=labels),

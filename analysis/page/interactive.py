@@ -320,7 +320,8 @@ def _axes(chart: Chart, index: int, width: int, span: list[float]) -> Dict:
     x |= {"title": _named(panel.x)} if _labelled(chart, index) else {"showticklabels": False}
     if len(panel.x_ticks):
         x |= {"tickvals": list(panel.x_ticks)}
-    if panel.categories:
+        x |= {"ticktext": list(map(escaped, panel.categories))} if panel.categories else {}
+    elif panel.categories:
         x |= _categories(panel, _pixels(chart, index, width))[0]
     return {axis("x", number, "axis"): x, axis("y", number, "axis"): y | _scale(panel, width)}
 

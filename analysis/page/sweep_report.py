@@ -21,6 +21,7 @@ import numpy as np
 from analysis.figures import sweeps
 from analysis.page.webpage import Explorer, embedded, template
 from analysis.statistics import sweep_table
+from analysis.statistics.labels import shortened
 from analysis.statistics.sweep_table import Axis, Means, Places, SweepTable, View
 from cbsim.draw.chart import Chart, series
 from cbsim.draw.report import Caveat, Report, Source, Table
@@ -35,7 +36,7 @@ from cbsim.scenario import documents
 
 METRICS = ("ttft_s.p99", "tpot_s.p99", "output_tokens_per_s", "gpu_active")
 WHOLE = 0.9995  # of a share, which is shown as 100 %
-MOST_ROWS, MOST_REASONS, MOST_VALUES = 40, 50, 6
+MOST_ROWS, MOST_REASONS, MOST_VALUES = 100, 50, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def build(table: SweepTable, shown: Look, command: str) -> Report:
 
 def sources(table: SweepTable) -> list[Source]:
     """Return the sweep as the one source: its first point's scenario, and its command; none of tables without them."""
-    text = f"# that of the first point; the axes are {', '.join(axis.name for axis in table.axes)}\n{table.scenario}"
+    fields = ", ".join(field for axis in table.axes for field in axis.fields)
+    text = f"# that of the first point; the axes are {fields}\n{table.scenario}"
     return [Source(table.name, table.path.name, "a sweep", (), text, "", table.command)] if table.scenario else []
 
 
@@ -207,7 +209,7 @@ def _numbers(table: SweepTable, shown: Look) -> list[Table]:
     """Return a table with a row a place."""
     places = shown.places
     if len(places) > MOST_ROWS:
-        return []
+        return [Table("Points", ("point",), [(value,) for value in x.values], "") for x in places.axes if x.numbered]
     metrics = {catalogue.metric(name): places.means(table.metrics[name]) for name in (*shown.metrics, *shown.pareto)}
     rows = []
     for at in range(len(places)):
@@ -267,10 +269,12 @@ def _settings(table: SweepTable, shown: Look) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    made = {"name": axis.name, "short": axis.short, "labels": axis.labels, "middle": sweep_table.middle(axis)}
+    made = {"name": axis.name, "labels": shortened(axis.labels), "log": False}
+    made |= {"values": shortened(axis.values), "written": axis.written, "ticks": [], "middle": sweep_table.middle(axis)}
     if (numbers := axis.numbers) is None:
-        return made | {"numbers": None, "log": False, "ticks": []}
-    return made | {"numbers": numbers.tolist(), "log": sweeps.log_spaced(numbers), "ticks": sweeps.ticks(numbers)}
+        return made | {"numbers": None}
+    at, names = sweeps.ticks(axis, numbers)
+    return made | {"numbers": numbers.tolist(), "log": sweeps.log_spaced(numbers), "ticks": at, "written": names}
 
 
 def _listed(table: SweepTable) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 Facts = Mapping[str, Any]  # a run's fields of its scenario by dotted name, its loop, its world
@@ -12,6 +14,7 @@ IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # first in a label
 BEHIND = ("loop.mode", "world")  # last in a label whenever they differ
 IGNORED = ("question",)
 LAST_RESORT = ("seed", "cost.cpu.")
+MOST_LETTERS = 60  # of a label
 
 
 def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
@@ -26,7 +29,7 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
     several = any(sum(is_number(run.get(field)) for field in fields) > 1 for run in facts)
     if not named or several or len(set(made)) < distinct:
         made = [_label(run, fields, facts, bare=False) for run in facts]
-    return numbered([label or other for label, other in zip(made, otherwise, strict=True)])
+    return shortened([label or other for label, other in zip(made, otherwise, strict=True)])
 
 
 def _fields(facts: Sequence[Facts]) -> list[str]:
@@ -84,10 +87,19 @@ def _part(field: str, value: Any, facts: Sequence[Facts], *, bare: bool) -> str:
         return value.rpartition("/")[2]
     if value is None and (bare or field.endswith(".name")):
         return "" if bare else f"no {ending(field, rest).removesuffix('.name')}"
-    number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
     if bare and is_number(value) and not field.startswith(LAST_RESORT):
-        return number
-    return f"{ending(field, rest)}={number}"
+        return worded(value)
+    return f"{ending(field, rest)}={worded(value)}"
+
+
+def worded(value: Any) -> str:
+    """Return a value as labels have it: as JSON, but of objects only what they set, after the number of several."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {worded(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        number = f"{len(value)}: " if len(value) > 1 else ""
+        return number + "; ".join(map(worded, value)) if value else "none"
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def ending(name: str, rest: Collection[str]) -> str:
@@ -95,6 +107,22 @@ def ending(name: str, rest: Collection[str]) -> str:
     parts = name.split(".")
     ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in rest)), name)
+
+
+def shortened(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
+    """Return the names in `most` letters, numbered where they are alike. What distinguishes one from those most like it
+    stays: a name that begins like another is cut in its middle.
+    """
+    ordered, made, start = sorted({*names}), [], most // 4
+    for whole in names:
+        at, name = bisect_left(ordered, whole), whole
+        similar = (other for other in ordered[max(at - 1, 0) : at + 2] if other != whole)
+        alike = max((len(commonprefix((whole, other))) for other in similar), default=0)  # noqa: RUF071  # letters
+        if len(name) > most and alike > most - start:
+            fields = (name.rfind(mark, alike - start, alike) + 2 for mark in (", ", "; "))
+            name = f"{name[:start]}...{name[max(alike - start, *fields) :]}"
+        made.append(name if len(name) <= most else f"{name[: most - 3]}...")
+    return numbered(made)
 
 
 def numbered(names: Sequence[str]) -> list[str]:

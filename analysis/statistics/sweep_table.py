@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from analysis.statistics.labels import ending, is_number, labels
+from analysis.statistics.labels import ending, is_number, labels, shortened, worded
 from cbsim.errors import RunError
 from cbsim.metrics import coverage, swept
 from cbsim.metrics.checks import OPERATORS, Check
@@ -31,36 +31,47 @@ from cbsim.scenario.fields import near
 from cbsim.stats.intervals import t_quantile
 
 METADATA = (coverage.STEP_TIMES, b"subject", b"scenario", b"command")
-MOST_LETTERS = 60  # characters of a value
 UNSET = "not set"
-POINT, MOST_POINTS = "point", 24  # that are named
+POINT = "point"
+MOST_NAMED, MOST_POINTS = 24, 100  # points in a legend, and with numbers along an axis
+MOST_ALONG = 24  # characters of a value along an axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """An axis: fields that take their values together. `codes` are each row's index into `labels`.
+    """An axis: fields that take their values together. `codes` are each row's index into `labels`, and into `values`,
+    where numbers follow their fields' names.
 
     Values are in rising order if the first field is a number, and then `numbers` are its; else as they first appear.
-    `short` is the end of the first field's name, as much as distinguishes it from other axes. An axis equals itself
-    alone.
+    `short` are the ends of the fields' names, as much as distinguishes them. An axis equals itself alone.
     """
 
     fields: Sequence[str]
     labels: Sequence[str]
+    values: Sequence[str]
     numbers: Floats | None
     codes: Ints
-    short: str = ""
+    short: str
+    numbered: bool = False  #: Its values are explicit points, too many to be named in a figure.
 
     @property
     def name(self) -> str:
-        return ", ".join(self.fields)
+        """A field's whole name, or the short ones of several."""
+        return self.fields[0] if len(self.fields) == 1 else shortened([self.short])[0]
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def value(self, code: int) -> str:
-        """Return a value as it appears in a name: a number follows its field's name."""
-        return self.labels[code] if self.numbers is None else f"{self.short} = {self.labels[code]}"
+    @property
+    def written(self) -> Sequence[str]:
+        """What stands along it for each value."""
+        return [f"{number}" for number in range(1, len(self) + 1)] if self.numbered else self.labels
+
+    @property
+    def long(self) -> bool:
+        """Whether its values are names too long to stand along it."""
+        names = self.short == POINT or max(map(len, self.labels)) > MOST_ALONG
+        return self.numbers is None and names and not self.numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ def read(path: Path) -> SweepTable:
     if not (status == STATUSES.index(DONE)).any():
         first = next((f", the first because: {reason}" for reason in reasons if reason), "")
         raise RunError(f"{path}: none of its {len(status):,} points is done{first}")
-    every = [_axis(name, table.column(name)) for name in fields]
+    every = [_axis(name, table.column(name), ending(name, {*fields, "name"} - {name})) for name in fields]
     constants = {axis.name: axis.labels[0] for axis in every if len(axis) == 1}
     axes = _together([axis for axis in every if len(axis) > 1])
     columns = {name: table[name].cast(pa.float64()).to_numpy() for name in names[len(fields) + len(ABOUT) - 1 :]}
@@ -145,7 +156,7 @@ def _metadata(table: pa.Table) -> dict[str, str]:
     return {key.decode(): text.decode(errors="replace") for key, text in metadata.items() if key in METADATA}
 
 
-def _axis(name: str, column: pa.ChunkedArray) -> Axis:
+def _axis(name: str, column: pa.ChunkedArray, short: str) -> Axis:
     cells = [_plain(value) for value in column.to_pylist()]
     values = list(dict.fromkeys(cells))
     numeric = all(map(is_number, values))
@@ -153,10 +164,10 @@ def _axis(name: str, column: pa.ChunkedArray) -> Axis:
         values.sort()
     order = {value: code for code, value in enumerate(values)}
     codes = np.array([order[value] for value in cells], dtype=np.int64)
-    whole = _labels(name, values)
-    cut = [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 4]}..." for label in whole]
-    labels = [f"{label} #{i + 1}" if cut.count(label) > 1 else label for i, label in enumerate(cut)]
-    return Axis((name,), labels, np.array(values, dtype=np.float64) if numeric else None, codes)
+    labels = shortened(_labels(name, values))
+    if not numeric:
+        return Axis((name,), labels, labels, None, codes, short)
+    return Axis((name,), labels, [f"{short} = {label}" for label in labels], np.array(values, np.float64), codes, short)
 
 
 def _plain(value: Any) -> Any:
@@ -172,59 +183,65 @@ def _labels(name: str, values: Sequence[Any]) -> list[str]:
         with suppress(TypeError, ValueError):  # no JSON
             parsed[at] = json.loads(value)
     if not any(isinstance(value, dict) for value in parsed):
-        return [_label(value) for value in values]
+        return [_label(value) for value in (parsed if all(isinstance(value, list) for value in parsed) else values)]
     return labels([flat({name: value}) for value in parsed], [_label(value) for value in parsed])
 
 
 def _label(value: Any) -> str:
     if value is None:
         return UNSET
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else worded(value)
 
 
 def _together(axes: Sequence[Axis]) -> list[Axis]:
     """Join fields that advance together into one axis, where each value of one goes with one value of the other, and
-    those of a few explicit points; and give the axes their short names.
+    those of explicit points, which are no grid.
     """
-    made: list[Axis] = []
+    groups: list[list[Axis]] = []
     for axis in axes:
-        at = next((i for i, other in enumerate(made) if _combinations([other, axis]) == len(axis) == len(other)), None)
-        if at is None:
-            made.append(axis)
-        else:
-            first = made[at]
-            own = axis.codes[np.unique(first.codes, return_index=True)[1]]
-            labels = [f"{label}, {axis.labels[code]}" for label, code in zip(first.labels, own, strict=True)]
-            made[at] = Axis((*first.fields, *axis.fields), labels, first.numbers, first.codes)
-    firsts = {axis.fields[0] for axis in made}
-    return _points([replace(axis, short=ending(axis.fields[0], firsts - {axis.fields[0]})) for axis in made])
+        alike = (group for group in groups if _combinations([group[0], axis]) == len(axis) == len(group[0]))
+        if (group := next(alike, None)) is None:
+            groups.append(group := [])
+        group.append(axis)
+    made = [_joined(group) for group in groups]
+    rest = [axis for axis in made if _even(axis, made)]
+    fields = [each for axis, group in zip(made, groups, strict=True) if axis not in rest for each in group]
+    if not fields or _combinations(fields) > MOST_POINTS:
+        return made
+    return [_points(sorted(fields, key=len, reverse=True), math.prod(sorted(map(len, rest))[:-1])), *rest]
+
+
+def _even(axis: Axis, axes: Sequence[Axis]) -> bool:
+    """Whether all values of an axis are beside all that the others have together, as in a grid."""
+    return _combinations(axes) == len(axis) * _combinations([each for each in axes if each is not axis])
 
 
 def _combinations(axes: Sequence[Axis]) -> int:
     return len({*zip(*(axis.codes.tolist() for axis in axes), strict=True)}) if axes else 1
 
 
-def _set(axis: Axis) -> list[str]:
-    """Return what each row sets of an axis, "" for nothing."""
-    names = np.array(["" if label == UNSET else f"{axis.short} = {label}" for label in axis.labels])
-    named: list[str] = names[axis.codes].tolist()
-    return named
+def _joined(axes: Sequence[Axis]) -> Axis:
+    rows = np.unique(axes[0].codes, return_index=True)[1]  # one of each value
+    labels = [", ".join(axis.labels[axis.codes[row]] for axis in axes) for row in rows]
+    values = [", ".join(axis.values[axis.codes[row]] for axis in axes) for row in rows]
+    short = ", ".join(axis.short for axis in axes)
+    return Axis(tuple(axis.name for axis in axes), labels, values, axes[0].numbers, axes[0].codes, short)
 
 
-def _points(axes: list[Axis]) -> list[Axis]:
-    """Join axes that are no grid with the others, as of explicit points: a value names the fields that it sets."""
-    whole = _combinations(axes)
-    explicit = [axis for axis in axes if whole < len(axis) * _combinations([each for each in axes if each is not axis])]
-    if not explicit or _combinations(explicit) > MOST_POINTS:
-        return axes
-    rows = zip(*map(_set, explicit), strict=True)
-    joined = _axis(POINT, pa.chunked_array([[", ".join(filter(None, row)) or "as it is" for row in rows]]))
-    fields = tuple(name for axis in explicit for name in axis.fields)
-    return [replace(joined, fields=fields, short=POINT), *(axis for axis in axes if axis not in explicit)]
+def _points(axes: Sequence[Axis], beside: int) -> Axis:
+    """Join axes of explicit points: a value names the fields that its point sets. They are numbered if a legend cannot
+    name all of them, each with so many series `beside` it.
+    """
+    rows = list(zip(*(axis.codes.tolist() for axis in axes), strict=True))
+    codes = {row: code for code, row in enumerate(dict.fromkeys(rows))}
+    numbered = len(codes) * beside > MOST_NAMED
+    values: list[str] = []
+    for row in codes:
+        labels = [(axis.short, axis.labels[code]) for axis, code in zip(axes, row, strict=True)]
+        value = ", ".join(f"{short} = {label}" for short, label in labels if label != UNSET) or "as it is"
+        values.append(f"{len(values) + 1}: {value}" if numbered else value)
+    fields, of = tuple(axis.name for axis in axes), np.array([codes[row] for row in rows])
+    return Axis(fields, values, values, None, of, POINT, numbered)
 
 
 CONFIDENCE = 0.95
@@ -275,7 +292,7 @@ class Places:
     def label(self, at: int, axes: Sequence[Axis] | None = None) -> str:
         """Return a place's values as text, of these axes or of all."""
         codes = zip(self.axes, self.codes[at], strict=True)
-        return ", ".join(axis.value(code) for axis, code in codes if axes is None or axis in axes)
+        return ", ".join(axis.values[code] for axis, code in codes if axes is None or axis in axes)
 
     def columns(self, axes: Sequence[Axis]) -> list[int]:
         """Return the columns of these axes in `codes`."""
@@ -340,23 +357,29 @@ def places_at(places: Places, fixed: Mapping[str, int]) -> Mask:
     return shown
 
 
-def fixed_values(axes: Sequence[Axis], fixed: Mapping[str, int]) -> str:
-    """Return a caption's sentence on fixed axes; "" if there are none."""
-    values = [f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in axes if axis.name in fixed]
-    return f" Of the others: {', '.join(values)}." if values else ""
+def part(places: Places, fixed: Mapping[str, int]) -> str:
+    """Return a title's end on the places that a figure has room for; "" if it has all."""
+    values = [f"{axis.name} = {axis.labels[fixed[axis.name]]}" for axis in places.axes if axis.name in fixed]
+    drawn = f"; {places_at(places, fixed).sum():,} of {len(places):,} places fit, those with {', '.join(values)}"
+    return drawn if values else ""
 
 
 def view(table: SweepTable, x: str | None) -> View:
-    """Put `x` or the longest numeric axis on x; as many others as make few series, those of few values first."""
+    """Put `x`, more points than a legend names or the longest numeric axis on x; as many others as make few series,
+    those of few values first.
+    """
     first = next(iter(ranked(table.axes)), None) if x is None else table.axis(x)
-    if first is None or (x is None and first.short == POINT):
-        return View(None, table.axes, {})
+    if first is None or (x is None and first.long and len(first) <= MOST_NAMED):
+        return View(None, *split(table.axes))
     return View(first, *split([axis for axis in table.axes if axis is not first]))
 
 
 def ranked(axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes of numbers, then the others, those of most values first."""
-    return sorted(axes, key=lambda axis: (axis.numbers is not None, len(axis)), reverse=True)
+    """Return more points than a legend names, the axes of numbers, then the others, those of most values first and
+    those of long names last.
+    """
+    rank = {axis: (axis.numbered, axis.numbers is not None, not axis.long, len(axis)) for axis in axes}
+    return sorted(axes, key=rank.__getitem__, reverse=True)
 
 
 def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
@@ -365,7 +388,7 @@ def split(axes: Sequence[Axis]) -> tuple[Sequence[Axis], Mapping[str, int]]:
     """
     chosen: list[Axis] = []
     for axis in sorted(axes, key=len):
-        if math.prod(map(len, [*chosen, axis])) <= MOST_SERIES:
+        if math.prod(map(len, [*chosen, axis])) <= (MOST_NAMED if axis.long else MOST_SERIES):
             chosen.append(axis)
     series = [axis for axis in axes if axis in chosen]
     return series, {axis.name: middle(axis) for axis in axes if axis not in chosen}

@@ -210,7 +210,7 @@ THINNEST = 0.004  # share of a panel's height: less than a pixel
 class Panel:
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
     `y_range` or `x_range` fix the range shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are
-    the numbers written on the x axis. A `tall` panel has room for many points.
+    the numbers written on the x axis, as `categories` if there are any. A `tall` panel has room for many points.
     """
 
     marks: Sequence[Mark]

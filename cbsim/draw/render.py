@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,7 +51,7 @@ SETTINGS: Any = {
     "svg.hashsalt": "cbsim",
     "path.simplify_threshold": 0.5,
 }
-LEGEND_LETTERS = 150  # letters that fit into a line of the legend
+LEGEND_LETTERS, TITLE_LETTERS = 150, 105  # letters that fit into a line of the legend, and of the title
 CELLS, MIDDLE = "cividis", 0.5  # readable without colour vision; colours below its middle are dark
 WIDE_ENOUGH = 1 / 40  # of the panel, for a label inside a span
 
@@ -129,7 +130,7 @@ def figure(chart: Chart) -> Figure:
     if chart.share_x:
         for axis in axes[:-1].flat:
             axis.set_xlabel("")
-    drawn.suptitle(_plain(chart.title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    drawn.suptitle(_plain(textwrap.fill(chart.title, TITLE_LETTERS)), x=0.01, ha="left", fontsize=11, fontweight="bold")
     entries: dict[str, Any] = {}  # one a name
     for axis in drawn.axes:
         for entry, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -207,17 +208,18 @@ def _scales(axis: Axes, panel: Panel) -> None:
         axis.set_xscale("log")
     if panel.y_log:
         axis.set_yscale("log")
-    if len(panel.x_ticks):
-        axis.set_xticks(panel.x_ticks, [f"{tick:.4g}" for tick in panel.x_ticks])
-        axis.set_xticks([], minor=True)
     if panel.rows:
         axis.set_yticks(range(len(panel.rows)), list(map(_plain, panel.rows)))
         axis.grid(visible=False, axis="y")
-    if panel.categories:
-        longest = max(map(len, panel.categories))
-        crowded = longest * len(panel.categories) > 110
+    if len(panel.x_ticks):
+        axis.set_xticks(panel.x_ticks, list(map(_plain, panel.categories)) or [f"{tick:.4g}" for tick in panel.x_ticks])
+        axis.set_xticks([], minor=True)
+    elif panel.categories:
+        count = sum(map(bool, panel.categories)) or 1
+        names = [textwrap.fill(name, max(110 // count, 30)) for name in panel.categories]
+        crowded = count * max(len(line) for name in names for line in [*name.splitlines(), ""]) > 110
         turned: dict[str, Any] = {"rotation": 25, "ha": "right"} if crowded else {}
-        axis.set_xticks(range(len(panel.categories)), list(map(_plain, panel.categories)), **turned)
+        axis.set_xticks(range(len(names)), list(map(_plain, names)), **turned)
         axis.grid(visible=False, axis="x")
 
 

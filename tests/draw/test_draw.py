@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
@@ -95,6 +97,22 @@ def test_numbers_of_an_axis_are_written_where_they_are_asked_for() -> None:
     assert axes.get_xticks().tolist() == [1.0, 2.5, 5.0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2.5", "5"]
     assert len(axes.get_xticks(minor=True)) == 0
+    axes = render.figure(Chart("k", "t", "s", [replace(panel, categories=("1, 4", "2.5, 8", "$5$"))])).axes[0]
+    assert axes.get_xticks().tolist() == [1.0, 2.5, 5.0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1, 4", "2.5, 8", r"\$5\$"]
+
+
+def test_long_names_and_titles_leave_the_marks_their_room() -> None:
+    """They stand on several lines: turned, or on one, they would push the panel together or leave the picture."""
+    names, title = [f"{name} {'server 0 at_s 1 ' * 3}" for name in "abc"], "a title of many words " * 9
+    short, long = (
+        render.figure(Chart("k", of, "s", [Panel(BARS[:1], "", "USD", categories=each)]))
+        for of, each in (("t", "abc"), (title, names))
+    )
+    assert long.axes[0].get_position().height > 0.6 * short.axes[0].get_position().height
+    assert all(tick.get_rotation() == 0 and "\n" in tick.get_text() for tick in long.axes[0].get_xticklabels())
+    heading = long._suptitle
+    assert heading is not None and heading.get_window_extent().x1 < long.bbox.x1
 
 
 def test_a_label_is_written_where_there_is_room() -> None:

@@ -24,12 +24,11 @@ const CHARTS = (() => {
   });
 
   function placed(at, log, width) {
-    const axis = data.axes[at], short = axis.ticks.map((tick) => String(Number(tick.toPrecision(4))));
-    const every = Math.ceil((short.join("  ").length * LETTER_PX) / (width - 80));
+    const axis = data.axes[at], every = Math.ceil((axis.written.join("  ").length * LETTER_PX) / (width - 80));
     const written = (texts) => texts.filter((_, i) => i % every === 0);
     const named = { ...LINES, title: { text: escaped(axis.name), standoff: 8 } };
-    if (axis.numbers) return { ...named, type: log ? "log" : "linear", tickvals: written(axis.ticks), ticktext: written(short) };
-    return { ...named, type: "linear", tickvals: axis.labels.map((_, code) => code), ticktext: axis.labels.map(escaped), range: [-0.5, axis.labels.length - 0.5] };
+    if (axis.numbers) return { ...named, type: log ? "log" : "linear", tickvals: written(axis.ticks), ticktext: written(axis.written.map(escaped)) };
+    return { ...named, type: "linear", tickvals: axis.written.map((_, code) => code), ticktext: axis.written.map(escaped), range: [-0.5, axis.labels.length - 0.5] };
   }
 
   const position = (at, code) => data.axes[at].numbers?.[code] ?? code;
@@ -113,7 +112,7 @@ const CHARTS = (() => {
       x: missed.map((place) => place.codes[1] + 0.36), y: missed.map((place) => place.codes[0] + 0.3), hoverinfo: "skip",
     });
     const named = (at) => {
-      const { name: title, labels: words } = data.axes[at], longest = Math.max(...words.map((word) => word.length));
+      const { name: title, labels, written, numbers } = data.axes[at], words = numbers ? labels : written, longest = Math.max(...words.map((word) => word.length));
       const every = Math.ceil(words.length / (at === x ? Math.max(room / LETTER_PX / (longest + 2), 1) : MOST_ROWS));
       const ticks = words.map((_, code) => code).filter((code) => code % every === 0);
       return { ...LINES, title: { text: escaped(title), standoff: 8 }, tickvals: ticks, ticktext: ticks.map((code) => escaped(words[code])), range: [-0.5, words.length - 0.5] };

@@ -93,7 +93,7 @@ const POINTS = (() => {
 
   const titled = (metric, size) => escaped(metric.label) + (size.name ? ` (${size.name})` : "");
   const label = (at, code) => data.axes[at].labels[code];
-  const said = (at, code) => (data.axes[at].numbers ? `${data.axes[at].short} = ${label(at, code)}` : label(at, code));
+  const said = (at, code) => data.axes[at].values[code];
 
   // What a place is, its values with their intervals: the text of a hover.
   function hover(place, kept, rest, names) {

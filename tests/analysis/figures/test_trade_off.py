@@ -103,3 +103,19 @@ def test_single_runs_claim_no_interval(tmp_path: Path, table: sweep_table.SweepT
     single = sweep_table.read(written(tmp_path / "t.parquet", rows))
     for each, intervals in ((single, False), (table, True)):
         assert ("95 %" in sweeps.pareto(each, sweep_table.places(each), PAIR, []).caption) == intervals
+
+
+def test_a_marker_is_named_by_all_that_its_point_sets(tmp_path: Path) -> None:
+    """In the legend, dominated or not, where the points are few; of many, the best by their numbers."""
+    for count in (3, 30):
+        points = [{"x": at, "y": at * at % 7 - 1, "z": at % 2} for at in range(count)]
+        rows = [row(each, **{PAIR[0]: 9.0 + at, PAIR[1]: 1.0 + at % 20}) for at, each in enumerate(points)]
+        table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+        made = sweep_table.places(table)
+        marks = _marks(sweeps.pareto(table, made, PAIR, []), Points)
+        names, labels = {mark.name for mark in marks} - {""}, [label for mark in marks for label in mark.labels]
+        best = np.flatnonzero(~sweeps.trade_off(table, made, PAIR, []).dominated).tolist()
+        if count == 3:
+            assert names == {*table.axes[0].values} and not labels
+        else:
+            assert names == {"t"} and [*map(int, labels)] == [at + 1 for at in best]

@@ -91,6 +91,17 @@ def test_a_table_of_one_point_has_a_report(tmp_path: Path) -> None:
     assert "1 points at 1 places: 1 done." in text and "differences may be chance" in text
 
 
+def test_numbered_points_are_listed_with_what_they_set(tmp_path: Path) -> None:
+    """With their metrics, or alone where there are too many places."""
+    for beside in (1, 5):
+        points = [{"x": at, "y": at * at % 31, "z": z} for at in range(30) for z in range(beside)]
+        path = written(tmp_path / f"t{beside}.parquet", [row(point, preemptions=3.0, steps=1.0) for point in points])
+        assert main(["report", str(path)]) == 0
+        text = (tmp_path / f"t{beside}" / "report.md").read_text()
+        assert "Points are numbered as in the table." in text
+        assert ("| 30: x = 29, y = 4 |" in text) and ("## Points" in text) == (beside == 5)
+
+
 def test_the_report_says_of_what_the_sweep_is_and_how_it_was_made(tmp_path: Path) -> None:
     """Model and GPU in the title, the workload that all points share, a scenario, and the command of the sweep. A share
     that is 100 % at every point has a sentence in place of a panel.
@@ -327,6 +338,18 @@ def test_a_page_whose_library_does_not_start_says_so_and_names_the_file(
     opened(browser, tmp_path)
     text = show(browser, "pareto").text
     assert "cannot be drawn: the drawing library did not start" in text and "figures/pareto.png" in text
+
+
+@needs_browser
+def test_points_have_numbers_along_the_axis_and_their_settings_in_a_hover(browser: Any, tmp_path: Path) -> None:
+    points = [{"x": at, "y": at * at % 31} for at in range(30)]
+    path = written(tmp_path / "t.parquet", [row(point, preemptions=3.0, steps=1.0) for point in points])
+    assert main(["report", str(path)]) == 0
+    opened(browser, tmp_path / "t")
+    drawn = "const {data, layout} = arguments[0]; return [data[0].hovertext, layout.xaxis.ticktext, layout.xaxis.title]"
+    hovers, ticks, title = browser.execute_script(drawn, show(browser, "curves"))
+    assert title["text"] == "point" and ticks == [f"{number + 1}" for number in range(30)]
+    assert hovers[29].startswith("point = 30: x = 29, y = 4<br>")
 
 
 @needs_browser

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.statistics.labels import labels
+from analysis.statistics.labels import labels, shortened, worded
 
 VLLM = {"scheduler.name": "vllm", "scheduler.enable_chunked_prefill": True, "scheduler.long_threshold": 0}
 FIFO = {"scheduler.name": "transformers_fifo", "scheduler.allow_block_sharing": True}
@@ -81,6 +82,33 @@ def test_what_is_alike_is_numbered_and_a_run_alone_has_its_other_name() -> None:
     assert told(VLLM, FIFO, VLLM) == ["vllm", "transformers_fifo", "vllm #2"]
     assert told(VLLM) == ["otherwise"]
     assert labels([VLLM, VLLM], ["sync", "sync"]) == ["sync", "sync #2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], "none"),
+        ([{"server": 0, "at_s": 1.0, "back_s": None}], "server 0 at_s 1"),
+        ([{"server": 0, "at_s": 1}, {"server": 1, "at_s": 2.5}], "2: server 0 at_s 1; server 1 at_s 2.5"),
+        ([{"count": 2, "server": {"model": "8b", "fast": True}}], "count 2 server model 8b fast true"),
+        ([1, 2], "[1, 2]"),
+        (None, "null"),
+    ],
+)
+def test_objects_are_worded_without_marks_of_json(value: Any, words: str) -> None:
+    assert worded(value) == words
+    assert told({"a.of": value}, {"a.of": 7})[0] == (f"of={words}" if value is not None else "of=null")
+
+
+def test_a_long_label_keeps_what_distinguishes_it() -> None:
+    """Of those that begin alike the middle is cut, of others the end; a label is never longer than its bound."""
+    common = ", ".join(f"field_{at} = {at}" for at in range(9))
+    one, two, other = shortened([f"{common}, rate = 1, last", f"{common}, rate = 2, last", "x" * 90])
+    assert one.endswith("rate = 1, last") and two.endswith("rate = 2, last") and one.startswith("field_0")
+    assert max(map(len, (one, two, other))) <= 60 and other == "x" * 57 + "..."
+    assert shortened(["abcdefghij", "abcdefghik", "b"], 8) == ["ab...hij", "ab...hik", "b"]
+    assert shortened([*("short", "short")]) == ["short", "short #2"]
+    assert len(told({"a.on": [{"server": at} for at in range(40)]}, {"a.on": []})[0]) == 60
 
 
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(0, 3), st.sampled_from(["a", "b", "x/b"]), st.floats(0, 2))

@@ -64,6 +64,8 @@ def test_fields_that_advance_together_are_one_axis(tmp_path: Path) -> None:
     table = sweep_table.read(written(tmp_path / "t.parquet", rows))
     assert [axis.fields for axis in table.axes] == [("model", "gpus"), ("n",)]
     assert table.axes[0].labels == ["1b, 1", "8b, 2", "70b, 4"]
+    assert table.axes[0].values == ["1b, gpus = 1", "8b, gpus = 2", "70b, gpus = 4"]
+    assert table.axes[0].name == "model, gpus"
     assert table.axis("gpus") is table.axes[0]
 
 
@@ -78,6 +80,33 @@ def test_explicit_points_are_one_axis_that_names_what_each_sets(tmp_path: Path) 
     assert view.x is table.axes[1] and view.series == [table.axes[0]]
 
 
+def test_what_most_points_differ_in_is_named_first(tmp_path: Path) -> None:
+    """A field that all share is not named; where a legend cuts a name, what differs is still there."""
+    points = [{"a.on": "x", "b.on": 1, "c.size": size, "d": 7} for size in (1, 2, 3)]
+    points += [points[0] | {"b.on": 2}, points[1] | {"a.on": "y"}]
+    table = sweep_table.read(written(tmp_path / "t.parquet", [row(each, preemptions=1.0) for each in points]))
+    assert table.axes[0].labels[3:] == ["size = 1, a.on = x, b.on = 2", "size = 2, a.on = y, b.on = 1"]
+    assert table.constants["d"] == "7"
+
+
+def test_a_list_of_objects_is_no_json_in_a_label(tmp_path: Path) -> None:
+    given = ([], [{"at_s": 1, "server": 0}], [{"at_s": 1, "server": 0}, {"at_s": 2.5, "server": 3}])
+    rows = [row({"fleet.failures": json.dumps(each)}, preemptions=1.0) for each in given]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    assert table.axes[0].labels == ["none", "at_s 1 server 0", "2: at_s 1 server 0; at_s 2.5 server 3"]
+    view = sweep_table.view(table, None)
+    assert view.x is None and view.series == [table.axes[0]]  # names too long to stand along an axis
+
+
+def test_numbers_that_advance_together_are_all_written_along_the_axis(tmp_path: Path) -> None:
+    """Else the second is a rise or a fall that nobody explains."""
+    rows = [row({"seqs": n, "rate": rate}, preemptions=1.0) for n, rate in ((8, 2), (16, 9), (24, 4))]
+    table = sweep_table.read(written(tmp_path / "t.parquet", rows))
+    view = sweep_table.view(table, None)
+    (panel,) = sweeps.curves(table, sweep_table.places(table), view, ["preemptions"], {}).panels
+    assert (panel.x, list(panel.x_ticks), panel.categories) == ("seqs, rate", [8, 16, 24], ["8, 2", "16, 9", "24, 4"])
+
+
 def test_points_alone_are_a_series_each_under_no_axis(tmp_path: Path) -> None:
     """Their names are too long to stand along one; of numbers that are no grid, too."""
     points = [(1, 1), (1, 2), (2, 5), (3, 9)]
@@ -90,12 +119,36 @@ def test_points_alone_are_a_series_each_under_no_axis(tmp_path: Path) -> None:
     assert not any(isinstance(mark, Line) for mark in panel.marks)
 
 
-def test_many_points_keep_their_axes(tmp_path: Path) -> None:
-    """A legend of so many names would be none."""
-    many = [row({"x": at, "y": at * at % 31}, preemptions=1.0) for at in range(sweep_table.MOST_POINTS + 1)]
-    assert len(sweep_table.read(written(tmp_path / "t.parquet", many)).axes) == 2
-    few = sweep_table.read(written(tmp_path / "t.parquet", many[:-1]))
-    assert [len(axis) for axis in few.axes] == [sweep_table.MOST_POINTS]
+def scattered(path: Path, count: int, beside: int = 1) -> sweep_table.SweepTable:
+    points = [{"x": at, "y": at * at % 31, "z": z} for at in range(count) for z in range(beside)]
+    return sweep_table.read(written(path, [row(point, preemptions=1.0) for point in points]))
+
+
+@pytest.mark.parametrize(
+    ("count", "beside", "numbered"), [(24, 1, False), (60, 1, True), (60, 3, True), (20, 3, False), (100, 1, True)]
+)
+def test_all_points_that_a_picture_holds_are_drawn(tmp_path: Path, count: int, beside: int, numbered: bool) -> None:
+    """A legend of more names than it holds would be none: they stand along an axis, by their numbers."""
+    table = scattered(tmp_path / "t.parquet", count, beside)
+    places, view = sweep_table.places(table), sweep_table.view(table, None)
+    assert (len(table.axes[0]), table.axes[0].numbered, view.fixed) == (count, numbered, {})
+    chart = sweeps.curves(table, places, view, ["preemptions"], {})
+    (panel,) = chart.panels
+    assert sum(len(mark.x) for mark in panel.marks if isinstance(mark, Points)) == count * beside
+    assert chart.title == f"t: over {view.x.name}" if view.x else "t"
+    if numbered:
+        assert table.axes[0].values[1] == "2: x = 1, y = 1" and not any(isinstance(m, Line) for m in panel.marks)
+        assert set(panel.categories) - {""} < {f"{number + 1}" for number in range(count)}
+
+
+def test_a_title_says_which_places_a_picture_has_no_room_for(tmp_path: Path) -> None:
+    """Of more points than are numbered, and of grids of many axes."""
+    table = scattered(tmp_path / "t.parquet", sweep_table.MOST_POINTS + 1)
+    places, view = sweep_table.places(table), sweep_table.view(table, None)
+    assert len(table.axes) == 2
+    drawn = sum(len(own) for own in view.rows(places))
+    chart = sweeps.curves(table, places, view, ["preemptions"], {})
+    assert drawn < 10 and chart.title == f"t: over x; {drawn} of 101 places fit, those with y = 10"
 
 
 @pytest.mark.parametrize(
