@@ -6,6 +6,8 @@ Every command line maps errors to statuses by `UserError.exit_status` alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,17 @@ class UserError(ValueError):
 
 class ScenarioError(UserError):
     """An error in a user's input. The message has its place, its value, and what would be allowed."""
+
+
+@contextmanager
+def beginning(prefix: Path | str, **parts: str) -> Iterator[None]:
+    """Let the message of a ScenarioError begin with a file, field or option, and let the error have these parts."""
+    try:
+        yield
+    except ScenarioError as error:
+        error.args = (f"{prefix}: {error}",)
+        vars(error).update(parts)
+        raise
 
 
 class CheckError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +17,19 @@ from cbsim.errors import ScenarioError, UserError
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 PATH_BOUND = "a path has at most 1,000 characters, each name in it at most 255 bytes"
+
+
+def real(word: str) -> float:
+    """Return a word as a number, NaN if it is none; unlike float without underscores and digits of other scripts."""
+    try:
+        return float(word) if word.isascii() and "_" not in word else math.nan
+    except ValueError:
+        return math.nan
+
+
+def share(word: str) -> float:
+    """Return a share such as `5%` or 0.05 as a number, NaN if it is none."""
+    return real(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
 
 
 def too_long(path: str) -> bool:
@@ -85,10 +99,6 @@ def until_changed(read: Reader) -> Reader:
 @contextmanager
 def lines_of(path: Path, error: type[UserError] = ScenarioError) -> Iterator[IO[str]]:
     """Open a text file, perhaps gzipped, to be read line by line. Raises `error`."""
-    with access(path, error):
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
-                yield file
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                yield file
+    opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+    with access(path, error), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        yield file

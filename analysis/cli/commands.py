@@ -59,6 +59,8 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _kind(paths: Sequence[Path]) -> str:
     path = paths[0]
+    for file in filter(Path.is_file, paths if len(paths) > 1 else ()):
+        raise UserError(f"{file}: is a file, expected a run directory: tables are reported one by one", file=file)
     if len(paths) > 1:
         return "runs"
     if path.suffix == ".parquet":

@@ -10,8 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, a_path, option, parser_of, real, run_arguments, run_verb, verb, whole
+from cbsim.cli.arguments import Parser, a_path, option, parser_of, run_arguments, run_verb, verb, whole
 from cbsim.cli.sessions import door_arguments, session_arguments
+from cbsim.files import real
 from cbsim.policy.plan import WORKED
 
 DEVICES = {

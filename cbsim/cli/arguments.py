@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from cbsim.errors import ERROR, INTERRUPTED, OK, USAGE, Interrupted, RunError, UserError
-from cbsim.files import PATH_BOUND, too_long
+from cbsim.files import PATH_BOUND, real, too_long
 
 if TYPE_CHECKING:
     from cbsim.draw.report import Report
@@ -130,7 +129,7 @@ class _Dropped(io.FileIO):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors show the mistake and the usage, and exit with 2. Its help ends with an `example`."""
+    """A parser whose errors exit with 2; those of one argument show no usage. Its help ends with an `example`."""
 
     def __init__(self, *names: Any, example: str = "", **options: Any) -> None:
         super().__init__(*names, **options)
@@ -141,7 +140,8 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + example
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {brief(message)}\n{self.format_usage()}")
+        usage = "" if message.startswith("argument ") else self.format_usage()
+        self.exit(USAGE, f"{self.prog}: {brief(message)}\n{usage}")
 
 
 def brief(message: str) -> str:
@@ -206,44 +206,20 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def real(value: str) -> float:
-    """Parse a number; returns NaN, which is within no bounds, if it is none."""
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
-
-
-def share(value: str) -> float:
-    """Parse a share: `5%` or 0.05."""
-    number = real(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    if math.isnan(number):
-        raise argparse.ArgumentTypeError(f"{value!r}: expected a share, such as 5% or 0.05")
-    return number
-
-
 SET: dict[str, Any] = {"action": "append", "dest": "set", "default": []}  # --seed and --loop are short for it
 OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change parts of a declaration
     "scenario": {"help": "a scenario file, or the name of one that comes with the project"},
     "runs": {"nargs": "+", "type": a_path, "metavar": "RUN", "help": "a run directory"},
     "--set": SET | {"metavar": "FIELD=VALUE", "help": "override any field (repeatable; the last of a field counts)"},
     "table": {"type": a_path, "metavar": "TABLE", "help": "the .parquet file that a sweep wrote"},
-    "--confidence": {"type": share, "default": 0.95, "metavar": "P"},
+    "--confidence": {"default": 0.95, "metavar": "P"},
     "--seed": SET | {"type": "seed={}".format, "metavar": "N", "help": "root of all random numbers"},
     "--loop": SET | {"type": "loop.mode={}".format, "metavar": "MODE", "help": "sync, async, or both: two directories"},
-    "--out": {
-        "type": a_path,
-        "metavar": "DIR",
-        "help": "also write report.md, report.json and figures to this folder",
-    },
+    "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md, report.json and figures to this folder"},
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
     "--check-policy": {"action": "store_true", "help": "check everything of a scheduler of your own in every step"},
     "--with-terms": {"action": "store_true", "help": "the answer's interval counts those of the calibrated terms"},
-    "--draws": {
-        "type": whole(2, 1000),
-        "metavar": "N",
-        "help": "of terms, each of which is answered (--with-terms: 8)",
-    },
+    "--draws": {"type": whole(2, 1000), "metavar": "N", "help": "of terms, each of them answered (--with-terms: 8)"},
     "--json": {"action": "store_true", "help": "print the numbers as one object instead of tables"},
     "--quiet": {"action": "store_true", "help": "print nothing but where the results are"},
 }
@@ -282,10 +258,10 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", default=Path("runs"), help="where run directories go (runs)")
     common_options(parser, "--seed", "--loop", "--check-policy")
     shown = "steps that the timeline shows (0:2000)"
-    steps = _bounds(int, str(sys.maxsize), "two step numbers")
+    steps = _bounds(whole(0, sys.maxsize), str(sys.maxsize))
     parser.add_argument("--trace-steps", type=steps, default=(0, 2000), metavar="A:B", help=shown)
     counted = "latencies of requests arriving between these seconds only"
-    seconds = _bounds(float, "inf", "two times in seconds")
+    seconds = _bounds(real, "inf")
     parser.add_argument("--window", type=seconds, metavar="A:B", help=counted)
     option(parser, "--check")
     option(parser, "--json", help="print one object: loop name -> that run's summary.json")
@@ -314,15 +290,12 @@ def answer(report: Report, arguments: argparse.Namespace, kind: str, out: Path |
     return OK
 
 
-def _bounds(number: Callable[[str], N], most: str, expected: str) -> Callable[[str], tuple[N, N]]:
+def _bounds(number: Callable[[str], N], most: str) -> Callable[[str], tuple[N, N]]:
     """Return the type of an option that takes `A:B`; either may be left out."""
 
     def parse(value: str) -> tuple[N, N]:
         low, colon, high = value.partition(":")
-        try:
-            first, last = number(low or "0"), number(high or most)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{value!r}: expected A:B, {expected}") from None
+        first, last = number(low or "0"), number(high or most)
         if not colon or not 0 <= first < last:
             raise argparse.ArgumentTypeError(f"{value!r}: expected A:B with 0 <= A < B")
         return first, last

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, real, share, verb, whole
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb, whole
 from cbsim.errors import CHECK_FAILED, ERROR, OK
+from cbsim.files import real, share
 
 if TYPE_CHECKING:
     from cbsim.sweeps.work import Executor
@@ -91,13 +92,8 @@ def contrast_arguments(parser: argparse.ArgumentParser) -> None:
     compared = f"what is compared (repeatable; {', '.join(COMPARED)})"
     add("--metric", action="append", metavar="M", help=compared)
     option(parser, "--confidence", type=a_confidence, help="that all intervals hold at once (95%%)")
-    add(
-        "--precision",
-        type=shares(1e-6, 1),
-        default=0.01,
-        metavar="P",
-        help="of the reference, for the pairs needed (1%%)",
-    )
+    about = "of the reference, for the pairs needed (1%%)"
+    add("--precision", type=shares(1e-6, 1), default=0.01, metavar="P", help=about)
     common_options(parser, "--out", "--json")
 
 

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, real, verb
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb
 from cbsim.cli.many_runs import executor, store_arguments
 from cbsim.errors import CHECK_FAILED, ERROR, OK, ScenarioError
+from cbsim.files import real
 
 BUDGET = {"seconds": 600.0, "tokens": 1_000_000, "users": 64}
 MOST = {"seconds": 86_400, "tokens": 1_000_000_000, "users": 4096}
@@ -30,9 +31,8 @@ def measure_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", default=Path("measured"), help="a new folder for what is measured (measured)")
     parser.add_argument("--model", default="", metavar="NAME", help="of several that it serves")
     most = ",".join(f"{name}={value:.0f}" for name, value in BUDGET.items())
-    parser.add_argument(
-        "--budget", type=_budget, default=BUDGET, metavar="NAME=N,...", help=f"never more than ({most})"
-    )
+    shown = f"never more than ({most})"
+    parser.add_argument("--budget", type=_budget, default=BUDGET, metavar="NAME=N,...", help=shown)
     parser.add_argument("--log", type=a_path, metavar="FILE", help="the log of the server's start, for its flags")
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help="a file with a key; also CBSIM_API_KEY")
     parser.add_argument("--yes", action="store_true", help="begin without asking")

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, common_options, option, real, verb, whole
+from cbsim.cli.arguments import a_path, common_options, option, verb, whole
+from cbsim.files import real
 
 if TYPE_CHECKING:
     from cbsim.http.listen import ServeOptions

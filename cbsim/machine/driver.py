@@ -27,7 +27,7 @@ from cbsim.workload import requests
 from cbsim.workload.acceptance import Acceptance
 from cbsim.workload.requests import Parents
 
-LONGEST_NS: Final = 1 << 61  # 73 years: later times would not fit their columns
+LONGEST_NS: Final = requests.LONGEST_NS
 NO_NEWS: Final = Completed(NOTHING_STOPPED)
 
 

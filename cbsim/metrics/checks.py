@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cbsim.errors import CheckError
+from cbsim.files import real
 from cbsim.metrics.catalogue import DISTRIBUTIONS, METRICS, OF_SWEEPS, SHORT, STATISTICS, Metric, metric
 from cbsim.metrics.terminal import lookup
 from cbsim.scenario.fields import near
@@ -28,6 +29,7 @@ NUMBER = r"(inf|nan|[\d.][\d.eE+-]*?)\s*([A-Za-z%]*)\s*"  # with its unit
 LISTED = "; docs/metrics.md has all names"
 IMPLAUSIBLE = 100  # a bound of so many times the value may be one in milliseconds
 DIRECTIONS = {"max:": 1, "min:": -1}
+LATENCIES = ("ttft_s.", "tpot_s.", "e2e_s.")  # of which an SLO is above 0, too
 FORM = re.compile(rf"{METRIC}\+?{NUMBER}")
 
 
@@ -117,9 +119,18 @@ def parse(condition: str, option: str = "--check", *, sweep: bool = False) -> Ch
     name = named(name, source, sweep=sweep)
     allowed = UNITS.get(metric(name).unit, {"": 1.0})
     bound = bounded(name, number, unit, allowed, source)
-    if compare == "<" and not bound:
-        raise CheckError(f"{source}: {metric(name).spelled} is never below 0", field=name, value=number, bound="> 0")
+    if impossible := _impossible(metric(name), compare, bound):
+        raise CheckError(f"{source}: {metric(name).spelled} {impossible}", field=name, value=number, bound=impossible)
     return Check(condition, name, compare, bound, option)
+
+
+def _impossible(of: Metric, compare: str, bound: float) -> str:
+    """Return what every value of a metric is, if that alone decides a condition; empty if it does not."""
+    if of.unit == "share" and (bound > 1 or (bound == 1 and compare == ">")):
+        return "is at most 100 %"
+    if not bound and compare in ("<=", "==") and of.name.startswith(LATENCIES) and not of.name.endswith((".std", ".n")):
+        return "is always above 0"
+    return "is never below 0" if not bound and compare == "<" else ""
 
 
 def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], source: str) -> float:
@@ -128,15 +139,9 @@ def bounded(name: str, number: str, unit: str, allowed: Mapping[str, float], sou
         takes = f"takes {', '.join(each or 'none' for each in allowed)}"
         unexpected = f"unit {unit!r}" if unit else "no unit"
         raise CheckError(f"{source}: {unexpected}, {metric(name).spelled} {takes}", field=name, value=unit, bound=takes)
-    try:
-        value = float(number) * allowed[unit]
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        bound = "a finite number"
-        raise CheckError(
-            f"{source}: {metric(name).spelled}: {number!r} is not {bound}", field=name, value=number, bound=bound
-        )
+    if not math.isfinite(value := real(number) * allowed[unit]):
+        bound = f"{metric(name).spelled}: {number!r} is not a finite number"
+        raise CheckError(f"{source}: {bound}", field=name, value=number, bound="a finite number")
     return value
 
 

@@ -94,7 +94,8 @@ def load(path: Path, *, whole: bool = True) -> Run:
     broken, and the reason.
     """
     if not path.is_dir():
-        raise RunError(f"{path}: no such run directory", file=path)
+        wrong = "is a file, expected a run directory" if path.exists() else "no such run directory"
+        raise RunError(f"{path}: {wrong}", file=path)
     marker = path / MARKER
     killed = marker.exists() and not (path / "summary.json").exists()
     if killed and not directory.any_piece(path):
@@ -113,6 +114,9 @@ def load(path: Path, *, whole: bool = True) -> Run:
             other = "schema_version: is missing: it is not that of a run; beside that of a router is choices.jsonl"
         raise RunError(f"{file}: {other}", file=file, field="schema_version", value=version, bound=bound)
     if whole and not killed:
+        if not any((path / name).exists() for name in ("steps.parquet", "requests.parquet")):
+            bound = "expected its tables, which a sweep keeps with `keep: tables`"
+            raise RunError(f"{path}: holds the summary of the run only, {bound}", file=path, field="keep", bound=bound)
         steps = tables.read_steps(path / "steps.parquet", check=True)
         requests = tables.read_requests(path / "requests.parquet", len(steps))
     scenario = read_text(path / "scenario.resolved.yaml", RunError)

@@ -268,6 +268,8 @@ class PlainConstructor(SafeConstructor):
         kind = tag.rpartition(":")[2]
         if kind not in TAGS:
             raise ConstructorError(None, None, f"tag {tag} is not known here, expected plain values", node.start_mark)
+        if kind in ("int", "float") and "_" in node.value:
+            return node.value  # a text of YAML 1.2; ruamel.yaml reads 1_0 as 10
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):

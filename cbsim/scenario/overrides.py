@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from cbsim.errors import ScenarioError
+from cbsim.errors import ScenarioError, beginning
 from cbsim.scenario import shapes
 from cbsim.scenario.documents import Document, PathParts, parse, split
 from cbsim.scenario.fields import By, Frozen, cut, shown
@@ -162,7 +162,5 @@ def _spell_out(data: Any, field: str, base: Path) -> None:
     """Replace a model's or GPU's name by its fields, so that one of them can be overridden."""
     name = _at(data, (field,))
     if isinstance(name, str):
-        try:
+        with beginning(field, field=field):
             data[field] = shapes.NAMED[field](name, base).model_dump(mode="json")
-        except ScenarioError as error:
-            raise ScenarioError(f"{field}: {error}") from None

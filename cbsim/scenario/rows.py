@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbsim.errors import ScenarioError, UserError
-from cbsim.files import lines_of, parsed_json
+from cbsim.files import lines_of, parsed_json, real
 from cbsim.scenario.documents import Document
 
 MOST_LINE, MOST_DOCUMENT = 1_000_000, 64_000_000
@@ -127,33 +127,17 @@ class CsvTable:
         return Document(str(self.path), None, {field: value}, at=self.line).bad(field, expected)
 
     def count(self, column: int, cell: str, least: int = 1) -> int:
-        """Return a cell as a whole number, at least `least`, which is not below 0. Raises ScenarioError."""
-        cell = cell.strip()
-        if not (cell.isascii() and cell.isdecimal()) or len(cell) > 12 or (value := int(cell)) < least:
-            raise self.bad(column, cell, f"a whole number from {least} to {10**12 - 1:,}")
-        return value
-
-    def whole(self, column: int, cell: str) -> int:
-        """Return a cell as a whole number. Raises ScenarioError."""
+        """Return a cell as a whole number, at least `least`. Raises ScenarioError."""
         digits = cell.strip().removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12:
-            raise self.bad(column, cell, f"a whole number from -{10**12 - 1:,} to {10**12 - 1:,}")
-        return int(cell)
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 12 or (value := int(cell)) < least:
+            raise self.bad(column, cell.strip(), f"a whole number from {least:,} to {10**12 - 1:,}")
+        return value
 
     def number(self, column: int, cell: str) -> float:
         """Return a cell as a finite number >= 0. Raises ScenarioError."""
-        value = real(cell)
-        if not 0 <= value < math.inf:
+        if not 0 <= (value := real(cell)) < math.inf:
             raise self.bad(column, cell, "a number >= 0")
         return value
-
-
-def real(cell: str) -> float:
-    """Return a cell as a number, NaN if it is none; unlike float without underscores and digits of other scripts."""
-    try:
-        return float(cell) if cell.isascii() and "_" not in cell else math.nan
-    except ValueError:
-        return math.nan
 
 
 def whole_numbers(cells: Sequence[str], least: int = 1) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from cbsim.errors import CheckError, ScenarioError
+from cbsim.files import share
 from cbsim.metrics import catalogue
 from cbsim.metrics.checks import OPERATORS, Check, parse, parse_all
 from cbsim.metrics.terminal import flat
@@ -85,12 +86,10 @@ def terms(
         raise ScenarioError(f"slo: got {shown(slo)}, expected a list of conditions", field="slo", value=slo)
     checks = parse_all(slo, option)
     if goodput is not None:
-        check = parse(f"{SHARE}>={goodput}", "--goodput")
-        if not 0 < check.bound < 1:  # no sample can prove a share of 1
+        if not 0 < share(str(goodput)) < 1:  # no sample can prove a share of 1
             bound = "must be > 0 and < 1, such as 99%"
-            text = f"--goodput {goodput}: got {check.bound:g}, {bound}"
-            raise CheckError(text, field=SHARE, value=goodput, bound=bound)
-        checks.append(check)
+            raise CheckError(f"--goodput: got {goodput}, {bound}", field=SHARE, value=goodput, bound=bound)
+        checks.append(parse(f"{SHARE}>={goodput}", "--goodput"))
     bounds = scenario.slo.model_dump(exclude={"preset"}, exclude_none=True)
     needing = [check.rule for check in checks if check.metric.startswith("slo.")]
     if needing and not bounds:

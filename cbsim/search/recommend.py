@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cbsim.errors import RunError, ScenarioError
+from cbsim.errors import RunError, ScenarioError, beginning
+from cbsim.files import real
 from cbsim.metrics.terminal import lookup
 from cbsim.record.columns import NS
 from cbsim.scenario import catalog, documents, shapes
@@ -335,7 +336,9 @@ def candidates(
         Server(name, card, gpus, chosen, _stages({**_stated(sizing), **chosen}))
         for (name, card), gpus, chosen in product(_cards(cards), tensor, settings)
     ]
-    ranks = (False, True) if shapes.model(str(sizing.document.data["model"]), sizing.folder).experts else (False,)
+    with beginning("MODEL", field="model"):
+        model = shapes.model(str(sizing.document.data["model"]), sizing.folder)
+    ranks = (False, True) if model.experts else (False,)
     made = [Candidate(sizing, server, ranks=each) for server in servers for each in ranks]
     made = [*(Candidate(sizing, server, prefills=share) for server in servers for share in splits), *made]
     if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
@@ -387,11 +390,9 @@ def _cards(names: Sequence[str]) -> Iterator[tuple[str, Hardware]]:
             bound = f"{whole} is named twice, expected once" if name else "expected names such as h100,l40s"
             raise ScenarioError(f"--cards {','.join(names)!r}: {bound}", field="cards", bound=bound)
         named.add(whole)
-        card = shapes.hardware(whole)
-        try:
-            usd = float(price or card.price_usd_hour or 0)
-        except ValueError:
-            usd = 0.0
+        with beginning(f"--cards {name}", field="cards"):
+            card = shapes.hardware(whole)
+        usd = real(price) if price else card.price_usd_hour or 0.0
         if not 0 < usd <= LARGEST_REAL:
             bound = f"expected {name}=USD, above 0 and <= {LARGEST_REAL:g}, for an hour of a GPU"
             got = f"got {cut(price)}" if price else f"{card.name} has no price"

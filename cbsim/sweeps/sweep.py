@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cbsim.errors import ERROR, OK, RunError, ScenarioError, UserError
+from cbsim.errors import ERROR, OK, RunError, ScenarioError, UserError, beginning
 from cbsim.files import access
 from cbsim.metrics import coverage
 from cbsim.metrics.catalogue import PER_GPU, PER_USER, quantities
@@ -278,12 +278,8 @@ class Sweep:
 def opened(source: Any, changes: Changes, store: Path, shard: Shard = (1, 1), command: str = "") -> Sweep:
     """Return the sweep of a file, or of its fields, with changes of its scenario. Raises ScenarioError, RunError."""
     file, base = sweep_file.read(source, changes)
-    try:
+    with nullcontext() if isinstance(source, Mapping) else beginning(source, file=str(source)):
         return Sweep(file, base, store, shard, command)
-    except ScenarioError as error:
-        if isinstance(source, Mapping):
-            raise
-        raise ScenarioError(f"{source}: {error}", file=source) from None
 
 
 def run(

@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbsim.errors import ScenarioError
+from cbsim.files import real
 from cbsim.scenario import catalog
 from cbsim.scenario.demand import Csv, CsvColumns, Served
 from cbsim.scenario.fields import bare, either, near, shown
-from cbsim.scenario.rows import CsvTable, check_not_empty, open_text, real, whole_numbers
+from cbsim.scenario.rows import CsvTable, check_not_empty, open_text, whole_numbers
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import served
 from cbsim.workload.requests import Drawn, Ints, Workload
@@ -95,10 +96,11 @@ def _times(cells: Sequence[str]) -> Ints:
     return np.rint(seconds * 1e9).astype(np.int64)
 
 
+LEAST_PRIORITY = 1 - 10**12
 CONVERTED: dict[str, Callable[[Sequence[str]], Sequence[Any] | NDArray[Any]]] = {
     "arrival": _times,
     **dict.fromkeys(("prompt", "output", "max_tokens"), whole_numbers),
-    "priority": partial(whole_numbers, least=1 - 10**12),
+    "priority": partial(whole_numbers, least=LEAST_PRIORITY),
     "id": list,
 }
 
@@ -122,7 +124,7 @@ def _by_columns(table: CsvTable, roles: Sequence[str], limit: int | None) -> Dra
 
 OPTIONAL: dict[str, Callable[[CsvTable, int, str], Any]] = {
     "max_tokens": CsvTable.count,
-    "priority": CsvTable.whole,
+    "priority": partial(CsvTable.count, least=LEAST_PRIORITY),
     "id": lambda _table, _column, cell: cell,
 }
 
@@ -162,8 +164,7 @@ def _arrival_ns(table: CsvTable, cell: str, start_ns: int | None) -> int:
         if stamp_ns - start_ns >= MOST_NS:
             raise table.bad(0, cell, f"a time {MOST_YEARS} after the first")
         return stamp_ns - start_ns
-    value = real(cell)
-    if not 0 <= value < MOST_NS / 1e9:
+    if not 0 <= (value := real(cell)) < MOST_NS / 1e9:
         dated = _stamp_ns(cell) is not None  # only the first row decides which of both a file has
         bound = f"seconds >= 0, {MOST_YEARS}, or a time such as 2023-11-16 18:17:03.97"
         raise table.bad(0, cell, "seconds, as in the rows above, not a date" if dated else bound)

@@ -22,24 +22,37 @@ from cbsim.policy.request import RequestSpec
 from cbsim.scenario import catalog, demand
 from cbsim.scenario.rows import check_memory
 from cbsim.scenario.scenario import Scenario
-from cbsim.workload.requests import LATEST_NS, Drawn, Ints, Streams, Users, Workload
+from cbsim.workload.requests import LONGEST_NS, Drawn, Ints, Streams, Users, Workload
 
 FILE_FIELDS = ("path", "recorded")  # of a scenario
+PACES = ("time_scale", "step_s", "rate_per_s", "think_s")  # fields of a workload or its arrivals that times follow from
 
 
 def build(scenario: Scenario, supplied: str | None = None) -> Workload:
     """Build the workload of a scenario; `supplied` is the text of a `csv` workload's file that is not written yet, or
-    of a session's log. Raises ScenarioError if a trace is missing or has a bad row.
+    of a session's log. Raises ScenarioError if a trace is missing or has a bad row, or requests come later than a run
+    can last.
     """
     form = scenario.workload
     if supplied is not None:
         return _parsed(form, supplied)
     streams = Streams.of(scenario.seed)
-    if (texts := scenario.kind.samples(scenario.scheduler)) > 1:  # of equal length, for beam search
-        if not isinstance(form, demand.Synthetic) or form.samples > 1:
-            raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
-        return _synthetic(form, streams, texts)
-    return _synthetic(form, streams) if isinstance(form, demand.Synthetic) else _read(form, streams)
+    texts = scenario.kind.samples(scenario.scheduler)  # of equal length, for beam search
+    if texts > 1 and (not isinstance(form, demand.Synthetic) or form.samples > 1):
+        raise ScenarioError(f"workload: a search of {texts} texts a request needs kind synthetic with samples 1")
+    made = _synthetic(form, streams, texts) if isinstance(form, demand.Synthetic) else _read(form, streams)
+    if made.last_ns > LONGEST_NS:
+        raise _too_late(form)
+    return made
+
+
+def _too_late(form: Any) -> ScenarioError:
+    """Return the error of the field that puts requests later than a run can last."""
+    part, within = (form.arrivals, "workload.arrivals") if hasattr(form, "arrivals") else (form, "workload")
+    name = next(name for name in PACES if hasattr(part, name))
+    field, value = f"{within}.{name}", getattr(part, name)
+    bound = f"must let all come within {LONGEST_NS / 1e9:.3g} s, 73 years"
+    return ScenarioError(f"{field}: got {value:g}, {bound}", field=field, value=value, bound=bound)
 
 
 def still(scenario: Scenario) -> bool:
@@ -138,7 +151,7 @@ def arrival_times(arrivals: object, count: int, rng: np.random.Generator) -> Int
         times = np.cumsum(rng.gamma(arrivals.burstiness, scale, count))
     else:
         return np.zeros(count, dtype=np.int64)
-    return np.rint(np.minimum(times * 1e9, LATEST_NS)).astype(np.int64)
+    return np.rint(np.minimum(times * 1e9, 2 * LONGEST_NS)).astype(np.int64)
 
 
 def _synthetic(form: demand.Synthetic, streams: Streams, texts: int = 1) -> Workload:

@@ -19,8 +19,7 @@ from cbsim.policy.request import RequestSpec
 
 Ints = NDArray[np.int64]
 AT_ONCE = 1 << 12  # requests made together
-LATEST_NS = 4.6e18
-"""The latest arrival. No run gets there: the machine's clock ends before."""
+LONGEST_NS = 1 << 61  # 73 years: later times would not fit their columns
 
 
 class Streams(NamedTuple):
@@ -59,6 +58,12 @@ class Workload:
             self.open = sorted(self.open, key=lambda spec: (spec.arrival_ns, spec.index))
         self._later = tuple(self.follow.drafts()) if self.follow else ()
         self._by_index: dict[int, RequestSpec] | None = None
+
+    @property
+    def last_ns(self) -> int:
+        """The last arrival; or the longest delay of a request behind another, if that is more."""
+        open_ns = self.open.arrival_ns if isinstance(self.open, Drawn) else [spec.arrival_ns for spec in self.open[-1:]]
+        return max([*map(int, open_ns[-1:]), *(delay_ns for _, delay_ns in self._later)], default=0)
 
     def arriving(self) -> Iterator[RequestSpec]:
         """Yield the requests of `open` one by one, for a run that keeps none of them longer than it has to."""
@@ -136,7 +141,7 @@ class Drawn(Sequence[RequestSpec]):
 
     def scaled(self, scale: float) -> Drawn:
         """Return the requests with their times multiplied by `scale`."""
-        times = np.rint(np.minimum(self.arrival_ns * scale, LATEST_NS)).astype(np.int64)
+        times = np.rint(np.minimum(self.arrival_ns * scale, 2 * LONGEST_NS)).astype(np.int64)
         return self if scale == 1 else replace(self, arrival_ns=times)
 
     def part(self, at: Ints) -> Drawn:

@@ -55,7 +55,7 @@ def test_a_path_that_no_system_can_look_up(
     ids=lambda value: value[-2][:20] if isinstance(value, tuple) and len(value) > 1 else "",
 )
 def test_the_message_is_short(main: Main, words: tuple[str, ...]) -> None:
-    """What a user wrote is shown as far as it is recognised; the usage below it is ours."""
+    """What a user wrote is shown as far as it is recognised; a usage below it is ours."""
     said = call(*words, of=main)
     assert said.status == 2
     assert "xxx..." in said.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,32 @@ def test_accepted_drafts_of_another_run_are_refused(small: Path, out: Path, rows
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workload={kind: csv, path: late.csv, time_scale: 1e20}", "workload.time_scale: got 1e+20"),
+        ("workload={kind: csv, path: late.csv, time_scale: 1e9}", "workload.time_scale: got 1e+09"),
+        ("workload={kind: agentic, path: late.jsonl, time_scale: 1e19}", "workload.time_scale: got 1e+19"),
+        ("workload={kind: golden, path: late.json, step_s: 1e10}", "workload.step_s: got 1e+10"),
+        ("workload.arrivals={kind: constant, rate_per_s: 1e-9}", "workload.arrivals.rate_per_s: got 1e-09"),
+        ("workload.arrivals={kind: closed_loop, users: 1, think_s: 1e10}", "workload.arrivals.think_s: got 1e+10"),
+    ],
+)
+def test_requests_later_than_a_run_can_last_are_an_error_of_what_says_when(
+    small: Path, out: Path, override: str, words: str
+) -> None:
+    """By its arrival, or its delay after another one: no clock of a run, and no column of its tables, gets there."""
+    small.with_name("late.csv").write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n4,7,3\n")
+    golden = {"id": "a", "prompt": [1], "max_new_tokens": 5, "arrival_step": 3}
+    small.with_name("late.json").write_text(json.dumps({"cb": {"block_size": 2}, "cancels": [], "requests": [golden]}))
+    turn = {"session_id": "a", "input_length": 5, "output_length": 2, "hash_ids": [1]}
+    turns = [turn | {"timestamp": 0}, turn | {"hash_ids": [2], "delay": 7}]
+    small.with_name("late.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in turns))
+    said = call("run", small, "--set", override, "--out", out)
+    refused(said, 2, f"--set {override}: {words}, must let all come within 2.31e+09 s, 73 years")
+    assert not out.exists()
+
+
 def test_every_wrong_condition_is_told_at_once(small: Path, out: Path) -> None:
     checks = [part for text in ("nope<3", "ttft.p99<2s", "nix<4") for part in ("--check", text)]
     said = call("run", small, "--out", out, *checks)
@@ -171,6 +198,10 @@ def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkey
         ["run", "worked_example", "--trace-steps=-1:3"],
         ["run", "worked_example", "--window", "3:3"],
         ["run", "worked_example", "--window", "nan:3"],
+        ["run", "worked_example", "--window", "1_0:30"],
+        ["run", "worked_example", "--trace-steps", "1_0:30"],
+        ["contrast", "sweep.parquet", "--by", "loop", "--confidence", "3"],
+        ["contrast", "sweep.parquet", "--by", "loop", "--confidence", "9_5%"],
         ["run", "worked_example", "--set"],
         ["run", "worked_example", "--no-such-option"],
         ["conformance"],
@@ -181,13 +212,14 @@ def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkey
     ids=" ".join,
 )
 def test_bad_arguments_are_exit_2(argv: list[str]) -> None:
-    """A short message before the usage, no traceback."""
+    """A short message, no traceback; the usage behind it unless one argument is wrong, which the message names."""
     said = call(*argv)
     assert said.status == 2
     assert not said.out
     first, *usage = said.err.splitlines()
     assert first.startswith("python -m cbsim")
-    assert usage[0].startswith("usage: ")
+    assert [line for line in usage if line.startswith("usage: ")] == ([] if ": argument " in first else usage[:1])
+    assert bool(usage) == (": argument " not in first)
 
 
 def test_requests_that_do_not_fit_the_memory(small: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ SUMMARY = {
         ("bubble<+1s", "bubble_s", "<", 1.0),
         ("makespan<60", "makespan_s", "<", 60.0),
         ("tpot.n>0", "tpot_s.n", ">", 0.0),
+        ("tpot.n<=0", "tpot_s.n", "<=", 0.0),
+        ("queue.p99<=0", "queue_s.p99", "<=", 0.0),
+        ("ttft.std==0", "ttft_s.std", "==", 0.0),
+        ("attainment>=100%", "slo.attainment", ">=", 1.0),
         ("cost.usd_per_million_output_tokens<3", "cost.usd_per_million_output_tokens", "<", 3.0),
     ],
 )
@@ -57,6 +61,13 @@ def test_what_is_understood(text: str, metric: str, compare: str, bound: float) 
         ("ttft.p99<=-2s", "with VALUE >= 0"),
         ("preemptions>-1", "with VALUE >= 0"),
         ("ttft.p99<0ms", "ttft.p99 is never below 0"),
+        ("preemptions<0", "preemptions is never below 0"),
+        *(
+            (f"{name}{rule}", " is always above 0")
+            for name in ("ttft.p99", "tpot.min", "e2e.p50")
+            for rule in ("<=0", "==0s")
+        ),
+        *((f"attainment{rule}", "slo.attainment is at most 100 %") for rule in (">=101%", ">1", "<=1.5", "==101%")),
         ("ttft.p99<1.2.3ms", "'1.2.3' is not a finite number"),
         ("ttft.p99<500parsecs", "unit 'parsecs', ttft.p99 takes none, ns, us, ms, s, min"),
         ("ttft<500ms", "ttft needs one of ttft.mean, ttft.std, ttft.min, ttft.max, ttft.p50"),
@@ -114,15 +125,19 @@ def test_a_metric_without_a_sample_fails(text: str) -> None:
 )
 def test_a_bound_has_the_unit_of_its_metric(name: str, compare: str, bound: str, unit: str) -> None:
     """Times take seconds and their like, shares a percentage, both also a bare number, as everything else does; any
-    other unit is refused, naming the metric. The bound is the number as Python writes it, times the unit.
+    other unit is refused, naming the metric. The bound is the number as Python writes it, times the unit, and of a
+    share at most 1, which nothing is above.
     """
     own = METRICS[name].unit
     text = f"{name}{compare}{bound}{unit}"
+    scale = 0.01 if unit == "%" else checks.TIMES.get(unit, 1.0)
     if (unit in checks.TIMES and own != "s") or (unit == "%" and own != "share"):
         with pytest.raises(CheckError, match=f"unit '{unit}', {METRICS[name].spelled} takes none"):
             parse(text)
+    elif own == "share" and (float(bound) * scale > 1 or (float(bound) * scale == 1 and compare == ">")):
+        with pytest.raises(CheckError, match="is at most 100 %"):
+            parse(text)
     else:
-        scale = 0.01 if unit == "%" else checks.TIMES.get(unit, 1.0)
         assert parse(text) == Check(text, name, compare, float(bound) * scale)
 
 

@@ -31,6 +31,16 @@ def test_a_missing_file_is_named(complete: Path, name: str) -> None:
     assert str(complete / name) in str(caught.value)
 
 
+def test_a_run_that_kept_its_summary_only_says_what_keeps_its_tables(complete: Path) -> None:
+    """As a sweep keeps it, unless its file says otherwise. Its documents are read."""
+    for name in ("steps.parquet", "requests.parquet"):
+        (complete / name).unlink()
+    with pytest.raises(RunError, match=r"holds the summary of the run only, expected .* `keep: tables`$") as caught:
+        reading.load(complete)
+    assert str(caught.value).startswith(f"{complete}: ")
+    assert reading.load(complete, whole=False).summary["schema_version"] == 4
+
+
 @pytest.mark.parametrize("keep", [0, 40])
 @pytest.mark.parametrize("name", FILES[1:])
 def test_a_file_that_was_cut_short_is_named(complete: Path, name: str, keep: int) -> None:
@@ -46,6 +56,8 @@ def test_no_directory_and_other_versions_are_refused(complete: Path, tmp_path: P
     """What is not there, what is no object, and what another version wrote."""
     with pytest.raises(RunError, match="no such run directory"):
         reading.load(tmp_path / "nowhere")
+    with pytest.raises(RunError, match=r"steps\.parquet: is a file, expected a run directory"):
+        reading.load(complete / "steps.parquet")
     (complete / "summary.json").write_text('{"schema_version": 99}')
     with pytest.raises(
         RunError, match=r"summary\.json: schema_version 99, this version reads 4: make the run again.*$"

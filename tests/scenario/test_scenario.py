@@ -138,9 +138,12 @@ def test_static_defaults(small: Path) -> None:
 
 
 def test_yaml_is_1_2(small: Path) -> None:
-    """1e6 is a number (YAML 1.1 reads text), and `no` is text, not false."""
+    """1e6 is a number (YAML 1.1 reads text), and `no` is text, not false. So is 1_0, which ruamel.yaml reads as 10."""
     assert scenario.load(small, ["workload.requests=1e3"]).workload.requests == 1000  # type: ignore[union-attr]
     assert "expected true or false" in refused(small, "loop.streams=no")
+    assert "got '1_0', expected a whole number" in refused(small, "seed=1_0")
+    assert "got '1_0.5', expected a number" in refused(small, "slo.ttft_s=1_0.5")
+    assert scenario.load(small, ["name=1_0"]).name == "1_0"
 
 
 def test_slo_preset_fills_what_is_not_given(small: Path) -> None:

@@ -217,8 +217,9 @@ def test_the_command_prints_every_probe_and_the_interval(
         (("--check", "tttf.p99<=1s"), "--check 'tttf.p99<=1s': unknown metric 'tttf.p99'; did you mean ttft.p99?"),
         (("--check", "ttft.p99<=1%"), "unit '%', ttft.p99 takes"),
         (("--check", "ttft.p99"), "expected METRIC<VALUE[UNIT]"),
-        (("--goodput", "99"), "--goodput 99: got 99, must be > 0 and < 1, such as 99%"),
-        (("--goodput", "99ms"), "--goodput 'slo.attainment>=99ms': unit 'ms'"),
+        (("--goodput", "99"), "--goodput: got 99, must be > 0 and < 1, such as 99%"),
+        (("--goodput", "99ms"), "--goodput: got 99ms, must be > 0 and < 1, such as 99%"),
+        (("--goodput", "101%"), "--goodput: got 101%, must be > 0 and < 1, such as 99%"),
         (("--goodput", "9%", "--set", "slo.ttft_s=null"), "slo.attainment>=9%: the scenario base has no slo"),
         (("--over", "workload.arrivals.rate"), "workload.arrivals has no rate; did you mean rate_per_s?"),
         (

@@ -205,14 +205,6 @@ def test_times_of_day_count_from_the_first(file: Path, stamp: str) -> None:
     assert [row.arrival_ns for row in read(file, content)] == [0, 10**9]
 
 
-def test_times_scaled_beyond_every_run_end_it_in_one_line(file: Path) -> None:
-    """They were once more than a table's column holds."""
-    file.write_text("arrival_s,prefill_tokens,decode_tokens\n0,7,3\n4,7,3\n")
-    workload = {"kind": "csv", "path": str(file), "time_scale": 1e20}
-    with pytest.raises(OverflowError, match=r"simulated time came to 4\.6e\+09 s"):
-        cbsim.run(scenario(file) | {"workload": workload})
-
-
 # -- what a user sees -------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from cbsim.errors import ScenarioError
+from cbsim.files import real
 from cbsim.scenario import catalog
 from cbsim.scenario.documents import Document
 from cbsim.scenario.fields import Form, bare, complaint, near, shown
@@ -252,14 +253,7 @@ def folder(named: Path | None) -> Path:
 
 def _chosen(row: Mapping[str, str], where: Mapping[str, str]) -> bool:
     first = (row.get("first_of_duplicates") or "True").lower() in ("true", "1")
-    return first and all(_equal(row[name], value) for name, value in where.items())
-
-
-def _equal(cell: str, value: str) -> bool:
-    try:
-        return float(cell) == float(value)
-    except ValueError:
-        return cell == value
+    return first and all(row[name] == value or real(row[name]) == real(value) for name, value in where.items())
 
 
 OUTPUT_SHARE = 0.9  # the mean of lengths that are uniform from 0.8 of the nominal one up to it

@@ -76,6 +76,10 @@ def test_the_other_commands_exit_0(runs: Path) -> None:
         (("report", "RUNS/sync", "--check", "ttft<1s"), "--check: "),
         (("report", "RUNS/sync", "--strict"), "--strict: "),
         (("report", "RUNS/sync", "RUNS/nope.parquet"), "nope.parquet: no such run directory"),
+        (
+            ("report", *["RUNS/sync/steps.parquet"] * 2),
+            "steps.parquet: is a file, expected a run directory: tables are",
+        ),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_2(runs: Path, words: tuple[str, ...], said: str) -> None:
