@@ -27,7 +27,8 @@ fleet:
   router: {name: round_robin}
   hand_off: {link: {bandwidth_gb_s: 1}}
 """
-ROOM = ("--set", "kv_cache.num_blocks=400", "--set", "loop.mode=async")
+SETTINGS = ("model.max_position=8192", "kv_cache.num_blocks=2200", "loop.mode=async")
+ROOM = [word for setting in SETTINGS for word in ("--set", setting)]
 PROMPTS = [f"the server is number {at}" for at in range(6)]
 
 
@@ -131,7 +132,7 @@ async def texts(address: str) -> list[str]:
 
         whole = await asyncio.gather(*map(text, range(len(PROMPTS))))
         left = await client.completions.create(
-            model="m", prompt=PROMPTS[0], max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+            model="m", prompt=PROMPTS[0], max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
         )
         async for _ in left:
             break
@@ -149,7 +150,9 @@ def addresses(pair: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_one_endpoint_two_roles(addresses: Any, tmp_path: Path) -> None:
-    """Texts are those of one server; a client that leaves is cancelled at both; the session's plans follow."""
+    """Texts are those of one server; a client that leaves, long before its last token, is cancelled at both; the
+    session's plans follow.
+    """
     import asyncio
 
     said = []

@@ -151,16 +151,16 @@ def test_the_models_end_is_an_end_unless_it_is_ignored() -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_who_leaves_makes_room(loop: str) -> None:
     """The next request needs the whole cache, and has it."""
-    full = sizes(blocks=12, block_size=4)
+    full = sizes(blocks=60, block_size=4)
 
     async def leave(server: Server) -> tuple[Answer, Answer]:
-        left = await server.request([1] * 20, 20, give_up_after=3)
-        return left, await server.request([2] * 20, 24)
+        left = await server.request([1] * 20, 200, give_up_after=3)
+        return left, await server.request([2] * 212, 24)
 
     served = Server(full, loop)
     left, after = served.talk(leave)
     assert (left.stream.finish, after.stream.finish, len(after.tokens)) == ("abort", "length", 24)
-    assert 3 <= len(left.tokens) < 20
+    assert 3 <= len(left.tokens) < 200
     (row,) = [row for row in requests_of(served.engine.record) if row.id == "r0"]
     assert row.status == "aborted"
     assert served.backend.load.kv_usage == 0
