@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -33,20 +34,17 @@ def readme(folder: Path) -> str:
     return HEAD + "".join(row(folder, file) for file in sorted(folder.rglob("report.json")))
 
 
+def _link(kept: set[Path], folder: Path, link: re.Match[str]) -> str:
+    return link[0] if folder / link[1] in kept else f"Picture `{link[1]}`: made again by the command of this report."
+
+
 def name_untracked(folder: Path) -> None:
     """Name the pictures that git does not keep in place of showing them: they are made again with their report."""
     listed = subprocess.run(["git", "ls-files", "."], cwd=folder, capture_output=True, text=True, check=False)
     kept = {folder / line for line in listed.stdout.splitlines()}
     for report in [file for file in kept if file.name == "report.md"]:
         text = report.read_text(encoding="utf-8")
-        named = re.sub(
-            r"^!\[[^]]*\]\((.*)\)$",
-            lambda link, of=report.parent: (
-                link[0] if of / link[1] in kept else f"Picture `{link[1]}`: made again by the command of this report."
-            ),
-            text,
-            flags=re.MULTILINE,
-        )
+        named = re.sub(r"^!\[[^]]*\]\((.*)\)$", partial(_link, kept, report.parent), text, flags=re.MULTILINE)
         if named != text:
             report.write_text(named, encoding="utf-8")
 

@@ -28,9 +28,10 @@ from cbsim.measured.own import fit as fits
 from cbsim.measured.own.clients import Measured
 from cbsim.measured.own.fit import Largest, Played
 from cbsim.measured.own.least_squares import Prior
-from cbsim.measured.own.measurement import Floats, Load, load_of
+from cbsim.measured.own.measurement import Load, load_of
 from cbsim.measured.own.study import chart, errors, fit_tables
 from cbsim.measured.recorded import case, score
+from cbsim.record.tables import Floats
 from cbsim.scenario.terms import FRONT
 from reports.fidelity.request_logs import log, replay
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def parts() -> dict[str, Table]:
 
 def tables() -> list[tuple[str, str]]:
     """The kind and name of every table that the pages have to have."""
-    names = {"fields": parts(), "columns": COLUMNS, "metrics": METRICS}
+    names: dict[str, Iterable[str]] = {"fields": parts(), "columns": COLUMNS, "metrics": METRICS}
     return [(kind, name) for kind, of in names.items() for name in of]
 
 

@@ -30,7 +30,7 @@ from cbsim.virtual.clocks import Clock
 from cbsim.virtual.simulated import SimulatedBackend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.scripted import Scripted
+from support.scripted import Scripted  # type: ignore[import-not-found]
 
 HEAD = (
     b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"bare",'

@@ -34,7 +34,7 @@ from cbengine.model.weights import Architecture
 from cbengine.sequence import Prompts
 from cbsim.policy.groups import FULL, Sight
 from cbsim.record.environment import code_version
-from cbsim.scenario import pretrained
+from cbsim.scenario import pretrained, rows
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario.scenario import Scenario
 from cbsim.workload import generators
@@ -75,7 +75,7 @@ def peer(scenario: Scenario, loop: str, setup: Setup, attention: str) -> tuple[f
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
     if model.device.type == "cpu":  # the library asks psutil, which few have, and takes no answer for no memory
-        PagedAttentionMemoryHandler.get_available_memory = lambda _: build.host_memory()
+        PagedAttentionMemoryHandler.get_available_memory = lambda _: rows.host_memory()
     manager.start()
     try:
         answers(manager, {"warm": ([1, 2, 3], 4)})

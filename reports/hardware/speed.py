@@ -36,8 +36,8 @@ from cbengine.build import Setup
 from cbengine.device.cuda import captured, streams
 from cbengine.model.ops import Rows, TorchOps
 from cbengine.model.weights import Architecture
-from cbsim.metrics.metrics import Steps
 from cbsim.policy.plan import WORKED
+from cbsim.record.tables import Steps
 from cbsim.scenario import scenario as scenarios
 from cbsim.scenario import shapes
 from cbsim.scenario.shapes import ModelShape

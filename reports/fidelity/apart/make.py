@@ -83,9 +83,9 @@ def run(scenarios: Mapping[str, Scenario], executor: Executor) -> dict[str, Any]
     """Return the summary of each. Raises ScenarioError."""
     found = {}
     for made in executor.each(Task(key, each, "summary") for key, each in scenarios.items()):
-        print(f"  {made.key}: {made.reason or f'{made.seconds:.0f} s'}", file=sys.stderr)
         if made.reason:
             raise UserError(f"{made.key}: {made.reason}")
+        print(f"  {made.key}", file=sys.stderr)
         found[made.key] = json.loads(made.files[SUMMARY])
     return found
 
@@ -154,8 +154,8 @@ def benches(folder: Path) -> list[Bench]:
     found = []
     for path in sorted(folder.glob("*.json")):
         if named := NAME.search(path.name):
-            numbers = [int(part or 0) for part in named.groups()]
-            found.append(Bench(path, *numbers, documents.read(path).data))
+            prefill, decode, replicas = (int(part or 0) for part in named.groups())
+            found.append(Bench(path, prefill, decode, replicas, documents.read(path).data))
     if not found:
         raise UserError(f"{folder}: holds no result named as llm-d-1p1d__*.json or vllm-2replicas__*.json")
     return sorted(found, key=lambda each: not each.replicas)
@@ -376,7 +376,8 @@ def main() -> None:
     executor = Processes(of.jobs) if of.jobs > 1 else Here()
     try:
         if of.folder:
-            for each in (made := exp7(of.folder, of.draws, executor)) and (exp7_table, winners, stalls):
+            made = exp7(of.folder, of.draws, executor)
+            for each in (exp7_table, winners, stalls) if made else ():
                 print(f"{each(made).title}\n{aligned([each(made).header, *each(made).rows])}\n")
             return
         logs = exp7(catalog.data(f"{PD}/README.md", "vllm bench's results").parent, of.draws, executor)

@@ -112,8 +112,8 @@ def swept(
     cases = []
     for point in points:
         loops = {ms: (_step_ms(next(rows)), _step_ms(next(rows))) for ms in CPU_MS}
-        names = (point[name] for name in ("model", "hardware", "workload.requests", "workload.prompt_tokens"))
-        cases.append(Case(*names, loops[CPU_MS[0]][0] - CPU_MS[0], loops))  # type: ignore[arg-type]
+        names = [point[name] for name in ("model", "hardware", "workload.requests", "workload.prompt_tokens")]
+        cases.append(Case._make((*names, loops[CPU_MS[0]][0] - CPU_MS[0], loops)))
     return cases
 
 

@@ -185,8 +185,8 @@ def chunk_table(chunked: Sequence[Answer]) -> Table:
         prompt, chunk = answer.point.prompt, answer.point.chunk
         name = f"{prompt:,} in {chunk:,}" if chunk < prompt else f"{prompt:,} ({chunk:,})"
         rows.append((name, *_cells(answer), *(f"{ratio:.3f}" for ratio in ratios)))
-    ratios = ("over one step", f"over chunks of {REFERENCE:,}", "roofline over one step")
-    return Table("", ("prompt in chunks", *TIMES, *ratios), rows)
+    header = ("prompt in chunks", *TIMES, "over one step", f"over chunks of {REFERENCE:,}", "roofline over one step")
+    return Table("", header, rows)
 
 
 def hybrid_table(hybrids: Sequence[Answer]) -> Table:

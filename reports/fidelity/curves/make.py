@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import log
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 
 from cbsim.cost import bundle, curves, engine_files, engine_tables
 from cbsim.cost.curves import FOLDER, sheet
-from cbsim.cost.engine_tables import EngineTables, NoRowsError, Share
+from cbsim.cost.engine_files import NoRowsError
+from cbsim.cost.engine_tables import EngineTables, Share
 from cbsim.cost.table import Attention, KernelTimes
 from cbsim.draw.report import Table
 from cbsim.errors import ScenarioError
@@ -66,7 +67,7 @@ def products(folder: Path, gpu: Hardware) -> dict[str, Any]:
     tables = engine_tables._Tables(folder, "", engine_files.engines(folder), bounded=True)
     of, made = sheet(gpu), {}
     for dtype, column in DTYPES.items():
-        shares = []
+        shares: list[list[list[float]]] = []
         try:
             for n in OUTPUTS:
                 shares.append([])
@@ -121,7 +122,7 @@ def filled(shares: Mapping[tuple[float, float], float]) -> list[list[float]]:
     """Return the shares by rows and context; where a cache was too large to be measured, those of fewer rows hold."""
     table: list[list[float]] = []
     for rows in ROWS:
-        line = []
+        line: list[float] = []
         for at, context in enumerate(CONTEXT):
             known = shares.get((rows, context))
             line.append(share(known) if known else max(table[-1][at] if table else 0.0, line[-1] if line else 0.0))
@@ -229,7 +230,7 @@ def profiled(name: str, model_name: str) -> dict[str, Any]:
     of, dense = sheet(gpu), bundle._curves(folder / "dense.csv", "tokens")
     head = bundle._curves(folder / "per_sequence.csv", "sequences")["lm_head"]
     width = model.heads * model.head_dim
-    shapes_of = {
+    shapes_of: dict[tuple[float, float], Callable[[float], float]] = {
         (width + 2 * model.kv_heads * model.head_dim, model.hidden): dense["qkv_proj"],
         (model.hidden, width): dense["o_proj"],
         (2 * model.intermediate, model.hidden): dense["gate_up_proj"],
@@ -280,8 +281,10 @@ def profiled_attention(folder: Path, model: ModelShape, of: curves.Sheet) -> dic
 
 MODELS = ("llama-3.1-8b", "qwen2.5-7b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
 TENSOR = (1, 2, 4, 8)
-SIZES = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 100, 128, 150, 200, 256, 280, 300, 384, 512, 700, 1000, 1400, 2048)
-SIZES += (3000, 4096, 6000, 8192)
+SIZES = (
+    *(1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 100, 128, 150, 200, 256, 280, 300, 384, 512, 700, 1000, 1400, 2048),
+    *(3000, 4096, 6000, 8192),
+)
 CONTEXTS, LARGEST_BATCH, MOST_CACHED = (200, 1000, 4000, 16000), 1024, 4_000_000
 GRAPH = 512  # query tokens of the largest step that runs as a graph
 
@@ -342,10 +345,14 @@ def compared(system: str, name: str, family: str, *, without: bool) -> list[tupl
 def bounds(found: Sequence[tuple[Step, int, float]]) -> dict[str, dict[str, float]]:
     """Return what 90 % of the steps are within, by GPUs, one or more, and by the largest query tokens of a class."""
     classes: dict[str, dict[str, float]] = {}
-    for gpus, holds in (("1", lambda count: count == 1), ("more", lambda count: count > 1)):
+    for gpus in ("1", "more"):
         low = 0
         for most in CLASSES:
-            errors = [abs(error) for step, count, error in found if holds(count) and low < step.tokens <= most]
+            errors = [
+                abs(error)
+                for step, count, error in found
+                if (count > 1) is (gpus == "more") and low < step.tokens <= most
+            ]
             classes.setdefault(gpus, {})[str(most)] = share(float(np.percentile(errors, 90)))
             low = most
     return classes

@@ -31,7 +31,7 @@ STATISTICS = ("mean", "median", "p90", "p95", "p99")
 CARDS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "b200_sxm": "b200"}
 HOPPER, BLACKWELL = ("NVIDIA H100", "NVIDIA H200"), ("NVIDIA B200", "NVIDIA B300", "NVIDIA GB200")
 USERS = (4, 16, 64)  # of the points that are predicted by data sheets alone
-CONSTANT = {"compute_efficiency": {}}
+CONSTANT: dict[str, Any] = {"compute_efficiency": {}}
 
 
 def by_default(point: Point, efficiencies: Mapping[str, Any] | None = None) -> Scenario:

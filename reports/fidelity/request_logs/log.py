@@ -108,10 +108,10 @@ def starts(folder: Path) -> list[Start]:
     with open_text(path) as file:
         table = CsvTable(path, file, PREFIX_COLUMNS)
         for index, characters, of, shared in table.rows(None):
-            number, before = len(prompts), table.whole(2, of)
-            if table.whole(0, index) != number:
+            number, before = len(prompts), table.count(2, of, -1)
+            if table.count(0, index, 0) != number:
                 raise table.bad(0, index, f"{number}, the number of the row")
-            if not -1 <= before < number:
+            if before >= number:
                 raise table.bad(2, of, f"-1, or the number of a row above, at most {number - 1}")
             length, part = table.count(1, characters), table.number(3, shared)
             if part > length:

@@ -117,9 +117,9 @@ def tuned(name: str, loop: str, rate: float, requests: int = REQUESTS, jobs: int
     replicates = range(len(trials[number or 0].runs))
     chosen = changes({"name": name, **settings}, loop, rate, requests)
     ours, theirs = ([slo(overrides, r) for r in replicates] for overrides in (chosen, usual))
-    goodputs = [dict(enumerate(run["goodput_requests_per_s"] for run in of)) for of in (ours, theirs)]
+    one, other = (dict(enumerate(run["goodput_requests_per_s"] for run in of)) for of in (ours, theirs))
     # Of all candidates against the defaults: the best one was chosen.
-    compared = intervals.paired(*goodputs, intervals.each(CONFIDENCE, len(answer.candidates)))
+    compared = intervals.paired(one, other, intervals.each(CONFIDENCE, len(answer.candidates)))
     assert compared is not None
     return Best(
         name,
@@ -175,7 +175,7 @@ def main() -> None:
     ]
     tables = {"defaults": load_table(usual), "best": best_table(best), "tuned": load_table(after)}
     charts = [chart({"default settings": usual, f"tuned at {TUNED_AT}/s": after})]
-    data = {"points": usual, "best": best, "tuned": after}
+    data: dict[str, list[Any]] = {"points": usual, "best": best, "tuned": after}
     page.write(__file__, tables, charts, {key: [each._asdict() for each in of] for key, of in data.items()})
 
 

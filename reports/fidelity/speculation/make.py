@@ -122,7 +122,7 @@ def card_points() -> list[dict[str, Any]]:
             known[int(row["concurrency"])]["none" if row["draft"] == "none" else "eagle"] = float(row["low"])
     points = []
     for users, of in known.items():
-        load = {"requests": 10, "prompt_tokens": 150, "output_tokens": 1024}
+        load: dict[str, Any] = {"requests": 10, "prompt_tokens": 150, "output_tokens": 1024}
         load["arrivals"] = {"kind": "closed_loop", "users": min(users, 10)}
         none, eagle = (
             float(gpt_oss("h100-sxm", load, k, (CARD_LENGTH, CARD_DRAFTS))["output_tokens_per_s"])

@@ -85,8 +85,8 @@ class Server(NamedTuple):
         plan = StepPlan(0, work, counts=StepCounts(table_blocks=batch * context // 16))
         shape = self.graphs.shape(plan)
         gpu, cpu = sum(self.cost.gpu_ns(plan, shape.tokens)), sum(self.cost.cpu_ns(plan))
-        cpu += self.cost.launch_ns * shape.eager
-        return (gpu + cpu if loop == "sync" else max(gpu, cpu)) / NS
+        cpu += self.cost.launch_ns * int(shape.eager)
+        return float(gpu + cpu if loop == "sync" else max(gpu, cpu)) / NS
 
 
 def tokens_a_step(drafts: int, rate: float) -> float:
