@@ -97,7 +97,7 @@ def _latency(
         low, high = low / scale.size, high / scale.size
         marks.append(Spans(LOOPS[index], at, low, high, series(index), texts=texts))
         marks.append(Points(LOOPS[index], low, at.astype(np.float64), series(index), texts=texts))
-    return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 to p99", rows=rows), limit, most, scale.size)
+    return axis.with_slo(Panel(marks, scale.name, title=f"{title}, p50 and up", rows=rows), limit, most, scale.size)
 
 
 Summaries = Mapping[str, Mapping[str, Any]]

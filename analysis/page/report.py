@@ -114,7 +114,7 @@ def _tile(run: LoadedRun, metric: str) -> Tile | None:
     if value is None:
         return None
     distribution, _, statistic = metric.partition(".")
-    few = statistic in SAMPLES_NEEDED and statistic in run.summary[distribution].get("too_few_for", ())
+    few = statistic in SAMPLES_NEEDED and statistic in (run.summary[distribution].get("too_few_for") or ())
     note = f"of {run.summary[distribution]['n']}, needs {SAMPLES_NEEDED[statistic]}" if few else ""
     return Tile(metric, METRICS[metric].label, METRICS[metric].shown(value), note)
 

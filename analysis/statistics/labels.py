@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
+from cbsim.metrics.terminal import flat
+
 Facts = Mapping[str, Any]  # a run's fields of its scenario by dotted name, its loop, its world
 
 IN_FRONT = ("scheduler.name", "model.name", "hardware.name")  # first in a label whenever they differ
@@ -22,7 +24,7 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
 
     A number stands alone behind a name if a label has but one; else it has the name of its field.
     """
-    fields = _fields(facts)
+    fields = _fields(facts := _by_item(facts))
     made = [_label(run, fields, facts, bare=True) for run in facts]
     distinct = len({tuple(repr(run.get(field)) for field in fields) for run in facts})
     named = not fields or fields[0] in ("name", *IN_FRONT)
@@ -30,6 +32,18 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
     if not named or several or len(set(made)) < distinct:
         made = [_label(run, fields, facts, bare=False) for run in facts]
     return shortened([label or other for label, other in zip(made, otherwise, strict=True)])
+
+
+def _by_item(facts: Sequence[Facts]) -> list[Facts]:
+    """Return the facts with the fields of a list's objects one by one, of lists that are as long in all runs."""
+    counts = {field: {_objects(run.get(field)) for run in facts} for one in facts[:1] for field in one}
+    items = [(field, at) for field, of in counts.items() if len(of) == 1 for at in range(*of)]
+    return [{**run, **dict.fromkeys(dict(items)), **flat({f"{f}.{i}": run[f][i] for f, i in items})} for run in facts]
+
+
+def _objects(value: Any) -> int:
+    """Return the number of objects of which a value is a list, 0 if it is none."""
+    return len(value) if isinstance(value, list) and all(isinstance(each, Mapping) for each in value) else 0
 
 
 def _fields(facts: Sequence[Facts]) -> list[str]:
@@ -96,9 +110,8 @@ def worded(value: Any) -> str:
     """Return a value as labels have it: as JSON, but of objects only what they set, after the number of several."""
     if isinstance(value, Mapping):
         return " ".join(f"{key} {worded(each)}" for key, each in value.items() if each is not None)
-    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        number = f"{len(value)}: " if len(value) > 1 else ""
-        return number + "; ".join(map(worded, value)) if value else "none"
+    if isinstance(value, list) and (count := _objects(value)) == len(value):
+        return f"{count}: " * (count > 1) + "; ".join(map(worded, value)) if value else "none"
     return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 

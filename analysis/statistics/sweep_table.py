@@ -159,8 +159,7 @@ def _metadata(table: pa.Table) -> dict[str, str]:
 def _axis(name: str, column: pa.ChunkedArray, short: str) -> Axis:
     cells = [_plain(value) for value in column.to_pylist()]
     values = list(dict.fromkeys(cells))
-    numeric = all(map(is_number, values))
-    if numeric:
+    if numeric := all(map(is_number, values)):
         values.sort()
     order = {value: code for code, value in enumerate(values)}
     codes = np.array([order[value] for value in cells], dtype=np.int64)
@@ -204,16 +203,12 @@ def _together(axes: Sequence[Axis]) -> list[Axis]:
             groups.append(group := [])
         group.append(axis)
     made = [_joined(group) for group in groups]
-    rest = [axis for axis in made if _even(axis, made)]
+    # As in a grid, all values of such an axis are beside all that the others have together.
+    rest = [one for one in made if _combinations(made) == len(one) * _combinations([a for a in made if a is not one])]
     fields = [each for axis, group in zip(made, groups, strict=True) if axis not in rest for each in group]
     if not fields or _combinations(fields) > MOST_POINTS:
         return made
     return [_points(sorted(fields, key=len, reverse=True), math.prod(sorted(map(len, rest))[:-1])), *rest]
-
-
-def _even(axis: Axis, axes: Sequence[Axis]) -> bool:
-    """Whether all values of an axis are beside all that the others have together, as in a grid."""
-    return _combinations(axes) == len(axis) * _combinations([each for each in axes if each is not axis])
 
 
 def _combinations(axes: Sequence[Axis]) -> int:

@@ -23,7 +23,7 @@ from cbsim.metrics.terminal import lookup
 from cbsim.record.columns import NS
 from cbsim.scenario import catalog, documents, shapes
 from cbsim.scenario.documents import Document
-from cbsim.scenario.fields import LARGEST_REAL, cut, near, shown
+from cbsim.scenario.fields import LARGEST_REAL, bare, cut, near, shown
 from cbsim.scenario.fleet import SERVER
 from cbsim.scenario.overrides import Changes, fields_of, written
 from cbsim.scenario.scenario import Scenario, Variants
@@ -384,7 +384,7 @@ def _cards(names: Sequence[str]) -> Iterator[tuple[str, Hardware]]:
     """
     known, named = catalog.names("hardware"), set[str]()
     for name, _, price in (each.partition("=") for each in names):
-        longer = [each for each in known if each.startswith(f"{name}-")]
+        longer = [each for each in known if bare(each) == bare(name) or each.startswith(f"{name.lower()}-")]
         whole = longer[0] if len(longer) == 1 and name not in known else name
         if not name or whole in named:
             bound = f"{whole} is named twice, expected once" if name else "expected names such as h100,l40s"

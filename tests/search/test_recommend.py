@@ -468,6 +468,7 @@ def test_splits_stand_beside_replicas_and_grow_with_their_number() -> None:
         ({"load": LONG, "most_gpus": 2}, "requests refused: prompt of 140000 tokens, max_model_len is 131072"),
         ({"load": LONG, "most_gpus": 4, "tensor": [4, 1]}, "nearest is 1 x h100,"),
         ({"slo": ["tpot.p99<=1s"], "load": SHORT}, "--slo 'tpot.p99<=1s': the runs have no tpot.p99"),
+        ({"cards": ["h100", "H100_SXM"]}, "h100-sxm is named twice"),
         ({"cards": ["h101"]}, "unknown hardware 'h101'"),
         ({"cards": []}, "expected names such as h100,l40s"),
         ({"apart_gb_s": 0.0}, "--apart: got 0, must be > 0"),

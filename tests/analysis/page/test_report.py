@@ -96,6 +96,8 @@ def test_tiles_are_the_numbers_of_the_summary(paths: list[Path]) -> None:
             assert tile.value == METRICS[tile.metric].shown(lookup(run.summary, tile.metric))
             statistic = tile.metric.rpartition(".")[2]
             assert tile.note == ("of 12, needs 368" if statistic in SAMPLES_NEEDED else "")
+        bare = replace(run, summary=run.summary | {"ttft_s": run.summary["ttft_s"] | {"too_few_for": None}})
+        assert {tile.metric: tile.note for tile in report.source(bare, bare).tiles}["ttft_s.p99"] == ""
 
 
 @pytest.mark.usefixtures("drawn")

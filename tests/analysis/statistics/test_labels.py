@@ -100,6 +100,18 @@ def test_objects_are_worded_without_marks_of_json(value: Any, words: str) -> Non
     assert told({"a.of": value}, {"a.of": 7})[0] == (f"of={words}" if value is not None else "of=null")
 
 
+def test_of_objects_in_lists_as_long_in_all_runs_what_differs_is_told() -> None:
+    """A fleet's pools have many fields, most of them alike; lists of other lengths stay whole."""
+    pools = [[{"name": "a", "count": count, "server": {"model": "m"}}, {"name": "b", "count": 1}] for count in (2, 3)]
+    runs = [{"router.name": "llmd", "fleet.pools": each} for each in pools]
+    runs += [{"router.name": "round_robin", "fleet.pools": pools[0]}]
+    assert labels(runs, ["", "", ""]) == ["llmd 0.count=2", "llmd 0.count=3", "round_robin 0.count=2"]
+    assert labels([{"fleet.failures": []}, {"fleet.failures": [{"server": 1}]}], ["", ""]) == [
+        "failures=none",
+        "failures=server 1",
+    ]
+
+
 def test_a_long_label_keeps_what_distinguishes_it() -> None:
     """Of those that begin alike the middle is cut, of others the end; a label is never longer than its bound."""
     common = ", ".join(f"field_{at} = {at}" for at in range(9))
