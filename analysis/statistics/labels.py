@@ -35,7 +35,7 @@ def labels(facts: Sequence[Facts], otherwise: Sequence[str]) -> list[str]:
 
 
 def _by_item(facts: Sequence[Facts]) -> list[Facts]:
-    """Return the facts with the fields of a list's objects one by one, of lists that are as long in all runs."""
+    """Return the facts with `pools.0.count` and so on in place of `pools`, if that has as many objects in all runs."""
     counts = {field: {_objects(run.get(field)) for run in facts} for one in facts[:1] for field in one}
     items = [(field, at) for field, of in counts.items() if len(of) == 1 for at in range(*of)]
     return [{**run, **dict.fromkeys(dict(items)), **flat({f"{f}.{i}": run[f][i] for f, i in items})} for run in facts]

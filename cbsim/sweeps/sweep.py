@@ -244,7 +244,7 @@ class Sweep:
         self.file, self.command = file, command
         self.points = of(file, base)
         self.store, self.path = Store(folder), folder / f"{file.name}.parquet"
-        with access(self.path, UserError, "written"), TemporaryDirectory(dir=folder):  # no permission says so as surely
+        with access(self.path, UserError, "written"), TemporaryDirectory(dir=folder):  # tried before any run
             if self.path.is_dir():
                 raise IsADirectoryError("it is a folder")
         number, parts = shard
