@@ -134,11 +134,8 @@ def _cell_panel(
     """Return a panel of cells. `known` are all panels' values, for one colour scale. Numbers on y rise upwards."""
     (x, y), scale = axes, scale_of(what.unit, float(known.max()))
     order = list(range(len(y)))[:: 1 if y.numbers is None else -1]
-    values, rows, columns = (
-        values[order],
-        [shortened(y.labels)[code] for code in order],
-        shortened(x.written, MOST_ALONG),
-    )
+    values, names, columns = values[order], shortened(y.labels), shortened(x.written, MOST_ALONG)
+    rows = [names[code] for code in order]
     texts = []
     for b, row in zip(rows, values.tolist(), strict=True):
         cells = zip(x.labels, row, strict=True)
